@@ -1,0 +1,226 @@
+"""Rules about what a recipe names: table entries, functions of the user's own, files, columns.
+
+Nothing is imported: tables are static and files are read (references.py). `import_everything`,
+for `check --deep`, is the exception.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollick.config.names import NAMES, is_reference, resolve
+from rollick.config.problems import KeyPath, did_you_mean, show
+from rollick.config.references import Definition, read_reference
+from rollick.config.rules import Context, Findings, rule
+from rollick.config.schema import AlgorithmConfig, DomainConfig, Recipe, RewardSpec
+from rollick.config.wording import unknown_name
+from rollick.errors import ConfigError
+
+FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+FROM_THE_SAMPLE = ("prompt", "completion", "sample", "row", "domain", "truncated")
+"""Arguments of a reward that are always filled from the sample."""
+
+
+@rule()
+def _names_are_in_the_tables(context: Context) -> Findings:
+    for path, kind, name in _table_names(context.recipe):
+        if name not in NAMES[kind] and context.is_sound(path):
+            yield context.problem(path, *unknown_name(kind, name, own=False))
+
+
+@rule()
+def _parts_of_the_algorithm_exist(context: Context) -> Findings:
+    for path, kind, name in _algorithm_names(context.recipe.algorithm):
+        if name in NAMES[kind] or not context.is_sound(path):
+            continue
+        where = (*path, "name") if context.source.find((*path, "name")) else path
+        if name.startswith("object:"):
+            message = f"{name!r} is not possible here"
+            fix = "put the function into a file and name it as file.py:name"
+            yield context.problem(where, message, fix)
+        elif is_reference(name):
+            yield from _must_be_a_function(context, where, name)
+        else:
+            yield context.problem(where, *unknown_name(kind, name, own=True))
+
+
+def _table_names(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str]]:
+    yield ("pipeline",), "pipelines", recipe.pipeline
+    yield ("infer", "engine"), "engines", recipe.infer.engine
+    yield ("train", "strategy"), "train_strategies", recipe.train.strategy
+    for index, name in enumerate(recipe.observe.sinks):
+        yield ("observe", "sinks", index), "sinks", name
+
+
+def _algorithm_names(algorithm: AlgorithmConfig) -> Iterator[tuple[KeyPath, str, str]]:
+    yield ("algorithm", "advantage"), "advantages", algorithm.advantage.name
+    yield ("algorithm", "loss"), "losses", algorithm.loss.name
+    yield ("algorithm", "correction"), "corrections", algorithm.correction.name
+    yield ("algorithm", "aggregation"), "aggregations", algorithm.aggregation
+
+
+def _must_be_a_function(context: Context, path: KeyPath, name: str) -> Findings:
+    definition = _read(context, name)
+    if isinstance(definition, ConfigError):
+        yield context.problem(path, definition.message, definition.fix)
+    elif definition.kind == "class":
+        yield context.problem(path, f"{name} is a class", "a function is needed")
+
+
+def _read(context: Context, name: str) -> Definition | ConfigError:
+    try:
+        return read_reference(name, context.base)
+    except ConfigError as error:
+        return error
+
+
+@rule()
+def _rewards_exist_and_can_be_called(context: Context) -> Findings:
+    for path, domain in context.domains():
+        for index, reward in enumerate(domain.rewards):
+            said = (*path, "rewards", index)
+            where = (*said, "name") if context.source.find((*said, "name")) else said
+            yield from _check_reward(context, reward, where=where, said=said)
+        yield from _no_reward_twice(context, path, domain)
+
+
+def _check_reward(
+    context: Context, reward: RewardSpec, *, where: KeyPath, said: KeyPath
+) -> Findings:
+    kind, _, rest = reward.name.partition(":")
+    if kind == "object":
+        if rest not in context.objects:
+            yield context.problem(where, *_unknown_object(context, rest))
+        return
+    if reward.name not in NAMES["rewards"] and not is_reference(reward.name):
+        yield context.problem(where, *unknown_name("rewards", reward.name, own=True))
+        return
+    target = NAMES["rewards"].get(reward.name, reward.name)
+    definition = _read(context, target)
+    if isinstance(definition, ConfigError) or definition.kind == "class":
+        yield from _must_be_a_function(context, where, target)
+    else:
+        yield from _check_parameters(context, reward, definition, where=where, said=said)
+
+
+def _check_parameters(
+    context: Context,
+    reward: RewardSpec,
+    definition: Definition,
+    *,
+    where: KeyPath,
+    said: KeyPath,
+) -> Findings:
+    parameters = definition.parameters
+    if parameters is None:
+        return
+    if parameters.unfillable:
+        message = f"{reward.name} takes {', '.join(parameters.unfillable)} by position only"
+        yield context.problem(where, message, "rewards are called by name: remove the `/`")
+    for option in reward.options:
+        path = (*said, "options", option)
+        if option in FROM_THE_SAMPLE:
+            message = f"{option!r} is always filled from the sample"
+            yield context.problem(path, message, "give the option another name")
+        elif option not in parameters.names and not parameters.takes_any:
+            free = [name for name in parameters.names if name not in FROM_THE_SAMPLE]
+            advice = did_you_mean(option, free) or f"it takes {', '.join(free) or 'no option'}"
+            yield context.problem(path, f"{reward.name} has no parameter {option!r}", advice)
+
+
+def _no_reward_twice(context: Context, path: KeyPath, domain: DomainConfig) -> Findings:
+    names = [reward.name for reward in domain.rewards]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"{name!r} is already a reward of this domain"
+            yield context.problem((*path, "rewards", index), message, "name each reward once")
+
+
+def _unknown_object(context: Context, name: str) -> tuple[str, str]:
+    if context.objects:
+        known = ", ".join(f"object:{known}" for known in context.objects)
+        return f"there is no object:{name}", f"there are: {known}"
+    fix = "in a recipe, name your own as file.py:name"
+    return f"object:{name} only works for objects given to rollick.train", fix
+
+
+@rule()
+def _sources_exist(context: Context) -> Findings:
+    for path, domain in context.domains():
+        kind, _, name = domain.source.partition(":")
+        where = (*path, "source")
+        if kind == "object":
+            if name not in context.objects:
+                yield context.problem(where, *_unknown_object(context, name))
+        elif kind == "hub":
+            if not name:
+                yield context.problem(where, "has no dataset name", "write it as hub:NAME")
+        elif is_reference(domain.source):
+            yield from _must_be_a_function(context, where, domain.source)
+        else:
+            yield from _check_file(context, where, domain.source)
+        if domain.split != "train" and kind != "hub":
+            message = f"{domain.split!r} has no effect: only hub datasets have splits"
+            yield context.problem((*path, "split"), message, "remove it")
+
+
+def _check_file(context: Context, where: KeyPath, source: str) -> Findings:
+    if not source.endswith(FILE_KINDS):
+        message = f"{show(source)} is not a source of prompts"
+        fix = f"use a file ({', '.join(FILE_KINDS)}), hub:NAME or file.py:function"
+        yield context.problem(where, message, fix)
+    elif not any((folder / source).is_file() for folder in (context.base, Path.cwd())):
+        folder = (context.base / source).parent
+        siblings = [item.name for item in folder.glob("*") if item.name.endswith(FILE_KINDS)]
+        advice = did_you_mean(Path(source).name, siblings)
+        fix = advice or "it is looked for beside the recipe, then in the working directory"
+        yield context.problem(where, f"there is no file {source!r}", fix)
+
+
+@rule()
+def _prompt_formats_can_be_filled(context: Context) -> Findings:
+    for path, domain in context.domains():
+        if domain.prompt_format is None:
+            continue
+        where = (*path, "prompt_format")
+        if message := _format_problem(domain.prompt_format):
+            fix = 'name columns in braces, such as "What is {a} + {b}?"; a brace itself is {{'
+            yield context.problem(where, message, fix)
+        if domain.prompt != "prompt":
+            message = f"{domain.prompt!r} has no effect beside prompt_format"
+            yield context.problem((*path, "prompt"), message, "keep one of the two")
+
+
+def _format_problem(text: str) -> str:
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        return f"{show(text)} is not a format: {str(error).lower()}"
+    if not fields:
+        return f"{show(text)} names no column, so all prompts would be alike"
+    bad = [name for name in fields if not name or name.isdecimal() or set(".[") & set(name)]
+    return f"{show('{' + bad[0] + '}')} is not the name of a column" if bad else ""
+
+
+def import_everything(context: Context) -> Findings:
+    for path, kind, name in _all_names(context):
+        try:
+            resolve(kind, name, base=context.base)
+        except ConfigError as error:
+            yield context.problem(path, error.message, error.fix)
+        except Exception as error:  # Importing runs the user's code, which may raise anything.
+            message = f"importing {name} failed: {type(error).__name__}: {error}"
+            yield context.problem(path, message)
+
+
+def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+    yield from _table_names(context.recipe)
+    yield from _algorithm_names(context.recipe.algorithm)
+    for path, domain in context.domains():
+        if is_reference(domain.source) and not domain.source.startswith(("hub:", "object:")):
+            yield (*path, "source"), "rewards", domain.source
+        for index, reward in enumerate(domain.rewards):
+            if not reward.name.startswith("object:"):
+                yield (*path, "rewards", index), "rewards", reward.name

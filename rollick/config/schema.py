@@ -1,0 +1,533 @@
+"""Every option of a recipe, once: its type, its default and what it is for.
+
+A Recipe is frozen; nothing rewrites it after loading, and what is derived is a property.
+Checks that need more than one field live in check.py; names are resolved in names.py.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from rollick.config.names import NAMES
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Scalar = bool | int | float | str | None
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, unknown keys forbidden, every field documented."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for 1; in a recipe that is always a slip."""
+        kind: Any = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind is int:
+            raise PydanticCustomError("int_type", "true is not a whole number")
+        if isinstance(value, bool) and kind is float:
+            raise PydanticCustomError("float_type", "true is not a number")
+        return value
+
+
+def _by_name(value: Any) -> Any:
+    """`loss: ppo` is short for `loss: {name: ppo}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _as_text(value: Any) -> Any:
+    """`policy: 0` is short for `policy: "0"`."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _tag_of(kind: str, default: str) -> Any:
+    """Picks a part by its name; options without a name are those of the default part."""
+
+    def tag(value: Any) -> str:
+        if isinstance(value, dict):
+            name = value.get("name", default)  # pyright: ignore[reportUnknownVariableType]
+        else:
+            name = getattr(value, "name", None)
+        return name if isinstance(name, str) and name in NAMES[kind] else "custom"
+
+    return Discriminator(tag)
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = "run"
+    """Names the run's folder."""
+    folder: str = "runs"
+    """Where run folders are made; relative to the working directory."""
+    steps: Positive = 100
+    """Optimizer steps (RL) or updates (SFT) to make."""
+    seed: NonNegative = 0
+    """Everything random in the run follows from it."""
+    deterministic: bool = False
+    """Bit-for-bit repeatable on the CPU: constant row tiles, attention per sequence, id order."""
+    threads: NonNegative = 0
+    """CPU threads for each worker process; 0 takes the machine's cores, or 1 when deterministic."""
+    stuck_after_s: Seconds = 600
+    """With no progress for this long the run stops and says who waits for whom."""
+
+
+class ModelConfig(Section):
+    """The policy's model: a Hugging Face folder or hub name, or a GGUF file."""
+
+    path: str
+    """Folder, hub name or .gguf file; `package:NAME/FILE` is a file inside a Python package."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer, where it is not beside the model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute dtype. auto: float32 on the CPU, bfloat16 on a GPU. Masters are always float32."""
+    template: Literal["chat", "plain"] = "chat"
+    """How turns become text: the tokenizer's chat template, or their contents one after another."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the model. Off unless you have read that code."""
+
+
+class RewardSpec(Section):
+    """One reward of a domain."""
+
+    name: str
+    """A reward from `rollick list`, or your own as file.py:function."""
+    weight: float = 1.0
+    """Factor of its value in the sample's score."""
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
+    """Keyword arguments handed to the function at every call."""
+
+
+Reward = Annotated[RewardSpec, BeforeValidator(_by_name, json_schema_input_type=str | RewardSpec)]
+
+
+class DomainConfig(Section):
+    """One source of prompts."""
+
+    source: str
+    """A .jsonl, .json or .parquet file, a hub dataset (hub:NAME) or a file.py:function."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    prompt: str = "prompt"
+    """Column with the prompt: a string, or a list of messages with role and content."""
+    prompt_format: str | None = None
+    """Text made from the row's columns, such as "What is {a} + {b}?"; replaces `prompt`."""
+    system: str | None = None
+    """A system message put before the prompt."""
+    completion: str | None = None
+    """Column with the answer to imitate (SFT)."""
+    share: Annotated[float, Field(gt=0)] = 1.0
+    """Part of the prompts drawn from here, relative to the other domains."""
+    limit: NonNegative = 0
+    """Use only the first rows; 0 takes all."""
+    rewards: tuple[Reward, ...] = ()
+    """What scores a sample of this domain; their weighted sum."""
+
+
+class DataConfig(Section):
+    """Prompts to train and to validate on."""
+
+    domains: dict[str, DomainConfig]
+    """Training prompts by domain."""
+    validation: dict[str, DomainConfig] = Field(default_factory=dict[str, DomainConfig])
+    """Held-out prompts by domain."""
+    shuffle: bool = True
+    """Draw rows in an order given by the seed, another one each epoch."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts are quarantined and counted."""
+    max_bad_rows: Share = 0.05
+    """The run stops if more than this part of a source is unusable."""
+
+
+class SamplingConfig(Section):
+    """How training samples are drawn."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Divides the logits; 0 is greedy (evaluation only)."""
+    max_tokens: Positive = 256
+    """New tokens of a sample at the most; a sample that reaches it is truncated."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest set of tokens with this mass (evaluation only)."""
+    top_k: NonNegative = 0
+    """Draw from the k likeliest tokens; 0 is off (evaluation only)."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample."""
+
+
+class RolloutConfig(Section):
+    """The life of samples: how many, how fresh, how long."""
+
+    groups_per_step: Positive = 64
+    """Groups (prompts) whose samples make one batch."""
+    group_size: Positive = 8
+    """Samples of each prompt."""
+    max_staleness: Annotated[float, Field(ge=0)] = 0
+    """Policy versions a token may lag when trained on. 0 is strictly on-policy."""
+    drop_no_signal: bool = True
+    """Drop groups whose scores are all alike, and refill them one for one."""
+    min_spread: Annotated[float, Field(ge=0)] = 1e-8
+    """A group has signal if its scores differ by more than this."""
+    max_drops_per_step: NonNegative = 0
+    """Stop refilling after this many dropped groups in a step; 0 is ten times groups_per_step."""
+    drop_truncated: bool = False
+    """Mask truncated samples from the loss."""
+    reward_timeout_s: Seconds = 30
+    """A reward call that takes longer is killed; its sample is masked and counted."""
+    reward_processes: Positive = 1
+    """Processes that run rewards."""
+    max_failed_scores: Share = 0.2
+    """The run stops if more than this part of a step's samples cannot be scored."""
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """B * (1 + K): how many groups may be started and not yet trained."""
+        return ceil(self.groups_per_step * (1 + self.max_staleness))
+
+    @property
+    def drops_allowed(self) -> int:
+        return self.max_drops_per_step or 10 * self.groups_per_step
+
+
+class DrGrpoAdvantage(Section):
+    """Score minus the group's mean; no division by the standard deviation."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """The name."""
+
+
+class GrpoAdvantage(Section):
+    """Score minus the group's mean, over the group's standard deviation."""
+
+    name: Literal["grpo"] = "grpo"
+    """The name."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the standard deviation."""
+
+
+class CustomPart(Section):
+    """A function of the user's own."""
+
+    name: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
+    """file.py:function (relative to the recipe) or package.module:function."""
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
+    """Handed to the function as its `options`."""
+
+
+class DppoTvLoss(Section):
+    """Policy gradient on pi/mu that keeps a token while its probability moved less than delta."""
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    """The name."""
+    delta: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """How far a token's probability may move away from the behaviour's."""
+    max_ratio: Annotated[float, Field(ge=1)] = 20.0
+    """Upper end of the importance ratio."""
+
+
+class PpoLoss(Section):
+    """PPO's clipped surrogate, with clip-higher and dual clip."""
+
+    name: Literal["ppo"] = "ppo"
+    """The name."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """The ratio is clipped from above at 1 + clip_high."""
+    dual_clip: Annotated[float, Field(ge=0)] = 3.0
+    """Bound for negative advantages, as a multiple of them; 0 is off, otherwise above 1."""
+
+
+class SftLoss(Section):
+    """Negative log-likelihood of the response."""
+
+    name: Literal["sft"] = "sft"
+    """The name."""
+
+
+class BypassCorrection(Section):
+    """The behaviour policy stands in for the old one; saves a forward."""
+
+    name: Literal["bypass"] = "bypass"
+    """The name."""
+
+
+class NoCorrection(Section):
+    """The old policy's log-probs are computed by the learner; no weight for the mismatch."""
+
+    name: Literal["none"] = "none"
+    """The name."""
+
+
+class TokenTisCorrection(Section):
+    """Each token is weighted by old/behaviour, truncated from above."""
+
+    name: Literal["token_tis"] = "token_tis"
+    """The name."""
+    cap: Annotated[float, Field(gt=0)] = 2.0
+    """Largest weight."""
+
+
+class KlConfig(Section):
+    """Distance kept to a frozen reference policy."""
+
+    coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL in the loss; 0 needs no reference."""
+    form: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator: k2 (gradient of the reverse KL) or k3 (bounded stand-in)."""
+
+
+_Advantage = Annotated[
+    Annotated[DrGrpoAdvantage, Tag("dr_grpo")]
+    | Annotated[GrpoAdvantage, Tag("grpo")]
+    | Annotated[CustomPart, Tag("custom")],
+    _tag_of("advantages", default="dr_grpo"),
+]
+AdvantagePart = Annotated[
+    _Advantage, BeforeValidator(_by_name, json_schema_input_type=str | _Advantage)
+]
+_Loss = Annotated[
+    Annotated[DppoTvLoss, Tag("dppo_tv")]
+    | Annotated[PpoLoss, Tag("ppo")]
+    | Annotated[SftLoss, Tag("sft")]
+    | Annotated[CustomPart, Tag("custom")],
+    _tag_of("losses", default="dppo_tv"),
+]
+LossPart = Annotated[_Loss, BeforeValidator(_by_name, json_schema_input_type=str | _Loss)]
+_Correction = Annotated[
+    Annotated[BypassCorrection, Tag("bypass")]
+    | Annotated[NoCorrection, Tag("none")]
+    | Annotated[TokenTisCorrection, Tag("token_tis")]
+    | Annotated[CustomPart, Tag("custom")],
+    _tag_of("corrections", default="bypass"),
+]
+CorrectionPart = Annotated[
+    _Correction, BeforeValidator(_by_name, json_schema_input_type=str | _Correction)
+]
+
+
+class AlgorithmConfig(Section):
+    """How scores become a gradient."""
+
+    advantage: AdvantagePart = DrGrpoAdvantage()
+    """How a group's scores become advantages."""
+    loss: LossPart = DppoTvLoss()
+    """What is minimised, per token."""
+    aggregation: str = "token_mean"
+    """How token losses become one number; always over the global batch."""
+    correction: CorrectionPart = BypassCorrection()
+    """What stands for the old policy, and how engine/learner mismatch is weighted."""
+    kl: KlConfig = KlConfig()
+    """KL to a reference policy."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with float32 masters."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay; not applied to vectors (norms, biases)."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+
+
+class ScheduleConfig(Section):
+    """Learning rate over the run's optimizer steps."""
+
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: hold, or fall to `final` times the peak at the last step."""
+    warmup_steps: NonNegative = 0
+    """Steps of linear rise from 0."""
+    final: Share = 0.0
+    """Last learning rate as a part of the peak."""
+
+
+class TrainConfig(Section):
+    """The learner."""
+
+    strategy: str = "local"
+    """How parameters and gradients are held; see `rollick list`."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning-rate schedule."""
+    tokens_per_microbatch: Positive = 16384
+    """Tokens in one forward and backward at the most; a longer sample goes alone."""
+    logprob_chunk_tokens: Positive = 2048
+    """Rows of the vocabulary matrix held at once."""
+    minibatches: Positive = 1
+    """Optimizer steps made of one batch."""
+    epochs: Positive = 1
+    """Passes over one batch."""
+    batch_size: Positive = 64
+    """Examples of one update (SFT)."""
+    max_skipped_steps: Positive = 5
+    """The run stops after this many non-finite gradients in a row."""
+
+
+class InferConfig(Section):
+    """The engines that generate."""
+
+    engine: str = "native"
+    """Which engine; see `rollick list`."""
+    slots: Positive = 256
+    """Sequences that decode together in one engine."""
+    max_length: Positive = 2048
+    """Longest sequence, prompt included, that the cache holds."""
+    prefill_tokens: Positive = 8192
+    """Prompt tokens computed in one engine step."""
+
+
+DeviceList = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | int)]
+
+
+class DevicesConfig(Section):
+    """Which devices each role has: "0-3,6" for GPUs, "cpu" or "cpu:0-1" for CPU workers.
+
+    Roles that share a device share a process (colocation).
+    """
+
+    policy: DeviceList = "cpu"
+    """The learner."""
+    generators: DeviceList = "cpu"
+    """The engines, one on each device."""
+    reference: DeviceList | None = None
+    """The frozen reference; defaults to the policy's devices where a KL needs one."""
+
+
+class ClusterConfig(Section):
+    """Where the worker processes live."""
+
+    backend: Literal["ray", "inline"] = "ray"
+    """ray: worker processes on a Ray cluster. inline: everything in this process."""
+    address: str | None = None
+    """An existing Ray cluster; none starts one on this machine."""
+    cpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    """CPUs that Ray reserves for each worker process."""
+    place_timeout_s: Seconds = 60
+    """A worker that is not placed by then fails the run."""
+    call_timeout_s: Seconds = 1800
+    """No single call to a worker may take longer."""
+
+
+class EvaluateConfig(Section):
+    """Validation during the run, and `rollick eval`."""
+
+    every: NonNegative = 0
+    """Steps between validations; 0 is never (but see at_end)."""
+    at_start: bool = False
+    """Validate before the first step."""
+    at_end: bool = True
+    """Validate after the last step, where there is validation data."""
+    samples: Positive = 1
+    """Samples of each prompt."""
+    pass_k: tuple[Positive, ...] = (1,)
+    """For which k pass@k is reported."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest set of tokens with this mass."""
+    top_k: NonNegative = 0
+    """Draw from the k likeliest tokens; 0 is off."""
+    max_tokens: NonNegative = 0
+    """New tokens at the most; 0 takes sampling.max_tokens."""
+    pass_threshold: float = 0.999
+    """A sample passes if its score is at least this."""
+
+
+class CheckpointConfig(Section):
+    """What is saved, and how long it is kept."""
+
+    every: NonNegative = 0
+    """Steps between checkpoints; 0 saves at the end (and on a signal) only."""
+    keep_last: Positive = 2
+    """Newest checkpoints kept."""
+    keep_best: NonNegative = 1
+    """Checkpoints with the best validation kept besides."""
+
+
+class ObserveConfig(Section):
+    """What is recorded and shown."""
+
+    sinks: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl. A sink that fails is switched off, with a warning."""
+    live: Literal["auto", "on", "off"] = "auto"
+    """The live view; auto shows it on a terminal."""
+    samples_per_step: NonNegative = 4
+    """Samples written to samples.jsonl at each step."""
+    dump_steps: tuple[NonNegative, ...] = ()
+    """Steps whose groups and batch are dumped for `rollick replay`."""
+
+
+class Recipe(Section):
+    """A YAML that trains something."""
+
+    pipeline: str = "rlvr"
+    """Which pipeline; see `rollick list`."""
+    run: RunConfig = RunConfig()
+    """The run as a whole."""
+    model: ModelConfig
+    """The model."""
+    data: DataConfig
+    """Prompts."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How training samples are drawn."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The life of samples."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """How scores become a gradient."""
+    train: TrainConfig = TrainConfig()
+    """The learner."""
+    infer: InferConfig = InferConfig()
+    """The engines."""
+    devices: DevicesConfig = DevicesConfig()
+    """Which devices each role has."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Where the worker processes live."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Validation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    observe: ObserveConfig = ObserveConfig()
+    """Records and views."""
+
+    @property
+    def objective(self) -> AlgorithmConfig:
+        """What the learner minimises: the algorithm, or plain likelihood in SFT."""
+        return AlgorithmConfig(loss=SftLoss()) if self.pipeline == "sft" else self.algorithm
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.objective.kl.coefficient > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the learner's own log-probs at the start of a step are part of the loss."""
+        return self.pipeline != "sft" and self.algorithm.correction.name != "bypass"

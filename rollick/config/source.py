@@ -1,0 +1,431 @@
+"""A recipe as it was written: values, and the place where each of them was said.
+
+Owns YAML, `extends`, overrides and interpolation; knows nothing of the schema beyond which
+sections are named parts. Problems are collected, not raised, so that all come out at once.
+
+    file.yaml -+- compose -> Node --+-- merge (extends) -- override a.b=c -- ${...} --> Node
+    base.yaml -+- compose -> Node --+                                      (then schema.py)
+
+YAML is read by the 1.2 rules, as people expect them: `on` and `12:30` are text, `1e-6` is a
+number, and a key that is said twice is a problem.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollick.config.problems import KeyPath, Place, Problem, dotted, show
+
+PARTS = ("advantage", "loss", "correction")
+"""Sections of the algorithm that are picked by name."""
+
+MAX_NODES = 20_000
+"""A recipe with more values than this is a YAML bomb (aliases that multiply)."""
+
+MAX_DIGITS = 1000
+"""A longer number stays a text, which the schema refuses with its place."""
+
+_TAG = "tag:yaml.org,2002:"
+_RESOLVERS: Sequence[tuple[str, str, str]] = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", r"<<", "<"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One value of a recipe: a section, a list or a scalar, with its place and its key's place."""
+
+    value: dict[str, Node] | list[Node] | bool | int | float | str | None
+    place: Place
+    key_place: Place
+
+    def find(self, path: KeyPath) -> Node | None:
+        """The node at `path`, if somebody said it."""
+        node: Node | None = self
+        for part in path:
+            node = node.child(part) if node else None
+        return node
+
+    def nearest(self, path: KeyPath) -> Node:
+        """The node at `path`, or the innermost one around it that was said."""
+        for end in range(len(path), 0, -1):
+            if node := self.find(path[:end]):
+                return node
+        return self
+
+    def child(self, part: str | int) -> Node | None:
+        if isinstance(self.value, dict):
+            return self.value.get(str(part))
+        if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
+            return self.value[part]
+        return None
+
+    def plain(self) -> Any:
+        """The value alone, as Python dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def from_plain(value: Any, place: Place, key_place: Place | None = None) -> Node:
+    """A node, and all below it, said at one place (a call from Python, an override)."""
+    key_place = key_place or place
+    if isinstance(value, Mapping):
+        inside = {str(key): from_plain(item, place) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return Node(inside, place, key_place)
+    if isinstance(value, list | tuple):
+        return Node([from_plain(item, place) for item in value], place, key_place)  # pyright: ignore[reportUnknownVariableType]
+    return Node(value, place, key_place)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
+
+class _Dumper(yaml.SafeDumper):
+    """Keeps PyYAML's own rules too: text that any reader could take for another type is quoted."""
+
+
+for _name, _pattern, _first in _RESOLVERS:
+    _regex = re.compile(rf"^(?:{_pattern})$")
+    _starts = [char if char != "\0" else "" for char in _first]
+    _Loader.add_implicit_resolver(_TAG + _name, _regex, _starts)
+    _Dumper.add_implicit_resolver(_TAG + _name, _regex, _starts)
+
+
+def dump_yaml(data: Any) -> str:
+    """YAML that `read_file` reads back as the same values; `${` in a text stays a text."""
+    escaped = _escape_interpolation(data)
+    return yaml.dump(
+        escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+    )
+
+
+def _escape_interpolation(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _escape_interpolation(value) for key, value in data.items()}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(data, list | tuple):
+        return [_escape_interpolation(value) for value in data]  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(data, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", data)
+    return data
+
+
+def read_file(path: Path, problems: list[Problem], *, seen: tuple[Path, ...] = ()) -> Node | None:
+    """The recipe in a file, on top of the ones it extends. None if it cannot be read at all."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        problems.append(Problem(Place(str(path)), "", f"cannot be read: {reason}"))
+        return None
+    node = _compose(text, str(path), problems)
+    if node is None or not isinstance(node.value, dict) or "extends" not in node.value:
+        return node
+    extends = node.value["extends"]
+    rest = replace(node, value={k: v for k, v in node.value.items() if k != "extends"})
+    base = _read_base(extends, path, problems, seen=(*seen, path.resolve()))
+    return merge(base, rest) if base else rest
+
+
+def _read_base(
+    extends: Node, path: Path, problems: list[Problem], *, seen: tuple[Path, ...]
+) -> Node | None:
+    def refuse(message: str) -> None:
+        problems.append(Problem(extends.place, "extends", message))
+
+    if not isinstance(extends.value, str):
+        return refuse(f"must be the path of one recipe, but is {show(extends.plain())}")
+    target = path.parent / extends.value
+    if target.resolve() in seen:
+        return refuse(f"{extends.value!r} leads back to itself")
+    if not target.is_file():
+        return refuse(f"there is no file {extends.value!r} beside this recipe")
+    base = read_file(target, problems, seen=seen)
+    return base or refuse(f"{extends.value!r} cannot be used")
+
+
+def _compose(text: str, origin: str, problems: list[Problem]) -> Node | None:
+    start = Place(origin, 1, 1)
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        if root is None:
+            return Node({}, start, start)
+        node = _Builder(origin, problems).build(root, (), start)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = Place(origin, mark.line + 1, mark.column + 1) if mark else Place(origin)
+        line = "".join(text.split("\n")[mark.line : mark.line + 1]) if mark else ""
+        fix = "put quotes around a value with ${...}" if "${" in line else ""
+        problems.append(Problem(place, "", f"is not valid YAML: {error.problem}", fix))
+        return None
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = reason.splitlines()[0]
+        problems.append(Problem(Place(origin), "", f"is not valid YAML: {reason}"))
+        return None
+    if not isinstance(node.value, dict):
+        message = f"a recipe is made of `key: value` lines, but this is {show(node.plain())}"
+        problems.append(Problem(node.place, "", message))
+        return None
+    return replace(node, place=start, key_place=start)
+
+
+class _Builder:
+    """Turns composed YAML into Nodes; knows which nodes are open, to stop at endless aliases."""
+
+    def __init__(self, origin: str, problems: list[Problem]) -> None:
+        self.origin = origin
+        self.problems = problems
+        self.open: set[int] = set()
+        self.count = 0
+
+    def build(self, raw: yaml.Node, path: KeyPath, key_place: Place) -> Node:
+        place = self.place(raw)
+        if id(raw) in self.open:
+            self.problems.append(Problem(place, dotted(path), "an alias makes it endless"))
+            return Node(None, place, key_place)
+        self.count += 1
+        if self.count > MAX_NODES:
+            raise yaml.YAMLError(f"it has more than {MAX_NODES} values")
+        self.open.add(id(raw))
+        value = self._value(raw, path)
+        self.open.discard(id(raw))
+        return Node(value, place, key_place)
+
+    def place(self, raw: yaml.Node) -> Place:
+        return Place(self.origin, raw.start_mark.line + 1, raw.start_mark.column + 1)
+
+    def _value(self, raw: yaml.Node, path: KeyPath) -> Any:
+        if isinstance(raw, yaml.MappingNode):
+            return self._mapping(raw, path)
+        if isinstance(raw, yaml.SequenceNode):
+            items = enumerate(raw.value)
+            return [self.build(item, (*path, i), self.place(item)) for i, item in items]
+        assert isinstance(raw, yaml.ScalarNode)
+        return self._scalar(raw, path)
+
+    def _mapping(self, raw: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
+        said: dict[str, Node] = {}
+        beneath: dict[str, Node] = {}
+        for key, value in raw.value:
+            place = self.place(key)
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append(Problem(place, dotted(path), "a key must be a single word"))
+            elif key.tag == _TAG + "merge":
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for source in reversed(sources):
+                    merged = self.build(source, path, place).value
+                    beneath.update(merged if isinstance(merged, dict) else {})
+            elif key.value in said:
+                message = f"said twice; the first is at line {said[key.value].key_place.line}"
+                self.problems.append(Problem(place, dotted((*path, key.value)), message))
+            else:
+                said[key.value] = self.build(value, (*path, key.value), place)
+        return {**beneath, **said}
+
+    def _scalar(self, raw: yaml.ScalarNode, path: KeyPath) -> bool | int | float | str | None:
+        text = raw.value
+        match raw.tag.removeprefix(_TAG):
+            case "str" | "merge":
+                return text
+            case "null":
+                return None
+            case "bool":
+                return text.lower() == "true"
+            case "int":
+                base = {"0x": 16, "0o": 8}.get(text[:2], 10)
+                return int(text, base) if len(text) < MAX_DIGITS else text
+            case "float":
+                return float(re.sub(r"\.(?=[ni])", "", text.lower()))
+            case _:
+                message = f"the YAML tag {raw.tag!r} is not allowed in a recipe"
+                self.problems.append(Problem(self.place(raw), dotted(path), message))
+                return None
+
+
+def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
+    """`over` on top of `base`: sections are merged key by key, all else is replaced."""
+    if _is_part(path):
+        base, over = _as_part(base), _as_part(over)
+        if not isinstance(base.value, dict) or _names_another(base, over):
+            return over
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        return over
+    merged = dict(base.value)
+    for key, node in over.value.items():
+        merged[key] = merge(merged[key], node, (*path, key)) if key in merged else node
+    return replace(over, value=merged)
+
+
+def _is_part(path: KeyPath) -> bool:
+    """Whether this is picked by `name`; naming another drops the options of the one before."""
+    match path:
+        case ("algorithm", part):
+            return part in PARTS
+        case ("data", _, _, "rewards", int()):
+            return True
+        case _:
+            return False
+
+
+def _as_part(node: Node) -> Node:
+    """`loss: ppo` is short for `loss: {name: ppo}`."""
+    return replace(node, value={"name": node}) if isinstance(node.value, str) else node
+
+
+def _names_another(base: Node, over: Node) -> bool:
+    name = over.find(("name",))
+    before = base.find(("name",))
+    return name is not None and (before is None or name.value != before.value)
+
+
+def apply_override(root: Node, override: str, problems: list[Problem]) -> Node:
+    """The tree with `a.b=c` said on top. A list element goes by its number: `a.0.b=c`."""
+    place = Place(f"override {override}")
+    key, equals, text = override.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(re.fullmatch(r"[^\s+~]+", part) for part in path):
+        problems.append(Problem(place, "", "is not of the form a.b=c"))
+        return root
+    found: list[Problem] = []
+    value = _override_value(text, place, found)
+    if not found:
+        root = _set(root, path, from_plain(value, place), found, done=())
+    problems.extend(found)
+    return root
+
+
+def _override_value(text: str, place: Place, problems: list[Problem]) -> Any:
+    found: list[Problem] = []
+    try:
+        raw = yaml.compose(text, Loader=_Loader)
+        value = _Builder(place.origin, found).build(raw, (), place).plain() if raw else None
+    except (yaml.YAMLError, RecursionError):
+        problems.append(Problem(place, "", f"the value {text!r} is not valid YAML"))
+        return None
+    problems.extend(replace(problem, place=place) for problem in found)
+    return value
+
+
+def _set(
+    node: Node, path: tuple[str, ...], value: Node, problems: list[Problem], *, done: KeyPath
+) -> Node:
+    if not path:
+        return value
+    part, rest = path[0], path[1:]
+    if _is_part(done):
+        node = _as_part(node)
+        named = part == "name" and not rest
+        if named and _names_another(node, Node({"name": value}, value.place, value.place)):
+            return replace(node, value={"name": value})
+    if isinstance(node.value, list):
+        index = int(part) if part.isdecimal() else -1
+        if not 0 <= index < len(node.value):
+            message = f"has no element {part!r}; it has {len(node.value)}, counted from 0"
+            problems.append(Problem(value.place, dotted(done), message))
+            return node
+        inner = _set(node.value[index], rest, value, problems, done=(*done, index))
+        items = [*node.value[:index], inner, *node.value[index + 1 :]]
+        return replace(node, value=items)
+    if node.value is not None and not isinstance(node.value, dict):
+        message = f"is {show(node.value)}, so it has no key {part!r}"
+        problems.append(Problem(value.place, dotted(done), message))
+        return node
+    section = dict(node.value or {})
+    inner = section.get(part, Node(None, value.place, value.place))
+    section[part] = _set(inner, rest, value, problems, done=(*done, part))
+    return replace(node, value=section)
+
+
+def interpolate(root: Node, problems: list[Problem]) -> Node:
+    """The tree with every `${a.b}` and `${oc.env:NAME}` filled in; null where that failed."""
+    leaves = dict(_interpolated_leaves(root, ()))
+    if not leaves:
+        return root
+    # Imported here, since most recipes interpolate nothing and this is a fifth of a start.
+    from omegaconf import OmegaConf
+
+    filled: dict[KeyPath, Node] = {}
+    for path, leaf in leaves.items():
+        if not _is_well_formed(leaf.value):
+            filled[path] = replace(leaf, value=None)
+            message = f"cannot resolve {show(leaf.value)}: write it as ${{a.b}} or ${{oc.env:NAME}}"
+            problems.append(Problem(leaf.place, dotted(path), message))
+    config: Any = OmegaConf.create(_fill(root, (), filled).plain())
+    for path in leaves.keys() - filled.keys():
+        leaf = leaves[path]
+        try:
+            filled[path] = from_plain(_resolved(config, path), leaf.place, leaf.key_place)
+        except LookupError as error:
+            filled[path] = replace(leaf, value=None)
+            message = f"cannot resolve {show(leaf.value)}: {error.args[0]}"
+            problems.append(Problem(leaf.place, dotted(path), message))
+    return _fill(root, (), filled)
+
+
+def _is_well_formed(text: Any) -> bool:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.create({"leaf": text})
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _resolved(config: Any, path: KeyPath) -> Any:
+    """The value at `path`, as plain Python; LookupError says why there is none."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        for part in path:
+            config = config[part]
+        is_section = OmegaConf.is_config(config)
+        return OmegaConf.to_container(config, resolve=True) if is_section else config
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0].split("interpolation: ")[-1].strip('"')
+        raise LookupError(reason[:1].lower() + reason[1:]) from error
+    except RecursionError:
+        raise LookupError("it leads back to itself") from None
+
+
+def _fill(node: Node, path: KeyPath, filled: Mapping[KeyPath, Node]) -> Node:
+    if path in filled:
+        return filled[path]
+    if isinstance(node.value, dict):
+        inside = {key: _fill(child, (*path, key), filled) for key, child in node.value.items()}
+        return replace(node, value=inside)
+    if isinstance(node.value, list):
+        items = [_fill(child, (*path, i), filled) for i, child in enumerate(node.value)]
+        return replace(node, value=items)
+    return node
+
+
+def _interpolated_leaves(node: Node, path: KeyPath) -> list[tuple[KeyPath, Node]]:
+    if isinstance(node.value, dict):
+        inside = [((*path, key), child) for key, child in node.value.items()]
+    elif isinstance(node.value, list):
+        inside = [((*path, index), child) for index, child in enumerate(node.value)]
+    else:
+        return [(path, node)] if isinstance(node.value, str) and "${" in node.value else []
+    return [leaf for where, child in inside for leaf in _interpolated_leaves(child, where)]

@@ -1,0 +1,257 @@
+"""The nouns of rollick: what flows from a prompt to a gradient.
+
+Everything here is frozen, holds numpy arrays that cannot be written, and knows nothing of torch
+or ray, so it can cross any process boundary by value.
+
+    Prompt -> Request -> Completion -> Sample -> ScoredSample -> Group -> (data/) Batch
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.floating[Any]]
+BoolArray = npt.NDArray[np.bool_]
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""Counts publishes: version 0 is the policy that a run starts with."""
+
+Fingerprint = NewType("Fingerprint", str)
+"""Hex digest of a set of weights; two parties that hold the same bytes compute the same one."""
+
+NOT_SAMPLED = -1
+"""The version of a token that no policy drew (prompt, observation, tool output)."""
+
+Row = Mapping[str, Any]
+
+
+def stable_hash(*parts: str | int) -> int:
+    """A 63-bit hash that is the same in every process and every run (unlike `hash`)."""
+    digest = hashlib.blake2b("\x1f".join(str(part) for part in parts).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def frozen_array(values: npt.ArrayLike, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A read-only array of `dtype`; the input is copied unless it is already just that."""
+    array = np.asarray(values, dtype=dtype)
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+class SampleId(NamedTuple):
+    """Names one attempt: the group (counted over the run) and the place inside the group.
+
+    Ids order samples, name their random streams, and survive a kill and a resume.
+    """
+
+    group: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"g{self.group}.{self.index}"
+
+
+class StopReason(StrEnum):
+    """Why an engine stopped drawing tokens."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """The token limit: the sample is truncated."""
+    ABORTED = "aborted"
+    """Somebody asked for it; the tokens drawn so far are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation. In a plain-text prompt the role is "text"."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a sample is an attempt at. `uid` is stable over runs: domain and row."""
+
+    uid: str
+    domain: str
+    turns: tuple[Turn, ...]
+    row: Row = field(default_factory=dict[str, Any])
+
+    @property
+    def text(self) -> str:
+        return "\n".join(turn.content for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def cuts_support(self) -> bool:
+        """Whether some tokens can never be drawn, so that log-probs must be renormalised."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One generation asked of an engine.
+
+    `stream` keys the counter-based random numbers: token number t of a sample depends on
+    (stream, t) and the model alone, never on the neighbours in the batch.
+    `continue_from` carries the tokens that an earlier, aborted generation drew.
+    """
+
+    uid: SampleId
+    token_ids: IntArray
+    sampling: Sampling
+    stream: int
+    group: int | None = None
+    continue_from: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What an engine drew: ids, log-prob and policy version of every token, and why it stopped."""
+
+    uid: SampleId
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    stop: StopReason
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot that an engine pushes with its results; never asked for."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    generated_tokens: int = 0
+    busy_seconds: float = 0.0
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One attempt at a prompt, token by token. All arrays have the length of the sequence.
+
+    `logprobs` is the behaviour log-prob mu of each drawn token (0 elsewhere), `versions` the
+    policy version that drew it (NOT_SAMPLED elsewhere), `loss_mask` what may be trained on.
+    """
+
+    uid: SampleId
+    prompt: Prompt
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    loss_mask: BoolArray
+    temperature: float
+    stop: StopReason
+    text: str
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def response_length(self) -> int:
+        return int(np.count_nonzero(self.versions != NOT_SAMPLED))
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop is StopReason.LENGTH
+
+    @property
+    def oldest_version(self) -> int:
+        drawn = self.versions[self.versions != NOT_SAMPLED]
+        return int(drawn.min()) if len(drawn) else 0
+
+
+class ScoreStatus(StrEnum):
+    """Whether a score is a judgement. Failures of infrastructure are never the number 0."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What the rewards said of a sample. `value` means something only when status is OK."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    status: ScoreStatus = ScoreStatus.OK
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status is ScoreStatus.OK
+
+    @classmethod
+    def failed(cls, detail: str, *, status: ScoreStatus = ScoreStatus.FAILED) -> Score:
+        return cls(value=float("nan"), status=status, detail=detail)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredSample:
+    """A sample with its score: the only kind that can reach collate."""
+
+    sample: Sample
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The scored samples of one prompt, ordered by id. `started` is the version it began at."""
+
+    uid: int
+    prompt: Prompt
+    members: tuple[ScoredSample, ...]
+    started: PolicyVersion
+
+    @property
+    def scores(self) -> tuple[float, ...]:
+        return tuple(member.score.value for member in self.members)
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(member.sample for member in self.members)
+
+
+RewardFn = Callable[..., Any]
+"""A user's reward: arguments by name from the sample and its row; a float, a bool or a Score."""
+
+RoleName = Literal[
+    "policy", "generators", "reference", "critic", "reward_model", "judge", "teacher"
+]
+ROLES: Sequence[RoleName] = (
+    "policy",
+    "generators",
+    "reference",
+    "critic",
+    "reward_model",
+    "judge",
+    "teacher",
+)
