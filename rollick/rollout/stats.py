@@ -1,0 +1,141 @@
+"""What happened in one step of the rollout, in numbers.
+
+Two sets of samples are told apart: all that were scored since the batch before (dropped groups
+included, so that the mean score is that of the policy and not of what was selected), and the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollick.types import Group, PolicyVersion, ScoredSample
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStats:
+    """Figures of one step. Means over no sample are nan."""
+
+    step: int = 0
+    groups: int = 0
+    """Groups in the batch."""
+    samples: int = 0
+    """Samples in the batch."""
+    scored: int = 0
+    """Samples whose life ended in this step, those of dropped groups included."""
+    failed_scores: int = 0
+    """How many of them could not be scored."""
+    tokens: int = 0
+    """Tokens that they drew."""
+    truncated: float = float("nan")
+    """Share of them that reached the token limit."""
+    generate_seconds: float = float("nan")
+    """Mean time of one of them on its engine, the engine's queue included."""
+    reward_seconds: float = float("nan")
+    """Mean time of one of them with the rewards."""
+    mean_score: float = float("nan")
+    mean_score_by_domain: Mapping[str, float] = field(default_factory=dict[str, float])
+    trained_score: float = float("nan")
+    """Mean score in the batch."""
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Groups dropped, by reason."""
+    age_mean: float = float("nan")
+    """Of the trained tokens of the batch, in versions."""
+    age_max: int = 0
+    wait_seconds: float = 0.0
+    """How long the batch was waited for."""
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that observe/metrics.py documents."""
+        found: dict[str, float] = {
+            "score/mean": self.mean_score,
+            "score/trained": self.trained_score,
+            "rollout/groups": self.groups,
+            "rollout/samples": self.samples,
+            "rollout/tokens": self.tokens,
+            "rollout/response_length": self.tokens / max(1, self.scored),
+            "rollout/truncated": self.truncated,
+            "rollout/failed_scores": self.failed_scores / max(1, self.scored),
+            "rollout/age_max": self.age_max,
+            "rollout/age_mean": self.age_mean,
+            "time/sample_generate": self.generate_seconds,
+            "time/sample_reward": self.reward_seconds,
+        }
+        for domain, score in self.mean_score_by_domain.items():
+            found[f"score/domain/{domain}"] = score
+        for reason, count in self.dropped.items():
+            found[f"rollout/dropped/{reason}"] = count
+        return found
+
+
+class StepWindow:
+    """Sums over the samples that end between two batches."""
+
+    def __init__(self) -> None:
+        self.scored = 0
+        self.failed = 0
+        self.first_failure = ""
+        self.tokens = 0
+        self.truncated = 0
+        self.generate_seconds = 0.0
+        self.reward_seconds = 0.0
+        self.dropped: Counter[str] = Counter()
+        self._scores: defaultdict[str, list[float]] = defaultdict(list)
+
+    @property
+    def mean_score(self) -> float:
+        return _mean([score for scores in self._scores.values() for score in scores])
+
+    def add(self, member: ScoredSample, *, generate_s: float, reward_s: float) -> None:
+        sample, score = member.sample, member.score
+        self.scored += 1
+        self.tokens += sample.response_length
+        self.truncated += sample.truncated
+        self.generate_seconds += generate_s
+        self.reward_seconds += reward_s
+        if score.ok:
+            self._scores[sample.prompt.domain].append(score.value)
+        else:
+            self.failed += 1
+            self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
+
+    def close(
+        self, batch: Sequence[Group], *, step: int, version: PolicyVersion, wait_s: float
+    ) -> RolloutStats:
+        """The figures of the step that trains `batch` at `version`."""
+        members = [member for group in batch for member in group.members]
+        ages = token_ages(batch, version)
+        count = self.scored or float("nan")
+        return RolloutStats(
+            step=step,
+            groups=len(batch),
+            samples=len(members),
+            scored=self.scored,
+            failed_scores=self.failed,
+            tokens=self.tokens,
+            truncated=self.truncated / count,
+            generate_seconds=self.generate_seconds / count,
+            reward_seconds=self.reward_seconds / count,
+            mean_score=self.mean_score,
+            mean_score_by_domain={name: _mean(scores) for name, scores in self._scores.items()},
+            trained_score=_mean([m.score.value for m in members if m.score.ok]),
+            dropped=dict(self.dropped),
+            age_mean=_mean(ages.tolist()),
+            age_max=int(ages.max(initial=0)),
+            wait_seconds=wait_s,
+        )
+
+
+def token_ages(
+    batch: Sequence[Group], version: PolicyVersion
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """How many versions each token that can be trained on lags behind `version`."""
+    versions = [s.versions[s.loss_mask] for group in batch for s in group.samples]
+    return version - np.concatenate([*versions, np.empty(0, np.int32)]).astype(np.int64)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

@@ -1,0 +1,48 @@
+"""Batches and recipes from nothing, for tests of learners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollick.config.schema import Recipe
+from rollick.data.batch import Batch
+from rollick.types import NOT_SAMPLED, SampleId
+
+
+def recipe_of(folder: Path, /, **sections: dict[str, Any]) -> Recipe:
+    """A recipe for the model in a folder; `sections` override, such as train={...}."""
+    return Recipe.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "data": {"domains": {"none": {"source": "none.jsonl"}}},
+            **sections,
+        }
+    )
+
+
+def random_batch(
+    lengths: Sequence[int], *, vocabulary: int = 60, seed: int = 0, prompt: int = 2
+) -> Batch:
+    """Samples of these lengths: `prompt` tokens, then drawn ones, each with its own advantage.
+
+    Weights are those of a mean over all trained tokens; temperatures differ between samples.
+    """
+    random = np.random.default_rng(seed)
+    drawn_N = np.concatenate([np.arange(length) >= min(prompt, length) for length in lengths])
+    tokens = int(sum(lengths))
+    return Batch(
+        token_ids_N=random.integers(4, vocabulary, tokens).astype(np.int32),
+        lengths_B=np.asarray(lengths, np.int32),
+        uids=tuple(SampleId(b // 2, b % 2) for b in range(len(lengths))),
+        group_B=np.asarray([b // 2 for b in range(len(lengths))], np.int32),
+        temperature_B=np.asarray([1.0 + 0.25 * (b % 2) for b in range(len(lengths))], np.float32),
+        loss_mask_N=drawn_N,
+        logprobs_N=np.where(drawn_N, -random.uniform(3.0, 5.0, tokens), 0).astype(np.float32),
+        versions_N=np.where(drawn_N, 0, NOT_SAMPLED).astype(np.int32),
+        advantages_N=random.normal(size=tokens).astype(np.float32),
+        weights_N=np.where(drawn_N, 1 / max(1, drawn_N.sum()), 0).astype(np.float64),
+    )

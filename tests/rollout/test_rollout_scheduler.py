@@ -1,0 +1,598 @@
+"""The rollout as a whole, on fake engines: what a batch contains, and what stops a run."""
+
+import asyncio
+import json
+import math
+import random
+from contextlib import asynccontextmanager
+from itertools import count
+
+import pytest
+
+from rollick.config.schema import RolloutConfig
+from rollick.errors import CheckpointError, EngineError, RewardError, StuckError
+from rollick.observe.metrics import is_documented
+from rollick.rollout.ledger import LedgerError
+from rollick.rollout.scheduler import Rollout, sample_all
+from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
+from rollick.types import PolicyVersion, SampleId, Sampling, Score
+
+
+def numbered_prompts():
+    numbers = count()
+
+    def draw():
+        number = next(numbers)
+        return prompt(f"{number}?", uid=f"toy/{number}", number=number)
+
+    return draw
+
+
+async def by_index(sample):
+    """Members of a group score 0, 1, 2, …"""
+    return Score(float(sample.uid.index))
+
+
+def spread(group):
+    """The reason to drop a group whose scores are all alike."""
+    values = [member.score.value for member in group.members if member.score.ok]
+    return None if len(set(values)) > 1 else "no_signal"
+
+
+@asynccontextmanager
+async def opened(engines, *, score=by_index, signal=spread, prompts=None, **settings):
+    """A rollout of 2 groups of 2 unless told otherwise."""
+    ways = {name: settings.pop(name) for name in ("version", "state", "groups") if name in settings}
+    stuck_after_s = settings.pop("stuck_after_s", 20.0)
+    config = RolloutConfig(**{"groups_per_step": 2, "group_size": 2, **settings})
+    async with Rollout.open(
+        config=config,
+        sampling=Sampling(max_tokens=8),
+        prompts=prompts or numbered_prompts(),
+        engines=engines,
+        codec=FakeCodec(),
+        score=score,
+        signal=signal,
+        seed=1,
+        stuck_after_s=stuck_after_s,
+        **ways,
+    ) as rollout:
+        yield rollout
+        rollout.ledger.check()
+
+
+async def train(rollout, groups, engines=()):
+    """What a pipeline does with a batch: train, publish, tell."""
+    version = PolicyVersion(rollout.version + 1)
+    rollout.trained(groups, version)
+    for engine in engines:
+        await engine.commit_shared(version)
+    rollout.published(version)
+
+
+async def until(condition):
+    """Waits for something that is about to happen."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (any condition, not an event)
+            await asyncio.sleep(0.001)
+
+
+def by_uid(seconds):
+    """Latency by sample id; 0 for those not named."""
+    return lambda request: seconds.get(tuple(request.uid), 0.0)
+
+
+def ids(groups):
+    return [group.uid for group in groups]
+
+
+def only_this_task():
+    return asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_batch_has_scored_groups_in_the_order_of_ids():
+    async with opened([FakeEngine(seconds=by_uid({(0, 0): 0.02}))]) as rollout:
+        groups = await rollout.take()
+    assert ids(groups) == [0, 1]
+    assert [group.scores for group in groups] == [(0, 1), (0, 1)]
+    assert [group.prompt.uid for group in groups] == ["toy/0", "toy/1"]
+    assert [s.uid for s in groups[1].samples] == [SampleId(1, 0), SampleId(1, 1)]
+    assert groups[0].started == 0
+
+
+async def test_without_staleness_nothing_starts_between_a_batch_and_its_publishing():
+    engine = FakeEngine()
+    async with opened([engine]) as rollout:
+        groups = await rollout.take()
+        rollout.trained(groups, 1)
+        await asyncio.sleep(0.01)
+        assert len(engine.requests) == 4
+        await engine.commit_shared(PolicyVersion(1))
+        rollout.published(1)
+        later = await rollout.take()
+        assert len(engine.requests) == 8
+    assert ids(later) == [2, 3]
+    assert {group.started for group in later} == {1}
+    assert {s.oldest_version for group in later for s in group.samples} == {1}
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_without_staleness_the_batch_does_not_depend_on_the_order_of_completion(seed):
+    """Groups whose number is divisible by 3 have no signal, whenever that is found out."""
+
+    async def score(sample):
+        number = sample.prompt.row["number"]
+        return Score(float(sample.uid.index) if number % 3 else 0.0)
+
+    async def run(seconds):
+        batches = []
+        engines = [FakeEngine(seconds=seconds, slots=3) for _ in range(2)]
+        async with opened(engines, score=score, groups_per_step=4) as rollout:
+            for _ in range(2):
+                groups = await rollout.take()
+                batches.append([(s.uid, s.text) for group in groups for s in group.samples])
+                await train(rollout, groups, engines)
+        return batches
+
+    shuffled = random.Random(seed)
+    batches = await run(lambda request: shuffled.random() * 0.004)
+    assert [uid.group for uid, _ in batches[0]] == [1, 1, 2, 2, 4, 4, 5, 5]
+    assert batches == await run(0.0)
+
+
+async def test_a_dropped_group_is_counted_and_refilled_one_for_one():
+    async def score(sample):
+        return Score(float(sample.uid.index) if sample.uid.group >= 3 else 1.0)
+
+    engine = FakeEngine()
+    async with opened([engine], score=score) as rollout:
+        groups = await rollout.take()
+        counts = rollout.ledger.counts()
+        stats = rollout.stats()
+    assert ids(groups) == [3, 4]
+    assert counts.dropped_by_reason == {"no_signal": 3}
+    assert len(engine.requests) == 10
+    assert stats.dropped == {"no_signal": 3}
+    assert stats.scored == 10
+    assert stats.mean_score == pytest.approx((6 * 1 + 2 * 0.5 * 2) / 10)
+    assert stats.trained_score == 0.5
+
+
+async def test_groups_without_signal_are_kept_when_dropping_is_off():
+    async def score(sample):
+        return Score(1.0)
+
+    async with opened([FakeEngine()], score=score, drop_no_signal=False) as rollout:
+        assert ids(await rollout.take()) == [0, 1]
+
+
+async def test_after_the_allowed_drops_the_batch_is_smaller():
+    async def score(sample):
+        return Score(float(sample.uid.index) if sample.uid.group == 1 else 1.0)
+
+    async with opened([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
+        groups = await rollout.take()
+        dropped = rollout.stats().dropped
+        await train(rollout, groups)
+        assert rollout.ledger.drops_in_step == 0
+    assert ids(groups) == [1]
+    assert dropped == {"no_signal": 4}
+
+
+async def test_a_step_in_which_all_groups_score_alike_is_an_error_with_the_mean_score():
+    async def score(sample):
+        return Score(0.25)
+
+    with pytest.raises(StuckError, match=r"all 5 groups .* mean score 0.25") as stuck:
+        async with opened([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
+            await rollout.take()
+    assert "easier prompts" in stuck.value.fix
+
+
+async def test_failed_scores_are_members_but_masked_and_counted():
+    async def score(sample):
+        if sample.uid == (1, 2):
+            return Score.failed("the judge is down")
+        return await by_index(sample)
+
+    async with opened([FakeEngine()], score=score, group_size=3) as rollout:
+        groups = await rollout.take()
+        stats = rollout.stats()
+    masked = groups[1].members[2]
+    assert not masked.score.ok
+    assert not masked.sample.loss_mask.any()
+    assert masked.sample.response_length > 0
+    assert groups[1].members[1].sample.loss_mask.any()
+    assert stats.failed_scores == 1
+    assert stats.metrics()["rollout/failed_scores"] == pytest.approx(1 / 6)
+
+
+async def test_too_many_failed_scores_stop_the_run_with_the_first_failure():
+    async def score(sample):
+        failed = sample.uid.index == 0
+        return Score.failed("no route to judge") if failed else Score(float(sample.uid.group))
+
+    with pytest.raises(RewardError, match=r"2 of 4 samples of step 1 .* g0.0: no route to judge"):
+        async with opened([FakeEngine()], score=score, signal=lambda group: None) as rollout:
+            await rollout.take()
+
+
+async def test_a_reward_that_always_fails_stops_the_run_after_one_step_of_samples():
+    async def score(sample):
+        return Score.failed("no route to judge")
+
+    engine = FakeEngine(seconds=0.001, slots=2)
+    with pytest.raises(RewardError, match="no route to judge"):
+        async with opened([engine], score=score, max_drops_per_step=1000) as rollout:
+            await rollout.take()
+    assert len(engine.requests) < 20
+
+
+async def test_a_sample_is_scored_the_moment_it_ends():
+    scored = []
+
+    async def score(sample):
+        scored.append(tuple(sample.uid))
+        return await by_index(sample)
+
+    engine = FakeEngine(seconds=by_uid({(0, 0): math.inf}))
+    async with opened([engine], score=score):
+        await until(lambda: len(scored) == 3)
+    assert sorted(scored) == [(0, 1), (1, 0), (1, 1)]
+
+
+async def test_a_freed_slot_is_refilled_while_other_samples_still_run():
+    engine = FakeEngine(seconds=by_uid({(0, 0): math.inf}), slots=2)
+    async with opened([engine], groups_per_step=4):
+        await until(lambda: len(engine.requests) == 8 and engine.load().running == 1)
+    assert engine.peak <= 4
+
+
+async def test_a_sample_that_is_being_scored_holds_no_slot():
+    async def score(sample):
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = FakeEngine(slots=1)
+    async with opened([engine], score=score, groups_per_step=4) as rollout:
+        await until(lambda: len(engine.requests) == 8)
+        assert rollout.ledger.counts().samples.running == 8
+
+
+async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
+    engine = FakeEngine(seconds=math.inf, slots=1)
+    async with opened([engine], groups_per_step=3) as rollout:
+        await until(lambda: len(engine.requests) == 2)
+        assert rollout.ledger.counts().samples.waiting == 4
+    assert len(engine.requests) == 2
+    assert only_this_task()
+
+
+async def test_a_wait_that_is_too_long_names_whom_it_waits_for():
+    engine = FakeEngine(seconds=by_uid({(1, 1): math.inf}))
+    with pytest.raises(
+        StuckError, match=r"step 1 waits for group 1: sample 1 generating for 0.\d+ s"
+    ):
+        async with opened([engine], stuck_after_s=0.1) as rollout:
+            await rollout.take()
+    assert engine.aborted == [(1, 1)]
+
+
+async def test_a_wait_for_a_reward_is_named_too_and_long_lists_are_cut():
+    async def score(sample):
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(
+        StuckError, match=r"sample 0 being scored .*; group 1: .*; and 2 more samples"
+    ):
+        async with opened(
+            [FakeEngine()], score=score, groups_per_step=3, stuck_after_s=0.1
+        ) as rollout:
+            await rollout.take()
+    assert only_this_task()
+
+
+@pytest.mark.parametrize("slow", ["engine", "reward"])
+async def test_events_of_samples_put_the_deadline_off(slow):
+    seconds = {(0, index): 0.15 * (index + 1) for index in range(4)}
+
+    async def score(sample):
+        await asyncio.sleep(seconds[tuple(sample.uid)] if slow == "reward" else 0)
+        return await by_index(sample)
+
+    async with opened(
+        [FakeEngine(seconds=by_uid(seconds) if slow == "engine" else 0.0)],
+        score=score,
+        groups_per_step=1,
+        group_size=4,
+        stuck_after_s=0.4,
+    ) as rollout:
+        assert ids(await rollout.take()) == [0]
+
+
+async def test_a_take_before_publishing_is_named_as_the_wait_it_is():
+    async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
+        rollout.trained(await rollout.take(), 1)
+        with pytest.raises(StuckError, match="step 2 waits for version 1 to be published"):
+            await rollout.take()
+
+
+async def test_an_engine_that_dies_is_the_one_root_cause():
+    died = EngineError("engine 0 died", fix="see its log")
+    engine = FakeEngine(seconds=0.005)
+    engine.fail_with = died
+    other = FakeEngine(seconds=math.inf)
+    with pytest.raises(EngineError) as raised:
+        async with opened([engine, other]) as rollout:
+            await rollout.take()
+    assert raised.value is died
+    assert len(other.aborted) == len(other.requests)
+    assert only_this_task()
+
+
+async def test_a_failure_that_nobody_waited_for_is_raised_at_the_end():
+    async def score(sample):
+        raise EngineError("the scorer is gone")
+
+    with pytest.raises(EngineError, match="the scorer is gone"):
+        async with opened([FakeEngine()], score=score):
+            await asyncio.sleep(0.02)
+
+
+async def test_an_error_of_the_block_is_raised_as_it_is_and_nothing_is_left():
+    engine = FakeEngine(seconds=math.inf)
+
+    async def run():
+        async with opened([engine]):
+            await until(lambda: len(engine.requests) == 4)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await run()
+    assert sorted(engine.aborted) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert only_this_task()
+
+
+async def test_leaving_aborts_what_runs():
+    engine = FakeEngine(seconds=math.inf)
+    async with opened([engine]):
+        await until(lambda: len(engine.requests) == 4)
+    assert len(engine.aborted) == 4
+    assert engine.load().running == 0
+    assert only_this_task()
+
+
+async def test_a_cancelled_run_leaves_nothing_behind():
+    engine = FakeEngine(seconds=math.inf)
+
+    async def run():
+        async with opened([engine]) as rollout:
+            await rollout.take()
+
+    task = asyncio.create_task(run())
+    await until(lambda: len(engine.requests) == 4)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(engine.aborted) == 4
+    assert only_this_task()
+
+
+async def test_no_engine_is_refused():
+    with pytest.raises(EngineError, match="no engine"):
+        async with opened([]):
+            pass
+
+
+async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it():
+    """Group 1's second sample is still drawn when version 1 is published."""
+    engine = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 1): 0.4}))
+    async with opened([engine], max_staleness=1) as rollout:
+        first = await rollout.take()
+        assert ids(first) == [0, 2]
+        assert rollout.stats().age_max == 0
+        await until(lambda: engine.generated_tokens >= 7 * 4 + 1)
+        await train(rollout, first, [engine])
+        second = await rollout.take()
+        stats = rollout.stats()
+        assert ids(second) == [1, 3]
+        versions = second[0].samples[1].versions[2:].tolist()
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1}
+        assert stats.age_max == 1
+        assert 0 < stats.age_mean <= 1
+        await train(rollout, second, [engine])
+        third = await rollout.take()
+    assert ids(third) == [4, 5]
+    assert {group.started for group in third} == {1}
+    assert rollout.stats().age_mean == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 0.5, 1, 2])
+async def test_nothing_is_lost_and_no_token_too_old_over_many_steps(staleness):
+    chance = random.Random(5)
+    engines = [
+        FakeEngine(seconds=lambda request: chance.random() * 0.01, slots=2) for _ in range(2)
+    ]
+
+    async def score(sample):
+        await asyncio.sleep(0.001 * sample.uid.index)
+        return Score(float(sample.uid.index * (sample.uid.group % 4 > 0)))
+
+    seen = []
+    async with opened(engines, score=score, max_staleness=staleness) as rollout:
+        for _ in range(12):
+            groups = await rollout.take()
+            assert len(groups) == 2
+            assert rollout.stats().age_max <= math.ceil(staleness)
+            seen += ids(groups)
+            await train(rollout, groups, engines)
+            rollout.ledger.check()
+        counts = rollout.ledger.counts().groups
+    assert len(set(seen)) == 24
+    assert not any(uid % 4 == 0 for uid in seen)
+    assert counts.trained == 24
+    assert counts.submitted == counts.trained + counts.dropped + counts.waiting + counts.running
+
+
+async def test_a_token_that_is_too_old_is_refused():
+    with pytest.raises(LedgerError, match="2 versions old"):
+        async with opened([FakeEngine(version=0)], version=2) as rollout:
+            await rollout.take()
+
+
+async def test_paused_admission_starts_nothing_and_says_so():
+    engine = FakeEngine()
+    async with opened([engine], stuck_after_s=0.05) as rollout:
+        groups = await rollout.take()
+        rollout.pause_admission()
+        await train(rollout, groups, [engine])
+        with pytest.raises(StuckError, match="admission is paused"):
+            await rollout.take()
+        assert len(engine.requests) == 4
+        rollout.resume_admission()
+        assert ids(await rollout.take()) == [2, 3]
+
+
+async def test_interrupted_samples_go_on_with_their_tokens_after_admission_resumes():
+    engine = FakeEngine(reply=lambda request: "abcd", seconds=0.4)
+    async with opened([engine]) as rollout:
+        await until(lambda: engine.generated_tokens >= 4)
+        await rollout.interrupt()
+        await engine.sleep()
+        drawn = engine.generated_tokens
+        rollout.resume_admission()
+        groups = await rollout.take()
+    assert [s.text for group in groups for s in group.samples] == ["abcd"] * 4
+    assert 4 <= drawn < 16
+    assert engine.generated_tokens == 16
+    assert len(engine.requests) == 8
+
+
+async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids():
+    engine = FakeEngine(seconds=by_uid({(1, 1): math.inf, (2, 0): math.inf, (2, 1): math.inf}))
+    async with opened([engine], groups_per_step=3) as rollout:
+        await until(
+            lambda: len(rollout.untrained()) == 2 and len(rollout.untrained()[0].members) == 2
+        )
+        await until(lambda: len(rollout.untrained()[1].members) == 1)
+        state = json.loads(json.dumps(rollout.state()))
+        saved = rollout.untrained()
+    assert [(g.uid, len(g.members)) for g in saved] == [(0, 2), (1, 1)]
+
+    again = FakeEngine()
+    drawn_before = {r.uid: r.stream for r in engine.requests}
+    async with opened([again], groups_per_step=3, state=state, groups=saved) as rollout:
+        groups = await rollout.take()
+        assert rollout.ledger.counts().groups.submitted == 3
+    assert ids(groups) == [0, 1, 2]
+    assert groups[0] is saved[0]
+    assert groups[1].members[0] is saved[1].members[0]
+    assert [group.prompt.uid for group in groups] == ["toy/0", "toy/1", "toy/2"]
+    assert {r.uid: r.stream for r in again.requests} == {
+        uid: drawn_before[uid] for uid in [(1, 1), (2, 0), (2, 1)]
+    }
+
+
+async def test_a_resumed_run_without_its_finished_samples_is_refused():
+    async with opened([FakeEngine()]) as rollout:
+        await rollout.take()
+        state = rollout.state()
+    with pytest.raises(CheckpointError, match=r"samples \[0, 1\] of group 0"):
+        async with opened([FakeEngine()], state=state):
+            pass
+
+
+async def test_an_interrupted_and_resumed_run_trains_the_same_batches():
+    async def run(stops):
+        batches, state, saved, version = [], None, [], 0
+        prompts = numbered_prompts()
+        for steps in stops:
+            engine = FakeEngine(version=version)
+            async with opened(
+                [engine], prompts=prompts, state=state, groups=saved, version=version
+            ) as rollout:
+                for _ in range(steps):
+                    groups = await rollout.take()
+                    batches.append([(s.uid, s.text) for g in groups for s in g.samples])
+                    await train(rollout, groups, [engine])
+                await asyncio.sleep(0)
+                state, saved, version = rollout.state(), rollout.untrained(), rollout.version
+        return batches
+
+    assert await run([1, 2, 1]) == await run([4])
+
+
+async def test_stats_tell_of_all_that_ended_in_the_step_under_documented_names():
+    prompts = iter([prompt(domain="sums"), prompt(domain="words"), *[prompt()] * 4])
+
+    async def score(sample):
+        return Score(sample.uid.index + (1.0 if sample.prompt.domain == "words" else 0.0))
+
+    engine = FakeEngine(reply=lambda request: "x" * (9 if request.uid == (0, 0) else 3))
+    async with opened([engine], score=score, prompts=lambda: next(prompts)) as rollout:
+        assert rollout.stats().groups == 0
+        await rollout.take()
+        stats = rollout.stats()
+    assert stats.mean_score_by_domain == {"sums": 0.5, "words": 1.5}
+    assert stats.mean_score == 1.0
+    assert stats.tokens == 8 + 3 * 3
+    assert stats.truncated == 0.25
+    assert (stats.step, stats.groups, stats.samples) == (1, 2, 4)
+    assert stats.generate_seconds >= 0
+    assert all(is_documented(name) for name in stats.metrics())
+
+
+async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
+    shuffled = random.Random(3)
+    engines = [FakeEngine(seconds=lambda request: shuffled.random() * 0.005, slots=1)] * 2
+    told = []
+    prompts = [prompt(f"{number}", uid=f"toy/{number}") for number in range(7)]
+    groups = await sample_all(
+        prompts,
+        samples=2,
+        sampling=Sampling(),
+        engines=engines,
+        codec=FakeCodec(),
+        score=by_index,
+        seed=0,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert [group.prompt.uid for group in groups] == [asked.uid for asked in prompts]
+    assert [group.uid for group in groups] == [-1, -2, -3, -4, -5, -6, -7]
+    assert all(group.scores == (0, 1) for group in groups)
+    assert told == [(done, 7) for done in range(1, 8)]
+    assert only_this_task()
+
+
+async def test_evaluation_keeps_failed_scores_and_groups_that_score_alike():
+    async def score(sample):
+        return Score.failed("down") if sample.uid.group == -1 else Score(1.0)
+
+    groups = await sample_all(
+        [prompt(), prompt()],
+        samples=1,
+        sampling=Sampling(),
+        engines=[FakeEngine(version=3)],
+        codec=FakeCodec(),
+        score=score,
+        seed=0,
+    )
+    assert [group.members[0].score.ok for group in groups] == [False, True]
+    assert groups[0].started == 3
+
+
+async def test_evaluation_of_no_prompt_is_empty():
+    assert (
+        await sample_all(
+            [],
+            samples=1,
+            sampling=Sampling(),
+            engines=[],
+            codec=FakeCodec(),
+            score=by_index,
+            seed=0,
+        )
+        == []
+    )
