@@ -1,0 +1,169 @@
+"""ChatCodec: templates, end of turn, conversations that grow, and examples to imitate."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from rollick.data.chat import ChatCodec
+from rollick.errors import DataError, ModelError
+from rollick.testing.tiny import ALPHABET, tiny_tokenizer
+from rollick.types import Turn
+
+IM_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'critic' %}{{ raise_exception('no critics') }}"
+    "{% endif %}<im>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<im>assistant\n{% endif %}"
+)
+TEXT = st.text(ALPHABET, max_size=12)
+ROLES = st.sampled_from(["user", "tool"])
+
+
+def im_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny one with ChatML's shape: an end-of-turn token that is not the tokenizer's eos."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<im>", "<end>"]})
+    tokenizer.chat_template = IM_TEMPLATE
+    return tokenizer
+
+
+TINY, IM = tiny_tokenizer(), im_tokenizer()
+CODECS = {
+    "tiny": ChatCodec(TINY, "chat"),
+    "im": ChatCodec(IM, "chat"),
+    "plain": ChatCodec(TINY, "plain"),
+}
+
+
+def token(tokenizer: PreTrainedTokenizerFast, text: str) -> int:
+    (number,) = tokenizer.encode(text, add_special_tokens=False)
+    return number
+
+
+def test_a_chat_prompt_is_what_the_template_writes_with_the_answer_opened():
+    turns = [Turn("system", "be brief"), Turn("user", "1+1=")]
+    ids = CODECS["im"].encode_prompt(turns)
+    assert ids.dtype == np.int32
+    assert IM.decode(ids.tolist()) == (
+        "<im>system\nbe brief<end>\n<im>user\n1+1=<end>\n<im>assistant\n"
+    )
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    reference = IM.apply_chat_template(messages, add_generation_prompt=True)
+    assert ids.tolist() == reference["input_ids"]
+
+
+def test_a_plain_prompt_is_the_contents_behind_one_begin_of_sequence_token():
+    ids = CODECS["plain"].encode_prompt([Turn("system", "ab"), Turn("user", "c")])
+    assert ids.tolist() == [1, *(token(TINY, letter) for letter in "abc")]
+
+
+def test_a_plain_prompt_has_no_begin_token_where_the_tokenizer_has_none():
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = None
+    assert len(ChatCodec(tokenizer, "plain").encode_prompt([Turn("text", "ab")])) == 2
+
+
+def test_a_text_turn_speaks_as_the_user_in_a_chat():
+    as_text = CODECS["im"].encode_prompt([Turn("text", "hi")])
+    assert as_text.tolist() == CODECS["im"].encode_prompt([Turn("user", "hi")]).tolist()
+
+
+def test_decoding_leaves_out_special_tokens_and_keeps_every_space():
+    codec = CODECS["im"]
+    ids = [token(IM, "<im>"), *(token(IM, t) for t in " a  , b "), token(IM, "<end>")]
+    assert codec.decode(np.array(ids, np.int32)) == " a  , b "
+
+
+def test_the_template_tells_which_token_ends_a_turn():
+    end = token(IM, "<end>")
+    assert CODECS["im"].end_id == end
+    assert CODECS["im"].stop_ids == {2, end}
+    assert CODECS["tiny"].stop_ids == {2}
+    assert ChatCodec(TINY, "plain", end_of_turn_ids=[2, 9]).stop_ids == {2, 9}
+
+
+def test_a_template_without_an_end_token_ends_with_eos():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    assert ChatCodec(tokenizer, "chat").end_id == 2
+
+
+def full_conversation(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[int]:
+    messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), [("tiny", TINY), ("im", IM)])
+@settings(max_examples=30, deadline=None)
+@given(first=TEXT, answer=TEXT, more=st.lists(st.tuples(ROLES, TEXT), min_size=1, max_size=3))
+def test_a_conversation_grown_by_appending_is_the_one_the_template_writes_at_once(
+    name: str, tokenizer: PreTrainedTokenizerFast, first: str, answer: str, more: list[tuple]
+):
+    codec = CODECS[name]
+    added = [Turn(*turn) for turn in more]
+    prompt = codec.encode_prompt([Turn("user", first)])
+    drawn = [token(tokenizer, character) for character in answer]
+    expected = full_conversation(
+        tokenizer, [Turn("user", first), Turn("assistant", answer), *added]
+    )
+    for end in ([codec.end_id], []):
+        grown = codec.append_turns([*prompt, *drawn, *end], added)
+        assert grown.tolist() == expected
+
+
+def test_appending_keeps_ids_that_the_tokenizer_would_have_split_otherwise():
+    codec = CODECS["im"]
+    odd = np.array([token(IM, "<unk>"), 2, token(IM, "a")], np.int32)
+    grown = codec.append_turns(odd, [Turn("user", "b")])
+    assert grown[:3].tolist() == odd.tolist()
+    assert IM.decode(grown[3:].tolist()) == "<end>\n<im>user\nb<end>\n<im>assistant\n"
+
+
+def test_an_answer_that_happens_to_end_like_the_closing_text_is_still_closed():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    codec = ChatCodec(tokenizer, "chat")
+    grown = codec.append_turns([token(TINY, "|")], [Turn("user", "b")])
+    assert tokenizer.decode(grown.tolist()) == "||b|"
+
+
+def test_plain_turns_are_appended_as_they_are():
+    grown = CODECS["plain"].append_turns([1, 7], [Turn("tool", "4"), Turn("user", "5")])
+    assert grown.tolist() == [1, 7, token(TINY, "4"), token(TINY, "5")]
+
+
+@pytest.mark.parametrize("name", ["tiny", "im", "plain"])
+def test_an_example_trains_on_the_completion_and_its_end_alone(name: str):
+    codec = CODECS[name]
+    turns = [Turn("user", "1+1=")]
+    ids, mask = codec.encode_example(turns, "22")
+    prompt = codec.encode_prompt(turns)
+    two = token(TINY, "2")
+    assert ids.tolist() == [*prompt.tolist(), two, two, codec.end_id]
+    assert mask.tolist() == [False] * len(prompt) + [True] * 3
+
+
+def test_the_fingerprint_follows_the_vocabulary():
+    assert ChatCodec(tiny_tokenizer()).fingerprint == CODECS["plain"].fingerprint
+    assert ChatCodec(tiny_tokenizer(ALPHABET[::-1])).fingerprint != CODECS["plain"].fingerprint
+
+
+def test_a_tokenizer_without_a_template_is_refused_with_the_way_out():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelError, match=r"no chat template. set model\.template=plain"):
+        ChatCodec(tokenizer, "chat")
+    assert ChatCodec(tokenizer, "plain").decode([1, 5]) == "1"
+
+
+def test_roles_that_the_template_refuses_are_named():
+    with pytest.raises(DataError, match="roles user, critic: no critics"):
+        CODECS["im"].encode_prompt([Turn("user", "a"), Turn("critic", "b")])
+
+
+def test_a_template_that_leaves_answers_out_cannot_grow_a_conversation():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(ModelError, match="leaves out an assistant's answer"):
+        ChatCodec(tokenizer, "chat").append_turns([5], [Turn("user", "b")])

@@ -1,0 +1,253 @@
+"""PromptStream: order, shares, cursor, and what happens to bad rows."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.config.schema import DataConfig, DomainConfig
+from rollick.data.prompts import PromptStream
+from rollick.errors import DataError
+from rollick.types import Prompt, Turn
+
+Rows = list[Any]
+
+
+def stream_of(rows: Rows | dict[str, Rows], *, seed: int = 0, **options: Any) -> PromptStream:
+    """A stream over Python rows; options of the data section, of the domain, or of `open`."""
+    sources = rows if isinstance(rows, dict) else {"toy": rows}
+    shares = options.pop("shares", {})
+    opening = {key: options.pop(key) for key in ("count_tokens",) if key in options}
+    whole = {key: options.pop(key) for key in list(options) if key in DataConfig.model_fields}
+    domains = {
+        name: DomainConfig(source=f"object:{name}", share=shares.get(name, 1.0), **options)
+        for name in sources
+    }
+    data = DataConfig(domains=domains, **whole)
+    return PromptStream.open(data, seed=seed, base=None, objects=sources, **opening)
+
+
+def drawn(stream: PromptStream, count: int) -> list[str]:
+    return [stream.next().uid for _ in range(count)]
+
+
+def test_a_string_is_a_user_turn_and_its_uid_is_domain_and_row():
+    prompt = stream_of(["hello"]).next()
+    assert prompt == Prompt("toy/0", "toy", (Turn("user", "hello"),), {"prompt": "hello"})
+
+
+def test_a_list_of_messages_keeps_its_roles_and_the_row_its_columns():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    prompt = stream_of([{"question": messages, "answer": 7}], prompt="question").next()
+    assert prompt.turns == (Turn("user", "a"), Turn("assistant", "b"))
+    assert prompt.row["answer"] == 7
+
+
+def test_a_format_is_filled_from_the_columns():
+    prompt = stream_of([{"a": 1, "b": 2}], prompt_format="What is {a} + {b}?").next()
+    assert prompt.turns == (Turn("user", "What is 1 + 2?"),)
+
+
+def test_the_system_message_comes_first_unless_the_row_has_its_own():
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "b"}]
+    first, second = stream_of(["a", {"prompt": own}], system="be brief").all()
+    assert first.turns == (Turn("system", "be brief"), Turn("user", "a"))
+    assert second.turns == (Turn("system", "mine"), Turn("user", "b"))
+
+
+def test_every_epoch_draws_each_row_once_and_in_another_order():
+    stream = stream_of([f"p{n}" for n in range(20)])
+    epochs = [drawn(stream, 20) for _ in range(3)]
+    assert all(len(set(epoch)) == 20 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_order_is_the_same_in_every_process_and_version():
+    assert drawn(stream_of(list("abcdef"), seed=7), 6) == [
+        f"toy/{row}" for row in (4, 3, 5, 2, 1, 0)
+    ]
+
+
+def test_the_seed_and_the_domain_choose_the_order():
+    rows = [f"p{n}" for n in range(20)]
+    assert drawn(stream_of(rows, seed=1), 20) != drawn(stream_of(rows, seed=2), 20)
+    other = [uid.replace("else", "toy") for uid in drawn(stream_of({"else": rows}, seed=1), 20)]
+    assert drawn(stream_of(rows, seed=1), 20) != other
+
+
+def test_without_shuffle_rows_come_in_file_order_again_and_again():
+    assert drawn(stream_of(["a", "b"], shuffle=False), 4) == ["toy/0", "toy/1"] * 2
+
+
+def test_three_parts_to_one_are_interleaved_and_not_drawn_in_blocks():
+    stream = stream_of({"a": ["x"], "b": ["y"]}, shares={"a": 3, "b": 1})
+    assert "".join(uid[0] for uid in drawn(stream, 8)) == "aabaaaba"
+
+
+@settings(max_examples=25, deadline=None)
+@given(shares=st.lists(st.floats(0.05, 10), min_size=1, max_size=4), skip=st.integers(0, 60))
+def test_shares_hold_over_any_window(shares: list[float], skip: int):
+    named = {f"d{n}": share for n, share in enumerate(shares)}
+    stream = stream_of({name: ["x"] for name in named}, shares=named)
+    drawn(stream, skip)
+    window = Counter(uid.split("/")[0] for uid in drawn(stream, 100))
+    for name, share in named.items():
+        assert abs(window[name] - 100 * share / sum(shares)) <= len(shares)
+
+
+@settings(max_examples=25, deadline=None)
+@given(before=st.integers(0, 30), share=st.floats(0.1, 5), seed=st.integers(0, 5))
+def test_a_restored_stream_goes_on_with_the_very_next_prompt(before: int, share: float, seed: int):
+    rows = {"a": list("abcde"), "b": list("xyz")}
+    whole = stream_of(rows, shares={"a": share}, seed=seed)
+    drawn(whole, before)
+    state = json.loads(json.dumps(whole.state()))
+    resumed = stream_of(rows, shares={"a": share}, seed=seed)
+    drawn(resumed, 3)
+    resumed.restore(state)
+    assert drawn(resumed, 20) == drawn(whole, 20)
+    assert resumed.state() == whole.state()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ({"toy": ["a", "b"]}, {}, "3 usable rows then, 2 now"),
+        ({"toy": ["a", "b", "C"]}, {}, "not those of the saved run"),
+        ({"toy": ["a", "b", "c"], "new": ["x"]}, {}, "had the domains toy; this one has toy, new"),
+        ({"toy": ["a", "b", "c"]}, {"seed": 5}, "with seed=0, this one 5. resume with seed=0"),
+        ({"toy": ["a", "b", "c"]}, {"shuffle": False}, "with shuffle=True, this one False"),
+    ],
+)
+def test_a_cursor_into_other_rows_or_another_order_is_refused(
+    rows: dict[str, Rows], options: dict[str, Any], message: str
+):
+    state = stream_of(["a", "b", "c"]).state()
+    other = stream_of(rows, **options)
+    with pytest.raises(DataError, match=message):
+        other.restore(state)
+    assert drawn(other, 4) == drawn(stream_of(rows, **options), 4)
+
+
+def test_all_gives_every_prompt_in_file_order_and_moves_nothing():
+    stream = stream_of({"a": ["x", "y"], "b": ["z"]})
+    before = stream.state()
+    assert [prompt.uid for prompt in stream.all()] == ["a/0", "a/1", "b/0"]
+    assert stream.sizes == {"a": 2, "b": 1}
+    assert stream.state() == before
+
+
+def test_validation_prompts_come_from_the_validation_domains():
+    train, held = DomainConfig(source="object:t"), DomainConfig(source="object:v")
+    data = DataConfig(domains={"t": train}, validation={"v": held})
+    objects = {"t": ["train"], "v": ["held out"]}
+    stream = PromptStream.open(data, seed=0, base=None, objects=objects, validation=True)
+    assert [prompt.text for prompt in stream.all()] == ["held out"]
+
+
+def test_a_stream_without_domains_has_no_prompts_and_says_so_when_drawn_from():
+    data = DataConfig(domains={"t": DomainConfig(source="object:t")})
+    stream = PromptStream.open(data, seed=0, base=None, validation=True)
+    assert stream.all() == []
+    with pytest.raises(DataError, match="no domains"):
+        stream.next()
+
+
+BAD_ROWS = [
+    (7, "not_a_row", "expected columns with names, got int 7"),
+    ({"promt": "x"}, "missing_column", "no 'prompt' among promt; did you mean 'promt'?"),
+    ({"prompt": None}, "wrong_type", "'prompt' is NoneType None, expected text or a list"),
+    ({"prompt": []}, "wrong_type", "'prompt' is list []"),
+    ({"prompt": ["hi"]}, "wrong_type", "a message in 'prompt' is str 'hi', expected role"),
+    ({"prompt": [{"role": "user", "content": ["x"]}]}, "wrong_type", "expected role and content"),
+    ("  \n", "empty_prompt", "no text"),
+    ("half \ud800 pair", "not_text", "surrogates not allowed"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason", "detail"), BAD_ROWS)
+def test_a_bad_row_is_counted_by_reason_and_skipped(row: Any, reason: str, detail: str):
+    stream = stream_of(["good", row, "fine"], max_bad_rows=0.5)
+    assert [prompt.uid for prompt in stream.all()] == ["toy/0", "toy/2"]
+    assert stream.quarantine.counts == {reason: 1}
+    (bad,) = stream.quarantine.rows
+    assert (bad.domain, bad.place) == ("toy", "object:toy: row 2")
+    assert detail in bad.detail
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"), [({"a": 1}, "missing_column"), ({"a": 1, "b": "x"}, "wrong_type")]
+)
+def test_a_row_that_does_not_fit_the_format_is_bad(row: dict[str, Any], reason: str):
+    rows = [{"a": 1, "b": 2}, row]
+    stream = stream_of(rows, prompt_format="{a} {b:d}", max_bad_rows=0.5)
+    assert stream.quarantine.counts == {reason: 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [({}, "missing_column"), ({"y": 3}, "wrong_type"), ({"y": ""}, "empty_completion")],
+)
+def test_a_row_without_the_answer_to_imitate_is_bad(answer: dict[str, Any], reason: str):
+    rows = [{"prompt": "q", "y": "a"}, {"prompt": "q", **answer}]
+    stream = stream_of(rows, completion="y", max_bad_rows=0.5)
+    assert stream.quarantine.counts == {reason: 1}
+    assert stream.completion_of(stream.next()) == "a"
+
+
+def test_asking_for_an_answer_where_no_column_is_named_is_an_error():
+    stream = stream_of(["q"])
+    with pytest.raises(DataError, match=r"set data\.domains\.toy\.completion"):
+        stream.completion_of(stream.next())
+
+
+def test_too_long_prompts_and_those_that_cannot_be_encoded_are_quarantined():
+    def count(prompt: Prompt) -> int:
+        if prompt.text == "odd":
+            raise DataError("the chat template refuses it")
+        return len(prompt.text)
+
+    rows = ["1234", "12345", "odd"]
+    stream = stream_of(rows, count_tokens=count, max_prompt_tokens=4, max_bad_rows=1)
+    assert [prompt.text for prompt in stream.all()] == ["1234"]
+    assert stream.quarantine.counts == {"too_long": 1, "cannot_encode": 1}
+    assert stream.quarantine.rows[0].detail == "5 tokens, data.max_prompt_tokens is 4"
+
+
+def test_only_the_first_twenty_bad_rows_are_listed_and_all_are_counted():
+    stream = stream_of(["good", *[""] * 30], max_bad_rows=1)
+    assert stream.quarantine.total == 30
+    assert len(stream.quarantine.rows) == 20
+
+
+def test_bad_rows_up_to_the_allowed_part_are_fine_and_one_more_stops(tmp_path: Path):
+    def open_with(bad: int) -> PromptStream:
+        lines = ['{"prompt": "x"}'] * (20 - bad) + ["{not json"] * bad
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        data = DataConfig(domains={"toy": DomainConfig(source="rows.jsonl")}, max_bad_rows=0.05)
+        return PromptStream.open(data, seed=0, base=tmp_path)
+
+    assert open_with(1).quarantine.total == 1
+    with pytest.raises(DataError) as caught:
+        open_with(2)
+    assert str(caught.value) == (
+        "2 of the 20 rows of domain 'toy' are unusable (2 not_json), data.max_bad_rows allows 5%; "
+        "first: rows.jsonl:19: not_json (Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1)). correct or remove these rows, or raise data.max_bad_rows"
+    )
+
+
+def test_a_source_without_a_usable_row_names_the_columns_it_has():
+    with pytest.raises(DataError) as caught:
+        stream_of([{"question": "q", "answr": "a"}] * 2, prompt="question", completion="answer")
+    assert "none of the 2 rows of domain 'toy' is usable: 2 missing_column" in str(caught.value)
+    assert "no 'answer' among question, answr; did you mean 'answr'?" in str(caught.value)
+
+
+def test_a_source_without_rows_is_an_error():
+    with pytest.raises(DataError, match=r"object:toy .domain 'toy'. has no rows"):
+        stream_of([])
