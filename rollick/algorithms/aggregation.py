@@ -1,0 +1,61 @@
+"""Aggregation: how token losses become one number, as a weight of every trained token.
+
+Pure functions: (counts_B, group_B, *, max_tokens) -> weights_B, float64. `counts_B` is the number
+of trained tokens of each sample of the *global* batch, `group_B` the group it belongs to. The
+loss is the sum over trained tokens of weight * loss, so no split into micro-batches or ranks can
+change it. A sample without trained tokens has weight 0 and does not count as a sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.integer[Any]]
+Weights = npt.NDArray[np.float64]
+
+
+class AggregationFn(Protocol):
+    """The weight of each trained token of each sample."""
+
+    def __call__(self, counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights: ...
+
+
+def token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
+    """Every trained token of the batch counts the same."""
+    return _share(counts_B, np.full(len(counts_B), np.sum(counts_B), np.float64))
+
+
+def sequence_mean_token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
+    """Mean over a sample's tokens, then over samples: a token of a short sample weighs more."""
+    return _share(counts_B, _samples(counts_B) * np.asarray(counts_B, np.float64))
+
+
+def sequence_mean_token_sum(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
+    """Sum over a sample's tokens, mean over samples."""
+    return _share(counts_B, np.full(len(counts_B), _samples(counts_B), np.float64))
+
+
+def fixed_length(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
+    """Sum over tokens, divided by samples times the token limit: no weight depends on a length."""
+    return _share(counts_B, np.full(len(counts_B), _samples(counts_B) * max_tokens, np.float64))
+
+
+def prompt_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
+    """Mean over the tokens of a group, then over groups."""
+    _, place_B = np.unique(np.asarray(group_B), return_inverse=True)
+    tokens_G = np.zeros(place_B.max(initial=-1) + 1)
+    np.add.at(tokens_G, place_B, counts_B)
+    return _share(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[place_B])
+
+
+def _samples(counts_B: Counts) -> int:
+    return int(np.count_nonzero(counts_B))
+
+
+def _share(counts_B: Counts, denominators_B: Weights) -> Weights:
+    """1 / denominator where there are tokens, 0 elsewhere (never 0 / 0)."""
+    trained_B = np.asarray(counts_B) > 0
+    return np.divide(1.0, denominators_B, out=np.zeros(len(trained_B)), where=trained_B)

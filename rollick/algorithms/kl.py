@@ -1,0 +1,41 @@
+"""Ratios and distances of two policies, from the log-probs of drawn tokens.
+
+T trained tokens. With x = q / p of a token drawn from p, every estimator has the mean KL(p || q):
+k1 = -ln x (may be negative, high variance), k2 = ln^2 x / 2 (biased; its gradient is that of the
+reverse KL), k3 = x - 1 - ln x (unbiased, never negative). See http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are cut here before exp: exp(20) is 5e8, far beyond any clip, and never inf."""
+
+
+def bounded_ratio(log_new_T: torch.Tensor, log_old_T: torch.Tensor) -> torch.Tensor:
+    """new / old of each token, finite whatever the inputs; no gradient beyond the bound."""
+    return (log_new_T - log_old_T).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def k1(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
+    """ln p - ln q."""
+    return log_p_T - log_q_T
+
+
+def k2(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
+    """Half the squared log-ratio."""
+    return 0.5 * (log_p_T - log_q_T).square()
+
+
+def k3(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
+    """x - 1 - ln x with x = q / p."""
+    # One bounded log-ratio for both terms: were only the exp bounded, the gradient beyond the
+    # bound would be that of -ln x alone, which points away from the reference.
+    log_x_T = (log_q_T - log_p_T).clamp(max=MAX_LOG_RATIO)
+    # expm1: for nearby policies, x - 1 loses all its digits in float32.
+    return log_x_T.expm1() - log_x_T
+
+
+FORMS = {"k1": k1, "k2": k2, "k3": k3}
+"""Estimators by the name that a recipe gives them."""

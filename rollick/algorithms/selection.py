@@ -1,0 +1,30 @@
+"""Selection: which groups are worth a gradient. Pure; the rollout drops, counts and refills.
+
+Only scores that are a judgement are looked at: a failed reward is neither signal nor its absence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rollick.types import Group
+
+DropReason = Literal["no_scores", "no_signal"]
+"""no_scores: every reward failed. no_signal: the scores do not differ, so every advantage is 0."""
+
+
+def has_signal(group: Group, *, min_spread: float) -> bool:
+    """Whether the judged scores differ by more than `min_spread`."""
+    scores = [member.score.value for member in group.members if member.score.ok]
+    return len(scores) > 1 and max(scores) - min(scores) > min_spread
+
+
+def judge_group(
+    group: Group, *, min_spread: float, drop_no_signal: bool = True
+) -> DropReason | None:
+    """Why the group is to be dropped, or None if it is to be trained on."""
+    if not any(member.score.ok for member in group.members):
+        return "no_scores"
+    if drop_no_signal and not has_signal(group, min_spread=min_spread):
+        return "no_signal"
+    return None

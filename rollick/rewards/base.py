@@ -1,0 +1,215 @@
+"""Rewards: how a plain function is called, and how several become one score.
+
+A reward is any function, sync or async. Its arguments are taken by name:
+
+    prompt      text of the prompt            sample      the Sample itself
+    completion  text of the response          row         the dataset row, as a mapping
+    domain      name of the prompt's domain   truncated   whether the token limit ended it
+    ...         the options of the recipe, then the columns of the row
+
+The six names of the library always win over a column of that name (`row` still has it), options
+win over columns. A parameter with a default is optional; `**anything` gets the whole row. The
+answer is a number, a bool or a Score; everything else is a failure with a reason, never a number.
+
+This module does no scheduling and starts no process (pool.py does); it needs neither torch nor
+ray, so a reward process stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from rollick.errors import RewardError
+from rollick.types import RewardFn, Sample, Score, ScoreStatus
+
+BUILTIN_ARGUMENTS = ("prompt", "completion", "sample", "row", "domain", "truncated")
+"""Names that the library fills; a column of the same name never shadows them."""
+
+MAX_DETAIL = 500
+"""Characters of a failure's detail that are kept: a reward may raise with a whole completion."""
+
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def call_reward(
+    fn: RewardFn,
+    sample: Sample,
+    options: Mapping[str, Any] | None = None,
+    *,
+    run: RunCoroutine = asyncio.run,
+) -> Score:
+    """Call one reward. What it raises or a wrong answer is a failed Score.
+
+    A RewardError is raised only where the function cannot be called at all: an argument that
+    nothing can fill, or an option that it does not take. `run` runs a coroutine to its end.
+    """
+    arguments, keywords = bind_arguments(fn, sample, options or {})
+    begun = perf_counter()
+    try:
+        answer = fn(*arguments, **keywords)
+        if inspect.isawaitable(answer):
+            answer = run(_wait_for(answer))
+        score = read_answer(answer)
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        score = Score.failed(describe_failure(error))
+    return replace(score, seconds=perf_counter() - begun)
+
+
+def explain_signature(
+    fn: RewardFn, *, columns: Iterable[str] = (), options: Iterable[str] = ()
+) -> list[str]:
+    """What keeps the function from being called with such rows and options; empty if nothing."""
+    columns, options = list(columns), list(options)
+    parameters = _parameters(fn)
+    available = [*BUILTIN_ARGUMENTS, *options, *columns]
+    problems = [
+        f"{_name(fn)} needs the argument {name!r}, and neither the row nor the options have it; "
+        f"available: {', '.join(dict.fromkeys(available))}"
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in available
+    ]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for option in options:
+        if option in BUILTIN_ARGUMENTS:
+            problems.append(f"the option {option!r} of {_name(fn)} is a name that rollick fills")
+        elif option not in parameters and not takes_all:
+            takes = ", ".join(parameters) or "no arguments"
+            problems.append(f"{_name(fn)} does not take the option {option!r}; it takes {takes}")
+    return problems
+
+
+def bind_arguments(
+    fn: RewardFn, sample: Sample, options: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The positional and keyword arguments of a call; RewardError if one cannot be filled."""
+    builtins = dict(zip(BUILTIN_ARGUMENTS, _builtin_values(sample), strict=True))
+    extras = {**{str(column): value for column, value in sample.prompt.row.items()}, **options}
+    available = {**extras, **builtins}
+    arguments: list[Any] = []
+    keywords: dict[str, Any] = {}
+    fits = builtins.keys().isdisjoint(options)
+    unused = set(options)
+    for name, parameter in _parameters(fn).items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            keywords |= {key: available[key] for key in extras if key not in keywords}
+            unused.clear()
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        elif name not in available:
+            fits = fits and parameter.default is not parameter.empty
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            arguments.append(available[name])
+            extras.pop(name, None)
+        else:
+            keywords[name] = available[name]
+        unused.discard(name)
+    if unused or not fits:
+        problems = explain_signature(fn, columns=map(str, sample.prompt.row), options=options)
+        raise RewardError(
+            "; ".join(problems),
+            fix="rename the parameter, give it a default, or put it into the reward's options",
+        )
+    return arguments, keywords
+
+
+def read_answer(answer: Any) -> Score:
+    """A Score from what a reward returned; failed if it is no finite number, bool or Score."""
+    if isinstance(answer, Score):
+        if not answer.ok:
+            return replace(answer, value=float("nan"), detail=_shorten(str(answer.detail)))
+        score = read_answer(answer.value)
+        parts = {str(name): read_answer(value) for name, value in answer.parts.items()}
+        broken = next((name for name, part in parts.items() if not part.ok), None)
+        if broken is not None:
+            return Score.failed(f"part {broken!r}: {parts[broken].detail}")
+        values = {name: part.value for name, part in parts.items()}
+        return replace(score, parts=values, detail=score.detail or _shorten(str(answer.detail)))
+    if isinstance(answer, Real | np.bool_):
+        value = float(answer)
+        if isfinite(value):
+            return Score(value)
+    return Score.failed(
+        f"returned {_shorten(repr(answer))} ({type(answer).__name__}); "
+        "a reward returns a finite number, a bool or a Score"
+    )
+
+
+def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
+    """The weighted sum of a sample's rewards; any failed one makes the whole failed.
+
+    The parts are the unweighted values by name; a reward's own parts are `name/part`.
+    """
+    seconds = sum(score.seconds for score in scores.values())
+    failed = {name: score for name, score in scores.items() if not score.ok}
+    if failed:
+        timed_out = any(score.status is ScoreStatus.TIMEOUT for score in failed.values())
+        status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
+        detail = "; ".join(f"{name}: {score.detail}" for name, score in failed.items())
+        return replace(Score.failed(detail, status=status), seconds=seconds)
+    value = float(sum(weights[name] * score.value for name, score in scores.items()))
+    if not isfinite(value):
+        return Score.failed(f"the weighted sum of {', '.join(scores)} is {value}")
+    parts: dict[str, float] = {}
+    for name, score in scores.items():
+        parts[name] = score.value
+        parts |= {f"{name}/{part}": inner for part, inner in score.parts.items()}
+    detail = "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
+    return Score(value, parts=parts, detail=detail, seconds=seconds)
+
+
+def part_names(rewards: Iterable[str]) -> list[str]:
+    """A name for each reward of a sample; a reward used twice becomes `name` and `name#2`."""
+    seen: dict[str, int] = {}
+    names: list[str] = []
+    for reward in rewards:
+        seen[reward] = seen.get(reward, 0) + 1
+        names.append(reward if seen[reward] == 1 else f"{reward}#{seen[reward]}")
+    return names
+
+
+def describe_failure(error: BaseException) -> str:
+    """The last line of the traceback, and where it was raised."""
+    last = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return _shorten(last) + where
+
+
+async def _wait_for(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _builtin_values(sample: Sample) -> tuple[Any, ...]:
+    prompt = sample.prompt
+    return (prompt.text, sample.text, sample, prompt.row, prompt.domain, sample.truncated)
+
+
+def _parameters(fn: RewardFn) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"the arguments of {_name(fn)} cannot be read",
+            fix="wrap it in a function of your own with named arguments",
+        ) from None
+
+
+def _name(fn: RewardFn) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."

@@ -1,0 +1,337 @@
+"""RewardPool: runs rewards in local child processes, so that no reward can stop or slow the run.
+
+    score() --queue--> lane 1 <--frames--> child process 1 (child.py)
+      ^                lane 2 <--frames--> child process 2         guard.py: kills the children
+      +---- Score -----+                                           if this process dies
+
+A lane is a task that owns one child: it sends the samples that wait as one frame and reads the
+scores as they come. A call past its deadline, or a child that dies, costs the sample that was
+running and nobody else: the rest of the frame goes back to the head of the queue, the child's
+whole process group is killed, and a fresh child takes over. A failure is a status, not a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pickle
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+
+from rollick.config.schema import RewardSpec
+from rollick.errors import RewardError
+from rollick.rewards.base import part_names
+from rollick.rewards.child import Call, Definitions, Kind, decode_score
+from rollick.rewards.process import Child, ChildLost, Guard, define_reward
+from rollick.types import RewardFn, Sample, Score, ScoreStatus
+
+START_SECONDS = 120.0
+"""For a child to import the rewards; a reward may import large libraries."""
+FRAME_SECONDS = 0.02
+"""Work sent to a child at once: long enough to hide the pipe, short enough to share fairly."""
+MAX_FRAME = 64
+MAX_LOSSES = 3
+"""A job whose child dies this often before the job's turn, or a start that fails as often."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Since the pool was opened. A call is one sample, with all its rewards."""
+
+    calls: int = 0
+    failures: int = 0
+    timeouts: int = 0
+    restarts: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A sample on its way: pickled, with the names of its rewards and who waits for the score."""
+
+    payload: bytes
+    labels: Sequence[str]
+    answer: asyncio.Future[Score]
+    losses: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RewardPool:
+    """Open it with `async with RewardPool.open(...)`; when that ends, so has every process."""
+
+    definitions: Definitions
+    processes: int
+    timeout_s: float
+    output: IO[bytes] | None = None
+    stats: PoolStats = field(default_factory=PoolStats)
+    _waiting: deque[_Job] = field(default_factory=deque[_Job])
+    _unanswered: set[asyncio.Future[Score]] = field(default_factory=set[asyncio.Future[Score]])
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _children: set[Child] = field(default_factory=set[Child])
+    _guard: Guard | None = None
+    _broken: RewardError | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        rewards: Mapping[str, RewardFn | str],
+        *,
+        processes: int,
+        timeout_s: float,
+        base: Path | None = None,
+        output: Path | None = None,
+    ) -> AsyncGenerator[RewardPool, None]:
+        """Start the children and wait until each has loaded the rewards.
+
+        `rewards`: by the name that a RewardSpec uses, a function or a reference (a built-in name,
+        file.py:function relative to `base`, module:function). `output`: a file for what rewards
+        print; by default the error stream of this process.
+        """
+        loads = {name: define_reward(name, reward) for name, reward in rewards.items()}
+        lanes: list[asyncio.Task[None]] = []
+        with contextlib.ExitStack() as files:
+            log = files.enter_context(output.open("ab")) if output is not None else None
+            pool = cls(Definitions(loads, base), processes, timeout_s, log)
+            try:
+                pool._guard = await Guard.spawn()
+                for child in await _all_of(pool._start() for _ in range(processes)):
+                    lanes.append(asyncio.create_task(pool._serve(child)))
+                    lanes[-1].add_done_callback(pool._notice_end)
+                yield pool
+            finally:
+                await pool._close(lanes)
+
+    async def score(self, sample: Sample, specs: Sequence[RewardSpec]) -> Score:
+        """The weighted score of a sample. Waits for a child; failures come as a status.
+
+        Raises RewardError if the pool cannot score at all.
+        """
+        if self._broken is not None:
+            raise self._broken
+        _check_specs(specs, self.definitions.rewards, sample)
+        calls = [Call(spec.name, spec.weight, spec.options) for spec in specs]
+        try:
+            payload = _pack(sample, calls)
+        except Exception as error:
+            failed = Score.failed(f"the sample cannot be sent to a reward process: {error}")
+            self._count(failed)
+            return failed
+        answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._unanswered.add(answer)
+        self._waiting.append(_Job(payload, part_names(spec.name for spec in specs), answer))
+        self._wake.set()
+        try:
+            return await answer
+        finally:
+            self._unanswered.discard(answer)
+
+    async def _serve(self, child: Child) -> None:
+        """A lane. Consumes waiting jobs, produces scores; waits for jobs and for its child."""
+        now = asyncio.get_running_loop().time
+        size = 1
+        while True:
+            jobs = await self._take_jobs(size)
+            begun = now()
+            lost = await self._run_frame(child, jobs)
+            seconds_each = max((now() - begun) / len(jobs), 1e-6)
+            size = max(1, min(MAX_FRAME, 2 * size, int(FRAME_SECONDS / seconds_each)))
+            if lost:
+                size = 1
+                await self._end_child(child)
+                child = await self._restart()
+
+    async def _take_jobs(self, size: int) -> list[_Job]:
+        """Up to `size` jobs that somebody still waits for, but no more than this lane's share."""
+        while True:
+            share = min(size, ceil(len(self._waiting) / self.processes))
+            jobs = [self._waiting.popleft() for _ in range(share)]
+            if jobs := [job for job in jobs if not job.answer.done()]:
+                return jobs
+            if not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def _run_frame(self, child: Child, jobs: Sequence[_Job]) -> bool:
+        """Send the jobs and settle them as their scores come; whether the child was lost."""
+        now = asyncio.get_running_loop().time
+        left = dict(enumerate(jobs))
+        running: tuple[int, int] | None = None
+        deadline = now() + self.timeout_s
+        body = cloudpickle.dumps([(number, job.payload) for number, job in left.items()])
+        try:
+            await child.send(Kind.JOBS, body, deadline=deadline)
+            while left:
+                for kind, content in await child.receive(deadline=deadline):
+                    deadline = now() + self.timeout_s
+                    if kind == Kind.STARTED:
+                        job, place = json.loads(content)
+                        running = (job, place)
+                    else:
+                        number, score = decode_score(content)
+                        running = None
+                        self._settle(left.pop(number), score)
+            return False
+        except TimeoutError:
+            reason = f"no answer within {self.timeout_s:g} s; its process was killed"
+            failure = Score.failed(reason, status=ScoreStatus.TIMEOUT)
+            failure = replace(failure, seconds=self.timeout_s)
+        except (ChildLost, ConnectionError):
+            await child.wait()
+            failure = Score.failed(f"its process died ({child.exit_text})")
+        self._blame(left, running, failure)
+        return True
+
+    def _blame(
+        self, left: dict[int, _Job], running: tuple[int, int] | None, failure: Score
+    ) -> None:
+        """Fail the job that was running; the others go back to the head of the queue, in order.
+
+        With nobody running the loss counts against each of them, so that no job can cost
+        processes for ever.
+        """
+        if running is not None:
+            culprit = left.pop(running[0])
+            label = culprit.labels[running[1]]
+            self._settle(culprit, replace(failure, detail=f"{label}: {failure.detail}"))
+        else:
+            for number, job in list(left.items()):
+                job.losses += 1
+                if job.losses >= MAX_LOSSES:
+                    self._settle(left.pop(number), failure)
+        self._waiting.extendleft(reversed(left.values()))
+        self._wake.set()
+
+    def _settle(self, job: _Job, score: Score) -> None:
+        self._count(score)
+        if not job.answer.done():
+            job.answer.set_result(score)
+
+    def _count(self, score: Score) -> None:
+        stats = self.stats
+        self.stats = replace(
+            stats,
+            calls=stats.calls + 1,
+            failures=stats.failures + (not score.ok),
+            timeouts=stats.timeouts + (score.status is ScoreStatus.TIMEOUT),
+            seconds=stats.seconds + score.seconds,
+        )
+
+    async def _restart(self) -> Child:
+        for failed_starts in range(MAX_LOSSES):
+            self.stats = replace(self.stats, restarts=self.stats.restarts + 1)
+            try:
+                return await self._start()
+            except RewardError:
+                if failed_starts + 1 == MAX_LOSSES:
+                    raise
+        raise AssertionError("the last failed start raises")
+
+    async def _start(self) -> Child:
+        """A child that has loaded the rewards. RewardError if it cannot."""
+        assert self._guard is not None
+        child = await Child.spawn(self.output)
+        self._children.add(child)
+        self._guard.watch(child)
+        try:
+            await self._load(child)
+        except RewardError:
+            await self._end_child(child)
+            raise
+        return child
+
+    async def _load(self, child: Child) -> None:
+        deadline = asyncio.get_running_loop().time() + START_SECONDS
+        names = ", ".join(self.definitions.rewards)
+        try:
+            await child.send(Kind.LOAD, cloudpickle.dumps(self.definitions), deadline=deadline)
+            [(kind, body)] = await child.receive(deadline=deadline)
+        except TimeoutError:
+            raise RewardError(
+                f"a reward process did not load {names} within {START_SECONDS:g} s",
+                fix="look for slow imports or downloads at the top of the reward's file",
+            ) from None
+        except (ChildLost, ConnectionError):
+            await child.wait()
+            raise RewardError(
+                f"a reward process died while loading {names} ({child.exit_text})",
+                fix="import the reward's file in a plain Python to see why",
+            ) from None
+        if kind == Kind.BROKEN:
+            problem = json.loads(body)
+            raise RewardError(f"cannot load {names}: {problem['message']}", fix=problem["fix"])
+
+    async def _end_child(self, child: Child) -> None:
+        assert self._guard is not None
+        child.kill()
+        await child.wait()
+        self._guard.forget(child)
+        self._children.discard(child)
+
+    def _notice_end(self, lane: asyncio.Task[None]) -> None:
+        """A lane ends only by being cancelled; any other end breaks the pool, loudly."""
+        if lane.cancelled() or (error := lane.exception()) is None:
+            return
+        if not isinstance(error, RewardError):
+            error = RewardError(f"the pool lost the thread of a reward process: {error!r}")
+        self._give_up(error)
+
+    def _give_up(self, error: RewardError) -> None:
+        self._broken = error
+        self._waiting.clear()
+        for answer in self._unanswered:
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _close(self, lanes: Sequence[asyncio.Task[None]]) -> None:
+        for child in self._children:
+            child.kill()
+        for lane in lanes:
+            lane.cancel()
+        self._give_up(RewardError("the reward pool is closed", fix="score inside its `async with`"))
+        try:
+            await asyncio.gather(*lanes, return_exceptions=True)
+            await asyncio.gather(*(self._end_child(child) for child in list(self._children)))
+        finally:
+            if self._guard is not None:
+                await self._guard.close()
+
+
+def _check_specs(specs: Sequence[RewardSpec], known: Mapping[str, Any], sample: Sample) -> None:
+    if not specs:
+        raise RewardError(
+            f"sample {sample.uid} of domain {sample.prompt.domain!r} has no reward",
+            fix="give the domain at least one reward",
+        )
+    for spec in specs:
+        if spec.name not in known:
+            raise RewardError(
+                f"the reward {spec.name!r} was not given to the pool",
+                fix=f"it has: {', '.join(known) or 'none'}",
+            )
+
+
+def _pack(sample: Sample, calls: Sequence[Call]) -> bytes:
+    """Plain pickle is several times faster, but cannot carry classes of the user's script."""
+    with contextlib.suppress(Exception):
+        payload = pickle.dumps((sample, calls), protocol=5)
+        if b"__main__" not in payload:
+            return payload
+    return cloudpickle.dumps((sample, calls))
+
+
+async def _all_of(starts: Iterable[Coroutine[Any, Any, Child]]) -> list[Child]:
+    """Wait for all of them, then raise the first error: none is left running."""
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Child)]

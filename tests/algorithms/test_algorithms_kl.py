@@ -1,0 +1,105 @@
+"""KL estimators and corrections, on log-probs of drawn tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rollick.algorithms.correction import bypass, none, token_tis
+from rollick.algorithms.kl import FORMS, MAX_LOG_RATIO, bounded_ratio, k1, k2, k3
+from rollick.config.schema import BypassCorrection, NoCorrection, TokenTisCorrection
+
+
+def logs(*probabilities: float) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+def test_estimators_by_hand():
+    # p = 1/2, q = 1/4: x = 1/2
+    p, q = logs(0.5), logs(0.25)
+    assert k1(p, q).item() == pytest.approx(math.log(2))
+    assert k2(p, q).item() == pytest.approx(math.log(2) ** 2 / 2)
+    assert k3(p, q).item() == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_k1_and_k3_have_the_mean_of_the_true_kl():
+    log_p, log_q = logs(0.7, 0.2, 0.1), logs(0.5, 0.1, 0.4)
+    p = log_p.exp()
+    true = (p * (log_p - log_q)).sum().item()
+    for form in (k1, k3):
+        assert (p * form(log_p, log_q)).sum().item() == pytest.approx(true, abs=1e-12)
+
+
+def test_the_mean_gradient_of_k2_is_that_of_the_reverse_kl():
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    log_q = torch.log_softmax(torch.tensor([0.1, 0.4, -0.5]).double(), 0)
+
+    log_p = torch.log_softmax(logits, 0)
+    [exact] = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits)
+    log_p = torch.log_softmax(logits, 0)
+    [sampled] = torch.autograd.grad((log_p.detach().exp() * k2(log_p, log_q)).sum(), logits)
+    assert torch.allclose(exact, sampled, atol=1e-12)
+
+
+def test_the_mean_gradient_of_k1_is_zero_which_is_why_it_is_refused_in_a_loss():
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    log_p = torch.log_softmax(logits, 0)
+    mean = (log_p.detach().exp() * k1(log_p, torch.zeros(3).double())).sum()
+    [gradient] = torch.autograd.grad(mean, logits)
+    assert gradient.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_gradients_are_right(form: str):
+    log_p = torch.tensor([-0.1, -2.0, -7.0], dtype=torch.float64, requires_grad=True)
+    log_q = torch.tensor([-0.2, -1.0, -3.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda p: FORMS[form](p, log_q), (log_p,))
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize(("p", "q"), [(-1000.0, 0.0), (0.0, -1000.0), (-1000.0, -1000.0)])
+def test_far_apart_policies_give_finite_values_and_gradients(form: str, p: float, q: float):
+    log_p = torch.tensor([p], requires_grad=True)
+    value = FORMS[form](log_p, torch.tensor([q]))
+    [gradient] = torch.autograd.grad(value.sum(), log_p)
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(gradient).all()
+
+
+def test_k3_never_pushes_away_from_the_reference_however_far():
+    log_p = torch.tensor([-100.0, 0.0], requires_grad=True)
+    value = k3(log_p, torch.tensor([0.0, -100.0]))
+    [gradient] = torch.autograd.grad(value.sum(), log_p)
+    assert gradient[0] <= 0  # p far below q: descent does not lower it further
+    assert gradient[1] == 1  # p far above q: descent lowers it
+
+
+def test_k3_keeps_its_digits_for_policies_that_nearly_agree():
+    # half of the squared log-ratio, to first order; x - 1 - ln x in float32 would give 0 or 1e-7
+    value = k3(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10]))
+    assert value.item() == pytest.approx(2**-21, rel=1e-2)
+
+
+def test_a_ratio_is_never_infinite():
+    ratio = bounded_ratio(torch.tensor([0.0, -5.0]), torch.tensor([-1e30, -5.0]))
+    assert ratio.tolist() == [pytest.approx(math.exp(MAX_LOG_RATIO)), 1.0]
+
+
+def test_bypass_and_none_weigh_every_token_by_one():
+    behaviour, old = logs(0.5, 0.1), logs(0.1, 0.5)
+    assert bypass(behaviour, old, BypassCorrection()).tolist() == [1, 1]
+    assert none(behaviour, old, NoCorrection()).tolist() == [1, 1]
+
+
+def test_token_tis_is_old_over_behaviour_truncated_from_above():
+    weights = token_tis(logs(0.5, 0.4, 0.1), logs(0.25, 0.6, 0.9), TokenTisCorrection(cap=2))
+    assert weights.tolist() == pytest.approx([0.5, 1.5, 2.0])
+
+
+def test_token_tis_carries_no_gradient_and_cannot_overflow():
+    old = torch.tensor([0.0, -1e4], requires_grad=True)
+    weights = token_tis(torch.tensor([-1e4, 0.0]), old, TokenTisCorrection(cap=3))
+    assert weights.tolist() == pytest.approx([3.0, 0.0])
+    assert not weights.requires_grad

@@ -1,0 +1,397 @@
+"""The pool with real child processes: values, failures, kills, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.config.schema import RewardSpec
+from rollick.errors import RewardError
+from rollick.rewards.pool import PoolStats, RewardPool
+from rollick.testing.fakes import prompt, sample
+from rollick.types import Sample, Score, ScoreStatus
+
+PATIENT_S = 60.0
+"""Where no time-out is meant to happen, however busy the machine."""
+
+REWARDS = '''
+import ctypes, os, signal, subprocess, sys, time
+
+def length(completion, scale=1.0):
+    return scale * len(completion)
+
+async def later(completion):
+    import asyncio
+    await asyncio.sleep(0)
+    return completion == "4"
+
+def act(completion, folder=""):
+    """What the completion says is what happens."""
+    with open(os.path.join(folder, "pid"), "w") as file:
+        file.write(str(os.getpid()))
+    if completion == "spin":
+        while True:
+            pass
+    if completion == "family":
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+        with open(os.path.join(folder, "grandchild"), "w") as file:
+            file.write(str(child.pid))
+        time.sleep(600)
+    if completion == "nap":
+        time.sleep(0.3)
+    if completion == "exit":
+        os._exit(7)
+    if completion == "segfault":
+        ctypes.string_at(0)
+    if completion == "raise":
+        raise ValueError("no good")
+    if completion == "print":
+        print("a line for the log")
+        os.write(1, b"raw bytes\\n")
+        print(input.__name__, sys.stdin.read() == "")
+    if completion == "none":
+        return None
+    return 1.0
+
+def loaded(completion):
+    return not {"torch", "ray", "transformers", "pydantic"} & set(sys.modules)
+
+def surroundings(cwd, path):
+    return os.getcwd() == cwd and path in sys.path
+'''
+
+
+def attempt(text: str, **row: Any) -> Sample:
+    return sample(text, of=prompt(**row))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path
+
+
+def act_in(folder: Path) -> list[RewardSpec]:
+    return [RewardSpec(name="act", options={"folder": str(folder)})]
+
+
+def open_pool(folder: Path, timeout_s: float = PATIENT_S, **changes: Any) -> Any:
+    """A pool whose only reward is `act`."""
+    settings: dict[str, Any] = {"processes": 1, "timeout_s": timeout_s, "base": folder} | changes
+    return RewardPool.open({"act": "mine.py:act"}, **settings)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has collected yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+async def appears(file: Path) -> None:
+    """Wait for a sign of life from another process; pytest's own time limit ends a wait in vain."""
+    while not file.exists():  # noqa: ASYNC110, ASYNC240 - a file sets no Event
+        await asyncio.sleep(0.001)
+
+
+def children() -> set[int]:
+    """Live children of this process, by /proc."""
+    found: set[int] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == os.getpid() and state not in "ZX":
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Any:
+    before = children()
+    yield
+    assert wait_until(lambda: children() <= before, seconds=5), "a process outlived its pool"
+
+
+async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(folder: Path):
+    bonus = 0.25
+    rewards = {
+        "exact_match": "exact_match",
+        "length": "mine.py:length",
+        "later": "mine.py:later",
+        "closure": lambda completion: bonus * len(completion),
+        "loaded": "mine.py:loaded",
+        "surroundings": "mine.py:surroundings",
+    }
+    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
+        score = await pool.score(
+            attempt("4", answer="4"),
+            [
+                RewardSpec(name="exact_match"),
+                RewardSpec(name="length", weight=0.5, options={"scale": 10}),
+                RewardSpec(name="length"),
+                RewardSpec(name="later"),
+                RewardSpec(name="closure", weight=4),
+            ],
+        )
+        light = await pool.score(attempt("4"), [RewardSpec(name="loaded")])
+        row = {"cwd": os.getcwd(), "path": str(Path(__file__).parent)}
+        same = await pool.score(attempt("4", **row), [RewardSpec(name="surroundings")])
+    parts = {"exact_match": 1, "length": 10, "length#2": 1, "later": 1, "closure": 0.25}
+    assert dict(score.parts) == parts
+    assert score.value == 1 + 5 + 1 + 1 + 1
+    assert light.value == 1, "the child imports none of the large libraries"
+    assert same.value == 1, "the child has the folder and the import path of its parent"
+
+
+async def test_many_callers_each_get_their_own_score_through_two_children(folder: Path):
+    rewards = {"length": "mine.py:length"}
+    async with RewardPool.open(rewards, processes=2, timeout_s=PATIENT_S, base=folder) as pool:
+        specs = [RewardSpec(name="length")]
+        texts = ["x" * n for n in range(300)]
+        scores = await asyncio.gather(*(pool.score(attempt(text), specs) for text in texts))
+        assert [score.value for score in scores] == list(range(300))
+        assert pool.stats.calls == 300
+        assert pool.stats.failures == pool.stats.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("raise", "act: ValueError: no good (mine.py:"),
+        ("none", "act: returned None (NoneType)"),
+        ("exit", "act: its process died (exit code 7)"),
+        ("segfault", "act: its process died (killed by SIGSEGV)"),
+    ],
+)
+async def test_a_failure_is_a_status_and_the_pool_goes_on(folder: Path, text: str, detail: str):
+    async with open_pool(folder) as pool:
+        texts = ["fine", "fine", text, "fine", "fine"]
+        scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
+        died = text in ("exit", "segfault")
+        assert [score.ok for score in scores] == [True, True, False, True, True]
+        assert scores[2].status is ScoreStatus.FAILED
+        assert scores[2].detail.startswith(detail)
+        assert (pool.stats.calls, pool.stats.failures, pool.stats.restarts) == (5, 1, int(died))
+
+
+async def test_a_child_that_dies_while_idle_costs_no_sample(folder: Path):
+    async with open_pool(folder) as pool:
+        await pool.score(attempt("fine"), act_in(folder))
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+        scores = await asyncio.gather(*(pool.score(attempt("x"), act_in(folder)) for _ in range(3)))
+        assert all(score.ok for score in scores)
+        assert (pool.stats.failures, pool.stats.restarts) == (0, 1)
+
+
+async def test_a_call_without_end_is_killed_and_costs_no_other_sample(folder: Path):
+    async with open_pool(folder, timeout_s=1.0) as pool:
+        texts = ["fine", "spin", "fine", "fine"]
+        scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
+        assert [score.ok for score in scores] == [True, False, True, True]
+        assert scores[1].status is ScoreStatus.TIMEOUT
+        assert scores[1].detail == "act: no answer within 1 s; its process was killed"
+        stats = pool.stats
+        assert (stats.calls, stats.failures, stats.timeouts, stats.restarts) == (4, 1, 1, 1)
+
+
+async def test_a_time_out_kills_the_processes_that_the_reward_has_started(folder: Path):
+    async with open_pool(folder, timeout_s=2.0) as pool:
+        score = await pool.score(attempt("family"), act_in(folder))
+        assert score.status is ScoreStatus.TIMEOUT
+        for name in ("pid", "grandchild"):
+            pid = int((folder / name).read_text())
+            assert wait_until(lambda pid=pid: not is_alive(pid)), name
+
+
+async def test_an_event_loop_that_was_blocked_does_not_time_out_a_call_that_is_done(folder: Path):
+    async with open_pool(folder, timeout_s=0.9) as pool:
+        waiting = asyncio.create_task(pool.score(attempt("nap"), act_in(folder)))
+        await appears(folder / "pid")
+        time.sleep(1.2)  # noqa: ASYNC251 - the point of the test
+        assert (await waiting).ok
+
+
+async def test_what_a_reward_prints_or_reads_does_not_disturb_the_pipe(folder: Path):
+    async with open_pool(folder, output=folder / "log") as pool:
+        assert (await pool.score(attempt("print"), act_in(folder))).value == 1
+    assert (folder / "log").read_text() == "a line for the log\nraw bytes\ninput True\n"
+
+
+async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: Path):
+    async with open_pool(folder) as pool:
+        waiting = asyncio.create_task(pool.score(attempt("family"), act_in(folder)))
+        queued = asyncio.create_task(pool.score(attempt("fine"), act_in(folder)))
+        await appears(folder / "grandchild")
+    for task in (waiting, queued):
+        with pytest.raises(RewardError, match="the reward pool is closed"):
+            await task
+    pids = [int((folder / name).read_text()) for name in ("pid", "grandchild")]
+    assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_cancelling_the_task_that_holds_the_pool_leaves_nothing(folder: Path):
+    started = asyncio.Event()
+
+    async def hold() -> None:
+        async with open_pool(folder) as pool:
+            started.set()
+            await pool.score(attempt("spin"), act_in(folder))
+
+    task = asyncio.create_task(hold())
+    await started.wait()
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_cancelling_while_the_pool_opens_leaves_nothing(folder: Path):
+    async def hold() -> None:
+        async with open_pool(folder, processes=2):
+            pass
+
+    task = asyncio.create_task(hold())
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_caller_that_gives_up_does_not_hold_the_others(folder: Path):
+    async with open_pool(folder, timeout_s=0.7) as pool:
+        spinning = asyncio.create_task(pool.score(attempt("spin"), act_in(folder)))
+        queued = asyncio.create_task(pool.score(attempt("raise"), act_in(folder)))
+        await asyncio.sleep(0.05)
+        spinning.cancel()
+        queued.cancel()
+        assert (await pool.score(attempt("fine"), act_in(folder))).ok
+
+
+async def test_an_error_in_the_body_comes_out_as_it_is(folder: Path):
+    with pytest.raises(KeyError, match="mine"):
+        async with open_pool(folder):
+            raise KeyError("mine")
+
+
+def test_reward_processes_die_with_their_parent_even_if_it_is_killed(folder: Path):
+    """SIGKILL of the parent while the child is inside C code that holds the interpreter lock."""
+    (folder / "explode.py").write_text(
+        "import os, re\n"
+        "def explode(completion, folder):\n"
+        "    open(os.path.join(folder, 'pid'), 'w').write(str(os.getpid()))\n"
+        "    return bool(re.match('(a+)+$', 'a' * 60 + 'b'))\n"
+    )
+    (folder / "parent.py").write_text(
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from rollick.config.schema import RewardSpec\n"
+        "from rollick.rewards.pool import RewardPool\n"
+        "from rollick.testing.fakes import sample\n"
+        "async def main(folder):\n"
+        "    rewards = {'explode': 'explode.py:explode'}\n"
+        "    spec = RewardSpec(name='explode', options={'folder': str(folder)})\n"
+        "    opened = RewardPool.open(rewards, processes=1, timeout_s=600, base=folder)\n"
+        "    async with opened as pool:\n"
+        "        await pool.score(sample('x'), [spec])\n"
+        "asyncio.run(main(Path(sys.argv[1])))\n"
+    )
+    parent = subprocess.Popen([sys.executable, folder / "parent.py", folder])
+    pid_file = folder / "pid"
+    try:
+        assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), seconds=60)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    assert wait_until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ({"exact_mach": "exact_mach"}, "'exact_mach' is not one of the rewards"),
+        ({"f": "nowhere.py:f"}, "nowhere.py does not exist"),
+        ({"f": "mine.py:f"}, "mine.py has no 'f'"),
+        ({"f": "mine.py:REWARDS"}, "is a int"),
+        ({"f": "broken.py:f"}, r"ZeroDivisionError: division by zero \(broken.py:1\)"),
+        ({"f": "leaving.py:f"}, r"died while loading f \(exit code 3\)"),
+    ],
+)
+async def test_a_reward_that_cannot_be_loaded_is_an_error_when_the_pool_opens(
+    folder: Path, rewards: dict[str, str], message: str
+):
+    with (folder / "mine.py").open("a") as file:
+        file.write("REWARDS = 3\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "leaving.py").write_text("import os\nos._exit(3)\n")
+    with pytest.raises(RewardError, match=message):
+        async with RewardPool.open(rewards, processes=1, timeout_s=1, base=folder):
+            pass
+
+
+async def test_a_function_that_cannot_travel_is_an_error_that_says_so():
+    lock = threading.Lock()
+
+    def locked(completion: str) -> float:
+        with lock:
+            return 1.0
+
+    with pytest.raises(RewardError, match="'locked' cannot be sent to another process"):
+        async with RewardPool.open({"locked": locked}, processes=1, timeout_s=1):
+            pass
+
+
+async def test_asking_for_no_reward_or_an_unknown_one_is_an_error(folder: Path):
+    async with open_pool(folder) as pool:
+        with pytest.raises(RewardError, match="has no reward"):
+            await pool.score(attempt("4"), [])
+        with pytest.raises(RewardError, match="'length' was not given to the pool"):
+            await pool.score(attempt("4"), [RewardSpec(name="length")])
+
+
+async def test_a_row_without_the_column_fails_its_sample_only(folder: Path):
+    rewards = {"exact_match": "exact_match"}
+    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S) as pool:
+        specs = [RewardSpec(name="exact_match")]
+        bad, good = await asyncio.gather(
+            pool.score(attempt("4"), specs), pool.score(attempt("4", answer=4), specs)
+        )
+    assert "exact_match needs the argument 'answer'" in bad.detail
+    assert good.value == 1
+
+
+async def test_a_row_that_cannot_travel_fails_its_sample_only(folder: Path):
+    async with open_pool(folder) as pool:
+        row = {"lock": threading.Lock()}
+        score: Score = await pool.score(attempt("fine", **row), act_in(folder))
+        assert "cannot be sent to a reward process" in score.detail
+        assert pool.stats == PoolStats(calls=1, failures=1)
+
+
+async def test_a_reward_that_can_no_longer_be_loaded_stops_the_pool_with_that_error(folder: Path):
+    async with open_pool(folder) as pool:
+        (folder / "mine.py").unlink()
+        queued = asyncio.create_task(pool.score(attempt("exit"), act_in(folder)))
+        with pytest.raises(RewardError, match=r"mine.py does not exist"):
+            await asyncio.gather(queued, pool.score(attempt("fine"), act_in(folder)))
+        with pytest.raises(RewardError, match=r"mine.py does not exist"):
+            await pool.score(attempt("fine"), act_in(folder))
