@@ -9,7 +9,9 @@ The names below are the public interface. What is heavy is imported when it is f
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,6 +59,22 @@ __all__ = [
     "run_recipe",
     "train",
 ]
+
+
+class _Package(ModuleType):
+    """Keeps `rollick.train` the function.
+
+    Importing anything from the room rollick/train would bind that module to the same name here,
+    and a second call of `rollick.train(...)` would find a module. Imports from the room do not
+    need the binding.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

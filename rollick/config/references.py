@@ -64,7 +64,10 @@ def read_reference(reference: str, base: Path) -> Definition:
 def _module_file(where: str) -> Path | None:
     """The file of a module, without importing it. None if it is not made of Python files."""
     top, *rest = where.split(".")
-    spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    try:
+        spec = importlib.util.find_spec(top) if top.isidentifier() else None
+    except ValueError:  # A module that was not imported from anywhere, such as __main__.
+        spec = None
     if spec is None:
         raise ConfigError(
             f"there is no module {top!r}",

@@ -1,0 +1,243 @@
+"""The commands. Each is one function; what is heavy is imported inside it.
+
+`rollick --help` and `rollick check` must answer at once, so nothing at the top of this file (or of
+what it imports) loads torch, ray or transformers. `main` turns every RollickError into a message
+on stderr and exit code 2; anything else is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollick.errors import RollickError
+
+if TYPE_CHECKING:
+    from rollick.config.schema import DomainConfig, Recipe
+
+app = typer.Typer(
+    name="rollick",
+    help="Reinforcement learning of language models, from a laptop to a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at recipes and at what they can say.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+EXIT_INTERRUPTED = 75
+"""Asked to stop by a signal, and saved (EX_TEMPFAIL: try again)."""
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[A.B=C]...", help="Settings on top, such as rollout.group_size=4."),
+]
+
+
+@app.command()
+def check(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Import all that the recipe names.")] = False,
+) -> None:
+    """Say whether a recipe is right, and what it will do; starts nothing."""
+    from rollick.cluster.devices import describe_plan
+    from rollick.config.check import check_recipe
+    from rollick.config.load import load_recipe
+    from rollick.config.problems import raise_problems
+
+    loaded = load_recipe(recipe, overrides or ())
+    if deep:
+        raise_problems(check_recipe(loaded, deep=True), origin=str(recipe))
+    typer.echo(f"OK {recipe}")
+    typer.echo(_summary(loaded.recipe))
+    typer.echo(describe_plan(loaded.recipe))
+
+
+def _summary(recipe: Recipe) -> str:
+    rollout = recipe.rollout
+    if recipe.pipeline == "sft":
+        size = f"{recipe.train.batch_size} examples"
+    else:
+        size = f"{rollout.groups_per_step} groups of {rollout.group_size} samples"
+    rows = [
+        ("pipeline", f"{recipe.pipeline}, {recipe.run.steps} steps of {size}"),
+        ("model", f"{recipe.model.path} ({recipe.model.dtype})"),
+        ("data", _shares(recipe.data.domains)),
+        ("validation", _shares(recipe.data.validation) or "none"),
+    ]
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _shares(domains: dict[str, DomainConfig]) -> str:
+    total = sum(domain.share for domain in domains.values())
+    return ", ".join(f"{name} {domain.share / total:.0%}" for name, domain in domains.items())
+
+
+@config_app.command("show")
+def config_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
+    """Print a recipe with every default, override and interpolation filled in."""
+    from rollick.config.load import load_recipe
+
+    typer.echo(load_recipe(recipe, overrides or ()).text, nl=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of recipes, for editors."""
+    from rollick.config.load import recipe_schema
+
+    typer.echo(json.dumps(recipe_schema(), indent=2))
+
+
+@app.command("list")
+def list_names(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Print all that a recipe can name, by kind."""
+    from rollick.config.names import NAMES
+
+    names = {kind: list(table) for kind, table in NAMES.items()}
+    if as_json:
+        typer.echo(json.dumps(names))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kind", "names", box=None)
+    for kind, known in names.items():
+        table.add_row(kind.replace("_", " "), ", ".join(known) or "none yet")
+    Console().print(table)
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+    ] = False,
+) -> None:
+    """Run a recipe. A signal saves and stops it with exit code 75; --resume goes on."""
+    from rollick.config.load import load_recipe
+    from rollick.pipelines.run import run_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    _show_log()
+    result = run_recipe(loaded, resume=resume)
+    typer.echo(f"{result.folder}: step {result.step}, score {result.score:.4g}")
+    if result.interrupted:
+        typer.echo("stopped by a signal; go on with --resume")
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL|RUN", help="A model, or a run's folder.")],
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint of a run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Score a model on a recipe's held-out prompts: pass@1, pass@k, intervals; samples are kept."""
+    from rollick.pipelines.inspect import evaluate_model, plan_evaluation
+    from rollick.pipelines.run import wait_for
+
+    loaded, checkpoint = plan_evaluation(model, recipe, overrides or (), best=best)
+    _show_log()
+    report = wait_for(evaluate_model(loaded, checkpoint=checkpoint))
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+        return
+    from rich.console import Console
+
+    from rollick.observe.tables import evaluation_table
+
+    Console().print(evaluation_table(report.figures()))
+    typer.echo(f"samples: {Path(loaded.recipe.run.folder) / loaded.recipe.run.name}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint.")] = False,
+) -> None:
+    """Write a run's policy as a plain Hugging Face folder."""
+    from rollick.pipelines.inspect import export_run
+
+    typer.echo(str(export_run(run, out, best=best)))
+
+
+@app.command()
+def replay(
+    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="A folder under a run's dumps/.")],
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    only: Annotated[str, typer.Option(help="Which half of the step: generate or train.")] = "train",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Run one half of a dumped step alone (observe.dump_steps makes dumps)."""
+    from rollick.pipelines.inspect import plan_replay
+    from rollick.pipelines.run import wait_for
+
+    work = plan_replay(dump, recipe, overrides or (), only=only)
+    _show_log()
+    figures = asdict(wait_for(work))
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        typer.echo("\n".join(f"{name:<18}{value:.6g}" for name, value in figures.items()))
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    control: Annotated[
+        bool, typer.Option("--control", help="Shuffle the scores: nothing must be learned.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Results as the last line.")] = False,
+) -> None:
+    """Make a tiny model, warm it up, and train it by RL on two domains, offline, on Ray."""
+    from rollick.testing.demo import run_demo
+
+    _show_log()
+    result = run_demo(seed=seed, control=control, folder=folder)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+
+
+def _show_log() -> None:
+    """Progress of long work, on stderr."""
+    import logging
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("rollick").setLevel(logging.INFO)
+
+
+def main() -> None:
+    """The entry point of the `rollick` command."""
+    try:
+        app()
+    except RollickError as error:
+        _report(error)
+        sys.exit(2)
+
+
+def _report(error: RollickError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    # Text, not markup: a message may hold brackets; soft wrap keeps file:line:column clickable.
+    Console(stderr=True).print(Text(str(error), style="red"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

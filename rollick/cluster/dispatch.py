@@ -1,0 +1,67 @@
+"""How a batch is split over ranks and how results come back. Pure.
+
+    Batch -> plan_split -> one Batch for each rank -> (workers) -> per-token parts -> gather_tokens
+
+No divisibility rules: 10 samples over 3 ranks are 4, 3 and 3. The weights of a batch are global,
+so losses and gradients of the parts just add up.
+Shapes: B samples, N tokens over all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollick.data.batch import Batch
+from rollick.types import FloatArray
+
+SplitPlan = tuple[tuple[int, ...], ...]
+"""For each rank, the places of its items, ascending. Every place occurs once."""
+
+
+def plan_split(costs: Sequence[int], ranks: int) -> SplitPlan:
+    """Balance by cost: the costliest item first, each to the rank with the least so far.
+
+    Ties go to the rank with fewer items, then to the lower rank, so the plan is a function of
+    the costs alone. With fewer items than ranks some parts are empty.
+    """
+    if ranks < 1:
+        raise ValueError(f"cannot split over {ranks} ranks")
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for item in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
+        load, count, rank = loads[0]
+        parts[rank].append(item)
+        heapq.heapreplace(loads, (load + costs[item], count + 1, rank))
+    return tuple(tuple(sorted(part)) for part in parts)
+
+
+def split_batch(batch: Batch, ranks: int) -> tuple[list[Batch], SplitPlan]:
+    """One batch for each rank, balanced by tokens, and the plan to undo it."""
+    plan = plan_split([int(length) for length in batch.lengths_B], ranks)
+    return [batch.take(part) for part in plan], plan
+
+
+def gather_tokens(parts: Sequence[FloatArray | None], batch: Batch, plan: SplitPlan) -> FloatArray:
+    """[N]: per-token results of the ranks, in the order of the batch.
+
+    The part of a rank that had no samples may be None.
+    """
+    offsets = batch.offsets_B1
+    arrays = [part for part in parts if part is not None]
+    dtype = np.result_type(*arrays) if arrays else np.dtype(np.float32)
+    gathered_N = np.empty(batch.tokens, dtype)
+    for part, samples in zip(parts, plan, strict=True):
+        expected = int(sum(batch.lengths_B[b] for b in samples))
+        found = 0 if part is None else len(part)
+        if found != expected:
+            raise ValueError(f"a rank returned {found} values for its {expected} tokens")
+        start = 0
+        for b in samples:
+            length = int(batch.lengths_B[b])
+            assert part is not None
+            gathered_N[offsets[b] : offsets[b + 1]] = part[start : start + length]
+            start += length
+    return gathered_N

@@ -1,0 +1,380 @@
+"""The native engine: the asyncio side of generation on Hugging Face modules.
+
+Owns the requests' futures, the engine's one thread, and who may touch the runner when. Does not
+own how tokens are made (runner.py, forward.py, sampler.py).
+
+    generate() --submit--> Runner <--step, in the engine's thread-- driver task --> futures
+
+A lock is held during each step and by everything that changes weights, version or cache: so
+these happen between two steps, and each forward uses exactly one committed version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rollick.config.schema import InferConfig, ModelConfig
+from rollick.errors import EngineError, RollickError, WeightError
+from rollick.infer.engine import Capability, WeightStream
+from rollick.infer.native.rows import Job
+from rollick.infer.native.runner import Decode, Runner, Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.load import empty_model, fingerprint, load_model, share_parameters
+from rollick.types import Completion, EngineLoad, Fingerprint, PolicyVersion, Request, SampleId
+
+Result = TypeVar("Result")
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    job: Job
+    done: asyncio.Future[Completion]
+    started: float
+
+
+class NativeEngine:
+    """Implements Engine with nothing but torch and transformers. Close it when done."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        infer: InferConfig,
+        *,
+        runner: Runner,
+        device: str,
+        shared: bool,
+    ) -> None:
+        self.module = module
+        self.runner = runner
+        self._infer = infer
+        self._device = device
+        self._shared = shared
+        self._paused = False
+        self._asleep = False
+        self._closed = False
+        self._pending: dict[SampleId, _Pending] = {}
+        self._lock = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._driver: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollick-engine")
+
+    @classmethod
+    def create(
+        cls,
+        infer: InferConfig,
+        model: ModelConfig,
+        *,
+        device: str = "cpu",
+        deterministic: bool = False,
+        shared: nn.Module | None = None,
+        stop_ids: Sequence[int],
+        decode: Decode | None = None,
+        version: int = 0,
+    ) -> NativeEngine:
+        """Load the model, or borrow the parameters of `shared`, a learner's module.
+
+        A sharing engine has a module tree of its own (with its own attention) over the learner's
+        storage. `decode` turns drawn ids into text; only stop strings need it.
+        """
+        if shared is None:
+            module = load_model(model, device=device, attention=CACHED)
+        else:
+            config: Any = shared.config
+            module = empty_model(config, attention=CACHED)
+            share_parameters(module, shared)
+        return cls.around(
+            module,
+            infer,
+            device=device,
+            deterministic=deterministic,
+            shared=shared is not None,
+            stops=Stops(tuple(stop_ids), decode),
+            version=version,
+        )
+
+    @classmethod
+    def around(
+        cls,
+        module: nn.Module,
+        infer: InferConfig,
+        *,
+        device: str = "cpu",
+        deterministic: bool = False,
+        shared: bool = False,
+        stops: Stops,
+        version: int = 0,
+    ) -> NativeEngine:
+        """An engine around a module that was built with the attention CACHED."""
+        _check_module(module)
+        runner = Runner(
+            module,
+            infer,
+            device=device,
+            deterministic=deterministic,
+            stops=stops,
+            version=version,
+        )
+        return cls(module, infer, runner=runner, device=device, shared=shared)
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset(
+            {
+                Capability.SLEEP,
+                Capability.SHARED_WEIGHTS,
+                Capability.DETERMINISTIC,
+                Capability.CUT_SUPPORT,
+            }
+        )
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits until the request stops or is aborted; cancelling the call aborts it too."""
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        pending = _Pending(Job(request), loop.create_future(), perf_counter())
+        self._pending[request.uid] = pending
+        self.runner.submit(pending.job)
+        self._wake_driver()
+        try:
+            return await pending.done
+        except asyncio.CancelledError:
+            self.runner.drop(pending.job)
+            self._wake_driver()
+            raise
+        finally:
+            if self._pending.get(request.uid) is pending:
+                del self._pending[request.uid]
+
+    async def abort(self, uid: SampleId) -> None:
+        if uid not in self._pending:
+            return
+        async with self._lock:
+            ended = self.runner.abort(uid)
+            if ended is not None:
+                self._resolve(*ended)
+
+    async def pause(self) -> None:
+        self._paused = True
+        async with self._lock:
+            pass
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._wake_driver()
+
+    async def update(
+        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+    ) -> Fingerprint:
+        self._check_open()
+        if self._shared:
+            raise EngineError(
+                "this engine shares the learner's parameters and cannot take weights of its own",
+                fix="write the shared parameters in place, then call commit_shared",
+            )
+        async with self._lock:
+            if self._asleep:
+                raise EngineError(
+                    "the engine sleeps and has no weights to update", fix="call wake first"
+                )
+            return await self._in_thread(lambda: self._take(weights, version, expected))
+
+    async def commit_shared(self, version: PolicyVersion) -> None:
+        async with self._lock:
+            self.runner.version = version
+            self.runner.invalidate()
+
+    async def sleep(self) -> None:
+        """Running requests survive: they wait, and compute their cache anew after `wake`.
+
+        Weights that are not shared move from a GPU to the host. On the CPU they already are in
+        the cheapest place there is, so only the cache is freed.
+        """
+        async with self._lock:
+            self._asleep = True
+            self.runner.free()
+            if not self._shared:
+                await self._in_thread(lambda: self._move("cpu"))
+
+    async def wake(self) -> None:
+        async with self._lock:
+            if not self._shared:
+                await self._in_thread(lambda: self._move(self._device))
+            self._asleep = False
+        self._wake_driver()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=self.runner.rows.running,
+            waiting=self.runner.waiting_count,
+            slots=self._infer.slots,
+            generated_tokens=self.runner.generated_tokens,
+            busy_seconds=self.runner.busy_seconds,
+            version=self.runner.version,
+        )
+
+    async def close(self) -> None:
+        """Pending requests fail; the thread ends. Closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        async with self._lock:
+            self._fail_all(EngineError("the engine was closed while the request was pending"))
+        if self._driver is not None:
+            self._driver.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._driver
+        # No step runs any more, so this returns at once.
+        self._thread.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed", fix="make a new one")
+
+    def _check(self, request: Request) -> None:
+        self._check_open()
+        length, most = len(request.token_ids), self._infer.max_length
+        if length > most - 1:
+            raise EngineError(
+                f"{request.uid}: a prompt of {length} tokens leaves no room in a cache of "
+                f"infer.max_length={most}",
+                fix=f"use prompts of at most {most - 1} tokens, or raise infer.max_length",
+            )
+        if length == 0:
+            raise EngineError(f"{request.uid}: the prompt is empty", fix="give at least one token")
+        if request.sampling.stop and not self.runner.reads_text:
+            raise EngineError(
+                f"{request.uid}: stop strings {request.sampling.stop} need text, and the engine "
+                "has no decode function",
+                fix="create the engine with decode=",
+            )
+        if request.uid in self._pending:
+            raise EngineError(
+                f"{request.uid} is already being generated", fix="abort it first, or await it"
+            )
+
+    def _wake_driver(self) -> None:
+        if self._driver is None and not self._closed:
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        self._work.set()
+
+    async def _drive(self) -> None:
+        """Consumes submitted requests, produces completions; waits for work and for the lock."""
+        while True:
+            await self._work.wait()
+            async with self._lock:
+                if self._paused or self._asleep or not self.runner.has_work:
+                    self._work.clear()
+                    continue
+                await self._step()
+
+    async def _step(self) -> None:
+        try:
+            finished = await self._in_thread(self.runner.step)
+        except Exception as error:  # the engine thread is a boundary: its errors are the callers'
+            self._fail_all(error)
+            return
+        for job, completion in finished:
+            self._resolve(job, completion)
+
+    def _resolve(self, job: Job, completion: Completion) -> None:
+        pending = self._pending.get(job.request.uid)
+        if pending is not None and pending.job is job and not pending.done.done():
+            seconds = perf_counter() - pending.started
+            pending.done.set_result(replace(completion, seconds=seconds))
+
+    def _fail_all(self, error: Exception) -> None:
+        self.runner.clear()
+        for pending in list(self._pending.values()):
+            if not pending.done.done():
+                failure = _as_engine_error(error)
+                failure.__cause__ = error if failure is not error else None
+                pending.done.set_exception(failure)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run in the engine's thread. A cancelled caller still waits for the end of the work,
+        because it holds the lock that keeps others out."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    def _take(
+        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None
+    ) -> Fingerprint:
+        """Stage, verify, and only then write."""
+        # Copies, because a stream may reuse its buffers from one tensor to the next.
+        staged = [(name, tensor.detach().clone()) for name, tensor in weights]
+        targets = dict(self.module.named_parameters(remove_duplicate=False))
+        _check_weights(staged, targets)
+        found = fingerprint(staged)
+        if expected is not None and found != expected:
+            raise WeightError(
+                f"the weights of version {version} have fingerprint {found}, not {expected}; the "
+                f"engine still serves version {self.runner.version}",
+                fix="publish again; if it repeats, the transfer damages the tensors",
+            )
+        with torch.no_grad():
+            for name, tensor in staged:
+                targets[name].copy_(tensor)
+        self.runner.version = version
+        self.runner.invalidate()
+        return found
+
+    def _move(self, device: str) -> None:
+        self.module.to(device)
+        if self._device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+
+def _check_module(module: nn.Module) -> None:
+    config: Any = module.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if kinds:
+        raise EngineError(
+            f"{type(module).__name__} has layers of kind {sorted(kinds)}, which the native "
+            "engine's cache does not hold",
+            fix="use another engine for this model",
+        )
+    if config._attn_implementation != CACHED:
+        raise EngineError(
+            f"the module was built with attention {config._attn_implementation!r}",
+            fix=f"build it with attention={CACHED!r}",
+        )
+
+
+def _check_weights(staged: list[tuple[str, Tensor]], targets: dict[str, nn.Parameter]) -> None:
+    """Every parameter must be given (a tied one under any of its names), in its shape."""
+    unknown = [name for name, _ in staged if name not in targets]
+    given = {id(targets[name]) for name, _ in staged if name in targets}
+    missing = [name for name, target in targets.items() if id(target) not in given]
+    misshapen = [
+        f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
+        for name, tensor in staged
+        if name in targets and tensor.shape != targets[name].shape
+    ]
+    if unknown or missing or misshapen:
+        raise WeightError(
+            f"the weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
+            f"misshapen {misshapen[:3]}",
+            fix="publish the parameters of the same model, under their Hugging Face names",
+        )
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return EngineError(error.message, fix=error.fix)
+    fix = error.fix if isinstance(error, RollickError) else "see the cause above"
+    return EngineError(f"the engine failed: {type(error).__name__}: {error}", fix=fix)

@@ -1,0 +1,295 @@
+"""The engine's work, step by step: admit, prefill, decode, record.
+
+Owns the waiting requests, the running rows and the cache. Knows nothing of asyncio: the engine
+calls `step` in its own thread, and everything else only while no step runs (except `submit` and
+`drop`, which may be called at any time).
+
+    waiting -> admit (prefill, or copy a prefix that is in the cache) -> decode, once per step
+            -> record -> finished
+
+A row's cache always holds all of its tokens but the last, which the next decode feeds. So a
+prompt's prefill needs no logits, and the members of a group differ from their first own token on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from rollick.config.schema import InferConfig
+from rollick.errors import EngineError
+from rollick.infer.native.cache import SlotCache
+from rollick.infer.native.forward import BatchedForward, Forward, Prefix, TiledForward
+from rollick.infer.native.philox import uniforms
+from rollick.infer.native.rows import Job, Rows
+from rollick.infer.native.sampler import Drawn, draw, draw_row_by_row
+from rollick.types import Completion, SampleId, StopReason
+
+Decode = Callable[[Sequence[int]], str]
+Finished = list[tuple[Job, Completion]]
+
+_TAIL_MARGIN = 4
+"""Tokens looked at besides a stop string's own: some decode to nothing, or lose a leading space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a sequence besides its length: token ids, and strings where text can be read."""
+
+    ids: tuple[int, ...]
+    text_of: Decode | None = None
+
+
+class Runner:
+    """Generates for many requests at once, on one device, with the weights it is given."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        infer: InferConfig,
+        *,
+        device: str,
+        deterministic: bool,
+        stops: Stops,
+        version: int,
+    ) -> None:
+        self.version = version
+        self.generated_tokens = 0
+        self.prefilled_tokens = 0
+        self.decode_steps = 0
+        self.busy_seconds = 0.0
+        self.cache = SlotCache()
+        self.rows = Rows(slots=infer.slots, max_length=infer.max_length)
+        self.waiting: deque[Job] = deque()
+        self._arrived: deque[Job] = deque()
+        self._dropped: deque[Job] = deque()
+        self._stale = False
+        self._infer = infer
+        self._draw = draw_row_by_row if deterministic else draw
+        self._forward: Forward = (TiledForward if deterministic else BatchedForward)(
+            module, self.cache, device=device
+        )
+        self._stop_ids = np.asarray(sorted(set(stops.ids)), np.int64)
+        self._text_of = stops.text_of
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting_count or self.rows.running or self._dropped)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self.waiting) + len(self._arrived)
+
+    @property
+    def reads_text(self) -> bool:
+        return self._text_of is not None
+
+    def submit(self, job: Job) -> None:
+        """Safe while a step runs: only this side appends, only the other side takes."""
+        self._arrived.append(job)
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for it any more: forget it at the next step."""
+        self._dropped.append(job)
+
+    def abort(self, uid: SampleId) -> tuple[Job, Completion] | None:
+        """End a waiting or running request with what it has."""
+        self._receive()
+        for job in self.waiting:
+            if job.request.uid == uid:
+                self.waiting.remove(job)
+                return job, job.untouched(StopReason.ABORTED)
+        for row in self.rows.used:
+            if self._job(row).request.uid == uid:
+                return self.rows.take(row, StopReason.ABORTED)
+        return None
+
+    def invalidate(self) -> None:
+        """The weights changed: running rows compute their cache anew before they go on."""
+        self._stale = True
+        self.cache.forget_all()
+
+    def free(self) -> None:
+        """Give the cache's memory back; running rows compute it anew when they go on."""
+        self._stale = True
+        self.cache.free()
+
+    def clear(self) -> None:
+        """Forget all requests and free the cache."""
+        self.rows.clear()
+        self.waiting.clear()
+        self._arrived.clear()
+        self._dropped.clear()
+        self.free()
+
+    def step(self) -> Finished:
+        """One token for every running request; gives those that ended."""
+        started = perf_counter()
+        with torch.inference_mode():
+            self._receive()
+            self._forget_dropped()
+            self._refresh()
+            finished = self._admit()
+            self._compact()
+            if self.rows.count:
+                self._record(self._decode())
+                finished += self._take_ended()
+        self.busy_seconds += perf_counter() - started
+        return finished
+
+    def _receive(self) -> None:
+        while self._arrived:
+            self.waiting.append(self._arrived.popleft())
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            job = self._dropped.popleft()
+            if job in self.waiting:
+                self.waiting.remove(job)
+            elif job in self.rows.jobs:
+                self.rows.take(self.rows.jobs.index(job), StopReason.ABORTED)
+
+    def _refresh(self) -> None:
+        """After a change of weights: recompute the cache of the running rows."""
+        if not self._stale:
+            return
+        self._stale = False
+        budget = self._infer.prefill_tokens
+        chunk: list[Prefix] = []
+        for row in self.rows.used:
+            prefix = self._prefix(row)
+            if chunk and sum(len(p.token_ids) for p in chunk) + len(prefix.token_ids) > budget:
+                self._prefill(chunk)
+                chunk = []
+            chunk.append(prefix)
+        self._prefill(chunk)
+        for row in self.rows.used:
+            self.cache.hold(row, self._job(row).prefix_key)
+
+    def _admit(self) -> Finished:
+        """Waiting requests into free rows, as far as this step's prefill budget reaches."""
+        finished: Finished = []
+        new: list[Prefix] = []
+        copies: list[tuple[int, int, int]] = []
+        pending: set[int] = set()
+        budget = self._infer.prefill_tokens
+        while self.waiting and self.rows.free:
+            job = self.waiting[0]
+            source = self.cache.holder(job.prefix_key)
+            cost = len(job.context) - 1 if source is None else 0
+            if new and cost > budget:
+                break
+            self.waiting.popleft()
+            ended = self._ended_before_start(job)
+            if ended is not None:
+                finished.append((job, job.untouched(ended)))
+                continue
+            budget -= cost
+            row = self.rows.place(source)
+            self.rows.put(row, job)
+            if source is None:
+                new.append(self._prefix(row))
+                pending.add(row)
+            elif source in pending:
+                copies.append((source, row, len(job.context) - 1))
+                pending.add(row)
+            elif source != row:
+                # At once: a later arrival of this step may be put where the source is.
+                self._reserve()
+                self.cache.copy(source, row, length=len(job.context) - 1)
+            self.cache.hold(row, job.prefix_key)
+        self._prefill(new)
+        for source, row, length in copies:
+            self.cache.copy(source, row, length=length)
+        return finished
+
+    def _ended_before_start(self, job: Job) -> StopReason | None:
+        """A continued request may already have all the tokens it can get."""
+        earlier = job.request.continue_from
+        if earlier is None or len(earlier.token_ids) == 0:
+            return None
+        if earlier.token_ids[-1] in self._stop_ids:
+            return StopReason.STOP
+        full = len(job.context) >= job.length_limit(self._infer.max_length)
+        return StopReason.LENGTH if full else None
+
+    def _prefix(self, row: int) -> Prefix:
+        return Prefix(row, self.rows.tokens[row, : self.rows.length[row] - 1])
+
+    def _prefill(self, prefixes: list[Prefix]) -> None:
+        self._reserve()
+        prefixes = [prefix for prefix in prefixes if len(prefix.token_ids)]
+        if prefixes:
+            self._forward.prefill(prefixes)
+            self.prefilled_tokens += sum(len(prefix.token_ids) for prefix in prefixes)
+
+    def _reserve(self) -> None:
+        if self.rows.count:
+            longest = int(self.rows.length[: self.rows.count].max())
+            self.cache.reserve(slots=self.rows.count, length=longest)
+
+    def _compact(self) -> None:
+        for source, target in self.rows.close_holes():
+            self.cache.move(source, target, length=int(self.rows.length[target]) - 1)
+
+    def _decode(self) -> Drawn:
+        self._reserve()
+        count = self.rows.count
+        last_R = self.rows.length[:count] - 1
+        token_R = self.rows.tokens[np.arange(count), last_R]
+        logits_RV = self._forward.decode(token_R, last_R)
+        drawn_before_R = self.rows.length[:count] - self.rows.prompt[:count]
+        uniform_R = uniforms(self.rows.stream[:count], drawn_before_R)
+        return self._draw(logits_RV, self.rows.rules(), uniform_R=uniform_R)
+
+    def _record(self, drawn: Drawn) -> None:
+        if not np.isfinite(drawn.logprobs_R).all():
+            broken = [
+                str(self._job(row).request.uid) for row in _where(~np.isfinite(drawn.logprobs_R))
+            ]
+            raise EngineError(
+                f"the model of version {self.version} gives logits that are not finite, "
+                f"for {', '.join(broken[:4])}",
+                fix="look for a diverged policy (gradient norm, learning rate) or a narrow dtype",
+            )
+        self.rows.append(drawn.tokens_R, drawn.logprobs_R, version=self.version)
+        self.generated_tokens += self.rows.count
+        self.decode_steps += 1
+
+    def _take_ended(self) -> Finished:
+        rows, count = self.rows, self.rows.count
+        last_R = rows.tokens[np.arange(count), rows.length[:count] - 1]
+        stopped_R = np.isin(last_R, self._stop_ids)
+        for row in _where(rows.watches_text[:count]):
+            stopped_R[row] |= self._ends_with_text(row)
+        ended_R = stopped_R | (rows.length[:count] >= rows.limit[:count])
+        return [
+            rows.take(row, StopReason.STOP if stopped_R[row] else StopReason.LENGTH)
+            for row in _where(ended_R)
+        ]
+
+    def _ends_with_text(self, row: int) -> bool:
+        """Whether the last tokens hold a stop string; a string ends with the token just drawn."""
+        assert self._text_of is not None
+        stops = self._job(row).request.sampling.stop
+        # No token is less than a byte, so this many tokens surely cover the longest string.
+        tail = max(len(stop.encode()) for stop in stops) + _TAIL_MARGIN
+        first = max(int(self.rows.prompt[row]), int(self.rows.length[row]) - tail)
+        text = self._text_of(self.rows.tokens[row, first : self.rows.length[row]].tolist())
+        return any(stop in text for stop in stops)
+
+    def _job(self, row: int) -> Job:
+        job = self.rows.jobs[row]
+        assert job is not None
+        return job
+
+
+def _where(chosen: npt.NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(chosen).tolist()

@@ -1,0 +1,443 @@
+"""What every pipeline stands on: the run's folder, its workers, and the residency of phases.
+
+    open_session: folder and lock -> tokenizer -> workers -> engines -> rewards -> live view
+
+A Session owns what is open and closes it in reverse; pipelines decide what to do with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from math import isfinite
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from rollick.checkpoint import Checkpoint, CheckpointStore, RunLock
+from rollick.cluster.devices import DeviceMap, PhasePlan, Seat, plan_phases, plan_residency
+from rollick.cluster.group import WorkerGroup, open_group
+from rollick.cluster.worker import RoleSpec
+from rollick.config.load import LoadedRecipe, dump_recipe
+from rollick.config.names import resolve
+from rollick.config.schema import Recipe
+from rollick.data.chat import ChatCodec
+from rollick.data.prompts import PromptStream
+from rollick.data.store import load_groups, save_groups
+from rollick.errors import CheckpointError, ConfigError
+from rollick.models.load import load_tokenizer
+from rollick.models.probe import safe_environment
+from rollick.observe.live import LiveView, Stopwatch
+from rollick.observe.metrics import MetricLog, read_metrics, rewrite
+from rollick.observe.sinks import open_sink
+from rollick.rewards.pool import RewardPool
+from rollick.types import Group, PolicyVersion, RewardFn, Sample, Score
+from rollick.weights.sync import Publisher
+from rollick.workers.generator import RemoteEngine, open_engines
+
+LOG = logging.getLogger("rollick")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INTERRUPTIBLE = frozenset({"generate", "validate"})
+"""Phases that a signal may cut short: nothing that a checkpoint holds is half-done in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjects:
+    """Prompts and rewards given as Python objects, which a recipe names as object:NAME."""
+
+    prompts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rewards: Mapping[str, RewardFn] = field(default_factory=dict[str, RewardFn])
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.prompts) | frozenset(self.rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    metrics: Mapping[str, float]
+    interrupted: bool = False
+
+    @property
+    def score(self) -> float:
+        """Validation's pass@1 where there was one, else the last step's mean score."""
+        return self.metrics.get("eval/pass@1", self.metrics.get("score/mean", float("nan")))
+
+
+class RunFolder:
+    """The files of one run."""
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path = path
+        self.checkpoints = CheckpointStore(
+            path / "checkpoints",
+            keep_last=recipe.checkpoint.keep_last,
+            keep_best=recipe.checkpoint.keep_best,
+        )
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
+    def begun(self) -> bool:
+        """Whether a run has left something here that another one would mix with."""
+        return (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
+
+    def forget_after(self, step: int) -> None:
+        """Remove the samples of steps that will be made again."""
+        for name in ("samples.jsonl", "validation.jsonl"):
+            if (self.path / name).exists():
+                rows = read_metrics(self.path / name)
+                rewrite(self.path / name, [row for row in rows if row["step"] <= step])
+
+    def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Add rows to a .jsonl file of the run."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@contextmanager
+def open_folder(recipe: Recipe, *, resume: bool) -> Generator[RunFolder]:
+    """The run's folder, locked. A folder that holds a run is only taken up to resume it."""
+    path = Path(recipe.run.folder) / recipe.run.name
+    if resume and not (path / "recipe.yaml").exists():
+        raise CheckpointError(f"{path} holds no run to resume", fix="start without --resume")
+    path.mkdir(parents=True, exist_ok=True)
+    with RunLock(path):
+        folder = RunFolder(path, recipe)
+        if folder.begun and not resume:
+            raise ConfigError(
+                f"{path} already holds a run",
+                fix="continue it with --resume, or choose another run.name",
+            )
+        (path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        yield folder
+
+
+class Residency:
+    """Keeps generators paused and roles asleep as the plan of the phase under way says.
+
+    Nothing is resumed when a phase ends: the next one's plan decides. So an engine that shares
+    the learner's parameters stays paused from before the optimizer step until the commit.
+    """
+
+    def __init__(self, group: WorkerGroup, plans: Mapping[str, PhasePlan]) -> None:
+        self.group = group
+        self.plans = plans
+        self.paused: frozenset[int] = frozenset()
+        self.asleep: frozenset[Seat] = frozenset()
+
+    async def enter(self, phase: str) -> None:
+        plan = self.plans.get(phase)
+        if plan is None:
+            return
+        pauses, asleep = frozenset(plan.pauses), frozenset(plan.sleeps)
+        await self._each("pause", {Seat("generators", rank) for rank in pauses - self.paused})
+        await self._each("sleep", asleep - self.asleep)
+        await self._each("wake", self.asleep - asleep)
+        await self._each("resume", {Seat("generators", rank) for rank in self.paused - pauses})
+        self.paused, self.asleep = pauses, asleep
+
+    async def _each(self, method: str, seats: Set[Seat]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for role, rank in sorted(seats):
+                    tasks.create_task(self.group.call(role, method, rank=rank))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+
+class Session:
+    """A run with everything open."""
+
+    def __init__(self, loaded: LoadedRecipe, folder: RunFolder, objects: RunObjects) -> None:
+        self.recipe = loaded.recipe
+        self.base = loaded.base
+        self.folder = folder
+        self.objects = objects
+        self.stop = asyncio.Event()
+        self.watch = Stopwatch()
+        self.phase_name = "start"
+        self.step = 0
+        self.version = PolicyVersion(0)
+        self.group: WorkerGroup
+        self.engines: list[RemoteEngine]
+        self.codec: ChatCodec
+        self.rewards: RewardPool
+        self.publisher: Publisher
+        self.residency: Residency
+        self.log: MetricLog
+        self.view: LiveView
+
+    @asynccontextmanager
+    async def phase(self, name: str) -> AsyncGenerator[None]:
+        """Times a phase, shows it, and brings residency to what it needs."""
+        begun = time.perf_counter()
+        self.phase_name = name
+        plan = self.residency.plans.get(name)
+        for role in self.group.device_map.roles:
+            self.view.role(role, name if plan and role in plan.phase.uses else "-")
+        await self.residency.enter(name)
+        try:
+            yield
+        finally:
+            self.watch.add(name, time.perf_counter() - begun)
+
+    async def until_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The work's result; None if a signal cut it short."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self.phase_name in INTERRUPTIBLE:
+                task.cancel()
+            return await task
+        except asyncio.CancelledError:
+            if self.stop.is_set() and task.cancelled():
+                return None
+            task.cancel()
+            raise
+        finally:
+            stopped.cancel()
+
+    async def save(
+        self,
+        facts: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        groups: Sequence[Group] = (),
+    ) -> None:
+        """A checkpoint: the learner's state, the pipeline's facts, finished samples."""
+        loop = asyncio.get_running_loop()
+        state = json.dumps({"version": self.version, **facts})
+
+        def write(path: Path) -> None:
+            (path / "state.json").write_text(state, encoding="utf-8")
+            save_groups(path / "groups", groups)
+            saved = self.group.call("policy", "save", path / "learner")
+            asyncio.run_coroutine_threadsafe(saved, loop).result()
+
+        await asyncio.to_thread(
+            self.folder.checkpoints.save,
+            self.step,
+            write,
+            meta={"seed": self.recipe.run.seed, "tokenizer": self.codec.fingerprint},
+            score=_finite(metrics.get("eval/pass@1")),
+        )
+
+    async def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Bring learner, engines and metrics to the checkpoint; returns the pipeline's facts."""
+        if checkpoint.meta.get("tokenizer") != self.codec.fingerprint:
+            raise CheckpointError(
+                f"{checkpoint.path} was made with another tokenizer",
+                fix="resume with the model and tokenizer that the run began with",
+            )
+        facts: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
+        await self.group.call("policy", "load", checkpoint.path / "learner")
+        self.step, self.version = checkpoint.step, PolicyVersion(facts["version"])
+        await self.residency.enter("publish")
+        await self.publisher.publish(self.version)
+        # What step 0 leaves (a first validation) is made again by a run that is still there.
+        self.forget_after(self.step or -1)
+        facts["groups"] = load_groups(checkpoint.path / "groups")
+        return facts
+
+    def forget_after(self, step: int) -> None:
+        """Remove what was recorded of later steps, which will be made again."""
+        self.log.resume_at(step)
+        self.folder.forget_after(step)
+
+    async def score(self, sample: Sample) -> Score:
+        """What the rewards of the sample's training domain say of it."""
+        domain = self.recipe.data.domains[sample.prompt.domain]
+        return await self.rewards.score(sample, domain.rewards)
+
+    async def score_held_out(self, sample: Sample) -> Score:
+        """What the rewards of its validation domain say of it, where there is validation."""
+        data, name = self.recipe.data, sample.prompt.domain
+        domain = data.validation[name] if data.validation else data.domains[name]
+        return await self.rewards.score(sample, domain.rewards)
+
+    def open_prompts(self, *, validation: bool = False) -> PromptStream:
+        return PromptStream.open(
+            self.recipe.data,
+            seed=self.recipe.run.seed,
+            base=self.base,
+            objects=self.objects.prompts,
+            validation=validation,
+            count_tokens=lambda prompt: len(self.codec.encode_prompt(prompt.turns)),
+        )
+
+
+class HasSession:
+    """Anything with a session: what @phase needs."""
+
+    session: Session
+
+
+H = TypeVar("H", bound=HasSession)
+
+
+def phase(
+    name: str,
+) -> Callable[
+    [Callable[Concatenate[H, P], Awaitable[T]]], Callable[Concatenate[H, P], Coroutine[Any, Any, T]]
+]:
+    """Marks a pipeline's method as a phase of the step."""
+
+    def mark(
+        method: Callable[Concatenate[H, P], Awaitable[T]],
+    ) -> Callable[Concatenate[H, P], Coroutine[Any, Any, T]]:
+        @wraps(method)
+        async def run(self: H, *args: P.args, **kwargs: P.kwargs) -> T:
+            async with self.session.phase(name):
+                return await method(self, *args, **kwargs)
+
+        return run
+
+    return mark
+
+
+@asynccontextmanager
+async def open_session(
+    loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
+) -> AsyncGenerator[Session]:
+    """Everything that a run needs, opened in order and closed in reverse."""
+    objects = objects or RunObjects()
+    recipe = loaded.recipe
+    device_map = DeviceMap.of(recipe)
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(open_folder(recipe, resume=resume))
+        session = Session(loaded, folder, objects)
+        session.codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
+        session.log = MetricLog(folder.path, _sinks(recipe, folder.path))
+        stack.callback(session.log.close)
+        stack.enter_context(_signals(session.stop))
+        session.group = await stack.enter_async_context(
+            open_group(
+                device_map,
+                _roles(recipe, device_map, loaded.base),
+                cluster=recipe.cluster,
+                threads=_threads(recipe),
+                env=_environment(recipe),
+            )
+        )
+        session.engines = []
+        if device_map.ranks("generators"):
+            session.engines = await stack.enter_async_context(open_engines(session.group))
+            session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
+        session.publisher = Publisher(session.group)
+        session.residency = Residency(session.group, _plans(recipe, device_map))
+        title = f"{recipe.pipeline} {recipe.run.name}"
+        session.view = stack.enter_context(
+            LiveView(title, recipe.run.steps, mode=recipe.observe.live)
+        )
+        if resume and folder.checkpoints.latest() is None:
+            session.forget_after(-1)
+        session.watch.finish()
+        yield session
+
+
+def _finite(score: float | None) -> float | None:
+    return score if score is not None and isfinite(score) else None
+
+
+def _roles(recipe: Recipe, device_map: DeviceMap, base: Path) -> list[RoleSpec]:
+    known = {
+        "policy": RoleSpec("policy", "rollick.workers.learner:create", (recipe, base)),
+        "reference": RoleSpec("reference", "rollick.workers.scorer:create", (recipe,)),
+        "generators": RoleSpec("generators", "rollick.workers.generator:create", (recipe,)),
+    }
+    return [known[role] for role in device_map.roles]
+
+
+def _plans(recipe: Recipe, device_map: DeviceMap) -> dict[str, PhasePlan]:
+    phases, staleness = plan_phases(recipe), recipe.rollout.max_staleness
+    plans = plan_residency(device_map, phases, max_staleness=staleness)
+    return {plan.phase.name: plan for plan in plans}
+
+
+def _threads(recipe: Recipe) -> int:
+    """Threads of each worker process: the cores, shared by the processes that compute."""
+    if recipe.run.threads:
+        return recipe.run.threads
+    if recipe.run.deterministic:
+        return 1
+    return max(1, (os.cpu_count() or 1) // len(DeviceMap.of(recipe).hosts()))
+
+
+def _environment(recipe: Recipe) -> dict[str, str]:
+    """bf16 dies on some CPUs; a probe in a child process tells, and the setting avoids it."""
+    on_cpu = "cpu" in f"{recipe.devices.policy} {recipe.devices.generators}"
+    return safe_environment() if on_cpu and recipe.model.dtype == "bfloat16" else {}
+
+
+def _rewards(recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects) -> Any:
+    domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
+    names = {reward.name for domain in domains for reward in domain.rewards}
+    functions: dict[str, RewardFn | str] = {}
+    for name in sorted(names):
+        own = objects.rewards.get(name.removeprefix("object:")) if ":" in name else None
+        functions[name] = own if own is not None else name
+    return RewardPool.open(
+        functions,
+        processes=recipe.rollout.reward_processes,
+        timeout_s=recipe.rollout.reward_timeout_s,
+        base=loaded.base,
+    )
+
+
+def _sinks(recipe: Recipe, folder: Path) -> list[Any]:
+    config = recipe.model_dump(mode="json")
+    return [
+        open_sink(name, resolve("sinks", name), folder, run_name=recipe.run.name, config=config)
+        for name in recipe.observe.sinks
+    ]
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Generator[None]:
+    """SIGINT and SIGTERM ask the run to save and stop; a second one ends it at once."""
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: signal.Signals) -> None:
+        LOG.warning("%s: saving and stopping; once more ends the run at once", number.name)
+        loop.remove_signal_handler(number)
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,226 @@
+"""The RL step: the map of the library. RLVR and the other pipelines are wirings of it.
+
+    generate -> collate -> annotate -> train -> publish
+
+Synchronous, one-step-off and asynchronous are one number (rollout.max_staleness); colocated and
+separated are one device map. Neither shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollick.algorithms.objective import resolve_advantage, resolve_aggregation
+from rollick.cluster.dispatch import gather_tokens, split_batch
+from rollick.data.batch import Batch
+from rollick.data.collate import collate
+from rollick.data.prompts import PromptStream
+from rollick.data.store import samples_to_rows, save_batch, save_groups
+from rollick.errors import RollickError
+from rollick.pipelines.base import HasSession, RunResult, Session, phase
+from rollick.pipelines.evaluate import EvalReport, summarise
+from rollick.rollout.scheduler import Rollout, sample_all
+from rollick.types import FloatArray, Group, PolicyVersion, Prompt, RoleName, Sampling
+from rollick.workers.learner import TrainReport
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One finished step."""
+
+    groups: Sequence[Group]
+    batch: Batch
+    train: TrainReport
+
+
+class RLPipeline(HasSession):
+    """Runs steps over an open session and rollout."""
+
+    def __init__(self, session: Session, rollout: Rollout, prompts: PromptStream) -> None:
+        self.session = session
+        self.recipe = session.recipe
+        self.rollout = rollout
+        self.prompts = prompts
+        self.validation = session.open_prompts(validation=True).all()
+        self.advantage = resolve_advantage(self.recipe.algorithm, base=session.base)
+        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation)
+        self.skipped_in_a_row = 0
+
+    async def step(self) -> StepReport:
+        """One policy update.
+
+        Consumes groups that were sampled, scored and selected (drops are counted and refilled);
+        produces a new policy version, which every engine samples from when this returns.
+        """
+        groups = await self.generate()
+        batch = self.collate(groups)
+        batch = await self.annotate(batch)
+        report = await self.train(batch)
+        await self.publish(groups, report)
+        return StepReport(groups, batch, report)
+
+    @phase("generate")
+    async def generate(self) -> list[Group]:
+        """Waits until the ledger gives a batch of groups."""
+        return await self.rollout.take()
+
+    def collate(self, groups: Sequence[Group]) -> Batch:
+        """Ragged, packed streams; their order depends on ids alone."""
+        return collate(
+            groups,
+            self.advantage(groups),
+            aggregation=self.aggregation,
+            max_tokens=self.recipe.sampling.max_tokens,
+            drop_truncated=self.recipe.rollout.drop_truncated,
+        )
+
+    @phase("annotate")
+    async def annotate(self, batch: Batch) -> Batch:
+        """Old and reference log-probs, where the recipe needs them."""
+        if self.recipe.needs_old_logprobs:
+            batch = batch.with_old_logprobs(await self.logprobs("policy", batch))
+        if self.recipe.needs_reference:
+            batch = batch.with_reference_logprobs(await self.logprobs("reference", batch))
+        return batch
+
+    @phase("train")
+    async def train(self, batch: Batch) -> TrainReport:
+        """Loss, gradient, optimizer step."""
+        if self.session.step + 1 in self.recipe.observe.dump_steps:
+            path = self.dump_path(f"step-{self.session.step + 1:06d}")
+            await self.session.group.call("policy", "save", path / "learner")
+        report: TrainReport = await self.session.group.call("policy", "train", batch)
+        self.skipped_in_a_row = 0 if report.changed else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.recipe.train.max_skipped_steps:
+            path = self.dump("non_finite", [], batch)
+            raise RollickError(
+                f"{self.skipped_in_a_row} steps in a row had a non-finite gradient",
+                fix=f"the last batch is in {path}; lower train.optimizer.lr or look at its scores",
+            )
+        return report
+
+    @phase("publish")
+    async def publish(self, groups: Sequence[Group], report: TrainReport) -> None:
+        """Engines sample the new policy; a step that changed nothing publishes nothing new."""
+        if report.changed:
+            self.session.version = PolicyVersion(self.session.version + 1)
+            await self.session.publisher.publish(self.session.version)
+        if self.session.step + 1 == self.recipe.run.steps:
+            self.rollout.pause_admission()
+        self.rollout.trained(groups, self.session.version)
+        self.rollout.published(self.session.version)
+
+    async def logprobs(self, role: RoleName, batch: Batch) -> FloatArray:
+        """A role's log-probs of the batch, computed over all its ranks."""
+        group = self.session.group
+        parts, plan = split_batch(batch, group.device_map.ranks(role))
+        results = await group.scatter(
+            role, "logprobs", [part if part.samples else None for part in parts]
+        )
+        return gather_tokens(results, batch, plan)
+
+    @phase("validate")
+    async def validate(self) -> EvalReport:
+        """Sample and score the held-out prompts."""
+        return await evaluate_prompts(self.session, self.validation)
+
+    async def run(self) -> RunResult:
+        """All steps, with validation and checkpoints on the way; saves when asked to stop."""
+        session, steps = self.session, self.recipe.run.steps
+        metrics = session.log.last
+        if session.step == 0 and self.recipe.evaluate.at_start and self.validation:
+            metrics = await self.record(0, {})
+        while session.step < steps and not session.stop.is_set():
+            report = await session.until_stopped(self.step())
+            if report is None:
+                break
+            session.step += 1
+            metrics = await self.record(session.step, self.measure(report))
+            self.keep(report)
+            if self.is_due(self.recipe.checkpoint.every):
+                await self.save(metrics)
+        stopped = session.step < steps
+        if stopped or not self.is_due(self.recipe.checkpoint.every):
+            await self.save(metrics)
+        return RunResult(session.folder.path, session.step, metrics, interrupted=stopped)
+
+    def is_due(self, every: int) -> bool:
+        return bool(every) and self.session.step % every == 0
+
+    def measure(self, report: StepReport) -> dict[str, float]:
+        """A finished step as metrics."""
+        quarantined = float(self.prompts.quarantine.total)
+        figures = self.rollout.stats().metrics() | report.train.metrics()
+        return figures | {"data/quarantined": quarantined}
+
+    async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Log a step, with validation where it is due."""
+        config, last = self.recipe.evaluate, step == self.recipe.run.steps
+        due = self.is_due(config.every) or step == 0 or (last and config.at_end)
+        if self.validation and due and not self.session.stop.is_set():
+            report = await self.session.until_stopped(self.validate())
+            if report is not None:
+                metrics |= report.metrics()
+                keep_evaluation(self.session, step, report)
+        metrics |= self.session.watch.finish()
+        metrics["version"] = float(self.session.version)
+        if "rollout/tokens" in metrics:
+            metrics["speed/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step"]
+        self.session.log.log(step, metrics)
+        self.session.view.step(step, metrics)
+        return metrics
+
+    def keep(self, report: StepReport) -> None:
+        """Write a few samples of the step, and its dump where one is asked for."""
+        step, observe = self.session.step, self.recipe.observe
+        rows = samples_to_rows(report.groups)[: observe.samples_per_step]
+        self.session.folder.append_rows("samples.jsonl", [{"step": step, **row} for row in rows])
+        if step in observe.dump_steps:
+            self.dump(f"step-{step:06d}", report.groups, report.batch)
+
+    def dump_path(self, name: str) -> Path:
+        path = self.session.folder.dumps / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def dump(self, name: str, groups: Sequence[Group], batch: Batch) -> Path:
+        """Groups and batch of a step, for `rollick replay`."""
+        path = self.dump_path(name)
+        save_groups(path / "groups", groups)
+        save_batch(path / "batch", batch)
+        return path
+
+    async def save(self, metrics: dict[str, float]) -> None:
+        """A checkpoint of the whole run. Ledger, cursor and samples are of one moment."""
+        facts = {"rollout": self.rollout.state(), "prompts": self.prompts.state()}
+        await self.session.save(facts, metrics, groups=self.rollout.untrained())
+
+
+def keep_evaluation(session: Session, step: int, report: EvalReport) -> None:
+    """Write all samples of a validation."""
+    rows = [{"step": step, **row} for row in samples_to_rows(report.groups)]
+    session.folder.append_rows("validation.jsonl", rows)
+
+
+async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalReport:
+    """Sample and score prompts with the recipe's evaluation settings."""
+    config = session.recipe.evaluate
+    sampling = Sampling(
+        temperature=config.temperature,
+        max_tokens=config.max_tokens or session.recipe.sampling.max_tokens,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=session.recipe.sampling.stop,
+    )
+    groups = await sample_all(
+        prompts,
+        samples=config.samples,
+        sampling=sampling,
+        engines=session.engines,
+        codec=session.codec,
+        score=session.score_held_out,
+        seed=session.recipe.run.seed,
+    )
+    return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)

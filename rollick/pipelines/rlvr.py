@@ -1,0 +1,56 @@
+"""RLVR: reinforcement learning from rewards that can be verified. A wiring of the RL step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from rollick.algorithms.selection import judge_group
+from rollick.config.load import LoadedRecipe
+from rollick.pipelines.base import RunObjects, RunResult, Session, open_session
+from rollick.pipelines.rl import RLPipeline
+from rollick.rollout.scheduler import Rollout
+from rollick.types import Sampling
+
+
+async def run_rlvr(
+    loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
+) -> RunResult:
+    """Train to the end (or to a signal); returns where the run is and its last metrics."""
+    async with (
+        open_session(loaded, objects=objects, resume=resume) as session,
+        open_pipeline(session, resume=resume) as pipeline,
+    ):
+        return await pipeline.run()
+
+
+@asynccontextmanager
+async def open_pipeline(session: Session, *, resume: bool = False) -> AsyncGenerator[RLPipeline]:
+    """Prompts and rollout over the session, taken up from the newest checkpoint on resume."""
+    checkpoint = session.folder.checkpoints.latest() if resume else None
+    state: dict[str, Any] = await session.restore(checkpoint) if checkpoint else {}
+    prompts = session.open_prompts()
+    if checkpoint:
+        prompts.restore(state["prompts"])
+    recipe = session.recipe
+    rollout_config = recipe.rollout
+    sampling = recipe.sampling
+    async with Rollout.open(
+        config=rollout_config,
+        sampling=Sampling(
+            temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop
+        ),
+        prompts=prompts.next,
+        engines=session.engines,
+        codec=session.codec,
+        score=session.score,
+        signal=partial(judge_group, min_spread=rollout_config.min_spread),
+        seed=recipe.run.seed,
+        stuck_after_s=recipe.run.stuck_after_s,
+        version=session.version,
+        state=state.get("rollout"),
+        groups=state.get("groups", ()),
+    ) as rollout:
+        yield RLPipeline(session, rollout, prompts)

@@ -1,0 +1,128 @@
+"""From a recipe, or from five lines of Python, to a finished run.
+
+`train` builds a recipe and hands over Python objects; `run_recipe` runs any recipe. Both work in
+a script and in a notebook, where an event loop is already running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from rollick.config.load import LoadedRecipe, recipe_from_dict
+from rollick.config.names import resolve
+from rollick.errors import ConfigError
+from rollick.pipelines.base import RunObjects, RunResult
+from rollick.types import RewardFn
+
+T = TypeVar("T")
+
+Prompts = Iterable[str | Mapping[str, Any]] | Callable[[], Iterable[Any]] | str
+
+
+def run_recipe(
+    loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
+) -> RunResult:
+    """Run the recipe's pipeline to its end (or to a signal)."""
+    pipeline = resolve("pipelines", loaded.recipe.pipeline)
+    return wait_for(pipeline(loaded, objects=objects, resume=resume))
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, also where this thread already runs an event loop (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="rollick")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def train(
+    model: str,
+    prompts: Prompts,
+    reward: RewardFn | str | Mapping[str, RewardFn],
+    *,
+    validation: Prompts | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> RunResult:
+    """Reinforcement learning in one call.
+
+    model: a Hugging Face folder or hub name, or a GGUF file.
+    prompts: strings, rows (mappings with a "prompt" column), a function that gives them, or the
+        path of a dataset.
+    reward: a function whose arguments are taken by name from the sample (`completion`, `prompt`)
+        and its row; a name from `rollick list`; or several functions by name (they are added).
+    validation: held-out prompts.
+    options: any setting of a recipe by its dotted name with `__` for the dots, or by section:
+        `run__steps=50`, `rollout={"group_size": 16}`.
+    """
+    rewards = _named_rewards(reward)
+    functions = {name: fn for name, fn in rewards.items() if not isinstance(fn, str)}
+    names = [f"object:{name}" if name in functions else str(fn) for name, fn in rewards.items()]
+    sources: dict[str, Any] = {}
+    domain = {"source": _source("prompts", prompts, sources), "rewards": names}
+    data: dict[str, Any] = {"domains": {"prompts": domain}}
+    if validation is not None:
+        held_out = {"source": _source("validation", validation, sources), "rewards": names}
+        data["validation"] = {"prompts": held_out}
+    recipe: dict[str, Any] = {
+        "run": {"name": time.strftime("run-%Y%m%d-%H%M%S")},
+        "model": {"path": model},
+        "data": data,
+    }
+    for dotted, value in options.items():
+        _set(recipe, dotted.split("__"), value)
+    objects = RunObjects(prompts=sources, rewards=functions)
+    loaded = recipe_from_dict(recipe, objects=objects.names, origin="rollick.train(…)")
+    return run_recipe(loaded, objects=objects, resume=resume)
+
+
+def _named_rewards(
+    reward: RewardFn | str | Mapping[str, RewardFn],
+) -> Mapping[str, RewardFn | str]:
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    name = reward if isinstance(reward, str) else getattr(reward, "__name__", "reward")
+    return {"reward" if name == "<lambda>" else name: reward}
+
+
+def _source(name: str, prompts: Prompts, sources: dict[str, Any]) -> str:
+    if isinstance(prompts, str):
+        return prompts
+    sources[name] = prompts if callable(prompts) else list(prompts)
+    return f"object:{name}"
+
+
+def _set(target: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        inner: Any = target.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"{'__'.join(path)} is set, and {key} as a plain value too",
+                fix="give the section, or its settings one by one",
+            )
+        target = inner
+    if isinstance(value, Mapping):
+        value = dict(value)
+    if isinstance(value, Mapping) and isinstance(target.get(path[-1]), dict):
+        target[path[-1]] |= value
+    else:
+        target[path[-1]] = value

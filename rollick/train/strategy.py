@@ -1,0 +1,77 @@
+"""The seam between a learner and how its parameters are held and stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.data.batch import Batch
+from rollick.types import FloatArray
+
+WeightStream = Iterable[tuple[str, Any]]
+"""Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
+
+LossFn = Callable[[LossInputs], TokenLoss]
+"""A loss with its options bound: per-token losses of a micro-batch, and metrics summed over it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """What one forward_backward gave. `sums` are metric numerators; `tokens` the trained tokens;
+    `maxima` are metrics whose value over several reports is the largest of them."""
+
+    loss: float
+    tokens: int
+    sums: Mapping[str, float] = field(default_factory=dict[str, float])
+    maxima: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class OptimReport:
+    """What one optimizer step did. A step is skipped if the gradient is not finite."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+class TrainStrategy(Protocol):
+    """Holds a model and trains it. Called from one thread."""
+
+    @property
+    def module(self) -> Any:
+        """The live module, whose parameters an engine in the same process may share."""
+        ...
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        """[N] float32: log-prob of each token at the sample's temperature; 0 for first tokens."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
+        """Accumulates the gradient of sum(weights * loss); any split of a batch gives the same."""
+        ...
+
+    def step(self) -> OptimReport:
+        """Clip, update the masters, write the parameters in place; skips when not finite."""
+        ...
+
+    def weights(self) -> WeightStream:
+        """Compute dtype, public names; the live parameters, not copies."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Write a plain Hugging Face folder."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write all state (masters, moments, schedule, RNG) as files in the folder."""
+        ...
+
+    def load(self, path: Path) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...

@@ -1,0 +1,41 @@
+"""Publishing: engines take the policy that the learner has just made.
+
+    begin     the learner writes its weights once (only if some engine needs a copy)
+    transfer  every receiving engine maps them
+    verify    each compares the fingerprint; one that differs stops the publish, nothing changed
+    commit    every engine takes the new version, between two of its decode steps
+
+An engine that shares the learner's storage has nothing to transfer: it commits the version. It
+must be paused from before the optimizer step until the commit; the residency plan sees to that.
+"""
+
+from __future__ import annotations
+
+from rollick.cluster.group import WorkerGroup
+from rollick.types import PolicyVersion
+from rollick.weights.channels.host import WeightManifest, remove_weights
+from rollick.weights.plan import plan_publish
+
+
+class Publisher:
+    """Carries versions from the learner to all generators."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self.plan = plan_publish(group.device_map)
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """Returns when every engine samples `version`; if one cannot verify it, nobody does."""
+        if self.plan.copied:
+            manifest: WeightManifest = await self.group.call("policy", "write_weights", version)
+            try:
+                await self._each(self.plan.copied, "receive", manifest)
+                await self._each(self.plan.copied, "commit", version)
+            finally:
+                remove_weights(manifest)
+        await self._each(self.plan.shared, "commit_shared", version)
+
+    async def _each(self, ranks: tuple[int, ...], method: str, argument: object) -> None:
+        every = range(self.group.device_map.ranks("generators"))
+        parts = [argument if rank in ranks else None for rank in every]
+        await self.group.scatter("generators", method, parts)

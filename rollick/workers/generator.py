@@ -1,0 +1,291 @@
+"""The generator: an engine on a host, and the controller's end of the line to it.
+
+Calls between processes cost more than a token of a small model, so neither side makes one per
+sample: RemoteEngine gathers the requests of one turn of the event loop into one `submit`, and
+keeps one `drain` under way, which answers with all completions that are ready and the engine's
+load.
+
+    RemoteEngine.generate --submit([...])--> GeneratorWorker --> Engine.generate
+    RemoteEngine  <--drain() [completions], load--  GeneratorWorker
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import torch
+
+from rollick.cluster.group import WorkerGroup
+from rollick.cluster.worker import HostContext
+from rollick.config.names import resolve
+from rollick.config.schema import Recipe
+from rollick.data.chat import ChatCodec
+from rollick.errors import EngineError, RollickError, WorkerError
+from rollick.infer.engine import Capability, Engine, WeightStream
+from rollick.models.load import load_tokenizer
+from rollick.types import (
+    Completion,
+    EngineLoad,
+    Fingerprint,
+    PolicyVersion,
+    Request,
+    SampleId,
+    StopReason,
+)
+from rollick.weights.channels.host import WeightManifest, read_weights, verify_weights
+from rollick.workers.learner import LearnerWorker
+
+DRAIN_S = 20.0
+"""A drain with nothing ready answers empty after this long, so that no call is unbounded."""
+
+Drained = tuple[list[tuple[SampleId, Completion | RollickError]], EngineLoad]
+
+
+class GeneratorWorker:
+    """The generators role of a host: an engine whose results wait to be drained."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.ready: list[tuple[SampleId, Completion | RollickError]] = []
+        self.arrived = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.unstarted: set[SampleId] = set()
+        self.received: WeightManifest | None = None
+
+    async def describe(self) -> tuple[frozenset[Capability], EngineLoad]:
+        return self.engine.capabilities, self.engine.load()
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.unstarted.add(request.uid)
+            task = asyncio.create_task(self._run(request))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def drain(self) -> Drained:
+        """Waits for a result (at most DRAIN_S) and gives all there are."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.arrived.wait(), DRAIN_S)
+        ready, self.ready = self.ready, []
+        self.arrived.clear()
+        return ready, self.engine.load()
+
+    async def abort(self, uids: Sequence[SampleId]) -> None:
+        for uid in uids:
+            # The engine does not know a request whose task has not had its first turn.
+            self.unstarted.discard(uid)
+            await self.engine.abort(uid)
+
+    async def pause(self) -> None:
+        await self.engine.pause()
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def receive(self, manifest: WeightManifest) -> None:
+        """Transfer and verify: keeps the manifest for `commit` if the bytes are right."""
+        await asyncio.to_thread(verify_weights, manifest)
+        self.received = manifest
+
+    async def commit(self, version: PolicyVersion) -> None:
+        manifest, self.received = self.received, None
+        if manifest is None or manifest.version != version:
+            raise EngineError(f"asked to commit version {version}, which was not received")
+        await self.engine.update(read_weights(manifest), version)
+
+    async def commit_shared(self, version: PolicyVersion) -> None:
+        await self.engine.commit_shared(version)
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def close(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.engine.close()
+
+    async def _run(self, request: Request) -> None:
+        result: Completion | RollickError
+        try:
+            if request.uid in self.unstarted:
+                self.unstarted.discard(request.uid)
+                result = await self.engine.generate(request)
+            else:
+                result = _nothing_drawn(request)
+        except RollickError as error:
+            result = error
+        except Exception as error:
+            # The worker's boundary: the caller waits for an answer, whatever the engine raised.
+            result = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        self.ready.append((request.uid, result))
+        self.arrived.set()
+
+
+class RemoteEngine:
+    """An Engine whose real one lives on a host. Open it with `open_engine`."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        rank: int,
+        capabilities: frozenset[Capability],
+        load: EngineLoad,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.capabilities = capabilities
+        self.waiting: dict[SampleId, asyncio.Future[Completion]] = {}
+        self.outbox: list[Request] = []
+        self.outgoing = asyncio.Event()
+        self.snapshot = load
+        self.broken: RollickError | None = None
+
+    async def generate(self, request: Request) -> Completion:
+        if self.broken is not None:
+            raise self.broken
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        if request.uid in self.waiting:
+            raise EngineError(f"sample {request.uid} is already being generated")
+        self.waiting[request.uid] = future
+        self.outbox.append(request)
+        self.outgoing.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # A line that broke has ended the request too; the caller's cancellation is the news.
+            with suppress(RollickError):
+                await self.abort(request.uid)
+            raise
+        finally:
+            self.waiting.pop(request.uid, None)
+
+    async def abort(self, uid: SampleId) -> None:
+        unsent = [request for request in self.outbox if request.uid == uid]
+        if unsent:
+            self.outbox.remove(unsent[0])
+            self._settle(uid, _nothing_drawn(unsent[0]))
+        else:
+            await self._call("abort", [uid])
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def update(
+        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+    ) -> Fingerprint:
+        raise EngineError(
+            "weights do not travel through this object", fix="publish with weights.sync.Publisher"
+        )
+
+    async def commit_shared(self, version: PolicyVersion) -> None:
+        await self._call("commit_shared", version)
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    def load(self) -> EngineLoad:
+        return self.snapshot
+
+    async def close(self) -> None:
+        """The host closes the engine."""
+
+    async def send_requests(self) -> None:
+        """Consumes the outbox for ever; one call for all requests of a turn of the loop."""
+        while True:
+            await self.outgoing.wait()
+            self.outgoing.clear()
+            batch, self.outbox = self.outbox, []
+            if batch:
+                await self._call("submit", batch)
+
+    async def take_results(self) -> None:
+        """Drains for ever and settles the pending generates."""
+        while True:
+            drained: Drained = await self._call("drain")
+            results, self.snapshot = drained
+            for uid, result in results:
+                self._settle(uid, result)
+
+    def fail(self, error: RollickError) -> None:
+        """End all that waits, and all that comes later, with the error; the first one stays."""
+        self.broken = self.broken or error
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(self.broken)
+
+    def _settle(self, uid: SampleId, result: Completion | RollickError) -> None:
+        future = self.waiting.get(uid)
+        if future is None or future.done():
+            return
+        if isinstance(result, RollickError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self.group.call("generators", method, *args, rank=self.rank)
+
+
+@asynccontextmanager
+async def open_engines(group: WorkerGroup) -> AsyncGenerator[list[RemoteEngine]]:
+    """The controller's ends of all generators. A line that breaks fails what waits on it."""
+    described = await group.broadcast("generators", "describe")
+    engines = [RemoteEngine(group, rank, *about) for rank, about in enumerate(described)]
+    lines = [
+        asyncio.create_task(_line(engine, loop()), name=f"generator {engine.rank}")
+        for engine in engines
+        for loop in (engine.send_requests, engine.take_results)
+    ]
+    try:
+        yield engines
+    finally:
+        for line in lines:
+            line.cancel()
+        await asyncio.gather(*lines, return_exceptions=True)
+        for engine in engines:
+            engine.fail(WorkerError(f"the line to generator {engine.rank} was closed"))
+
+
+async def _line(engine: RemoteEngine, work: Any) -> None:
+    try:
+        await work
+    except RollickError as error:
+        engine.fail(error)
+
+
+def _nothing_drawn(request: Request) -> Completion:
+    if request.continue_from is not None:
+        return request.continue_from
+    empty = request.token_ids[:0]
+    return Completion(request.uid, empty, empty.astype("float32"), empty, StopReason.ABORTED)
+
+
+def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
+    """Build the engine on its host; with a learner there, over the learner's parameters."""
+    torch.set_num_threads(context.threads)
+    learner = context.roles.get("policy")
+    shared = learner.strategy.module if isinstance(learner, LearnerWorker) else None
+    codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
+    engine = resolve("engines", recipe.infer.engine).create(
+        recipe.infer,
+        recipe.model,
+        device=context.device,
+        deterministic=recipe.run.deterministic,
+        shared=shared,
+        stop_ids=codec.stop_ids,
+        decode=codec.decode,
+    )
+    return GeneratorWorker(engine)

@@ -1,0 +1,217 @@
+import pytest
+
+from rollick.cluster.devices import (
+    DeviceMap,
+    Phase,
+    Seat,
+    describe_plan,
+    plan_phases,
+    plan_residency,
+)
+from rollick.config.devices import Device, parse_devices
+from rollick.config.schema import Recipe
+from rollick.errors import ConfigError, PlacementError
+
+GENERATE = Phase("generate", ("generators",))
+ANNOTATE = Phase("annotate", ("reference",))
+TRAIN = Phase("train", ("policy",))
+PUBLISH = Phase("publish", ("policy", "generators"))
+
+
+def recipe(**sections) -> Recipe:
+    data = {"domains": {"sums": {"source": "sums.jsonl"}}, **sections.pop("data", {})}
+    return Recipe.model_validate({"model": {"path": "m"}, "data": data, **sections})
+
+
+def device_map(**roles: str) -> DeviceMap:
+    return DeviceMap({role: parse_devices(text) for role, text in roles.items()})  # type: ignore
+
+
+VALIDATION = {"validation": {"sums": {"source": "held_out.jsonl"}}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, {"policy": "cpu", "generators": "cpu"}),
+        ({"algorithm": {"kl": {"coefficient": 0.1}}}, {"reference": "cpu"}),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "devices": {"policy": "3"}},
+            {"policy": "3", "reference": "3"},
+        ),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "devices": {"reference": "cpu:4"}},
+            {"reference": "cpu:4"},
+        ),
+        ({"devices": {"reference": "cpu:4"}}, {"reference": None}),
+        ({"pipeline": "sft"}, {"policy": "cpu", "generators": None}),
+        ({"pipeline": "sft", "data": VALIDATION}, {"policy": "cpu", "generators": "cpu"}),
+    ],
+)
+def test_a_recipe_gets_the_roles_that_it_needs_and_no_others(sections, expected):
+    roles = DeviceMap.of(recipe(**sections)).roles
+    for role, text in expected.items():
+        assert roles.get(role) == (None if text is None else parse_devices(text))
+
+
+def test_there_is_one_host_for_each_distinct_device_in_the_order_of_devices():
+    hosts = device_map(policy="1", generators="0-2", reference="cpu").hosts()
+    assert [(h.index, str(h.device), dict(h.roles)) for h in hosts] == [
+        (0, "cpu:0", {"reference": 0}),
+        (1, "cuda:0", {"generators": 0}),
+        (2, "cuda:1", {"policy": 0, "generators": 1}),
+        (3, "cuda:2", {"generators": 2}),
+    ]
+    assert str(hosts[2]) == "host 2 (cuda:1: policy 0, generators 1)"
+
+
+def test_a_map_answers_where_a_rank_lives_and_with_whom():
+    devices = device_map(policy="1", generators="2,1")
+    assert devices.ranks("generators") == 2
+    assert devices.ranks("critic") == 0
+    assert devices.host_of("generators", 0).device == Device("cuda", 2)
+    assert devices.overlaps("policy", "generators")
+    assert not devices.overlaps("policy", "reference")
+    assert [devices.shares_weights(rank) for rank in (0, 1)] == [False, True]
+
+
+def test_a_rank_that_does_not_exist_is_named():
+    with pytest.raises(PlacementError, match="no generators rank 2: the device map has 2"):
+        device_map(generators="0-1").host_of("generators", 2)
+
+
+def test_a_role_has_one_rank_on_a_device():
+    with pytest.raises(ConfigError, match=r"devices\.policy names a device twice: cpu:0, cpu:0"):
+        DeviceMap({"policy": (Device("cpu", 0), Device("cpu", 0))})
+
+
+@pytest.mark.parametrize(
+    ("sections", "phases"),
+    [
+        ({}, "generate:generators train:policy publish:policy,generators"),
+        (
+            {"algorithm": {"correction": "none", "kl": {"coefficient": 0.1}}, "data": VALIDATION},
+            "generate:generators annotate:policy,reference train:policy "
+            "publish:policy,generators validate:generators",
+        ),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}}},
+            "generate:generators annotate:reference train:policy publish:policy,generators",
+        ),
+        (
+            {"algorithm": {"correction": "token_tis"}},
+            "generate:generators annotate:policy train:policy publish:policy,generators",
+        ),
+        ({"pipeline": "sft"}, "train:policy"),
+        (
+            {"pipeline": "sft", "data": VALIDATION},
+            "train:policy publish:policy,generators validate:generators",
+        ),
+    ],
+)
+def test_the_phases_of_a_step_follow_from_the_recipe(sections, phases):
+    found = plan_phases(recipe(**sections))
+    assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in found) == phases
+
+
+@pytest.mark.parametrize(
+    ("roles", "phase", "paused"),
+    [
+        ({"policy": "cpu", "generators": "cpu"}, GENERATE, ()),
+        ({"policy": "cpu", "generators": "cpu"}, TRAIN, (0,)),
+        ({"policy": "cpu", "generators": "cpu"}, PUBLISH, (0,)),
+        ({"policy": "0", "generators": "1-2"}, TRAIN, ()),
+        ({"policy": "0", "generators": "1-2"}, PUBLISH, ()),
+        ({"policy": "1", "generators": "0-2"}, TRAIN, (1,)),
+        ({"policy": "0", "generators": "1-2", "reference": "2"}, ANNOTATE, (1,)),
+        ({"policy": "0", "generators": "1-2", "reference": "2"}, TRAIN, ()),
+        ({"policy": "0"}, TRAIN, ()),
+    ],
+)
+def test_a_generator_pauses_when_another_role_works_on_its_device(roles, phase, paused):
+    (plan,) = plan_residency(device_map(**roles), [phase])
+    assert plan.pauses == paused
+
+
+def sleeping(roles: dict[str, str], *, max_staleness: float) -> dict[str, str]:
+    phases = [GENERATE, ANNOTATE, TRAIN, PUBLISH]
+    plans = plan_residency(device_map(**roles), phases, max_staleness=max_staleness)
+    return {plan.phase.name: ", ".join(map(str, plan.sleeps)) for plan in plans}
+
+
+def test_on_one_gpu_roles_take_turns_with_the_memory():
+    roles = {"policy": "0", "generators": "0", "reference": "0"}
+    assert sleeping(roles, max_staleness=0) == {
+        "generate": "reference 0",
+        "annotate": "generators 0",
+        "train": "generators 0, reference 0",
+        "publish": "reference 0",
+    }
+
+
+def test_a_cache_with_unfinished_samples_is_never_dropped():
+    roles = {"policy": "0", "generators": "0-1"}
+    assert set(sleeping(roles, max_staleness=1).values()) == {""}
+    assert sleeping(roles, max_staleness=0)["train"] == "generators 0"
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        {"policy": "cpu", "generators": "cpu", "reference": "cpu"},
+        {"policy": "0", "generators": "1", "reference": "2"},
+    ],
+)
+def test_nothing_sleeps_on_a_cpu_or_alone_on_a_gpu(roles):
+    assert set(sleeping(roles, max_staleness=0).values()) == {""}
+
+
+def test_a_plan_does_not_depend_on_the_phase_before_it():
+    roles = device_map(policy="0", generators="0", reference="0")
+    for plan in plan_residency(roles, [GENERATE, ANNOTATE, TRAIN, PUBLISH]):
+        assert set(plan.sleeps).isdisjoint(plan.wakes)
+        assert {*plan.sleeps, *plan.wakes} == {Seat("generators", 0), Seat("reference", 0)}
+
+
+def test_the_description_shows_hosts_phases_and_timeline():
+    text = describe_plan(
+        recipe(
+            devices={"policy": "0", "generators": "0-1"},
+            algorithm={"kl": {"coefficient": 0.1}},
+        )
+    )
+    assert text.splitlines() == [
+        "host  device  roles",
+        "0     cuda:0  policy 0, generators 0, reference 0",
+        "1     cuda:1  generators 1",
+        "",
+        "phase     uses                pauses        sleeps                     wakes",
+        "generate  generators          -             reference 0                generators 0",
+        "annotate  reference           generators 0  generators 0               reference 0",
+        "train     policy              generators 0  generators 0, reference 0  -",
+        "publish   policy, generators  generators 0  reference 0                generators 0",
+        "",
+        "weights   generators 0: the policy's own; generators 1: a copy, sent at each publish",
+        "timeline  turns: generate, then train; every sample is drawn by the newest policy",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "timeline"),
+    [
+        ({"rollout": {"max_staleness": 1}}, "turns: the generators pause"),
+        (
+            {"rollout": {"max_staleness": 1}, "devices": {"policy": "0", "generators": "1-2"}},
+            "overlap: generation goes on while the policy trains; samples are at most 1",
+        ),
+        (
+            {"rollout": {"max_staleness": 1.5}, "devices": {"policy": "0", "generators": "0-1"}},
+            "part overlap: generators 1 go on while the policy trains, the rest pause",
+        ),
+        ({"devices": {"policy": "0", "generators": "1"}}, "turns: generate, then train"),
+        ({"pipeline": "sft"}, "turns: the policy trains"),
+    ],
+)
+def test_the_timeline_says_whether_generation_overlaps_training(sections, timeline):
+    last = describe_plan(recipe(**sections)).splitlines()[-1]
+    assert last.startswith(f"timeline  {timeline}")

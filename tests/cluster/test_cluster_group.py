@@ -1,0 +1,249 @@
+"""One set of tests for both backends: a role behaves the same in this process and on Ray.
+
+Most tests share one group of two hosts (opening one on Ray takes seconds), so they look at
+differences of counts and never at totals.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager, nullcontext
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rollick.cluster.devices import DeviceMap
+from rollick.cluster.group import WorkerGroup, open_group
+from rollick.cluster.worker import RoleSpec
+from rollick.config.devices import parse_devices
+from rollick.config.schema import ClusterConfig
+from rollick.errors import PlacementError, WeightError, WorkerError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COUNTER = "rollick.testing.roles:make_counter"
+
+
+@pytest.fixture(scope="module")
+def ray_on_this_machine():
+    import ray
+
+    from rollick.cluster.pool import start_ray
+
+    started = start_ray(None)
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module", params=["inline", "ray"])
+def backend(request) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_on_this_machine")
+    return request.param
+
+
+def device_map(**roles: str) -> DeviceMap:
+    return DeviceMap({role: parse_devices(text) for role, text in roles.items()})  # type: ignore
+
+
+@asynccontextmanager
+async def group_of(backend: str, *, target: str = COUNTER, args=(), env=None, **roles: str):
+    devices = device_map(**roles)
+    cluster = ClusterConfig(backend=backend, place_timeout_s=60, call_timeout_s=60)
+    specs = [RoleSpec(role, target, args) for role in devices.roles]
+    async with open_group(devices, specs, cluster=cluster, threads=1, env=env) as group:
+        yield group
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def group(backend):
+    roles = {"generators": "cpu:0-1", "policy": "cpu:0", "reference": "cpu:1"}
+    async with group_of(backend, **roles) as group:
+        yield group
+
+
+async def until_waiting(group: WorkerGroup, *, now: int, cancelled: int) -> None:
+    """Until generator 0 has so many waits under way, and so many that were cancelled."""
+    async with asyncio.timeout(30):
+        while await group.call("generators", "waiting") != (now, cancelled):
+            pass
+
+
+async def test_roles_on_one_device_share_a_process_and_see_those_built_before(group, backend):
+    assert await group.call("policy", "neighbours") == []
+    assert await group.call("generators", "neighbours", rank=0) == ["policy"]
+    assert await group.call("generators", "neighbours", rank=1) == ["reference"]
+    count = await group.call("policy", "add", 5)
+    assert await group.call("generators", "count_of", "policy") == count
+    policy, first, second = [
+        await group.call("policy", "where"),
+        *await group.broadcast("generators", "where"),
+    ]
+    assert policy[:3] == first[:3] == (0, 0, "cpu")
+    assert second[:3] == (1, 1, "cpu")
+    assert policy[3] == first[3]
+    assert (second[3] == first[3]) == (backend == "inline")
+    assert (policy[3] == os.getpid()) == (backend == "inline")
+
+
+async def test_calls_of_every_shape_return_their_results(group):
+    before = await group.broadcast("generators", "add", 0)
+    assert await group.call("generators", "add", 2, rank=1, times=3) == before[1] + 6
+    assert await group.call("generators", "add_async", 1, rank=1) == before[1] + 7
+    after = await group.broadcast("generators", "add", 10)
+    assert after == [before[0] + 10, before[1] + 17]
+    assert await group.scatter("generators", "total", [[1, 2, 3], [4]], 2) == [12, 8]
+    assert await group.scatter("generators", "total", [None, [4]], 2) == [None, 8]
+    assert await group.broadcast("generators", "mean", np.ones(300_000)) == [1.0, 1.0]
+
+
+async def test_parts_and_ranks_that_do_not_fit_are_refused(group):
+    with pytest.raises(WorkerError, match="'total' got 3 parts for 2 ranks of generators"):
+        await group.scatter("generators", "total", [[1], [2], [3]], 2)
+    with pytest.raises(PlacementError, match="no generators rank 2"):
+        await group.call("generators", "add", rank=2)
+    with pytest.raises(WorkerError, match="is a Counter, which has no method 'subtract'"):
+        await group.call("policy", "subtract")
+
+
+async def test_a_slow_call_holds_nobody_up_and_can_be_cancelled(group):
+    _, cancelled = await group.call("generators", "waiting")
+    slow = asyncio.create_task(group.call("generators", "wait", 60.0))
+    blocked = asyncio.create_task(group.call("policy", "block", 1.0))
+    await until_waiting(group, now=1, cancelled=cancelled)
+    assert await group.call("generators", "total", [1, 2], 2) == 6
+    assert not blocked.done()
+    slow.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+    await until_waiting(group, now=0, cancelled=cancelled + 1)
+    assert await blocked == "blocked"
+
+
+async def test_a_call_past_its_deadline_fails_and_is_cancelled_there(group):
+    _, cancelled = await group.call("generators", "waiting")
+    with pytest.raises(WorkerError, match=r"generators 0 on host 0 .* 'wait' within 0\.2 s"):
+        await group.call("generators", "wait", 60.0, timeout_s=0.2)
+    await until_waiting(group, now=0, cancelled=cancelled + 1)
+
+
+async def test_one_failing_rank_ends_the_wait_for_all(group):
+    _, cancelled = await group.call("generators", "waiting")
+    with pytest.raises(WorkerError, match="TypeError in 'wait'"):
+        await group.scatter("generators", "wait", [60.0, "soon"], timeout_s=30)
+    await until_waiting(group, now=0, cancelled=cancelled + 1)
+
+
+async def test_plain_methods_of_a_role_run_one_after_another(group):
+    calls = [group.call("policy", "interval", 0.05) for _ in range(2)]
+    (_, first_end), (second_begin, _) = sorted(await asyncio.gather(*calls))
+    assert second_begin >= first_end
+
+
+async def test_errors_of_rollick_travel_as_they_are(group):
+    with pytest.raises(WeightError) as caught:
+        await group.call("policy", "refuse")
+    assert type(caught.value) is WeightError
+    assert caught.value.message == "the fingerprint is ab, not cd"
+    assert caught.value.fix == "publish again"
+
+
+@pytest.mark.parametrize("method", ["divide", "divide_async"])
+async def test_other_errors_name_role_host_and_method_and_bring_their_traceback(group, method):
+    with pytest.raises(WorkerError) as caught:
+        await group.call("generators", method, rank=1)
+    first, *story = str(caught.value).splitlines()
+    assert first == (
+        "generators 1 on host 1 (cpu:1: generators 1, reference 0) "
+        f"raised ZeroDivisionError in '{method}': division by zero"
+    )
+    assert any("self.count / 0" in line for line in story)
+
+
+async def test_a_role_that_cannot_be_built_fails_the_opening(backend):
+    with pytest.raises(WorkerError, match=r"ValueError in '.*make_nothing': rank 0 on cpu has no"):
+        async with group_of(backend, target="rollick.testing.roles:make_nothing", policy="cpu"):
+            pytest.fail("the group opened")
+
+
+async def test_a_role_may_be_built_by_a_coroutine_on_the_loop():
+    target = "rollick.testing.roles:make_counter_on_the_loop"
+    async with group_of("inline", target=target, policy="cpu") as group:
+        assert await group.call("policy", "add", 2) == 2
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_roles_are_closed_last_built_first_also_after_a_crash(backend, crash, tmp_path):
+    diary = tmp_path / "closed.txt"
+    with pytest.raises(KeyError) if crash else nullcontext():
+        async with group_of(backend, args=(diary,), policy="cpu", generators="cpu") as group:
+            if crash:
+                raise KeyError("crash")
+    assert diary.read_text().splitlines() == ["1 0", "0 0"]
+    with pytest.raises(WorkerError, match="'add' was called on a closed group"):
+        await group.call("policy", "add")
+
+
+async def test_a_role_without_a_spec_is_named():
+    cluster = ClusterConfig(backend="inline")
+    devices = device_map(policy="cpu", judge="cpu")
+    with pytest.raises(WorkerError, match="how to build judge, policy"):
+        async with open_group(devices, [], cluster=cluster, threads=1):
+            pytest.fail("the group opened")
+
+
+async def test_a_worker_gets_variables_survives_an_interrupt_and_a_bad_answer(
+    ray_on_this_machine, monkeypatch
+):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    async with group_of("ray", env={"ROLLICK_TEST": "yes"}, policy="cpu") as group:
+        assert await group.call("policy", "variable", "ROLLICK_TEST") == "yes"
+        assert await group.call("policy", "variable", "OMP_NUM_THREADS") == "1"
+        assert await group.call("policy", "variable", "ONEDNN_MAX_CPU_ISA") == "AVX2"
+        with pytest.raises(WorkerError, match="could not answer 'unsendable'"):
+            await group.call("policy", "unsendable")
+        *_, pid = await group.call("policy", "where")
+        os.kill(pid, signal.SIGINT)
+        assert await group.call("policy", "block", 0.1) == "blocked"
+
+
+async def test_a_dead_worker_is_an_error_that_names_host_and_roles(ray_on_this_machine):
+    async with group_of("ray", policy="cpu:0", generators="cpu:0-1") as group:
+        waiting = asyncio.create_task(group.call("generators", "wait", 60.0))
+        await until_waiting(group, now=1, cancelled=0)
+        with pytest.raises(WorkerError, match=r"host 0 \(cpu:0: policy 0, generators 0\) was lost"):
+            await group.call("policy", "die")
+        with pytest.raises(WorkerError, match="was lost in 'wait'"):
+            await waiting
+        with pytest.raises(WorkerError, match="was lost in 'add'"):
+            await group.call("policy", "add")
+        assert await group.call("generators", "add", rank=1) == 1
+
+
+async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_this_machine):
+    cluster = ClusterConfig(place_timeout_s=1, cpus_per_worker=0.5)
+    begin = time.monotonic()
+    with pytest.raises(PlacementError) as caught:
+        async with open_group(
+            device_map(policy="0"), [RoleSpec("policy", COUNTER)], cluster=cluster, threads=1
+        ):
+            pytest.fail("the group opened")
+    assert 1 <= time.monotonic() - begin < 10
+    assert str(caught.value).startswith(
+        "1 of 1 workers were not placed within 1 s; wanted: "
+        "host 0 (cuda:0: policy 0) CPU 0.5 GPU 1; free: CPU "
+    )
+
+
+async def test_what_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
+    from rollick.cluster.pool import check_totals
+
+    hosts = device_map(policy="cpu", generators="0-1").hosts()
+    with pytest.raises(PlacementError, match=r"the workers do not fit .* GPU 1; there is: CPU "):
+        check_totals(hosts, ClusterConfig())
+    with pytest.raises(PlacementError, match=r"CPU 1000 GPU 0; there is: CPU "):
+        check_totals(hosts[:1], ClusterConfig(cpus_per_worker=1000))
+    check_totals(hosts[:1], ClusterConfig())

@@ -1,0 +1,408 @@
+"""Loading: overrides, interpolation, extends, places, YAML as people expect it, round trip."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollick.config.load import LoadedRecipe, dump_recipe, load_recipe, recipe_from_dict
+from rollick.config.schema import CustomPart, DppoTvLoss, PpoLoss, Recipe
+from rollick.errors import ConfigError
+
+PLAIN = """\
+model: {path: tiny}
+data:
+  domains:
+    sums:
+      source: sums.jsonl
+      rewards: [exact_match]
+"""
+
+
+def plain(**sections: Any) -> dict[str, Any]:
+    domain = {"source": "object:rows", "rewards": ["exact_match"]}
+    return {"model": {"path": "tiny"}, "data": {"domains": {"sums": domain}}, **sections}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def load(folder: Path, text: str, *overrides: str) -> LoadedRecipe:
+    (folder / "recipe.yaml").write_text(text + ("" if "model:" in text else PLAIN))
+    return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    lines = str(caught.value).replace(f"{folder}/", "").splitlines()
+    return [line.strip() for line in lines[1:]]
+
+
+def test_a_recipe_knows_its_folder_and_its_whole_text(folder: Path) -> None:
+    loaded = load(folder, "run: {steps: 7}\n")
+    assert (loaded.path, loaded.base) == (folder / "recipe.yaml", folder)
+    assert loaded.recipe.run.steps == 7
+    assert "group_size: 8" in loaded.text
+
+
+def test_a_relative_path_gives_an_absolute_base(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folder, "")
+    monkeypatch.chdir(folder)
+    assert load_recipe(Path("recipe.yaml")).base == folder
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("run.steps=5", "run.steps", 5),
+        ("train.optimizer.lr=1e-4", "train.optimizer.lr", 1e-4),
+        ("run.deterministic=true", "run.deterministic", True),
+        ("run.name=a=b", "run.name", "a=b"),
+        ("run.name='3'", "run.name", "3"),
+        ("sampling.stop=[END, '\\n']", "sampling.stop", ("END", "\\n")),
+        ("devices.policy=0", "devices.policy", "0"),
+        ("model.tokenizer=", "model.tokenizer", None),
+        ("data.domains.sums.rewards.0.weight=2", "data.domains.sums.rewards", None),
+        ("algorithm.loss=ppo", "algorithm.loss", PpoLoss()),
+        ("algorithm.loss.delta=0.1", "algorithm.loss", DppoTvLoss(delta=0.1)),
+        ("algorithm.loss={name: ppo, clip_low: 0.1}", "algorithm.loss", PpoLoss(clip_low=0.1)),
+        ("run={steps: 3}", "run.steps", 3),
+    ],
+)
+def test_an_override_sets_a_value(folder: Path, override: str, path: str, value: object) -> None:
+    found: Any = load(folder, "", override).recipe
+    for part in path.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    if path.endswith("rewards"):
+        assert (found[0].name, found[0].weight) == ("exact_match", 2)
+    else:
+        assert found == value
+        assert type(found) is type(value)
+
+
+def test_a_later_override_wins_over_an_earlier_one_and_the_file(folder: Path) -> None:
+    loaded = load(folder, "run: {steps: 1}\n", "run.steps=2", "run.steps=3")
+    assert loaded.recipe.run.steps == 3
+
+
+def test_an_override_replaces_a_section_and_leaves_its_neighbours(folder: Path) -> None:
+    text = "run: {steps: 3, seed: 4}\nrollout: {group_size: 2}\n"
+    recipe = load(folder, text, "run={seed: 5}").recipe
+    assert (recipe.run.steps, recipe.run.seed, recipe.rollout.group_size) == (100, 5, 2)
+
+
+def test_options_of_a_named_part_can_be_overridden(folder: Path) -> None:
+    recipe = load(folder, "algorithm: {loss: ppo}\n", "algorithm.loss.clip_low=0.1").recipe
+    assert recipe.algorithm.loss == PpoLoss(clip_low=0.1)
+
+
+def test_naming_another_part_drops_the_options_of_the_one_before(folder: Path) -> None:
+    text = "algorithm: {loss: {name: dppo_tv, delta: 0.1}}\n"
+    for override in ("algorithm.loss=ppo", "algorithm.loss.name=ppo"):
+        assert load(folder, text, override).recipe.algorithm.loss == PpoLoss()
+    same = load(folder, text, "algorithm.loss.name=dppo_tv").recipe
+    assert same.algorithm.loss == DppoTvLoss(delta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.stepz=3", "run.stepz: unknown key 'stepz'; did you mean 'steps'?"),
+        ("run.steps=many", "run.steps: must be a whole number, but is 'many'"),
+        ("run", "is not of the form a.b=c"),
+        ("=3", "is not of the form a.b=c"),
+        ("run..steps=3", "is not of the form a.b=c"),
+        ("+run.steps=3", "is not of the form a.b=c"),
+        ("run.name=[", "the value '[' is not valid YAML"),
+        ("model.path.x=3", "model.path: is 'tiny', so it has no key 'x'"),
+        (
+            "data.domains.sums.rewards.1.weight=2",
+            "data.domains.sums.rewards: has no element '1'; it has 1, counted from 0",
+        ),
+        (
+            "data.domains.sums.rewards.first=2",
+            "data.domains.sums.rewards: has no element 'first'; it has 1, counted from 0",
+        ),
+        (
+            "rollout.group_size=1",
+            "rollout.group_size: advantage dr_grpo compares the samples of a group, and 1 gives "
+            "it no other; use 2 or more",
+        ),
+    ],
+)
+def test_a_wrong_override_is_named_as_the_place(folder: Path, override: str, message: str) -> None:
+    assert problems(folder, "", override) == [f"override {override}: {message}"]
+
+
+def test_interpolation_takes_values_from_the_recipe_and_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLICK_TEST_STEPS", "12")
+    text = "run: {name: 'sums-${rollout.group_size}', steps: '${oc.env:ROLLICK_TEST_STEPS}'}\n"
+    run = load(folder, text + "rollout: {group_size: 4}\n", "rollout.group_size=6").recipe.run
+    assert (run.name, run.steps) == ("sums-6", 12)
+
+
+def test_interpolation_takes_whole_sections(folder: Path) -> None:
+    text = PLAIN + "  validation: ${data.domains}\n"
+    data = load(folder, text).recipe.data
+    assert data.validation == data.domains
+
+
+def test_interpolation_keeps_the_options_beside_a_name(folder: Path) -> None:
+    text = "algorithm: {loss: {name: '${run.name}', clip_low: 0.1}}\nrun: {name: ppo}\n"
+    assert load(folder, text).recipe.algorithm.loss == PpoLoss(clip_low=0.1)
+
+
+def test_a_dollar_brace_can_be_escaped_and_survives_the_dump(folder: Path) -> None:
+    loaded = load(folder, "run: {name: 'a\\${b}'}\n")
+    assert loaded.recipe.run.name == "a${b}"
+    assert load(folder, loaded.text).recipe == loaded.recipe
+
+
+def test_every_problem_comes_at_once_in_the_order_of_the_file(folder: Path) -> None:
+    text = """\
+rollout:
+  group_sise: 4
+  max_staleness: -1
+evaluate: {samples: 4}
+data:
+  domains:
+    sums: {source: nowhere.jsonl, rewards: [exact_mach]}
+    more: {source: sums.jsonl, rewards: [exact_match], shair: 2}
+model: {path: tiny}
+"""
+    found = problems(folder, text, "run.steps=0")
+    assert [line.split(": ")[1] for line in found] == [
+        "rollout.group_sise",
+        "rollout.max_staleness",
+        "evaluate.samples",
+        "data.domains.sums.source",
+        "data.domains.sums.rewards.0",
+        "data.domains.more.shair",
+        "run.steps",
+    ]
+    assert found[0].startswith("recipe.yaml:2:3: ")
+    assert found[-1].startswith("override run.steps=0: ")
+
+
+def test_one_mistake_is_one_problem(folder: Path) -> None:
+    """A misspelt key does not also report what its right spelling would have prevented."""
+    text = "model: {path: tiny}\ndata: {domains: {sums: {source: sums.jsonl, rewrads: [x]}}}\n"
+    assert len(problems(folder, text)) == 1
+
+
+def test_extends_lays_a_recipe_on_top_of_another(folder: Path) -> None:
+    (folder / "base.yaml").write_text(PLAIN + "run: {steps: 3, seed: 4}\nsampling: {stop: [a]}\n")
+    (folder / "recipe.yaml").write_text(
+        "extends: base.yaml\nrun: {steps: 5}\nsampling: {stop: [b, c]}\n"
+    )
+    recipe = load_recipe(folder / "recipe.yaml").recipe
+    assert (recipe.run.steps, recipe.run.seed, recipe.sampling.stop) == (5, 4, ("b", "c"))
+
+
+def test_extends_goes_through_several_files_and_folders(folder: Path) -> None:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "a.yaml").write_text(PLAIN + "run: {steps: 1, seed: 1, name: a}\n")
+    (folder / "deep" / "b.yaml").write_text("extends: a.yaml\nrun: {steps: 2, seed: 2}\n")
+    (folder / "recipe.yaml").write_text("extends: deep/b.yaml\nrun: {steps: 3}\n")
+    run = load_recipe(folder / "recipe.yaml").recipe.run
+    assert (run.name, run.seed, run.steps) == ("a", 2, 3)
+
+
+def test_extends_replaces_a_part_that_is_named_anew(folder: Path) -> None:
+    (folder / "base.yaml").write_text(PLAIN + "algorithm: {loss: {name: dppo_tv, delta: 0.1}}\n")
+    for said, expected in (
+        ("{loss: ppo}", PpoLoss()),
+        ("{loss: {name: ppo, clip_low: 0.1}}", PpoLoss(clip_low=0.1)),
+        ("{loss: {max_ratio: 5}}", DppoTvLoss(delta=0.1, max_ratio=5)),
+    ):
+        (folder / "recipe.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
+        assert load_recipe(folder / "recipe.yaml").recipe.algorithm.loss == expected
+
+
+def test_a_problem_is_placed_in_the_file_where_it_was_said(folder: Path) -> None:
+    (folder / "base.yaml").write_text(PLAIN + "run: {stepz: 3}\n")
+    assert problems(folder, "extends: base.yaml\nrun: {sead: 4}\nmodel: {}\n") == [
+        "base.yaml:7:7: run.stepz: unknown key 'stepz'; did you mean 'steps'?",
+        "recipe.yaml:2:7: run.sead: unknown key 'sead'; did you mean 'seed'?",
+    ]
+
+
+def test_a_broken_base_does_not_flood_the_answer(folder: Path) -> None:
+    (folder / "base.yaml").write_text("run: [\n")
+    found = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
+    assert [line.split(": ")[0] for line in found] == [
+        "base.yaml:2:1",
+        "recipe.yaml:1:10",
+        "recipe.yaml:2:9",
+    ]
+
+
+def test_yaml_is_read_as_people_expect(folder: Path) -> None:
+    text = """\
+run: {name: 12:30, steps: 0x10}
+observe: {live: off}
+train: {optimizer: {lr: 1e-4, eps: .5e-8}}
+sampling: {stop: [yes, 'null', ~x]}
+"""
+    recipe = load(folder, text).recipe
+    assert (recipe.run.name, recipe.run.steps, recipe.observe.live) == ("12:30", 16, "off")
+    assert (recipe.train.optimizer.lr, recipe.train.optimizer.eps) == (1e-4, 5e-9)
+    assert recipe.sampling.stop == ("yes", "null", "~x")
+
+
+def test_anchors_and_merge_keys_work(folder: Path) -> None:
+    text = """\
+model: {path: tiny}
+data:
+  domains:
+    one: &one {source: sums.jsonl, rewards: [exact_match], limit: 3}
+    two: {<<: *one, limit: 4}
+"""
+    domains = load(folder, text).recipe.data.domains
+    assert (domains["one"].limit, domains["two"].limit) == (3, 4)
+    assert domains["two"].source == "sums.jsonl"
+
+
+def test_aliases_that_multiply_are_refused(folder: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    assert problems(folder, "\n".join(lines) + "\n") == [
+        "recipe.yaml: is not valid YAML: it has more than 20000 values"
+    ]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None])
+def test_a_file_that_cannot_be_read_says_so(folder: Path, content: bytes | None) -> None:
+    if content is not None:
+        (folder / "recipe.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: cannot be read"):
+        load_recipe(folder / "recipe.yaml")
+
+
+def test_an_empty_file_says_what_is_needed(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text("# nothing\n")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(folder / "recipe.yaml")
+    assert "recipe.yaml:1:1: model: is needed, but missing; give: the model" in str(caught.value)
+    assert "recipe.yaml:1:1: data: is needed, but missing; give: prompts" in str(caught.value)
+
+
+def test_a_recipe_from_python_takes_objects_by_name() -> None:
+    loaded = recipe_from_dict(plain(), objects={"rows"}, overrides=["run.steps=2"])
+    assert loaded.recipe.run.steps == 2
+    assert (loaded.path, loaded.base) == (None, Path.cwd())
+
+
+def test_a_wrong_recipe_from_python_names_the_call_as_the_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe_from_dict(plain(rollout={"group_sise": 4}), origin="rollick.train(...)")
+    assert str(caught.value).splitlines() == [
+        "rollick.train(...) has 2 problems:",
+        "  rollick.train(...): rollout.group_sise: unknown key 'group_sise'; "
+        "did you mean 'group_size'?",
+        "  rollick.train(...): data.domains.sums.source: object:rows only works for objects given "
+        "to rollick.train; in a recipe, name your own as file.py:name",
+    ]
+
+
+def test_an_unknown_object_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"there is no object:rows; there are: object:prompts"):
+        recipe_from_dict(plain(), objects={"prompts"})
+
+
+def test_rules_can_be_left_out_for_a_recipe_of_the_past(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(PLAIN.replace("sums.jsonl", "gone.jsonl"))
+    assert load_recipe(folder / "recipe.yaml", check=False).recipe.model.path == "tiny"
+    with pytest.raises(ConfigError, match=r"there is no file 'gone.jsonl'"):
+        load_recipe(folder / "recipe.yaml")
+
+
+def test_data_is_found_beside_the_recipe_or_in_the_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "recipe.yaml").write_text(PLAIN)
+    with pytest.raises(ConfigError, match=r"there is no file 'sums.jsonl'"):
+        load_recipe(folder / "recipes" / "recipe.yaml")
+    monkeypatch.chdir(folder)
+    assert load_recipe(folder / "recipes" / "recipe.yaml").recipe.data.domains
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)
+SCALARS = st.none() | st.booleans() | st.integers() | TEXT | st.floats(allow_nan=False)
+
+
+@settings(derandomize=True, max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=TEXT,
+    stop=st.lists(TEXT, max_size=3),
+    lr=st.floats(1e-12, 1e3),
+    options=st.dictionaries(TEXT, SCALARS.filter(lambda v: v not in (float("inf"), -float("inf")))),
+)
+def test_any_recipe_survives_being_dumped_and_loaded(
+    tmp_path: Path, name: str, stop: list[str], lr: float, options: dict[str, Any]
+) -> None:
+    recipe = Recipe.model_validate(
+        plain(
+            run={"name": name},
+            sampling={"stop": stop},
+            train={"optimizer": {"lr": lr}},
+            algorithm={"loss": {"name": "mine.py:loss", "options": options}},
+        )
+    )
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    again = load_recipe(tmp_path / "again.yaml", check=False).recipe
+    assert again == recipe
+    assert isinstance(again.algorithm.loss, CustomPart)
+    assert isinstance(recipe.algorithm.loss, CustomPart)
+    kinds = {key: type(value) for key, value in recipe.algorithm.loss.options.items()}
+    assert {key: type(value) for key, value in again.algorithm.loss.options.items()} == kinds
+
+
+def paths(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inside = [((*path, key), value) for key, value in section.items()]
+    deeper = [p for where, value in inside if isinstance(value, dict) for p in paths(value, where)]
+    return [where for where, _ in inside] + deeper
+
+
+WHOLE = Recipe.model_validate(plain()).model_dump(mode="json")
+JUNK = st.recursive(
+    SCALARS | st.sampled_from(["${", "${run.name}", "a:b", "mine.py:x", "object:x", "hub:"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["name", "options", "path", "zzz"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(changes=st.lists(st.tuples(st.sampled_from(paths(WHOLE)), JUNK), min_size=1, max_size=3))
+def test_junk_anywhere_is_answered_in_our_words(changes: list[tuple[Any, Any]]) -> None:
+    data: dict[str, Any] = copy.deepcopy(WHOLE)
+    for path, value in changes:
+        target: Any = data
+        for part in path[:-1]:
+            target = target.get(part) if isinstance(target, dict) else None
+        if isinstance(target, dict):
+            target[path[-1]] = value
+    answer = ""
+    try:
+        recipe_from_dict(data, objects={"rows"})
+    except ConfigError as error:
+        answer = str(error)
+    assert "is refused" not in answer  # These are the words for an error that has none yet.
+    assert "Input should" not in answer

@@ -1,0 +1,104 @@
+"""`file.py:name` is checked by reading; only `deep` imports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollick.config.check import check_recipe
+from rollick.config.load import load_recipe
+from rollick.config.references import read_reference
+from rollick.errors import ConfigError
+
+MINE = """\
+import functools
+from math import *
+raise SystemExit("this file must not be run")
+
+def plain(completion, answer): ...
+async def waits(completion, *, tolerance=0, **rest): ...
+@functools.cache
+def decorated(completion): ...
+def by_position(a, b=1, /, c=2): ...
+class Thing: ...
+assigned = functools.partial(plain, answer="2")
+if True:
+    def inside_if(): ...
+try:
+    from os import path as imported
+except ImportError:
+    def imported(): ...
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE.replace("from math import *\n", ""))
+    (tmp_path / "star.py").write_text("from math import *\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("plain", "function"),
+        ("waits", "function"),
+        ("decorated", "function"),
+        ("inside_if", "function"),
+        ("Thing", "class"),
+        ("assigned", "other"),
+        ("functools", "other"),
+    ],
+)
+def test_a_name_is_found_without_running_the_file(mine: Path, name: str, kind: str) -> None:
+    assert read_reference(f"mine.py:{name}", mine).kind == kind
+
+
+def test_a_star_import_may_hold_any_name(mine: Path) -> None:
+    assert read_reference("star.py:sin", mine).kind == "other"
+
+
+def test_parameters_are_read_from_the_text(mine: Path) -> None:
+    waits = read_reference("mine.py:waits", mine).parameters
+    assert waits is not None
+    assert (waits.names, waits.takes_any) == (("completion", "tolerance"), True)
+    by_position = read_reference("mine.py:by_position", mine).parameters
+    assert by_position is not None
+    assert (by_position.unfillable, by_position.names) == (("a",), ("c",))
+    assert read_reference("mine.py:decorated", mine).parameters is None
+
+
+def test_a_module_of_a_package_is_found_without_importing_it(mine: Path) -> None:
+    assert read_reference("rollick.config.devices:parse_devices", mine).kind == "function"
+    assert read_reference("rollick.errors:ConfigError", mine).kind == "class"
+    assert read_reference("math:sin", mine).kind == "other"
+
+
+def test_a_missing_name_is_answered_with_what_is_there(mine: Path) -> None:
+    (mine / "small.py").write_text("def one(): ...\ndef _two(): ...\n")
+    with pytest.raises(ConfigError) as caught:
+        read_reference("small.py:absent", mine)
+    assert caught.value.message == "small.py does not define 'absent'"
+    assert caught.value.fix == "it defines: one"
+
+
+RECIPE = """\
+model: {path: tiny}
+data: {domains: {sums: {source: sums.jsonl, rewards: ['mine.py:reward']}}}
+"""
+
+
+@pytest.mark.slow
+def test_only_a_deep_check_imports(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "mine.py").write_text("import no_such_module\ndef reward(completion): ...\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    loaded = load_recipe(tmp_path / "recipe.yaml")
+    assert check_recipe(loaded) == []
+    found = [str(problem) for problem in check_recipe(loaded, deep=True)]
+    expected = (
+        f"{tmp_path}/recipe.yaml:2:55: data.domains.sums.rewards.0: importing mine.py:reward "
+        "failed: ModuleNotFoundError: No module named 'no_such_module'"
+    )
+    assert expected in found

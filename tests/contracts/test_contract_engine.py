@@ -1,0 +1,374 @@
+"""What every engine promises. A new engine joins by adding its factory to ENGINES.
+
+Plain transformers on the same folder is the oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollick.config.schema import InferConfig, ModelConfig
+from rollick.errors import EngineError, WeightError
+from rollick.infer.engine import Capability, Engine
+from rollick.infer.native.engine import NativeEngine
+from rollick.models.load import fingerprint
+from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
+from rollick.types import (
+    Completion,
+    Fingerprint,
+    PolicyVersion,
+    Request,
+    SampleId,
+    Sampling,
+    StopReason,
+    frozen_array,
+)
+
+SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2}
+LONG = 100
+"""Tokens of a request that is still running when a test interferes."""
+
+
+def _native(folder: Path, infer: InferConfig, *, deterministic: bool = False) -> Engine:
+    return NativeEngine.create(
+        infer,
+        ModelConfig(path=str(folder)),
+        deterministic=deterministic,
+        stop_ids=(),
+        decode=tiny_tokenizer().decode,
+    )
+
+
+def _native_deterministic(folder: Path, infer: InferConfig) -> Engine:
+    return _native(folder, infer, deterministic=True)
+
+
+Factory = Callable[[Path, InferConfig], Engine]
+ENGINES: dict[str, Factory] = {
+    "native": _native,
+    "native, deterministic": _native_deterministic,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("engine"), seed=0, **SIZES)
+
+
+@pytest.fixture(params=ENGINES)
+def factory(request: pytest.FixtureRequest) -> Factory:
+    return ENGINES[request.param]
+
+
+@asynccontextmanager
+async def _open(factory: Factory, folder: Path, *, slots: int = 4) -> AsyncIterator[Engine]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = factory(folder, InferConfig(slots=slots, max_length=256))
+    try:
+        async with asyncio.timeout(90):
+            yield engine
+    finally:
+        await engine.close()
+        torch.set_num_threads(threads)
+
+
+def _model(seed: int) -> Any:
+    return tiny_model(len(tiny_tokenizer()), seed=seed, **SIZES).eval()
+
+
+def _weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value.detach()) for name, value in _model(seed).named_parameters()]
+
+
+def _request(
+    index: int = 0,
+    ids: Sequence[int] = (1, 8, 9),
+    *,
+    continue_from: Completion | None = None,
+    **sampling: Any,
+) -> Request:
+    return Request(
+        SampleId(0, index),
+        frozen_array(ids, np.int32),
+        Sampling(**{"max_tokens": 12, **sampling}),
+        stream=1000 + index,
+        group=0,
+        continue_from=continue_from,
+    )
+
+
+async def _running(engine: Engine, *, tokens: int = 5) -> None:
+    goal = engine.load().generated_tokens + tokens
+    while engine.load().generated_tokens < goal:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def _oracle(model: Any, prompt: Sequence[int], completion: Completion) -> np.ndarray:
+    """Log-probs of the drawn tokens by a plain forward at temperature 1."""
+    drawn = torch.from_numpy(completion.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor(prompt), drawn])[None]).logits[0]
+    picked = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, drawn[:, None])
+    return picked[:, 0].numpy()
+
+
+async def test_a_completion_has_a_log_prob_and_a_version_for_each_token(factory, folder):
+    async with _open(factory, folder) as engine:
+        completion = await engine.generate(_request())
+    assert completion.uid == SampleId(0, 0)
+    assert completion.stop is StopReason.LENGTH
+    assert len(completion.token_ids) == 12
+    assert completion.versions.tolist() == [0] * 12
+    assert completion.seconds > 0
+    np.testing.assert_allclose(
+        completion.logprobs, _oracle(_model(0), (1, 8, 9), completion), atol=1e-4
+    )
+    assert not completion.token_ids.flags.writeable
+
+
+async def test_greedy_draws_the_likeliest_token_every_time(factory, folder):
+    async with _open(factory, folder) as engine:
+        completion = await engine.generate(_request(temperature=0.0))
+    ids = torch.tensor([[1, 8, 9]])
+    expected = _model(0).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert completion.token_ids.tolist() == expected[0, 3:].tolist()
+
+
+async def test_a_sample_follows_from_its_stream_alone(factory, folder):
+    async with _open(factory, folder) as engine:
+        first = await engine.generate(_request(1))
+        again, other = await asyncio.gather(
+            engine.generate(_request(1)), engine.generate(_request(2))
+        )
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    assert first.token_ids.tolist() != other.token_ids.tolist()
+
+
+async def test_an_aborted_request_returns_the_tokens_it_has(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.abort(SampleId(0, 0))
+        completion = await task
+    assert completion.stop is StopReason.ABORTED
+    assert 5 <= len(completion.token_ids) < LONG
+    assert len(completion.logprobs) == len(completion.versions) == len(completion.token_ids)
+
+
+async def test_an_aborted_request_that_waits_returns_no_tokens(factory, folder):
+    async with _open(factory, folder, slots=1) as engine:
+        running = asyncio.create_task(engine.generate(_request(0, max_tokens=LONG)))
+        waiting = asyncio.create_task(engine.generate(_request(1)))
+        await _running(engine)
+        assert (engine.load().running, engine.load().waiting) == (1, 1)
+        await engine.abort(SampleId(0, 1))
+        completion = await waiting
+        assert not running.done()
+        await engine.abort(SampleId(0, 0))
+        await running
+    assert (completion.stop, len(completion.token_ids)) == (StopReason.ABORTED, 0)
+
+
+async def test_aborting_an_unknown_request_does_nothing(factory, folder):
+    async with _open(factory, folder) as engine:
+        await engine.abort(SampleId(7, 7))
+        assert len((await engine.generate(_request())).token_ids) == 12
+
+
+async def test_a_cancelled_call_frees_its_slot(factory, folder):
+    async with _open(factory, folder, slots=1) as engine:
+        task = asyncio.create_task(engine.generate(_request(0, max_tokens=LONG)))
+        await _running(engine)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len((await engine.generate(_request(0))).token_ids) == 12
+        assert engine.load().running == 0
+
+
+async def test_a_paused_engine_draws_nothing_and_goes_on_where_it_was(factory, folder):
+    async with _open(factory, folder) as engine:
+        undisturbed = await engine.generate(_request(max_tokens=LONG))
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.pause()
+        drawn = engine.load().generated_tokens
+        await asyncio.sleep(0.05)
+        assert engine.load().generated_tokens == drawn
+        assert not task.done()
+        await engine.resume()
+        completion = await task
+    assert completion.token_ids.tolist() == undisturbed.token_ids.tolist()
+
+
+async def test_a_paused_engine_still_aborts(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.pause()
+        await engine.abort(SampleId(0, 0))
+        assert (await task).stop is StopReason.ABORTED
+
+
+async def test_a_continued_request_draws_what_one_uninterrupted_would_have(factory, folder):
+    async with _open(factory, folder) as engine:
+        whole = await engine.generate(_request(max_tokens=LONG))
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.abort(SampleId(0, 0))
+        part = await task
+        rest = await engine.generate(_request(max_tokens=LONG, continue_from=part))
+    assert rest.token_ids.tolist() == whole.token_ids.tolist()
+    np.testing.assert_allclose(rest.logprobs, whole.logprobs, atol=1e-4)
+    assert rest.versions.tolist() == [0] * LONG
+    assert rest.stop is StopReason.LENGTH
+
+
+async def test_an_aborted_continuation_that_waits_keeps_its_earlier_tokens(factory, folder):
+    async with _open(factory, folder) as engine:
+        part = await engine.generate(_request(max_tokens=4))
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(_request(continue_from=part)))
+        await asyncio.sleep(0)
+        await engine.abort(SampleId(0, 0))
+        assert (await task).token_ids.tolist() == part.token_ids.tolist()
+
+
+async def test_tokens_after_an_update_come_from_the_new_weights_and_say_so(factory, folder):
+    weights = _weights(1)
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        found = await engine.update(weights, PolicyVersion(1), fingerprint(weights))
+        completion = await task
+        assert found == fingerprint(weights)
+        assert engine.load().version == 1
+    versions = completion.versions.tolist()
+    changed = versions.index(1)
+    assert versions == [0] * changed + [1] * (LONG - changed)
+    assert 5 <= changed < LONG
+    old, new = (_oracle(_model(seed), (1, 8, 9), completion) for seed in (0, 1))
+    np.testing.assert_allclose(completion.logprobs[:changed], old[:changed], atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs[changed:], new[changed:], atol=1e-4)
+
+
+async def test_an_update_of_a_paused_engine_leaves_it_paused(factory, folder):
+    async with _open(factory, folder) as engine:
+        await engine.pause()
+        await engine.update(_weights(1), PolicyVersion(1))
+        task = asyncio.create_task(engine.generate(_request()))
+        await asyncio.sleep(0.05)
+        assert engine.load().generated_tokens == 0
+        await engine.resume()
+        assert (await task).versions.tolist() == [1] * 12
+
+
+async def test_an_update_with_another_fingerprint_changes_nothing(factory, folder):
+    async with _open(factory, folder) as engine:
+        before = await engine.generate(_request())
+        with pytest.raises(WeightError, match="fingerprint"):
+            await engine.update(_weights(1), PolicyVersion(1), Fingerprint("0" * 32))
+        after = await engine.generate(_request())
+        assert engine.load().version == 0
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "misshapen", "interrupted"])
+async def test_weights_that_do_not_fit_change_nothing(factory, folder, fault):
+    name, tensor = _weights(1)[0]
+
+    def stream():
+        yield from _weights(1)[1:]
+        if fault == "unknown":
+            yield "model.extra", tensor
+            yield name, tensor
+        if fault == "misshapen":
+            yield name, tensor[1:]
+        if fault == "interrupted":
+            raise ConnectionError("the sender died")
+
+    async with _open(factory, folder) as engine:
+        before = await engine.generate(_request())
+        with pytest.raises((WeightError, ConnectionError)):
+            await engine.update(stream(), PolicyVersion(1))
+        after = await engine.generate(_request())
+    np.testing.assert_array_equal(after.logprobs, before.logprobs)
+    assert after.versions.tolist() == [0] * 12
+
+
+async def test_a_stop_string_ends_a_sample(factory, folder):
+    decode = tiny_tokenizer().decode
+    async with _open(factory, folder) as engine:
+        free = await engine.generate(_request(max_tokens=60))
+        text = decode(free.token_ids.tolist())
+        stop = text[20:22]
+        completion = await engine.generate(_request(max_tokens=60, stop=(stop,)))
+    assert completion.stop is StopReason.STOP
+    found = decode(completion.token_ids.tolist())
+    assert found == text[: text.index(stop) + 2]
+
+
+async def test_sleep_frees_and_wake_generates_the_same_again(factory, folder):
+    async with _open(factory, folder) as engine:
+        if Capability.SLEEP not in engine.capabilities:
+            pytest.skip("this engine does not sleep")
+        before = await engine.generate(_request())
+        await engine.sleep()
+        task = asyncio.create_task(engine.generate(_request()))
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        await engine.wake()
+        assert (await task).token_ids.tolist() == before.token_ids.tolist()
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(factory, folder):
+    async with _open(factory, folder) as engine:
+        with pytest.raises(EngineError, match=r"300.*256"):
+            await engine.generate(_request(ids=[1] * 300))
+        with pytest.raises(EngineError, match="empty"):
+            await engine.generate(_request(ids=[]))
+
+
+async def test_a_request_that_is_already_running_is_refused(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        with pytest.raises(EngineError, match=r"g0\.0"):
+            await engine.generate(_request())
+        assert len((await task).token_ids) == LONG
+
+
+async def test_load_counts_requests_tokens_and_time(factory, folder):
+    async with _open(factory, folder) as engine:
+        assert (engine.load().running, engine.load().slots) == (0, 4)
+        await asyncio.gather(*(engine.generate(_request(index)) for index in range(6)))
+        load = engine.load()
+    assert (load.running, load.waiting, load.generated_tokens) == (0, 0, 72)
+    assert load.busy_seconds > 0
+
+
+async def test_closing_fails_what_is_pending_and_refuses_what_comes(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await task
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(_request())

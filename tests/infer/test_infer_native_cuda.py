@@ -1,0 +1,95 @@
+"""The native engine on a GPU gives what the CPU gives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollick.config.schema import InferConfig
+from rollick.infer.native.engine import NativeEngine
+from rollick.infer.native.runner import Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.load import empty_model, share_parameters
+from rollick.testing.tiny import tiny_model
+from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def _engine(model: Any, device: str, *, deterministic: bool = False, slots: int = 8) -> Any:
+    module = empty_model(model.config, attention=CACHED)
+    share_parameters(module, model)
+    return NativeEngine.around(
+        module,
+        InferConfig(slots=slots, max_length=128),
+        device=device,
+        deterministic=deterministic,
+        stops=Stops(()),
+    )
+
+
+async def _draw(engine: Any, *, temperature: float = 1.0) -> list[Completion]:
+    requests = [
+        Request(
+            SampleId(0, index),
+            frozen_array([1, *([4 + index % 3] * (index % 5))], np.int32),
+            Sampling(max_tokens=20 + index, temperature=temperature),
+            stream=index,
+        )
+        for index in range(20)
+    ]
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
+
+
+async def test_a_gpu_draws_the_tokens_that_the_cpu_draws():
+    on_cpu = _engine(tiny_model(32).eval(), "cpu")
+    on_gpu = _engine(tiny_model(32).eval().cuda(), "cuda")
+    for one, other in zip(await _draw(on_cpu), await _draw(on_gpu), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-3)
+    await on_cpu.close()
+    await on_gpu.close()
+
+
+async def test_on_a_gpu_deterministic_mode_does_not_depend_on_neighbours():
+    model = tiny_model(32).eval().cuda()
+    wide, narrow = (_engine(model, "cuda", deterministic=True, slots=slots) for slots in (20, 3))
+    for one, other in zip(await _draw(wide), await _draw(narrow), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+    await wide.close()
+    await narrow.close()
+
+
+async def test_sleep_gives_the_memory_of_cache_and_weights_back():
+    engine = _engine(tiny_model(32, hidden=256).eval().cuda(), "cuda")
+    drawn = await _draw(engine, temperature=0.0)
+    weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    held = weights + engine.runner.cache.bytes
+    awake = torch.cuda.memory_allocated()
+    await engine.sleep()
+    assert awake - torch.cuda.memory_allocated() >= held
+    await engine.wake()
+    again = await _draw(engine, temperature=0.0)
+    assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in drawn]
+    await engine.close()
+
+
+async def test_bfloat16_on_a_gpu_stays_near_float32():
+    exact = _engine(tiny_model(32).eval().cuda(), "cuda")
+    narrow = _engine(tiny_model(32).eval().cuda().bfloat16(), "cuda")
+    pairs = list(zip(await _draw(exact), await _draw(narrow), strict=True))
+    alike = [(one, other) for one, other in pairs if one.token_ids[0] == other.token_ids[0]]
+    assert len(alike) >= 15
+    for one, other in alike:
+        assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
+    await exact.close()
+    await narrow.close()

@@ -1,0 +1,408 @@
+"""The native engine against transformers, and what only it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollick.config.schema import InferConfig
+from rollick.errors import EngineError, ModelError
+from rollick.infer.native.engine import NativeEngine
+from rollick.infer.native.runner import Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.load import empty_model, share_parameters
+from rollick.testing.tiny import tiny_model
+from rollick.types import (
+    Completion,
+    PolicyVersion,
+    Request,
+    SampleId,
+    Sampling,
+    StopReason,
+    frozen_array,
+    stable_hash,
+)
+
+VOCABULARY = 32
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama, one head each": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3, wide heads": Qwen3Config(**SIZES, head_dim=16),
+    "mistral, window of 6": MistralConfig(**SIZES, sliding_window=6),
+}
+PROMPTS = ([1, 5, 6, 7], [1, 9], [3], [1, 5, 6, 7], [4] * 11)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _model(config: Any, *, seed: int = 0) -> Any:
+    """Random, but with weights large enough that tokens are far from equally likely."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+    return model
+
+
+def _engine(model: Any, *, slots: int = 8, deterministic: bool = False, **options: Any) -> Any:
+    """An engine that shares the model's parameters."""
+    module = empty_model(model.config, attention=CACHED)
+    share_parameters(module, model)
+    decode: Callable[[Sequence[int]], str] | None = options.pop("decode", None)
+    stop_ids: tuple[int, ...] = options.pop("stop_ids", ())
+    return NativeEngine.around(
+        module,
+        InferConfig(slots=slots, max_length=128, **options),
+        deterministic=deterministic,
+        shared=True,
+        stops=Stops(stop_ids, decode),
+    )
+
+
+def _request(
+    index: int, ids: Sequence[int], *, continue_from: Completion | None = None, **sampling: Any
+) -> Request:
+    return Request(
+        SampleId(0, index),
+        frozen_array(ids, np.int32),
+        Sampling(**{"max_tokens": 20, **sampling}),
+        stream=stable_hash("test", index),
+        continue_from=continue_from,
+    )
+
+
+async def _all(engine: Any, requests: Sequence[Request]) -> list[Completion]:
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def _bits(completion: Completion) -> tuple[list[int], bytes]:
+    return completion.token_ids.tolist(), completion.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_greedy_tokens_and_log_probs_equal_those_of_transformers(name, deterministic):
+    model = _model(CONFIGS[name])
+    engine = _engine(model, deterministic=deterministic, slots=3, stop_ids=(2,))
+    requests = [_request(index, ids, temperature=0.0) for index, ids in enumerate(PROMPTS)]
+    for ids, completion in zip(PROMPTS, await _all(engine, requests), strict=True):
+        expected = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=20,
+            do_sample=False,
+        )[0, len(ids) :]
+        assert completion.token_ids.tolist() == expected.tolist()
+        with torch.no_grad():
+            logits = model(torch.cat([torch.tensor(ids), expected])[None]).logits[0]
+        logprobs = logits[len(ids) - 1 : -1].log_softmax(-1).gather(-1, expected[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, logprobs.numpy(), atol=1e-4)
+    await engine.close()
+
+
+async def test_sampled_log_probs_are_those_of_a_full_forward_at_the_temperature():
+    model = _model(CONFIGS["llama"])
+    engine = _engine(model)
+    completions = await _all(
+        engine, [_request(i, ids, temperature=0.7) for i, ids in enumerate(PROMPTS)]
+    )
+    for ids, completion in zip(PROMPTS, completions, strict=True):
+        drawn = torch.from_numpy(completion.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(torch.cat([torch.tensor(ids), drawn])[None]).logits[0]
+        expected = (logits[len(ids) - 1 : -1] / 0.7).log_softmax(-1).gather(-1, drawn[:, None])
+        np.testing.assert_allclose(completion.logprobs, expected[:, 0].numpy(), atol=1e-4)
+    await engine.close()
+
+
+async def test_more_requests_than_slots_are_refilled_at_once_and_all_finish():
+    engine = _engine(_model(CONFIGS["llama"]), slots=3)
+    lengths = [2, 9, 4, 7, 1, 5, 3]
+    requests = [_request(i, [1, 3 + i], max_tokens=n) for i, n in enumerate(lengths)]
+    completions = await _all(engine, requests)
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    assert engine.load().generated_tokens == sum(lengths)
+    # Slot by slot: 2+7+3, 9, 4+1+5. A slot that stayed empty for a step would make it more.
+    assert engine.runner.decode_steps == 12
+    await engine.close()
+
+
+async def test_a_sample_does_not_depend_on_its_neighbours_or_on_the_number_of_slots():
+    model = _model(CONFIGS["llama"])
+    requests = [_request(i, PROMPTS[i % 5]) for i in range(12)]
+    wide, narrow = _engine(model, slots=12), _engine(model, slots=2)
+    together = await _all(wide, requests)
+    backwards = await _all(narrow, requests[::-1])
+    for one, other in zip(together, backwards[::-1], strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    await wide.close()
+    await narrow.close()
+
+
+async def test_in_deterministic_mode_neighbours_do_not_change_a_single_bit():
+    model = _model(CONFIGS["qwen3, wide heads"])
+    requests = [_request(i, PROMPTS[i % 5]) for i in range(34)]
+    wide, narrow = (_engine(model, slots=slots, deterministic=True) for slots in (34, 3))
+    together = await _all(wide, requests)
+    backwards = await _all(narrow, requests[::-1])
+    assert [_bits(one) for one in together] == [_bits(other) for other in backwards[::-1]]
+    alone = await narrow.generate(requests[7])
+    assert _bits(alone) == _bits(together[7])
+    await wide.close()
+    await narrow.close()
+
+
+async def test_in_deterministic_mode_a_recomputed_cache_has_the_same_bits():
+    model = _model(CONFIGS["llama"])
+    requests = [_request(i, PROMPTS[i % 5], max_tokens=60) for i in range(6)]
+    undisturbed, disturbed = (_engine(model, slots=4, deterministic=True) for _ in range(2))
+    expected = await _all(undisturbed, requests)
+    tasks = [asyncio.create_task(disturbed.generate(request)) for request in requests]
+    for tokens in (40, 120, 200):
+        await _until(lambda tokens=tokens: disturbed.load().generated_tokens >= tokens)
+        await disturbed.commit_shared(PolicyVersion(tokens))
+    found = await asyncio.gather(*tasks)
+    assert [_bits(one) for one in found] == [_bits(other) for other in expected]
+    assert len(set(found[0].versions.tolist())) > 1
+    await undisturbed.close()
+    await disturbed.close()
+
+
+async def test_a_groups_prompt_is_prefilled_once_for_all_its_members():
+    engine = _engine(_model(CONFIGS["llama"]), slots=3)
+    prompt = [1, 5, 6, 7, 8]
+    completions = await _all(engine, [_request(i, prompt) for i in range(8)])
+    # The last prompt token is fed by the first decode step; seven members copied the other four.
+    assert engine.runner.prefilled_tokens == 4
+    assert len({tuple(one.token_ids.tolist()) for one in completions}) > 1
+    await engine.close()
+
+
+def _greedy(model: Any, request: Request) -> list[int]:
+    """What transformers draws for the request, whatever the stop ids."""
+    ids = torch.from_numpy(request.token_ids.astype(np.int64))[None]
+    drawn = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=request.sampling.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    return drawn[0, ids.shape[1] :].tolist()
+
+
+async def test_members_admitted_beside_other_prompts_still_get_their_own_prefix():
+    model = _model(CONFIGS["llama"])
+    engine = _engine(model, slots=4)
+    lengths = [3, 11, 5, 7]
+    requests = [
+        _request(i, PROMPTS[i % 5], temperature=0.0, max_tokens=lengths[i % 4]) for i in range(20)
+    ]
+    found = await _all(engine, requests)
+    for request, completion in zip(requests, found, strict=True):
+        assert completion.token_ids.tolist() == _greedy(model, request)
+    await engine.close()
+
+
+async def test_a_prefix_is_copied_before_its_old_slot_is_given_away():
+    model = _model(CONFIGS["llama"])
+    engine = _engine(model, slots=3)
+    prompts = [[1, 5], [1, 6, 6], [1, 7, 7, 7], [1, 8, 8, 8, 8]]
+    long = asyncio.create_task(engine.generate(_request(0, prompts[0], max_tokens=100)))
+    await _all(engine, [_request(i, prompts[i], max_tokens=2) for i in (1, 2)])
+    await _until(lambda: engine.runner.rows.count == 1)
+    # Slot 2 still holds prompt 2. It is wanted in slot 1, while prompt 3 is put into slot 2.
+    requests = [_request(i, prompts[i], temperature=0.0, max_tokens=6) for i in (2, 3)]
+    found = await _all(engine, requests)
+    assert not long.done()
+    assert [one.token_ids.tolist() for one in found] == [_greedy(model, r) for r in requests]
+    await engine.abort(SampleId(0, 0))
+    await long
+    await engine.close()
+
+
+async def test_prefill_is_spread_over_steps_by_the_token_budget():
+    engine = _engine(_model(CONFIGS["llama"]), slots=8, prefill_tokens=10)
+    prompts = [[1, *([3 + i] * 6)] for i in range(4)]
+    await engine.pause()
+    tasks = [
+        asyncio.create_task(engine.generate(_request(i, ids, max_tokens=9)))
+        for i, ids in enumerate(prompts)
+    ]
+    await asyncio.sleep(0)
+    engine.runner.step()
+    assert engine.runner.prefilled_tokens == 6
+    assert (engine.load().running, engine.load().waiting) == (1, 3)
+    await engine.resume()
+    await asyncio.gather(*tasks)
+    assert engine.runner.prefilled_tokens == 24
+    await engine.close()
+
+
+async def test_a_stop_id_ends_a_sample_and_is_part_of_it():
+    model = _model(CONFIGS["llama"])
+    free = _engine(model)
+    ids = (await free.generate(_request(0, [1, 5], temperature=0.0))).token_ids.tolist()
+    stopping = _engine(model, stop_ids=(ids[3],))
+    completion = await stopping.generate(_request(0, [1, 5], temperature=0.0))
+    first = ids.index(ids[3])
+    assert completion.token_ids.tolist() == ids[: first + 1]
+    assert completion.stop is StopReason.STOP
+    await free.close()
+    await stopping.close()
+
+
+def _letters(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + number) for number in ids)
+
+
+async def test_a_stop_string_ends_a_sample_even_when_it_spans_tokens():
+    engine = _engine(_model(CONFIGS["llama"]), decode=_letters)
+    text = _letters((await engine.generate(_request(0, [1, 5]))).token_ids.tolist())
+    stop = text[6:9]
+    completion = await engine.generate(_request(0, [1, 5], stop=("never", stop)))
+    assert _letters(completion.token_ids.tolist()) == text[: text.index(stop) + 3]
+    assert completion.stop is StopReason.STOP
+    await engine.close()
+
+
+async def test_stop_strings_without_a_decode_function_are_refused():
+    engine = _engine(_model(CONFIGS["llama"]))
+    with pytest.raises(EngineError, match="decode"):
+        await engine.generate(_request(0, [1], stop=("x",)))
+    await engine.close()
+
+
+async def test_a_full_cache_ends_a_sample_as_truncated():
+    engine = _engine(_model(CONFIGS["llama"]))
+    completion = await engine.generate(_request(0, [1] * 127, max_tokens=50))
+    assert (len(completion.token_ids), completion.stop) == (1, StopReason.LENGTH)
+    with pytest.raises(EngineError, match=r"128 tokens.*max_length=128"):
+        await engine.generate(_request(0, [1] * 128))
+    await engine.close()
+
+
+async def test_a_request_continued_at_its_limit_or_after_a_stop_returns_as_it_came():
+    engine = _engine(_model(CONFIGS["llama"]), stop_ids=(2,))
+    earlier = await engine.generate(_request(0, [1, 5], max_tokens=4))
+    again = await engine.generate(_request(0, [1, 5], max_tokens=4, continue_from=earlier))
+    assert again.token_ids.tolist() == earlier.token_ids.tolist()
+    assert again.stop is StopReason.LENGTH
+    await engine.close()
+
+
+async def test_the_learners_writes_are_seen_after_a_commit_and_stamped():
+    model = _model(CONFIGS["llama"])
+    engine = _engine(model)
+    before = await engine.generate(_request(0, [1, 5], temperature=0.0))
+    other = _model(CONFIGS["llama"], seed=1)
+    await engine.pause()
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
+    await engine.commit_shared(PolicyVersion(3))
+    await engine.resume()
+    after = await engine.generate(_request(0, [1, 5], temperature=0.0))
+    fresh = _engine(other)
+    expected = await fresh.generate(_request(0, [1, 5], temperature=0.0))
+    assert before.token_ids.tolist() != after.token_ids.tolist()
+    assert after.token_ids.tolist() == expected.token_ids.tolist()
+    assert set(after.versions.tolist()) == {3}
+    with pytest.raises(EngineError, match="commit_shared"):
+        await engine.update(model.named_parameters(), PolicyVersion(4))
+    await engine.close()
+    await fresh.close()
+
+
+async def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on():
+    model = tiny_model(VOCABULARY, hidden=32)
+    engine = _engine(model)
+    norm = model.model.norm.weight
+    with torch.no_grad():
+        norm.fill_(float("nan"))
+    requests = [_request(i, [1, 5]) for i in range(2)]
+    async with asyncio.timeout(30):
+        failed = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    assert all(isinstance(error, EngineError) and "not finite" in str(error) for error in failed)
+    with torch.no_grad():
+        norm.fill_(1.0)
+    assert len((await engine.generate(requests[0])).token_ids) == 20
+    await engine.close()
+
+
+async def test_an_error_in_the_engines_thread_reaches_every_waiting_caller():
+    engine = _engine(_model(CONFIGS["llama"]), slots=1)
+    requests = [_request(i, [999]) for i in range(2)]  # no such token: the embedding raises
+    async with asyncio.timeout(30):
+        failed = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+    assert [type(error) for error in failed] == [EngineError, EngineError]
+    assert "IndexError" in str(failed[0])
+    assert engine.load().running == engine.load().waiting == 0
+    await engine.close()
+
+
+async def test_attention_that_the_cache_cannot_do_is_refused_by_name():
+    module = empty_model(Gemma2Config(**SIZES, head_dim=8), attention=CACHED)
+    engine = NativeEngine.around(
+        module.to_empty(device="cpu"), InferConfig(slots=1, max_length=32), stops=Stops(())
+    )
+    with pytest.raises(EngineError, match="softcap") as caught:
+        await engine.generate(_request(0, [1, 5]))
+    assert isinstance(caught.value.__cause__, ModelError)
+    await engine.close()
+
+
+async def test_the_event_loop_stays_responsive_while_the_engine_works():
+    engine = _engine(_model(CONFIGS["llama"]), slots=8)
+    task = asyncio.gather(*(engine.generate(_request(i, [1], max_tokens=100)) for i in range(8)))
+    await _until(lambda: engine.runner.decode_steps > 0)
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await task
+    # With forwards on the loop itself, it would turn only a few times for each of 100 steps.
+    assert turns > 2000
+    await engine.close()

@@ -1,0 +1,116 @@
+"""The figures of an evaluation, by hand and against brute force."""
+
+import json
+from itertools import combinations
+from math import isnan
+
+import pytest
+
+from rollick.pipelines.evaluate import pass_at_k, summarise, wilson
+from rollick.testing.fakes import group, prompt
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+@pytest.mark.parametrize("passed", range(6))
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(passed: int, k: int) -> None:
+    outcomes = [n < passed for n in range(5)]
+    subsets = list(combinations(outcomes, k))
+    share = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(5, passed, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_2_of_4_samples_with_one_pass_is_a_half() -> None:
+    assert pass_at_k(4, 1, 2) == 0.5
+
+
+def test_pass_at_k_needs_k_samples() -> None:
+    with pytest.raises(ValueError, match="pass@4 needs at least 4 samples, there are 3"):
+        pass_at_k(3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("passed", "count", "low", "high"),
+    [
+        (5, 10, 0.2366, 0.7634),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (1, 1, 0.2065, 1.0),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_the_interval_is_wilsons(passed: int, count: int, low: float, high: float) -> None:
+    estimate = wilson(passed / count, count)
+    assert estimate.value == passed / count
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_of_nothing_nothing_is_known() -> None:
+    estimate = wilson(float("nan"), 0)
+    assert isnan(estimate.value)
+    assert (estimate.low, estimate.high) == (0.0, 1.0)
+
+
+SUMS, WORDS = prompt(uid="sums/0", domain="sums"), prompt(uid="words/0", domain="words")
+GROUPS = [
+    group([1, 0, None, 0], of=SUMS, uid=0, texts=["2", "3", "44", "5"]),
+    group([1, 1, 1, 1], of=SUMS, uid=1),
+    group([0.5, 0, 0, 0], of=WORDS, uid=2),
+]
+
+
+def test_samples_that_could_not_be_scored_are_left_out_and_counted() -> None:
+    sums = summarise(GROUPS, pass_k=(1, 2, 4), threshold=0.999).domains["sums"]
+    assert (sums.prompts, sums.samples, sums.failed) == (2, 8, 1)
+    assert sums.score == pytest.approx(5 / 7)
+    assert sums.response_length == pytest.approx(9 / 8)
+    # One pass of three that were scored: pass@1 = 1/3, pass@2 = 1 - 1/3; too few for pass@4.
+    assert sums.pass_at[1].value == pytest.approx((1 / 3 + 1) / 2)
+    assert sums.pass_at[2].value == pytest.approx((2 / 3 + 1) / 2)
+    assert sums.pass_at[4].value == 1.0
+
+
+def test_a_score_below_the_threshold_is_no_pass() -> None:
+    report = summarise(GROUPS, pass_k=(1,), threshold=0.5)
+    assert report.domains["words"].pass_at[1].value == 0.25
+    assert summarise(GROUPS, pass_k=(1,), threshold=0.51).domains["words"].pass_at[1].value == 0
+
+
+def test_all_together_is_a_mean_over_prompts() -> None:
+    overall = summarise(GROUPS, pass_k=(1,), threshold=0.999).overall
+    assert (overall.prompts, overall.samples, overall.failed) == (3, 12, 1)
+    assert overall.pass_at[1].value == pytest.approx((1 / 3 + 1 + 0) / 3)
+
+
+def test_metrics_carry_half_the_width_of_the_interval() -> None:
+    report = summarise(GROUPS, pass_k=(1,), threshold=0.999)
+    metrics = report.metrics()
+    estimate = report.overall.pass_at[1]
+    assert metrics["eval/pass@1"] == estimate.value
+    assert metrics["eval/pass@1_interval"] == pytest.approx((estimate.high - estimate.low) / 2)
+    assert {"eval/sums/pass@1", "eval/words/score", "eval/truncated"} <= set(metrics)
+
+
+def test_figures_keep_the_interval_of_every_k() -> None:
+    report = summarise(GROUPS, pass_k=(1, 2), threshold=0.999)
+    figures = report.figures()
+    assert list(figures) == ["sums", "words", "all"]
+    for k in (1, 2):
+        estimate = report.overall.pass_at[k]
+        shown = [figures["all"][name] for name in (f"pass@{k}", f"low@{k}", f"high@{k}")]
+        assert shown == [estimate.value, estimate.low, estimate.high]
+
+
+def test_what_nobody_could_score_has_no_score_instead_of_zero() -> None:
+    report = summarise([group([None, None], of=SUMS)], pass_k=(1,), threshold=0.999)
+    assert isnan(report.overall.score)
+    assert isnan(report.metrics()["eval/pass@1"])
+    assert report.overall.failed == 2
+
+
+def test_the_report_is_plain_json() -> None:
+    failed = group([None], of=prompt(uid="odd/0", domain="odd"), uid=9)
+    report = summarise([*GROUPS, failed], pass_k=(1,), threshold=0.999)
+    read = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert read["domains"]["odd"]["score"] is None
+    assert read["domains"]["sums"]["failed"] == 1
+    assert read["overall"]["pass_at"]["1"]["value"] == pytest.approx((1 / 3 + 1 + 0) / 3)

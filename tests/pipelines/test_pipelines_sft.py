@@ -1,0 +1,78 @@
+"""SFT: the same session, learner and checkpoints, without a rollout."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollick.config.load import LoadedRecipe
+from rollick.observe.metrics import is_documented, read_metrics
+from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.run import run_recipe
+
+Toy = Callable[..., LoadedRecipe]
+ROWS = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
+SOURCE = {"source": "object:rows", "completion": "answer"}
+OBJECTS = RunObjects(prompts={"rows": ROWS}, rewards={"reward": lambda completion, answer: 1.0})
+
+
+def sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunResult:
+    data = options.pop("data", {"domains": {"letters": SOURCE}})
+    loaded = toy(
+        "run.deterministic=true",
+        "train.optimizer.lr=3e-3",
+        "train.batch_size=8",
+        *overrides,
+        pipeline="sft",
+        data=data,
+        rollout={},
+        **options,
+    )
+    return run_recipe(loaded, objects=OBJECTS, resume=resume)
+
+
+def figures(result: RunResult) -> list[dict[str, float]]:
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy) -> RunResult:
+    return sft(toy, steps=20)
+
+
+def test_the_loss_falls(whole: RunResult) -> None:
+    losses = [row["train/loss"] for row in figures(whole)]
+    assert len(losses) == 20
+    assert losses[-1] < 0.5 * losses[0]
+    assert losses[0] > 1
+
+
+def test_every_metric_is_documented(whole: RunResult) -> None:
+    logged = {name for row in read_metrics(whole.folder / "metrics.jsonl") for name in row}
+    assert {name for name in logged - {"step"} if not is_documented(name)} == set()
+
+
+def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy, whole: RunResult) -> None:
+    sft(toy, steps=8, name="halved")
+    halved = sft(toy, steps=20, name="halved", resume=True)
+    assert figures(halved) == figures(whole)
+    assert weights(halved) == weights(whole)
+
+
+def weights(result: RunResult) -> dict[str, bytes]:
+    learner = sorted((result.folder / "checkpoints").glob("step-*"))[-1] / "learner"
+    return {path.name: path.read_bytes() for path in learner.rglob("*") if path.is_file()}
+
+
+def test_it_validates_by_generating(toy: Toy) -> None:
+    held_out = {"source": "object:rows", "rewards": ["object:reward"]}
+    data = {"domains": {"letters": SOURCE}, "validation": {"held_out": held_out}}
+    options = ["evaluate.every=2", "evaluate.at_end=true", "evaluate.at_start=true"]
+    result = sft(toy, *options, steps=3, data=data)
+    rows = figures(result)
+    assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2, 3]
+    assert result.score == 1.0
+    kept = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [0] * 8 + [2] * 8 + [3] * 8

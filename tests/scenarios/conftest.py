@@ -1,0 +1,34 @@
+"""Whole runs on a tiny model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick import LoadedRecipe, RunResult, run_recipe
+from rollick.config.load import recipe_from_dict
+from rollick.testing.toys import toy_recipe
+
+Run = Callable[..., RunResult]
+
+
+def toy(model: Path, runs: Path, *overrides: str, **options: Any) -> LoadedRecipe:
+    return recipe_from_dict(toy_recipe(model, runs, **options), overrides=overrides)
+
+
+@pytest.fixture
+def run_toy(tiny_folder: Path, tmp_path: Path) -> Run:
+    """Runs the toy recipe with overrides."""
+
+    def run(*overrides: str, resume: bool = False, **options: Any) -> RunResult:
+        return run_recipe(toy(tiny_folder, tmp_path, *overrides, **options), resume=resume)
+
+    return run
+
+
+def learner_state(result: RunResult) -> dict[str, bytes]:
+    """All files of the learner in the run's newest checkpoint."""
+    newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
+    learner = newest / "learner"
+    return {str(f.relative_to(learner)): f.read_bytes() for f in learner.rglob("*") if f.is_file()}

@@ -1,0 +1,175 @@
+"""The commands that work: train, eval, export, replay, on a tiny model."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.cli import main
+from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.testing.toys import toy_recipe
+
+Command = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_folder: Path, runs: Path) -> Path:
+    """A recipe file: two steps with validation, the first one dumped."""
+    loaded = recipe_from_dict(
+        toy_recipe(tiny_folder, runs, name="trained", steps=2),
+        overrides=["run.deterministic=true", "observe.dump_steps=[1]", "evaluate.every=1"],
+    )
+    file = runs / "recipe.yaml"
+    file.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def rollick(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Generator[Command]:
+    """Runs a command in this process; gives what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    root, own = logging.getLogger(), logging.getLogger("rollick")
+    handlers, level = list(root.handlers), own.level
+
+    def run(*arguments: Any, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["rollick", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        assert (ended.value.code or 0) == code, err
+        return err if code else out
+
+    yield run
+    root.handlers[:] = handlers
+    own.setLevel(level)
+
+
+@pytest.fixture
+def trained(rollick: Command, recipe: Path, runs: Path) -> Path:
+    """The run's folder; trained by the first test that asks for it."""
+    folder = runs / "trained"
+    if not folder.exists():
+        out = rollick("train", recipe)
+        assert out.startswith(f"{folder}: step 2, score ")
+    return folder
+
+
+def responses(folder: Path, name: str = "samples.jsonl") -> dict[str, str]:
+    lines = (folder / name).read_text("utf-8").splitlines()
+    return {row["prompt"]: row["response"] for row in map(json.loads, lines)}
+
+
+def newest(runs: Path, purpose: str) -> Path:
+    return max(runs.glob(f"{purpose}-*"), key=lambda path: path.stat().st_mtime)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_in_words(
+    rollick: Command, recipe: Path, trained: Path
+) -> None:
+    message = rollick("train", recipe, code=2)
+    assert "already holds a run" in message
+    assert "--resume" in message
+    assert "Traceback" not in message
+
+
+def test_resume_goes_on(rollick: Command, recipe: Path, trained: Path) -> None:
+    assert "step 3, score" in rollick("train", recipe, "run.steps=3", "--resume")
+
+
+def test_resume_of_a_finished_run_changes_nothing_and_tells_its_score(
+    rollick: Command, recipe: Path, trained: Path
+) -> None:
+    steps = len((trained / "metrics.jsonl").read_text().splitlines())
+    again = [rollick("train", recipe, f"run.steps={steps}", "--resume") for _ in range(2)]
+    assert again[0] == again[1]
+    assert "nan" not in again[0]
+    assert len((trained / "metrics.jsonl").read_text().splitlines()) == steps
+
+
+def test_eval_of_a_model_prints_a_table_and_keeps_the_samples(
+    rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
+) -> None:
+    settings = ["evaluate.samples=2", "evaluate.pass_k=[1,2]", "evaluate.temperature=1"]
+    out = rollick("eval", tiny_folder, recipe, *settings)
+    assert all(word in out for word in ("letters", "all", "pass@1", "pass@2", "samples:"))
+    folder = newest(runs, "eval")
+    assert str(folder) in out.replace("\n", "")
+    assert len((folder / "samples.jsonl").read_text().splitlines()) == 16
+    assert json.loads((folder / "evaluation.json").read_text())["overall"]["samples"] == 16
+
+
+def test_eval_of_a_run_evaluates_what_was_trained(
+    rollick: Command, recipe: Path, trained: Path, runs: Path, tiny_folder: Path
+) -> None:
+    report = json.loads(rollick("eval", trained, recipe, "--json"))
+    assert report["overall"]["prompts"] == 8
+    of_run = responses(newest(runs, "eval"))
+    rows = (trained / "validation.jsonl").read_text("utf-8").splitlines()
+    last = max(json.loads(row)["step"] for row in rows)
+    at_the_end = {
+        row["prompt"]: row["response"] for row in map(json.loads, rows) if row["step"] == last
+    }
+    assert of_run == at_the_end
+    rollick("eval", tiny_folder, recipe, "--json")
+    assert responses(newest(runs, "eval")) != of_run
+
+
+def test_eval_of_a_run_without_a_checkpoint_says_so(
+    rollick: Command, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe.read_text())
+    assert "has no checkpoint" in rollick("eval", tmp_path, recipe, code=2)
+
+
+def test_an_exported_policy_is_a_plain_folder_that_says_the_same(
+    rollick: Command, recipe: Path, trained: Path, runs: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "exported"
+    assert rollick("export", trained, out).strip() == str(out)
+    rollick("eval", trained, recipe, "--json")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    for prompt, response in responses(newest(runs, "eval")).items():
+        turns = [{"role": "user", "content": prompt}]
+        asked = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            drawn = model.generate(**asked, max_new_tokens=3, do_sample=False)
+        text = tokenizer.decode(drawn[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert text == response
+
+
+def test_export_of_something_else_is_refused(rollick: Command, tmp_path: Path) -> None:
+    assert "is not a run's folder" in rollick("export", tmp_path, tmp_path / "out", code=2)
+
+
+def test_replay_of_both_halves_of_a_step(rollick: Command, recipe: Path, trained: Path) -> None:
+    dump = trained / "dumps" / "step-000001"
+    train = json.loads(rollick("replay", dump, recipe, "--json"))
+    assert train["max_ratio_error"] < 1e-5
+    assert train["tokens"] > 0
+    generate = json.loads(rollick("replay", dump, recipe, "--only", "generate", "--json"))
+    assert generate["identical"] == generate["samples"] == 16
+    plain = rollick("replay", dump, recipe)
+    assert [line.split()[0] for line in plain.splitlines()] == list(train)
+
+
+def test_replay_of_something_else_is_refused(
+    rollick: Command, recipe: Path, tmp_path: Path
+) -> None:
+    assert "is not a dump" in rollick("replay", tmp_path, recipe, code=2)

@@ -1,0 +1,129 @@
+"""The commands that must answer at once: no torch, no ray, under a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollick.config.names import NAMES
+
+RECIPE = """\
+model: {path: tiny}
+data:
+  domains:
+    sums: {source: sums.jsonl, rewards: [exact_match], share: 3}
+    more: {source: sums.jsonl, rewards: [last_number]}
+rollout: {group_size: 4}
+"""
+HEAVY = "{'torch', 'ray', 'transformers', 'datasets'}"
+ARGUMENTS = {
+    "import": "import rollick",
+    "help": "sys.argv = ['rollick', '--help']; from rollick.cli import main; main()",
+    "check": "sys.argv = ['rollick', 'check', 'recipe.yaml']; from rollick.cli import main; main()",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollick.cli", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+@pytest.mark.parametrize("command", list(ARGUMENTS))
+def test_it_loads_neither_torch_nor_ray(folder: Path, command: str) -> None:
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print(sorted({HEAVY} & {{*sys.modules}})))
+{ARGUMENTS[command]}
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines()[-1] == "[]"
+
+
+def seconds(folder: Path, command: str) -> float:
+    """Wall time of a command, less what it waited for a core that others had (Linux tells)."""
+    code = f"""
+import atexit, pathlib, sys
+delay = pathlib.Path("/proc/self/schedstat")
+atexit.register(lambda: delay.exists() and sys.stderr.write("\\n" + delay.read_text()))
+{ARGUMENTS[command]}
+"""
+    start = time.perf_counter()
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    wall_s = time.perf_counter() - start
+    return wall_s - (int(child.stderr.split()[-2]) / 1e9 if child.stderr else 0)
+
+
+@pytest.mark.parametrize("command", list(ARGUMENTS))
+def test_it_answers_within_a_second(folder: Path, command: str) -> None:
+    best = min(seconds(folder, command) for _ in range(3))
+    assert best < 1
+
+
+def test_check_sums_up_what_a_recipe_will_do(folder: Path) -> None:
+    child = run(folder, "check", "recipe.yaml", "run.steps=7")
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines()[:5] == [
+        "OK recipe.yaml",
+        "  pipeline    rlvr, 7 steps of 64 groups of 4 samples",
+        "  model       tiny (auto)",
+        "  data        sums 75%, more 25%",
+        "  validation  none",
+    ]
+    assert "cpu:0" in child.stdout
+
+
+def test_check_prints_every_problem_and_fails(folder: Path) -> None:
+    child = run(folder, "check", "recipe.yaml", "run.stepz=7", "rollout.group_size=[x]")
+    assert child.returncode == 2
+    assert child.stdout == ""
+    assert child.stderr.splitlines() == [
+        "recipe.yaml has 2 problems:",
+        "  override rollout.group_size=[x]: rollout.group_size: must be a whole number, "
+        "but is a list",
+        "  override run.stepz=7: run.stepz: unknown key 'stepz'; did you mean 'steps'?",
+    ]
+
+
+def test_config_show_prints_a_recipe_that_loads_again(folder: Path) -> None:
+    first = run(folder, "config", "show", "recipe.yaml", "run.name=again")
+    assert first.returncode == 0, first.stderr
+    (folder / "again.yaml").write_text(first.stdout)
+    assert run(folder, "config", "show", "again.yaml").stdout == first.stdout
+    assert "name: again" in first.stdout
+
+
+def test_config_schema_prints_json_schema(folder: Path) -> None:
+    child = run(folder, "config", "schema")
+    assert json.loads(child.stdout)["properties"]["rollout"]["description"]
+
+
+def test_list_prints_the_table_as_one_line_of_json(folder: Path) -> None:
+    child = run(folder, "list", "--json")
+    assert len(child.stdout.splitlines()) == 1
+    assert json.loads(child.stdout) == {kind: list(table) for kind, table in NAMES.items()}
+
+
+def test_list_prints_every_name_for_people(folder: Path) -> None:
+    shown = run(folder, "list").stdout
+    assert all(name in shown for table in NAMES.values() for name in table)

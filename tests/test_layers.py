@@ -1,0 +1,256 @@
+"""The shape of the package: who may import whom, and what nobody may do. Found by reading."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rollick.config.names import NAMES
+
+PACKAGE = Path(__file__).parents[1] / "rollick"
+
+LEVELS = {
+    0: {"types", "errors"},
+    1: {"config", "observe"},
+    2: {"algorithms", "data", "models", "sandbox"},
+    3: {"cluster", "train", "infer", "rewards", "envs"},
+    4: {"rollout", "weights", "checkpoint"},
+    5: {"workers", "serve"},
+    6: {"pipelines"},
+    7: {"cli"},
+}
+LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
+
+THIRD_PARTY = {
+    "accelerate": {"models"},
+    "antlr4": set[str](),
+    "cloudpickle": {"rewards", "cluster"},
+    "datasets": {"data"},
+    "gguf": {"models"},
+    "jinja2": {"data"},
+    "matplotlib": {"observe"},
+    "mlflow": {"observe"},
+    "omegaconf": {"config"},
+    "pandas": set[str](),
+    "pyarrow": {"data"},
+    "pydantic": {"config"},
+    "pydantic_core": {"config"},
+    "ray": {"cluster"},
+    "rich": {"cli", "observe"},
+    "safetensors": {"models", "train", "weights"},
+    "sglang": {"infer"},
+    "tensorboard": {"observe"},
+    "tokenizers": {"testing"},
+    "trackio": {"observe"},
+    "transformers": {"models", "testing"},
+    "typer": {"cli"},
+    "vllm": {"infer"},
+    "wandb": {"observe"},
+    "yaml": {"config"},
+}
+"""Where each third party lives. numpy and torch are the language of the numeric rooms."""
+
+EVERYWHERE = {"numpy", "torch"}
+
+NO_TORCH = {"types", "errors", "config", "observe", "cli", "__init__"}
+"""Rooms that `import rollick`, `rollick check` or a reward process load."""
+
+UNPICKLES = {
+    "rewards/child.py": "frames from its own parent",
+    "rewards/pool.py": "frames from its own child",
+}
+"""Files that may read pickles, with the reason: both ends are processes of one run."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement, of a module or of a name inside one."""
+
+    file: str
+    line: int
+    module: str
+
+    @property
+    def room(self) -> str:
+        return room_of(self.file)
+
+    def __str__(self) -> str:
+        return f"rollick/{self.file}:{self.line} imports {self.module}"
+
+
+def room_of(file: str) -> str:
+    return Path(file).parts[0].removesuffix(".py")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imports() -> Iterator[Import]:
+    for file, tree in trees().items():
+        typing_only = _typing_only(tree)
+        for node in ast.walk(tree):
+            if id(node) in typing_only and file == "__init__.py":
+                continue
+            for module in _modules(node):
+                yield Import(file, getattr(node, "lineno", 0), module)
+
+
+def _typing_only(tree: ast.Module) -> set[int]:
+    """Ids of the nodes under `if TYPE_CHECKING`."""
+    return {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        return [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+    return []
+
+
+def ours() -> Iterator[tuple[Import, str]]:
+    """Imports inside the package, with the room they lead to."""
+    for item in imports():
+        parts = item.module.split(".")
+        if parts[0] == "rollick" and len(parts) > 1:
+            yield item, parts[1]
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {room_of(file) for file in trees()}
+    assert rooms - {"__init__", "testing"} <= set(LEVEL_OF)
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        str(item)
+        for item, target in ours()
+        if item.room != target
+        and {item.room, target} <= set(LEVEL_OF)
+        and LEVEL_OF[target] >= LEVEL_OF[item.room]
+    ]
+    assert wrong == []
+
+
+def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
+    wrong = [
+        str(item)
+        for item, target in ours()
+        if target == "testing" and item.room not in ("testing", "cli")
+    ]
+    assert wrong == []
+
+
+def test_each_third_party_has_one_home() -> None:
+    wrong: list[str] = []
+    for item in imports():
+        top = item.module.split(".")[0]
+        if top in sys.stdlib_module_names or top == "rollick" or top in EVERYWHERE:
+            continue
+        if item.room not in THIRD_PARTY.get(top, set()):
+            wrong.append(str(item))
+    assert wrong == []
+
+
+def test_light_rooms_never_import_torch() -> None:
+    wrong = [
+        str(item)
+        for item in imports()
+        if item.room in NO_TORCH
+        and item.module.split(".")[0] in ("torch", "ray", "transformers", "datasets")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module", ["rollick", "rollick.config.load", "rollick.observe.metrics", "rollick.types"]
+)
+def test_light_modules_load_neither_torch_nor_ray(module: str) -> None:
+    heavy = "{'torch', 'ray', 'transformers'}"
+    code = f"import sys, {module}; print(sorted({heavy} & {{*sys.modules}}))"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "[]"
+
+
+def calls() -> Iterator[tuple[str, ast.Call, str]]:
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                yield file, node, ast.unparse(node.func)
+
+
+def test_nothing_is_evaluated() -> None:
+    forbidden = {"eval", "exec", "compile", "__import__", "os.system"}
+    wrong = [
+        f"rollick/{file}:{node.lineno} {name}" for file, node, name in calls() if name in forbidden
+    ]
+    assert wrong == []
+
+
+def test_pickles_are_read_between_processes_of_one_run_only() -> None:
+    readers = {"load", "loads", "Unpickler"}
+    wrong = [
+        f"rollick/{file}:{node.lineno} {name}"
+        for file, node, name in calls()
+        if name.split(".")[0] in ("pickle", "cloudpickle", "marshal", "dill", "shelve", "joblib")
+        and name.split(".")[-1] in readers
+        and file not in UNPICKLES
+    ]
+    assert wrong == []
+
+
+def test_torch_and_numpy_read_no_pickles() -> None:
+    wrong: list[str] = []
+    for file, node, name in calls():
+        keywords = {item.arg: ast.unparse(item.value) for item in node.keywords}
+        if name == "torch.load" and keywords.get("weights_only") != "True":
+            wrong.append(f"rollick/{file}:{node.lineno} torch.load without weights_only=True")
+        if name in ("np.load", "numpy.load") and keywords.get("allow_pickle") != "False":
+            wrong.append(f"rollick/{file}:{node.lineno} np.load without allow_pickle=False")
+        if keywords.get("trust_remote_code") == "True":
+            wrong.append(f"rollick/{file}:{node.lineno} trust_remote_code=True")
+        if keywords.get("shell") == "True":
+            wrong.append(f"rollick/{file}:{node.lineno} shell=True")
+        if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"):
+            wrong.append(f"rollick/{file}:{node.lineno} {name}")
+    assert wrong == []
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    empty = {"utils", "util", "common", "helpers", "misc", "manager"}
+    assert [file for file in trees() if Path(file).stem in empty] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, table in NAMES.items() for name in table]
+)
+def test_every_name_of_the_table_leads_to_a_definition(kind: str, name: str) -> None:
+    module, attribute = NAMES[kind][name].split(":")
+    file = "/".join(module.split(".")[1:]) + ".py"
+    assert file in trees()
+    defined = {
+        node.name
+        for node in trees()[file].body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    assert attribute in defined

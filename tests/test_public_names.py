@@ -1,0 +1,50 @@
+"""The public interface, pinned: a change here is a change for every user."""
+
+import sys
+
+import pytest
+
+import rollick
+
+NAMES = [
+    "ConfigError",
+    "Group",
+    "LoadedRecipe",
+    "Prompt",
+    "Recipe",
+    "RollickError",
+    "RunResult",
+    "Sample",
+    "SampleId",
+    "Score",
+    "StopReason",
+    "Turn",
+    "load_recipe",
+    "run_recipe",
+    "train",
+]
+
+
+def test_these_are_the_public_names() -> None:
+    assert rollick.__all__ == NAMES
+    assert set(NAMES) <= set(dir(rollick))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    found = getattr(rollick, name)
+    assert callable(found)
+    assert found.__name__ == name
+    assert found.__doc__
+
+
+def test_train_stays_the_function_after_its_namesake_was_imported() -> None:
+    from rollick.train.local import LocalStrategy
+
+    assert LocalStrategy.__module__ == "rollick.train.local"
+    assert rollick.train is sys.modules["rollick.pipelines.run"].train
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=r"rollick has no 'trian'; it has .*train"):
+        _ = rollick.trian

@@ -1,0 +1,260 @@
+"""The controller's end of a generator: few calls, nothing lost, nothing left behind."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollick.cluster.devices import DeviceMap
+from rollick.cluster.group import WorkerGroup, open_group
+from rollick.cluster.worker import HostContext, RoleSpec
+from rollick.config.devices import parse_devices
+from rollick.config.schema import ClusterConfig
+from rollick.errors import EngineError, WorkerError
+from rollick.testing.batches import recipe_of
+from rollick.testing.fakes import FakeEngine
+from rollick.types import Completion, PolicyVersion, Request, SampleId, Sampling, StopReason
+from rollick.workers import generator
+from rollick.workers.generator import GeneratorWorker, RemoteEngine, open_engines
+
+CLUSTER = ClusterConfig(backend="inline", call_timeout_s=30)
+Calls = list[str]
+
+
+def request(index: int = 0, *, max_tokens: int = 4, **more: Any) -> Request:
+    ids = np.array([5, 6, 7], np.int32)
+    sampling = Sampling(max_tokens=max_tokens)
+    return Request(SampleId(0, index), ids, sampling, stream=index, **more)
+
+
+def make_fake(context: HostContext, rank: int, engine: FakeEngine) -> GeneratorWorker:
+    return GeneratorWorker(engine)
+
+
+def count_calls(group: WorkerGroup) -> Calls:
+    """The methods that are called on the group from now on, but for the waiting drains."""
+    calls: Calls = []
+    send: Callable[..., Awaitable[Any]] = group.call
+
+    async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
+        if method != "drain":
+            calls.append(method)
+        return await send(role, method, *args, **options)
+
+    group.call = call  # type: ignore[method-assign]
+    return calls
+
+
+@asynccontextmanager
+async def remote(engine: FakeEngine) -> AsyncGenerator[tuple[RemoteEngine, Calls]]:
+    """A fake engine behind a group in this process, and the calls that it gets."""
+    devices = DeviceMap({"generators": parse_devices("cpu")})
+    specs = [RoleSpec("generators", f"{__name__}:make_fake", (engine,))]
+    async with (
+        open_group(devices, specs, cluster=CLUSTER, threads=1) as group,
+        open_engines(group) as engines,
+    ):
+        yield engines[0], count_calls(group)
+
+
+async def some_turns(turns: int = 8) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def same(one: Completion, other: Completion) -> bool:
+    pairs = [(one.token_ids, other.token_ids), (one.logprobs, other.logprobs)]
+    return one.stop is other.stop and all(np.array_equal(a, b) for a, b in pairs)
+
+
+async def test_the_tiny_model_says_the_same_through_the_line_as_by_itself(
+    tiny_folder: Path,
+) -> None:
+    recipe = recipe_of(tiny_folder, infer={"slots": 4, "max_length": 32})
+    devices = DeviceMap({"generators": parse_devices("cpu")})
+    specs = [RoleSpec("generators", "rollick.workers.generator:create", (recipe,))]
+    async with open_group(devices, specs, cluster=CLUSTER, threads=1) as group:
+        async with open_engines(group) as engines:
+            assert engines[0].load().slots == 4
+            calls = count_calls(group)
+            far = await asyncio.gather(*(engines[0].generate(request(n)) for n in range(6)))
+            assert calls == ["submit"]
+            assert engines[0].load().generated_tokens == sum(len(c.token_ids) for c in far)
+        worker = group._transport._hosts[0]._residents["generators"].role  # type: ignore
+        near = await asyncio.gather(*(worker.engine.generate(request(n)) for n in range(6)))
+    assert [completion.uid.index for completion in far] == list(range(6))
+    assert all(same(a, b) for a, b in zip(far, near, strict=True))
+
+
+async def test_requests_of_one_turn_go_out_in_one_call() -> None:
+    async with remote(FakeEngine()) as (engine, calls):
+        await asyncio.gather(*(engine.generate(request(n)) for n in range(50)))
+        assert calls == ["submit"]
+        assert engine.waiting == {}
+
+
+async def test_many_results_come_back_in_few_calls() -> None:
+    async with remote(FakeEngine(slots=100)) as (engine, _):
+        drains = 0
+        settle = engine.group.call
+
+        async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
+            nonlocal drains
+            drains += method == "drain"
+            return await settle(role, method, *args, **options)
+
+        engine.group.call = call  # type: ignore[method-assign]
+        await asyncio.gather(*(engine.generate(request(n)) for n in range(100)))
+        assert drains < 20
+
+
+async def test_a_request_that_was_not_sent_yet_is_aborted_without_a_call() -> None:
+    fake = FakeEngine()
+    async with remote(fake) as (engine, calls):
+        task = asyncio.create_task(engine.generate(request()))
+        await until(lambda: bool(engine.outbox))
+        await engine.abort(SampleId(0, 0))
+        completion = await task
+    assert (completion.stop, len(completion.token_ids)) == (StopReason.ABORTED, 0)
+    assert (calls, fake.requests) == ([], [])
+
+
+async def test_an_unsent_continuation_keeps_its_tokens_when_it_is_aborted() -> None:
+    begun = Completion(
+        SampleId(0, 0),
+        np.array([9], np.int32),
+        np.array([-0.5], np.float32),
+        np.array([3], np.int32),
+        StopReason.ABORTED,
+    )
+    async with remote(FakeEngine()) as (engine, _):
+        task = asyncio.create_task(engine.generate(request(continue_from=begun)))
+        await until(lambda: bool(engine.outbox))
+        await engine.abort(SampleId(0, 0))
+        assert same(await task, begun)
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_an_abort_is_never_lost_whenever_it_comes(turns: int) -> None:
+    async with remote(FakeEngine(seconds=math.inf)) as (engine, _):
+        task = asyncio.create_task(engine.generate(request()))
+        await some_turns(1 + turns)
+        async with asyncio.timeout(5):
+            await engine.abort(SampleId(0, 0))
+            assert (await task).stop is StopReason.ABORTED
+
+
+async def test_an_abort_of_something_that_is_over_does_nothing() -> None:
+    async with remote(FakeEngine()) as (engine, _):
+        await engine.generate(request())
+        await engine.abort(SampleId(0, 0))
+        await engine.generate(request())
+
+
+async def test_a_cancelled_generate_frees_its_place_in_the_engine() -> None:
+    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index == 0 else 0.0, slots=1)
+    async with remote(fake) as (engine, _):
+        task = asyncio.create_task(engine.generate(request(0)))
+        await until(lambda: bool(fake.requests))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.waiting == {}
+        completion = await asyncio.wait_for(engine.generate(request(1)), 5)
+        assert completion.stop is not StopReason.ABORTED
+
+
+async def test_one_sample_cannot_be_generated_twice_at_once() -> None:
+    async with remote(FakeEngine(seconds=math.inf)) as (engine, _):
+        task = asyncio.create_task(engine.generate(request()))
+        await some_turns()
+        with pytest.raises(EngineError, match=r"g0\.0 is already being generated"):
+            await engine.generate(request())
+        await engine.abort(SampleId(0, 0))
+        await task
+
+
+async def test_an_error_of_one_request_reaches_that_request_alone() -> None:
+    fake = FakeEngine()
+    async with remote(fake) as (engine, _):
+        fake.fail_with = EngineError("the prompt is empty", fix="give at least one token")
+        with pytest.raises(EngineError, match="the prompt is empty"):
+            await engine.generate(request())
+        fake.fail_with = None
+        assert (await engine.generate(request())).stop is not StopReason.ABORTED
+
+
+async def test_an_error_that_is_not_ours_reaches_the_request_too() -> None:
+    fake = FakeEngine()
+    async with remote(fake) as (engine, _):
+        fake.fail_with = ZeroDivisionError("division by zero")
+        with pytest.raises(EngineError, match="ZeroDivisionError: division by zero"):
+            await asyncio.wait_for(engine.generate(request()), 5)
+
+
+async def test_a_line_that_breaks_fails_what_waits_and_what_comes_later_with_the_cause() -> None:
+    fake = FakeEngine(seconds=math.inf)
+    async with remote(fake) as (engine, _):
+        waiting = [asyncio.create_task(engine.generate(request(n))) for n in range(3)]
+        await until(lambda: len(fake.requests) == 3)
+
+        async def broken(*args: Any, **options: Any) -> Any:
+            raise WorkerError("generator 0 died", fix="see its log")
+
+        engine.group.call = broken  # type: ignore[method-assign]
+        late = asyncio.create_task(engine.generate(request(3)))
+        for task in (*waiting, late):
+            with pytest.raises(WorkerError, match="generator 0 died"):
+                await asyncio.wait_for(task, 5)
+        with pytest.raises(WorkerError, match="generator 0 died"):
+            await engine.generate(request(4))
+
+
+async def test_a_cancellation_stays_one_when_the_line_is_broken() -> None:
+    fake = FakeEngine(seconds=math.inf)
+    async with remote(fake) as (engine, _):
+        task = asyncio.create_task(engine.generate(request()))
+        await until(lambda: bool(fake.requests))
+
+        async def broken(*args: Any, **options: Any) -> Any:
+            raise WorkerError("generator 0 died")
+
+        engine.group.call = broken  # type: ignore[method-assign]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_no_task_is_left_behind_when_the_engines_close() -> None:
+    before = asyncio.all_tasks()
+    fake = FakeEngine(seconds=math.inf)
+    async with remote(fake) as (engine, _):
+        task = asyncio.create_task(engine.generate(request()))
+        await until(lambda: bool(fake.requests))
+    with pytest.raises(WorkerError, match="closed"):
+        await asyncio.wait_for(task, 5)
+    assert asyncio.all_tasks() == before
+    assert fake.closed
+
+
+async def test_a_drain_with_nothing_ready_answers_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "DRAIN_S", 0.01)
+    results, load = await GeneratorWorker(FakeEngine(slots=3)).drain()
+    assert (results, load.slots) == ([], 3)
+
+
+async def test_a_version_that_was_not_received_cannot_be_committed() -> None:
+    worker = GeneratorWorker(FakeEngine())
+    with pytest.raises(EngineError, match="commit version 2, which was not received"):
+        await worker.commit(PolicyVersion(2))

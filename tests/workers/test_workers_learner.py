@@ -1,0 +1,137 @@
+"""The learner: how one batch becomes optimizer steps, and what it reports of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollick.algorithms.objective import build_objective
+from rollick.data.batch import Batch
+from rollick.testing.batches import random_batch, recipe_of
+from rollick.train.local import LocalStrategy
+from rollick.train.strategy import LossReport, OptimReport
+from rollick.types import PolicyVersion
+from rollick.weights.channels.host import read_weights, remove_weights
+from rollick.workers.learner import LearnerWorker
+
+torch.set_num_threads(1)
+
+
+class FakeStrategy:
+    """Keeps the batches it gets and reports what it is told."""
+
+    def __init__(self, losses: Sequence[LossReport], steps: Sequence[OptimReport]) -> None:
+        self.parts: list[Batch] = []
+        self.order: list[str] = []
+        self._losses = iter(losses)
+        self._steps = iter(steps)
+
+    def forward_backward(self, batch: Batch, loss: Any) -> LossReport:
+        self.parts.append(batch)
+        self.order.append("backward")
+        return next(self._losses)
+
+    def step(self) -> OptimReport:
+        self.order.append("step")
+        return next(self._steps)
+
+
+def learner(strategy: Any, folder: Path, **train: Any) -> LearnerWorker:
+    recipe = recipe_of(folder, train=train)
+    return LearnerWorker(strategy, build_objective(recipe.objective), recipe)
+
+
+def plain(count: int) -> FakeStrategy:
+    loss, step = LossReport(loss=1.0, tokens=1), OptimReport(grad_norm=1.0, lr=0.1)
+    return FakeStrategy([loss] * count, [step] * count)
+
+
+def test_a_batch_is_one_step_unless_the_recipe_says_otherwise(tiny_folder: Path) -> None:
+    strategy, batch = plain(1), random_batch([5, 6, 7])
+    report = learner(strategy, tiny_folder).train(batch)
+    assert strategy.parts == [batch]
+    assert (report.optimizer_steps, report.skipped_steps) == (1, 0)
+
+
+def test_minibatches_part_the_samples_and_each_is_a_mean_of_its_own(tiny_folder: Path) -> None:
+    strategy, batch = plain(2), random_batch([5, 5, 5, 5])
+    report = learner(strategy, tiny_folder, minibatches=2).train(batch)
+    assert strategy.order == ["backward", "step"] * 2
+    assert report.optimizer_steps == 2
+    assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]]
+    assert batch.weights_N.sum() == pytest.approx(1)
+    assert [part.weights_N.sum() for part in strategy.parts] == pytest.approx([1, 1])
+
+
+def test_every_sample_is_in_one_minibatch_where_they_do_not_divide(tiny_folder: Path) -> None:
+    strategy, batch = plain(3), random_batch([4, 5, 6, 7, 8])
+    learner(strategy, tiny_folder, minibatches=3).train(batch)
+    assert [part.samples for part in strategy.parts] == [2, 2, 1]
+    assert sorted(uid for part in strategy.parts for uid in part.uids) == sorted(batch.uids)
+    total = sum(part.weights_N.sum() for part in strategy.parts)
+    assert total == pytest.approx(3 * batch.weights_N.sum())
+
+
+def test_there_are_no_more_minibatches_than_samples(tiny_folder: Path) -> None:
+    strategy = plain(2)
+    report = learner(strategy, tiny_folder, minibatches=8).train(random_batch([5, 6]))
+    assert report.optimizer_steps == 2
+
+
+def test_epochs_go_over_the_whole_batch_again(tiny_folder: Path) -> None:
+    strategy, batch = plain(6), random_batch([5, 6, 7, 8])
+    report = learner(strategy, tiny_folder, minibatches=2, epochs=3).train(batch)
+    assert report.optimizer_steps == 6
+    assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]] * 3
+
+
+def test_the_report_has_means_over_all_trained_tokens_and_the_largest_of_maxima(
+    tiny_folder: Path,
+) -> None:
+    losses = [
+        LossReport(loss=1.0, tokens=1, sums={"entropy": 2.0}, maxima={"ratio": 1.5}),
+        LossReport(loss=3.0, tokens=3, sums={"entropy": 10.0, "kl": 2.0}, maxima={"ratio": 1.25}),
+    ]
+    steps = [OptimReport(grad_norm=2.0, lr=0.1), OptimReport(grad_norm=0.5, lr=0.2)]
+    strategy = FakeStrategy(losses, steps)
+    report = learner(strategy, tiny_folder, minibatches=2).train(random_batch([5, 6]))
+    assert (report.loss, report.tokens, report.grad_norm, report.lr) == (2.0, 4, 2.0, 0.2)
+    assert report.means == {"entropy": 3.0, "kl": 0.5}
+    assert report.maxima == {"ratio": 1.5}
+    shown = report.metrics()
+    assert (shown["train/mean/entropy"], shown["train/max/ratio"]) == (3.0, 1.5)
+    assert "seconds" not in " ".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "changed"), [((False, False), True), ((True, False), True), ((True, True), False)]
+)
+def test_weights_have_changed_unless_every_step_was_skipped(
+    skipped: tuple[bool, bool], changed: bool, tiny_folder: Path
+) -> None:
+    steps = [OptimReport(grad_norm=1.0, lr=0.1, skipped=one) for one in skipped]
+    strategy = FakeStrategy([LossReport(loss=1.0, tokens=1)] * 2, steps)
+    report = learner(strategy, tiny_folder, epochs=2).train(random_batch([5]))
+    assert report.changed is changed
+    assert report.skipped_steps == sum(skipped)
+
+
+def test_a_real_step_moves_the_weights_and_writes_what_it_holds(tiny_folder: Path) -> None:
+    recipe = recipe_of(tiny_folder, train={"optimizer": {"lr": 1e-2}, "minibatches": 2})
+    worker = LearnerWorker(LocalStrategy(recipe), build_objective(recipe.objective), recipe)
+    before = worker.fingerprint()
+    batch = random_batch([6, 7, 8, 9])
+    report = worker.train(batch)
+    assert (report.optimizer_steps, report.changed) == (2, True)
+    assert report.tokens == np.count_nonzero(batch.loss_mask_N)
+    assert worker.fingerprint() != before
+    manifest = worker.write_weights(PolicyVersion(1))
+    try:
+        held = dict(worker.strategy.weights())
+        assert manifest.fingerprint == worker.fingerprint()
+        assert all(torch.equal(tensor, held[name]) for name, tensor in read_weights(manifest))
+    finally:
+        remove_weights(manifest)
