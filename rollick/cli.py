@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -206,10 +207,11 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Results as the last line.")] = False,
 ) -> None:
     """Make a tiny model, warm it up, and train it by RL on two domains, offline, on Ray."""
+    begun = time.perf_counter()
     from rollick.testing.demo import run_demo
 
     _show_log()
-    result = run_demo(seed=seed, control=control, folder=folder)
+    result = run_demo(begun, seed=seed, control=control, folder=folder)
     if as_json:
         typer.echo(json.dumps(result.to_json()))
 

@@ -52,10 +52,10 @@ def draw_curves(rows: Rows, path: Path, *, title: str) -> Path:
     scores.grid(alpha=0.3)
     if scores.get_lines():
         scores.legend(fontsize=8)
-    phases = sorted({name for row in rows for name in row if name.startswith("time/")})
+    phases = [f"time/{phase}" for phase in ("generate", "annotate", "train", "publish", "validate")]
     for name in phases:
         points = [(row["step"], row[name]) for row in rows if name in row]
-        if name != "time/step" and points:
+        if points:
             speed.plot(*zip(*points, strict=True), label=name.removeprefix("time/"))
     speed.set(title="seconds by phase", xlabel="step")
     speed.grid(alpha=0.3)
@@ -66,12 +66,15 @@ def draw_curves(rows: Rows, path: Path, *, title: str) -> Path:
 
 
 def _curves(rows: Rows) -> dict[str, str]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    shown = {
-        name: name for name in names if name == "score/mean" or name.startswith("score/domain")
-    }
-    shown |= {name: name for name in names if name.startswith("eval/") and name.endswith("pass@1")}
-    return {name: name.replace("score/domain/", "training: ") for name in shown}
+    """Which metrics are drawn, with what people call them."""
+    labels: dict[str, str] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        parts = name.split("/")
+        if name == "score/mean" or name.startswith("score/domain/"):
+            labels[name] = f"training: {parts[-1] if len(parts) > 2 else 'all'}"
+        elif parts[0] == "eval" and parts[-1] == "pass@1":
+            labels[name] = f"held out: {parts[1] if len(parts) > 2 else 'all'}"
+    return labels
 
 
 def write_report(

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich.console import Console
 from rich.table import Table
+
+
+def side_console() -> Console:
+    """What people read while it happens goes to stderr; stdout is for results."""
+    return Console(stderr=True)
 
 
 def evaluation_table(figures: Mapping[str, Mapping[str, float]], *, title: str = "") -> Table:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from rollick.algorithms.advantages import dr_grpo
+from rollick.algorithms.advantages import Advantages, dr_grpo
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema import DrGrpoAdvantage
+from rollick.errors import RollickError
 from rollick.observe.metrics import read_metrics
 from rollick.observe.report import Exchange, write_report
-from rollick.observe.tables import evaluation_table
+from rollick.observe.tables import Console, evaluation_table, side_console
 from rollick.pipelines.base import RunObjects
 from rollick.pipelines.inspect import export_run
 from rollick.pipelines.run import run_recipe
@@ -95,7 +95,7 @@ def _in_place(completion: str, answer: str) -> float:
     return sum(a == b for a, b in zip(completion, answer, strict=True)) / len(answer)
 
 
-def shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> list[list[float]]:
+def shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
     """The control: every score goes to a sample drawn by lot, so there is nothing to learn."""
     members = [member for group in groups for member in group.members]
     order = np.random.default_rng(groups[0].uid).permutation(len(members))
@@ -126,12 +126,16 @@ class DemoResult:
         }
 
 
-def run_demo(*, seed: int = 0, control: bool = False, folder: Path = Path("runs")) -> DemoResult:
-    """Run it all; prints a table and the paths of the picture and the report."""
-    begun = time.perf_counter()
+def run_demo(
+    begun: float, *, seed: int = 0, control: bool = False, folder: Path = Path("runs")
+) -> DemoResult:
+    """Run it all; prints a table and the paths of the picture and the report.
+
+    `begun`: what time.perf_counter() said when the command started.
+    """
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}" + ("-control" if control else "")
     home = folder / name
-    console = Console(stderr=True)
+    console = side_console()
     tasks = make_tasks(seed)
     console.print(f"making a tiny model, warming it up on {WARM_UP} examples of each task")
     model = save_tiny(home / "model", seed=seed, alphabet=ALPHABET, **MODEL)
@@ -146,6 +150,8 @@ def run_demo(*, seed: int = 0, control: bool = False, folder: Path = Path("runs"
         recipe_from_dict(_rl(policy, home, seed, control=control), objects=objects.names),
         objects=objects,
     )
+    if run.interrupted:
+        raise RollickError("the demo was stopped by a signal", fix="start it again")
     rows = read_metrics(run.folder / "metrics.jsonl")
     result = DemoResult(
         before=_accuracy(rows[0]),
@@ -186,7 +192,8 @@ def _rl(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]
             },
         },
         "sampling": {"max_tokens": 6},
-        "rollout": {"groups_per_step": 64, "group_size": 8},
+        # Scores drawn by lot differ in every group, so a control has no group without signal.
+        "rollout": {"groups_per_step": 64, "group_size": 8, "drop_no_signal": not control},
         "algorithm": {"advantage": f"{__name__}:shuffled_scores" if control else "dr_grpo"},
         "train": {
             "optimizer": {"lr": 7e-4, "betas": [0.9, 0.95]},
