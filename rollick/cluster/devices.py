@@ -66,7 +66,7 @@ class DeviceMap:
         roles: dict[RoleName, tuple[Device, ...]] = {"policy": parse_devices(devices.policy)}
         if recipe.pipeline != "sft" or recipe.data.validation:
             roles["generators"] = parse_devices(devices.generators)
-        if _needs_reference(recipe):
+        if recipe.objective.needs_reference:
             roles["reference"] = parse_devices(devices.reference or devices.policy)
         return cls(roles)
 
@@ -148,14 +148,9 @@ def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
 
 
 def _annotators(recipe: Recipe) -> tuple[RoleName, ...]:
-    # Bypass lets the behaviour log-probs stand for the old ones; every other correction needs
-    # the learner to compute them.
-    old: tuple[RoleName, ...] = () if recipe.algorithm.correction.name == "bypass" else ("policy",)
-    return (*old, "reference") if _needs_reference(recipe) else old
-
-
-def _needs_reference(recipe: Recipe) -> bool:
-    return recipe.pipeline != "sft" and recipe.algorithm.kl.coefficient > 0
+    objective = recipe.objective
+    old: tuple[RoleName, ...] = ("policy",) if objective.needs_old_logprobs else ()
+    return (*old, "reference") if objective.needs_reference else old
 
 
 def plan_residency(

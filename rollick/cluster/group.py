@@ -91,8 +91,8 @@ class WorkerGroup:
         self, device_map: DeviceMap, transport: Transport, *, call_timeout_s: float
     ) -> None:
         self.device_map = device_map
+        self.call_timeout_s = call_timeout_s
         self._transport = transport
-        self._call_timeout_s = call_timeout_s
         self._hosts = {seat: host for host in device_map.hosts() for seat in host.seats}
         self._closed = False
 
@@ -106,11 +106,11 @@ class WorkerGroup:
 
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         try:
-            async with asyncio.timeout(self._call_timeout_s):
+            async with asyncio.timeout(self.call_timeout_s):
                 await self._transport.build(host, roles)
         except TimeoutError:
             raise WorkerError(
-                f"{host} did not build its roles within {self._call_timeout_s:g} s",
+                f"{host} did not build its roles within {self.call_timeout_s:g} s",
                 fix="raise cluster.call_timeout_s if loading really takes that long",
             ) from None
 
@@ -169,7 +169,7 @@ class WorkerGroup:
         if self._closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         host = self._hosts.get(Seat(call.role, rank)) or self.device_map.host_of(call.role, rank)
-        limit_s = self._call_timeout_s if timeout_s is None else timeout_s
+        limit_s = self.call_timeout_s if timeout_s is None else timeout_s
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:

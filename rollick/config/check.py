@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from rollick.config.load import LoadedRecipe
 
 GROUP_ADVANTAGES = {"dr_grpo", "grpo"}
+SAMPLING_ONLY = (
+    "groups_per_step",
+    "group_size",
+    "max_staleness",
+    "drop_no_signal",
+    "min_spread",
+    "max_drops_per_step",
+    "drop_truncated",
+    "max_failed_scores",
+)
+"""Settings of the rollout that only training on samples looks at; rewards validate, too."""
 
 
 def check_recipe(
@@ -64,6 +75,11 @@ def _domains_suit_the_pipeline(context: Context) -> Findings:
             if domain.completion is None:
                 fix = "name the column with the answer to imitate"
                 yield context.problem((*path, "completion"), "pipeline sft needs it", fix)
+        for name, domain in context.recipe.data.validation.items():
+            if not domain.rewards:
+                path = ("data", "validation", name, "rewards")
+                fix = "add rewards: [NAME]; see `rollick list`"
+                yield context.problem(path, "validation needs a reward", fix)
 
 
 @rule("pipeline", "sampling")
@@ -99,6 +115,15 @@ def _k1_is_no_loss(context: Context) -> Findings:
     if kl.form == "k1" and kl.coefficient > 0:
         message = "k1 in the loss has an expected gradient of zero"
         yield context.problem("algorithm.kl.form", message, "use k2 or k3")
+
+
+@rule("pipeline", "algorithm.loss", "algorithm.correction")
+def _the_correction_suits_the_loss(context: Context) -> Findings:
+    recipe = context.recipe
+    loss, correction = recipe.algorithm.loss.name, recipe.algorithm.correction.name
+    if recipe.pipeline == "rlvr" and (loss, correction) == ("dppo_tv", "token_tis"):
+        message = "token_tis weighs by old/mu, and the loss dppo_tv already weighs by pi/mu"
+        yield context.problem("algorithm.correction", message, "use bypass, or the loss ppo")
 
 
 @rule("algorithm.loss")
@@ -230,12 +255,11 @@ def _every_minibatch_has_a_sample(context: Context) -> Findings:
         yield context.problem("train.minibatches", message, fix)
 
 
-@rule("pipeline", "train.schedule", "train.minibatches", "train.epochs", "run.steps")
+@rule("train.schedule", "train.minibatches", "train.epochs", "run.steps")
 def _the_schedule_fits_the_run(context: Context) -> Findings:
     recipe = context.recipe
     schedule = recipe.train.schedule
-    per_step = recipe.train.minibatches * recipe.train.epochs if recipe.pipeline == "rlvr" else 1
-    steps = recipe.run.steps * per_step
+    steps = recipe.optimizer_steps
     if schedule.warmup_steps > steps:
         message = f"{schedule.warmup_steps} is more than the run's {steps} optimizer steps"
         fix = "the peak would never be reached: lower it, or raise run.steps"
@@ -263,10 +287,14 @@ def _settings_belong_to_the_pipeline(context: Context) -> Findings:
         yield context.problem("train.batch_size", message, fix)
     if recipe.pipeline != "sft":
         return
-    for key in ("groups_per_step", "group_size", "max_staleness"):
+    for key in SAMPLING_ONLY:
         if getattr(recipe.rollout, key) != getattr(RolloutConfig(), key):
             message = "has no effect: pipeline sft draws no samples to train on"
             yield context.problem(f"rollout.{key}", message, "remove it")
+    for key in ("advantage", "correction"):
+        if getattr(recipe.algorithm, key) != getattr(AlgorithmConfig(), key):
+            message = "has no effect: pipeline sft looks at no score and no other policy"
+            yield context.problem(f"algorithm.{key}", message, "remove it")
     if recipe.algorithm.loss.name not in ("sft", AlgorithmConfig().loss.name):
         message = f"{recipe.algorithm.loss.name} has no effect: pipeline sft minimises sft"
         yield context.problem("algorithm.loss", message, "remove it")

@@ -6,7 +6,6 @@ Checks that need more than one field live in check.py; names are resolved in nam
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -27,6 +26,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str | None
 
 
@@ -202,11 +202,6 @@ class RolloutConfig(Section):
     """The run stops if more than this part of a step's samples cannot be scored."""
 
     @property
-    def max_groups_in_flight(self) -> int:
-        """B * (1 + K): how many groups may be started and not yet trained."""
-        return ceil(self.groups_per_step * (1 + self.max_staleness))
-
-    @property
     def drops_allowed(self) -> int:
         return self.max_drops_per_step or 10 * self.groups_per_step
 
@@ -342,13 +337,23 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     """KL to a reference policy."""
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the learner computes pi_old before the step; under bypass mu stands for it."""
+        return self.correction.name != "bypass"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must carry log-probs of a reference policy."""
+        return self.kl.coefficient > 0
+
 
 class OptimizerConfig(Section):
     """AdamW with float32 masters."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
@@ -524,10 +529,6 @@ class Recipe(Section):
         return AlgorithmConfig(loss=SftLoss()) if self.pipeline == "sft" else self.algorithm
 
     @property
-    def needs_reference(self) -> bool:
-        return self.objective.kl.coefficient > 0
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether the learner's own log-probs at the start of a step are part of the loss."""
-        return self.pipeline != "sft" and self.algorithm.correction.name != "bypass"
+    def optimizer_steps(self) -> int:
+        """Steps of the optimizer, and so of the schedule, in the whole run."""
+        return self.run.steps * self.train.minibatches * self.train.epochs

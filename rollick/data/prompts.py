@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -56,6 +56,13 @@ class Quarantine:
     @property
     def total(self) -> int:
         return sum(self.counts.values())
+
+
+class _Limit(NamedTuple):
+    """Tokens that a prompt may have, and what says so."""
+
+    tokens: int
+    said: str
 
 
 class _Unusable(Exception):
@@ -109,14 +116,21 @@ class PromptStream:
         objects: Mapping[str, Any] = NO_OBJECTS,
         validation: bool = False,
         count_tokens: CountTokens | None = None,
+        room: int | None = None,
     ) -> PromptStream:
-        """Read every source. Files are looked for beside the recipe (`base`), then in the cwd."""
+        """Read every source. Files are looked for beside the recipe (`base`), then in the cwd.
+
+        `room`: prompt tokens that the engines' cache takes, where prompts are to be answered.
+        """
+        limit = _Limit(data.max_prompt_tokens, "data.max_prompt_tokens")
+        if room is not None and room < limit.tokens:
+            limit = _Limit(room, "what infer.max_length has room for")
         domains: list[_Domain] = []
         bad: list[BadRow] = []
         for name, config in (data.validation if validation else data.domains).items():
             rows = read_rows(config, base=base or Path.cwd(), objects=objects)
             prompts, unusable = _sort_out(
-                name, config, rows=rows, count_tokens=count_tokens, limit=data.max_prompt_tokens
+                name, config, rows=rows, count_tokens=count_tokens, limit=limit
             )
             _refuse_bad_source(
                 name, config, usable=len(prompts), bad=unusable, allowed=data.max_bad_rows
@@ -231,7 +245,7 @@ def _sort_out(
     *,
     rows: Iterable[RawRow],
     count_tokens: CountTokens | None,
-    limit: int,
+    limit: _Limit,
 ) -> tuple[list[Prompt], list[BadRow]]:
     """Prompts of the usable rows, and the others."""
     prompts: list[Prompt] = []
@@ -249,13 +263,13 @@ def _sort_out(
     return prompts, bad
 
 
-def _refuse_long(prompt: Prompt, count_tokens: CountTokens, *, limit: int) -> None:
+def _refuse_long(prompt: Prompt, count_tokens: CountTokens, *, limit: _Limit) -> None:
     try:
         tokens = count_tokens(prompt)
     except DataError as error:  # such as a chat template that refuses these roles
         raise _Unusable("cannot_encode", error.message) from error
-    if tokens > limit:
-        raise _Unusable("too_long", f"{tokens} tokens, data.max_prompt_tokens is {limit}")
+    if tokens > limit.tokens:
+        raise _Unusable("too_long", f"{tokens} tokens, {limit.said} is {limit.tokens}")
 
 
 def _to_prompt(row: Any, config: DomainConfig, *, domain: str, number: int) -> Prompt:

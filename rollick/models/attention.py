@@ -23,10 +23,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
+
+from rollick.errors import ModelError
 
 VARLEN = "rollick_varlen"
 """The `attention` to load a model with, to call it with a `layout`."""
+
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that see a sequence through attention alone."""
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -89,6 +94,11 @@ class PackedLayout:
         return sum(self.lengths)
 
 
+def other_layers(config: PretrainedConfig) -> list[str]:
+    """Kinds of layers that mix tokens without our attention: packed sequences would leak there."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+
+
 def _token_order(lengths: Sequence[int], sequences: Sequence[int]) -> np.ndarray[Any, Any]:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return np.concatenate([np.arange(offsets[b], offsets[b + 1]) for b in sequences])
@@ -120,8 +130,10 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     if attention_mask is not None or softcap is not None or rest.get("s_aux") is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} wants a mask, a soft cap or sinks, which {VARLEN} has not"
+        raise ModelError(
+            f"{type(module).__name__} attends with a mask, a soft cap or sinks, which the local "
+            "strategy lacks",
+            fix="use a decoder with plain causal attention",
         )
     if query.is_cuda and query.dtype in _HALF and layout.is_ragged and ragged_kernel():
         return _attend_ragged(query, key, value, layout, scaling, sliding_window)[None], None

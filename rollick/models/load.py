@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -64,6 +65,21 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     folder = source_folder(named)
     with quietly(), _advice(named):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+
+
+def load_end_ids(config: ModelConfig) -> tuple[int, ...]:
+    """The ids that end an answer by the model's generation config; none where it has none.
+
+    A tokenizer of the recipe's own may number its tokens otherwise, so then these are not asked.
+    """
+    if config.tokenizer is not None:
+        return ()
+    try:
+        with quietly():
+            named = GenerationConfig.from_pretrained(source_folder(config.path)).eos_token_id
+    except OSError:  # the model comes without the file
+        return ()
+    return (named,) if isinstance(named, int) else tuple(named or ())
 
 
 def load_model(

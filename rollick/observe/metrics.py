@@ -41,7 +41,6 @@ METRICS: Mapping[str, str] = {
     "eval/*": "validation: score, pass@k and half-widths of their intervals, by domain",
     "time/*": "seconds of each phase",
     "speed/tokens_per_s": "drawn tokens over the step's seconds",
-    "speed/engine_tokens_per_s": "drawn tokens over the seconds in which engines decoded",
     "data/quarantined": "rows that cannot be used",
     "version": "policy version after the step",
 }

@@ -38,10 +38,11 @@ from rollick.cluster.worker import RoleSpec
 from rollick.config.load import LoadedRecipe, dump_recipe
 from rollick.config.names import resolve
 from rollick.config.schema import Recipe
+from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
-from rollick.data.store import load_groups, save_groups
-from rollick.errors import CheckpointError, ConfigError
+from rollick.data.store import load_groups, save_batch, save_groups
+from rollick.errors import CheckpointError, ConfigError, RollickError
 from rollick.models.load import load_tokenizer
 from rollick.models.probe import safe_environment
 from rollick.observe.live import LiveView, Stopwatch
@@ -115,6 +116,10 @@ class RunFolder:
                 rows = read_metrics(self.path / name)
                 rewrite(self.path / name, [row for row in rows if row["step"] <= step])
 
+    def keep_recipe(self, recipe: Recipe) -> None:
+        """The resolved recipe, beside what it made."""
+        (self.path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+
     def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add rows to a .jsonl file of the run."""
         with (self.path / name).open("a", encoding="utf-8") as file:
@@ -135,7 +140,8 @@ def open_folder(recipe: Recipe, *, resume: bool) -> Generator[RunFolder]:
                 f"{path} already holds a run",
                 fix="continue it with --resume, or choose another run.name",
             )
-        (path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        if not resume:
+            folder.keep_recipe(recipe)
         yield folder
 
 
@@ -184,6 +190,8 @@ class Session:
         self.watch = Stopwatch()
         self.phase_name = "start"
         self.step = 0
+        self.saved_step: int | None = None
+        self.skipped_in_a_row = 0
         self.version = PolicyVersion(0)
         self.group: WorkerGroup
         self.engines: list[RemoteEngine]
@@ -209,21 +217,25 @@ class Session:
             self.watch.add(name, time.perf_counter() - begun)
 
     async def until_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The work's result; None if a signal cut it short."""
+        """The work's result; None if a signal cut it short.
+
+        A caller that is cancelled itself never gets None: it would save a step as not made whose
+        training may still run on.
+        """
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stop.wait())
+        cut = False
         try:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and self.phase_name in INTERRUPTIBLE:
-                task.cancel()
-            return await task
-        except asyncio.CancelledError:
-            if self.stop.is_set() and task.cancelled():
-                return None
-            task.cancel()
-            raise
+                cut = task.cancel()
+            await asyncio.wait({task})
         finally:
             stopped.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        return None if cut and task.cancelled() else task.result()
 
     async def save(
         self,
@@ -249,6 +261,28 @@ class Session:
             meta={"seed": self.recipe.run.seed, "tokenizer": self.codec.fingerprint},
             score=_finite(metrics.get("eval/pass@1")),
         )
+        self.saved_step = self.step
+
+    @contextmanager
+    def outliving_a_failed_save(self) -> Generator[None]:
+        """A checkpoint on the way that cannot be written (a full disk) does not end the run."""
+        try:
+            yield
+        except CheckpointError as error:
+            LOG.error("%s; the run goes on, and the next checkpoint tries again", error)
+
+    def refuse_skips(self, changed: bool, batch: Batch) -> None:
+        """Stop a run whose gradients are not finite for many steps; the last batch is kept."""
+        self.skipped_in_a_row = 0 if changed else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row < self.recipe.train.max_skipped_steps:
+            return
+        path = self.folder.dumps / "non_finite"
+        path.mkdir(parents=True, exist_ok=True)
+        save_batch(path / "batch", batch)
+        raise RollickError(
+            f"{self.skipped_in_a_row} steps in a row had a non-finite gradient",
+            fix=f"the last batch is in {path}; lower train.optimizer.lr or look at its scores",
+        )
 
     async def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring learner, engines and metrics to the checkpoint; returns the pipeline's facts."""
@@ -260,11 +294,13 @@ class Session:
         facts: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
         await self.group.call("policy", "load", checkpoint.path / "learner")
         self.step, self.version = checkpoint.step, PolicyVersion(facts["version"])
+        self.saved_step = checkpoint.step
         await self.residency.enter("publish")
         await self.publisher.publish(self.version)
         # What step 0 leaves (a first validation) is made again by a run that is still there.
         self.forget_after(self.step or -1)
         facts["groups"] = load_groups(checkpoint.path / "groups")
+        self.folder.keep_recipe(self.recipe)
         return facts
 
     def forget_after(self, step: int) -> None:
@@ -284,6 +320,8 @@ class Session:
         return await self.rewards.score(sample, domain.rewards)
 
     def open_prompts(self, *, validation: bool = False) -> PromptStream:
+        """The prompts to train or to validate on; those that no engine can answer are left out."""
+        answered = validation or self.recipe.pipeline != "sft"
         return PromptStream.open(
             self.recipe.data,
             seed=self.recipe.run.seed,
@@ -291,6 +329,7 @@ class Session:
             objects=self.objects.prompts,
             validation=validation,
             count_tokens=lambda prompt: len(self.codec.encode_prompt(prompt.turns)),
+            room=self.recipe.infer.max_length - 1 if answered else None,
         )
 
 

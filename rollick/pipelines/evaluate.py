@@ -83,7 +83,11 @@ def wilson(mean: float, count: int) -> Estimate:
 
 
 def summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: float) -> EvalReport:
-    """Figures over all groups and by domain. Samples that could not be scored are left out."""
+    """Figures over all groups and by domain. Samples that could not be scored are left out.
+
+    pass@1 is always among them: checkpoints are compared by it.
+    """
+    pass_k = sorted({1, *pass_k})
     by_domain: dict[str, list[Group]] = {}
     for group in groups:
         by_domain.setdefault(group.prompt.domain, []).append(group)

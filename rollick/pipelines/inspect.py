@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from rollick.checkpoint import Checkpoint, CheckpointStore
+from rollick.cluster.devices import DeviceMap
 from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.data.batch import Batch
 from rollick.data.store import load_batch, load_groups, samples_to_rows
-from rollick.errors import CheckpointError, ConfigError
+from rollick.errors import CheckpointError, ConfigError, RollickError
 from rollick.pipelines.base import Session, open_session
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts
@@ -52,6 +53,9 @@ def export_run(run: Path, out: Path, *, best: bool = False) -> Path:
         raise ConfigError(f"{run} is not a run's folder", fix="give the folder with recipe.yaml")
     checkpoint = find_checkpoint(run, best=best)
     recipe = load_recipe(run / "recipe.yaml", check=False).recipe
+    if recipe.model.dtype == "auto" and "cpu" not in recipe.devices.policy:
+        # Trained and sampled in bfloat16 on a GPU: exported as the weights that were sampled.
+        recipe = load_recipe(run / "recipe.yaml", ["model.dtype=bfloat16"], check=False).recipe
     strategy = LocalStrategy(recipe, device="cpu")
     strategy.load(checkpoint.path / "learner")
     strategy.export(out)
@@ -99,6 +103,11 @@ async def evaluate_model(loaded: LoadedRecipe, *, checkpoint: Checkpoint | None)
 
     Saves the report and every sample in the session's folder.
     """
+    if not DeviceMap.of(loaded.recipe).ranks("generators"):
+        raise ConfigError(
+            "this recipe has nothing to evaluate with: pipeline sft generates only to validate",
+            fix="give it data.validation with prompts and rewards",
+        )
     async with open_session(loaded) as session:
         if checkpoint is not None:
             await session.group.call("policy", "load", checkpoint.path / "learner")
@@ -106,7 +115,9 @@ async def evaluate_model(loaded: LoadedRecipe, *, checkpoint: Checkpoint | None)
         held_out = bool(loaded.recipe.data.validation)
         prompts = session.open_prompts(validation=held_out).all()
         async with session.phase("validate"):
-            report = await evaluate_prompts(session, prompts)
+            report = await session.until_stopped(evaluate_prompts(session, prompts))
+        if report is None:
+            raise RollickError("a signal stopped the evaluation", fix="start it again")
         session.folder.append_rows("samples.jsonl", samples_to_rows(report.groups))
         text = json.dumps(report.to_json(), indent=2)
         (session.folder.path / "evaluation.json").write_text(text, encoding="utf-8")
@@ -167,7 +178,9 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
         await session.group.call("policy", "load", dump / "learner")
         await session.publisher.publish(PolicyVersion(0))
         async with session.phase("generate"):
-            samples = await _generate_again(session, groups)
+            samples = await session.until_stopped(_generate_again(session, groups))
+        if samples is None:
+            raise RollickError("a signal stopped the replay", fix="start it again")
         scores = [await session.score(sample) for sample in samples]
     before = {sample.uid: sample for group in groups for sample in group.samples}
     same = [np.array_equal(s.token_ids, before[s.uid].token_ids) for s in samples]

@@ -9,6 +9,7 @@ separated are one device map. Neither shows here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rollick.data.collate import collate
 from rollick.data.prompts import PromptStream
 from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.errors import RollickError
-from rollick.pipelines.base import HasSession, RunResult, Session, phase
+from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
 from rollick.pipelines.evaluate import EvalReport, summarise
 from rollick.rollout.scheduler import Rollout, sample_all
 from rollick.types import FloatArray, Group, PolicyVersion, Prompt, RoleName, Sampling
@@ -45,8 +46,7 @@ class RLPipeline(HasSession):
         self.prompts = prompts
         self.validation = session.open_prompts(validation=True).all()
         self.advantage = resolve_advantage(self.recipe.algorithm, base=session.base)
-        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation)
-        self.skipped_in_a_row = 0
+        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation, base=session.base)
 
     async def step(self) -> StepReport:
         """One policy update.
@@ -79,9 +79,9 @@ class RLPipeline(HasSession):
     @phase("annotate")
     async def annotate(self, batch: Batch) -> Batch:
         """Old and reference log-probs, where the recipe needs them."""
-        if self.recipe.needs_old_logprobs:
+        if self.recipe.objective.needs_old_logprobs:
             batch = batch.with_old_logprobs(await self.logprobs("policy", batch))
-        if self.recipe.needs_reference:
+        if self.recipe.objective.needs_reference:
             batch = batch.with_reference_logprobs(await self.logprobs("reference", batch))
         return batch
 
@@ -92,13 +92,7 @@ class RLPipeline(HasSession):
             path = self.dump_path(f"step-{self.session.step + 1:06d}")
             await self.session.group.call("policy", "save", path / "learner")
         report: TrainReport = await self.session.group.call("policy", "train", batch)
-        self.skipped_in_a_row = 0 if report.changed else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= self.recipe.train.max_skipped_steps:
-            path = self.dump("non_finite", [], batch)
-            raise RollickError(
-                f"{self.skipped_in_a_row} steps in a row had a non-finite gradient",
-                fix=f"the last batch is in {path}; lower train.optimizer.lr or look at its scores",
-            )
+        self.session.refuse_skips(report.changed, batch)
         return report
 
     @phase("publish")
@@ -127,7 +121,20 @@ class RLPipeline(HasSession):
         return await evaluate_prompts(self.session, self.validation)
 
     async def run(self) -> RunResult:
-        """All steps, with validation and checkpoints on the way; saves when asked to stop."""
+        """All steps; saves when asked to stop, and what is whole when a step cannot be made."""
+        try:
+            return await self.make_steps()
+        except RollickError:
+            # Such as a task that is learned, so that no group has a signal any more. The error is
+            # the news: a save that fails after it must not hide it.
+            if self.session.step and self.session.phase_name in INTERRUPTIBLE:
+                self.rollout.forgive_step()
+                with suppress(RollickError):
+                    await self.save(self.session.log.last)
+            raise
+
+    async def make_steps(self) -> RunResult:
+        """The loop over the steps, with validation and checkpoints on the way."""
         session, steps = self.session, self.recipe.run.steps
         metrics = session.log.last
         if session.step == 0 and self.recipe.evaluate.at_start and self.validation:
@@ -140,9 +147,10 @@ class RLPipeline(HasSession):
             metrics = await self.record(session.step, self.measure(report))
             self.keep(report)
             if self.is_due(self.recipe.checkpoint.every):
-                await self.save(metrics)
+                with session.outliving_a_failed_save():
+                    await self.save(metrics)
         stopped = session.step < steps
-        if stopped or not self.is_due(self.recipe.checkpoint.every):
+        if stopped or session.saved_step != session.step:
             await self.save(metrics)
         return RunResult(session.folder.path, session.step, metrics, interrupted=stopped)
 
@@ -160,17 +168,26 @@ class RLPipeline(HasSession):
         config, last = self.recipe.evaluate, step == self.recipe.run.steps
         due = self.is_due(config.every) or step == 0 or (last and config.at_end)
         if self.validation and due and not self.session.stop.is_set():
-            report = await self.session.until_stopped(self.validate())
+            try:
+                report = await self.session.until_stopped(self.validate())
+            except RollickError:
+                if step:
+                    self.log_step(step, metrics)
+                raise
             if report is not None:
                 metrics |= report.metrics()
                 keep_evaluation(self.session, step, report)
+        self.log_step(step, metrics)
+        return metrics
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Add times, version and speed to the metrics of a step, and write and show them."""
         metrics |= self.session.watch.finish()
         metrics["version"] = float(self.session.version)
         if "rollout/tokens" in metrics:
             metrics["speed/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step"]
         self.session.log.log(step, metrics)
         self.session.view.step(step, metrics)
-        return metrics
 
     def keep(self, report: StepReport) -> None:
         """Write a few samples of the step, and its dump where one is asked for."""
@@ -185,12 +202,11 @@ class RLPipeline(HasSession):
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def dump(self, name: str, groups: Sequence[Group], batch: Batch) -> Path:
+    def dump(self, name: str, groups: Sequence[Group], batch: Batch) -> None:
         """Groups and batch of a step, for `rollick replay`."""
         path = self.dump_path(name)
         save_groups(path / "groups", groups)
         save_batch(path / "batch", batch)
-        return path
 
     async def save(self, metrics: dict[str, float]) -> None:
         """A checkpoint of the whole run. Ledger, cursor and samples are of one moment."""
@@ -222,5 +238,7 @@ async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalR
         codec=session.codec,
         score=session.score_held_out,
         seed=session.recipe.run.seed,
+        stuck_after_s=session.recipe.run.stuck_after_s,
+        progress=lambda done, total: session.view.role("generators", f"validate {done}/{total}"),
     )
     return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)

@@ -10,6 +10,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollick.config.load import LoadedRecipe, recipe_from_dict
@@ -37,21 +39,31 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    results: list[T] = []
-    errors: list[BaseException] = []
+    begun: Future[Callable[[], Any]] = Future()
+    outcome: Future[T] = Future()
+
+    async def start() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
 
     def run() -> None:
         try:
-            results.append(asyncio.run(work))
+            outcome.set_result(asyncio.run(start()))
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="rollick")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    threading.Thread(target=run, name="rollick").start()
+    try:
+        return outcome.result()
+    except KeyboardInterrupt:
+        # A notebook's stop button: without this the run would go on where nobody can stop it.
+        if not outcome.done():
+            with suppress(RuntimeError):  # the loop has just closed by itself
+                begun.result()()
+            wait([outcome])
+        raise
 
 
 def train(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from rollick.algorithms.objective import resolve_aggregation
 from rollick.config.load import LoadedRecipe
 from rollick.data.batch import Batch
 from rollick.data.collate import examples_to_batch
 from rollick.data.prompts import PromptStream
+from rollick.errors import RollickError
 from rollick.pipelines.base import HasSession, RunObjects, RunResult, Session, open_session, phase
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts, keep_evaluation
@@ -34,7 +37,7 @@ class SFTPipeline(HasSession):
         self.recipe = session.recipe
         self.prompts = prompts
         self.validation = session.open_prompts(validation=True).all()
-        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation)
+        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation, base=session.base)
 
     def draw(self) -> Batch:
         """The next batch of examples."""
@@ -47,7 +50,9 @@ class SFTPipeline(HasSession):
 
     @phase("train")
     async def train(self, batch: Batch) -> TrainReport:
-        return await self.session.group.call("policy", "train", batch)
+        report: TrainReport = await self.session.group.call("policy", "train", batch)
+        self.session.refuse_skips(report.changed, batch)
+        return report
 
     @phase("publish")
     async def publish(self) -> None:
@@ -70,9 +75,10 @@ class SFTPipeline(HasSession):
             session.step += 1
             metrics = await self.record(report.metrics())
             if every and session.step % every == 0:
-                await self.save(metrics)
+                with session.outliving_a_failed_save():
+                    await self.save(metrics)
         stopped = session.step < steps
-        if stopped or not every or session.step % every:
+        if session.saved_step != session.step:
             await self.save(metrics)
         return RunResult(session.folder.path, session.step, metrics, interrupted=stopped)
 
@@ -83,14 +89,30 @@ class SFTPipeline(HasSession):
         due = (config.every and step % config.every == 0) or (last and config.at_end) or step == 0
         if self.validation and due and not session.stop.is_set():
             await self.publish()
-            report = await session.until_stopped(self.validate())
+            try:
+                report = await session.until_stopped(self.validate())
+            except RollickError:
+                await self.rescue(metrics)
+                raise
             if report is not None:
                 metrics |= report.metrics()
                 keep_evaluation(session, step, report)
-        metrics |= session.watch.finish()
-        session.log.log(step, metrics)
-        session.view.step(step, metrics)
+        self.log_step(metrics)
         return metrics
+
+    def log_step(self, metrics: dict[str, float]) -> None:
+        """Write and show the metrics of a step, with its times."""
+        session = self.session
+        metrics |= session.watch.finish()
+        session.log.log(session.step, metrics)
+        session.view.step(session.step, metrics)
+
+    async def rescue(self, metrics: dict[str, float]) -> None:
+        """Keep the updates that are made when their validation fails, whose error is the news."""
+        if self.session.step:
+            self.log_step(metrics)
+            with suppress(RollickError):
+                await self.save(metrics)
 
     async def save(self, metrics: dict[str, float]) -> None:
         await self.session.save({"prompts": self.prompts.state()}, metrics)

@@ -210,6 +210,10 @@ class Ledger:
         self._dropped[reason] += 1
         self._drops_in_step += 1
 
+    def forgive_drops(self) -> None:
+        """Drops so far do not count against the allowance of the step under way."""
+        self._drops_in_step = 0
+
     def take(self, version: PolicyVersion, count: int | None = None) -> list[int] | None:
         """The batch of the step that starts at `version`, in the order of ids; None means: wait.
 

@@ -35,7 +35,7 @@ from rollick.rollout.limits import (
     stuck_error,
 )
 from rollick.rollout.router import choose_engine
-from rollick.rollout.stats import RolloutStats, StepWindow
+from rollick.rollout.stats import RolloutStats, StepWindow, token_ages
 from rollick.types import (
     Group,
     PolicyVersion,
@@ -210,9 +210,16 @@ class Rollout:
                 fix="an engine does not answer; see its log",
             ) from None
 
+    def forgive_step(self) -> None:
+        """Forget what stopped the step under way (drops, failed scores): a run that is resumed
+        with the cause mended begins the step with a clean sheet."""
+        self.ledger.forgive_drops()
+        self._window = StepWindow()
+
     def state(self) -> dict[str, Any]:
         """What `open` needs to go on, as JSON; save it with `untrained()`."""
-        return {"ledger": self.ledger.state(), "step": self.step}
+        window = self._window.state()
+        return {"ledger": self.ledger.state(), "step": self.step, "window": window}
 
     def untrained(self) -> list[Group]:
         """Groups that are not trained, ordered by id; of an open one, the members that are done."""
@@ -250,9 +257,21 @@ class Rollout:
         if state is not None:
             self.ledger.restore(state["ledger"])
             self.step = state["step"]
-            self._restore_members({group.uid: group for group in groups})
+            self._window.restore(state["window"])
+            saved = {group.uid: group for group in groups}
+            self._refuse_older(list(saved.values()))
+            self._restore_members(saved)
         self.ledger.published(self.version)
         self.resume_admission()
+
+    def _refuse_older(self, saved: Sequence[Group]) -> None:
+        oldest = int(token_ages(saved, self.version).max(initial=0))
+        if oldest > self.ledger.horizon:
+            raise CheckpointError(
+                f"the checkpoint has samples with tokens {oldest} versions old, and "
+                f"rollout.max_staleness is {self._wiring.config.max_staleness:g}",
+                fix=f"resume with rollout.max_staleness={oldest}",
+            )
 
     def _restore_members(self, saved: Mapping[int, Group]) -> None:
         for live in self.ledger.live():

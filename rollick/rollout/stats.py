@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -101,6 +102,17 @@ class StepWindow:
         else:
             self.failed += 1
             self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
+
+    def state(self) -> dict[str, Any]:
+        """The sums, as JSON."""
+        scores = {name: list(values) for name, values in self._scores.items()}
+        return vars(self) | {"dropped": dict(self.dropped), "_scores": scores}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from sums that `state` gave."""
+        vars(self).update(state)
+        self.dropped = Counter(state["dropped"])
+        self._scores = defaultdict(list, state["_scores"])
 
     def close(
         self, batch: Sequence[Group], *, step: int, version: PolicyVersion, wait_s: float

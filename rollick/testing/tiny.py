@@ -9,6 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rollick.models.load import quietly
+
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 ALPHABET = string.digits + string.ascii_lowercase + string.ascii_uppercase + " +-*/=?.,:;()<>|\n"
 
@@ -67,6 +69,7 @@ def tiny_model(
 def save_tiny(path: Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:
     """Write model and tokenizer as a Hugging Face folder; returns the folder."""
     tokenizer = tiny_tokenizer(alphabet)
-    tiny_model(len(tokenizer), seed=seed, **sizes).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    with quietly():
+        tiny_model(len(tokenizer), seed=seed, **sizes).save_pretrained(path)
+        tokenizer.save_pretrained(path)
     return path

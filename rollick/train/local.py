@@ -21,14 +21,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rollick.algorithms.kl import k3
 from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.config.schema import BypassCorrection, Recipe
+from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
-from rollick.models.attention import VARLEN
+from rollick.models.attention import VARLEN, other_layers
 from rollick.models.deterministic import deterministic_threads, tile_linears
 from rollick.models.head import output_head, token_logprobs
-from rollick.models.load import load_model, load_tokenizer, quietly
+from rollick.models.load import load_config, load_model, load_tokenizer, quietly
 from rollick.train.microbatch import Pack, loss_inputs, microbatches, pack
 from rollick.train.optimizer import MasterAdamW
 from rollick.train.strategy import LossFn, LossReport, OptimReport, WeightStream
@@ -36,9 +37,6 @@ from rollick.types import NOT_SAMPLED, BoolArray, FloatArray
 
 TENSORS_FILE = "learner.safetensors"
 COUNTERS_FILE = "learner.json"
-
-MAX_LOG_RATIO = 20.0
-"""Metrics bound pi/mu at e^20, so that one hopeless token does not make a sum infinite."""
 
 
 class LocalStrategy:
@@ -53,6 +51,12 @@ class LocalStrategy:
         self.deterministic = recipe.run.deterministic
         if self.deterministic:
             deterministic_threads(recipe.run.threads or 1)
+        if kinds := other_layers(load_config(recipe.model)):
+            raise ModelError(
+                f"{recipe.model.path!r} has layers of kind {kinds}, which cannot keep packed "
+                "sequences apart",
+                fix="use a decoder with attention layers only",
+            )
         self.module = load_model(recipe.model, device=device, attention=VARLEN)
         self.module.requires_grad_(trainable)
         if self.deterministic:
@@ -84,7 +88,7 @@ class LocalStrategy:
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
         """Accumulates the gradient of sum(weights * loss) over the counted tokens."""
         optimizer = self.optimizer
-        bypass = isinstance(self.recipe.algorithm.correction, BypassCorrection)
+        bypass = not self.recipe.objective.needs_old_logprobs
         tally = _Tally()
         for samples in self._microbatches(batch):
             part = batch.take(samples)
@@ -210,7 +214,7 @@ def _optimizer_of(module: torch.nn.Module, recipe: Recipe) -> MasterAdamW:
         module.named_parameters(),
         train.optimizer,
         schedule=train.schedule,
-        total_steps=recipe.run.steps * train.minibatches * train.epochs,
+        total_steps=recipe.optimizer_steps,
     )
 
 
@@ -238,8 +242,7 @@ class _Tally:
             return
         drawn = torch.as_tensor(drawn_T, device=inputs.logprobs_T.device)
         now_T, drawn_at_T = inputs.logprobs_T[drawn], inputs.behaviour_T[drawn]
-        log_ratio_T = (now_T - drawn_at_T).clamp(max=MAX_LOG_RATIO)
-        self._sum("mismatch_kl", (log_ratio_T.exp() - 1 - log_ratio_T).sum())
+        self._sum("mismatch_kl", k3(drawn_at_T, now_T).sum())
         moved = (now_T.exp() - drawn_at_T.exp()).abs().max()
         self.maxima["max_abs_dp"] = torch.maximum(self.maxima.get("max_abs_dp", moved), moved)
 

@@ -25,7 +25,7 @@ from rollick.config.schema import Recipe
 from rollick.data.chat import ChatCodec
 from rollick.errors import EngineError, RollickError, WorkerError
 from rollick.infer.engine import Capability, Engine, WeightStream
-from rollick.models.load import load_tokenizer
+from rollick.models.load import load_end_ids, load_tokenizer
 from rollick.types import (
     Completion,
     EngineLoad,
@@ -94,7 +94,7 @@ class GeneratorWorker:
         manifest, self.received = self.received, None
         if manifest is None or manifest.version != version:
             raise EngineError(f"asked to commit version {version}, which was not received")
-        await self.engine.update(read_weights(manifest), version)
+        await self.engine.update(read_weights(manifest), version, manifest.fingerprint)
 
     async def commit_shared(self, version: PolicyVersion) -> None:
         await self.engine.commit_shared(version)
@@ -213,8 +213,12 @@ class RemoteEngine:
 
     async def take_results(self) -> None:
         """Drains for ever and settles the pending generates."""
+        # A drain waits by itself, which must not count as work that takes too long.
+        limit_s = DRAIN_S + self.group.call_timeout_s
         while True:
-            drained: Drained = await self._call("drain")
+            drained: Drained = await self.group.call(
+                "generators", "drain", rank=self.rank, timeout_s=limit_s
+            )
             results, self.snapshot = drained
             for uid, result in results:
                 self._settle(uid, result)
@@ -264,6 +268,10 @@ async def _line(engine: RemoteEngine, work: Any) -> None:
         await work
     except RollickError as error:
         engine.fail(error)
+    except Exception as error:
+        # The boundary of a background task: who waits on the line must learn that it is gone.
+        kind = type(error).__name__
+        engine.fail(WorkerError(f"the line to generator {engine.rank} broke: {kind}: {error}"))
 
 
 def _nothing_drawn(request: Request) -> Completion:
@@ -278,7 +286,11 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
     torch.set_num_threads(context.threads)
     learner = context.roles.get("policy")
     shared = learner.strategy.module if isinstance(learner, LearnerWorker) else None
-    codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
+    codec = ChatCodec(
+        load_tokenizer(recipe.model),
+        recipe.model.template,
+        end_of_turn_ids=load_end_ids(recipe.model),
+    )
     engine = resolve("engines", recipe.infer.engine).create(
         recipe.infer,
         recipe.model,

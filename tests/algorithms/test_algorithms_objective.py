@@ -17,8 +17,6 @@ from rollick.algorithms.losses import LossInputs, TokenLoss, dppo_tv, ppo, sft
 from rollick.algorithms.objective import (
     METRICS,
     build_objective,
-    needs_old_logprobs,
-    needs_reference,
     resolve_aggregation,
 )
 from rollick.config.names import NAMES
@@ -354,10 +352,10 @@ def test_parts_that_cannot_work_together_are_refused(
 
 
 def test_what_a_recipe_needs_follows_from_its_parts():
-    assert not needs_old_logprobs(algorithm())
-    assert needs_old_logprobs(algorithm(correction="token_tis"))
-    assert not needs_reference(algorithm())
-    assert needs_reference(algorithm(kl={"coefficient": 0.1}))
+    assert not algorithm().needs_old_logprobs
+    assert algorithm(correction="token_tis").needs_old_logprobs
+    assert not algorithm().needs_reference
+    assert algorithm(kl={"coefficient": 0.1}).needs_reference
 
 
 def test_a_users_loss_and_correction_are_used_with_their_options(tmp_path: Path):

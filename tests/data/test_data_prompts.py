@@ -21,7 +21,7 @@ def stream_of(rows: Rows | dict[str, Rows], *, seed: int = 0, **options: Any) ->
     """A stream over Python rows; options of the data section, of the domain, or of `open`."""
     sources = rows if isinstance(rows, dict) else {"toy": rows}
     shares = options.pop("shares", {})
-    opening = {key: options.pop(key) for key in ("count_tokens",) if key in options}
+    opening = {key: options.pop(key) for key in ("count_tokens", "room") if key in options}
     whole = {key: options.pop(key) for key in list(options) if key in DataConfig.model_fields}
     domains = {
         name: DomainConfig(source=f"object:{name}", share=shares.get(name, 1.0), **options)
@@ -216,6 +216,15 @@ def test_too_long_prompts_and_those_that_cannot_be_encoded_are_quarantined():
     assert [prompt.text for prompt in stream.all()] == ["1234"]
     assert stream.quarantine.counts == {"too_long": 1, "cannot_encode": 1}
     assert stream.quarantine.rows[0].detail == "5 tokens, data.max_prompt_tokens is 4"
+
+
+def test_prompts_that_the_engines_have_no_room_for_are_quarantined():
+    def count(prompt: Prompt) -> int:
+        return len(prompt.text)
+
+    stream = stream_of(["123", "1234"], count_tokens=count, room=3, max_bad_rows=1)
+    assert [prompt.text for prompt in stream.all()] == ["123"]
+    assert stream.quarantine.rows[0].detail == "4 tokens, what infer.max_length has room for is 3"
 
 
 def test_only_the_first_twenty_bad_rows_are_listed_and_all_are_counted():

@@ -263,6 +263,21 @@ async def test_a_prefix_is_copied_before_its_old_slot_is_given_away():
     await engine.close()
 
 
+async def test_an_abort_means_the_request_that_has_the_id_now():
+    engine = _engine(_model(CONFIGS["llama"]), slots=2)
+    await engine.pause()
+    given_up = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=9)))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    again = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=9)))
+    await asyncio.sleep(0)
+    await engine.abort(SampleId(0, 0))
+    async with asyncio.timeout(5):
+        assert (await again).stop is StopReason.ABORTED
+    await engine.close()
+
+
 async def test_prefill_is_spread_over_steps_by_the_token_budget():
     engine = _engine(_model(CONFIGS["llama"]), slots=8, prefill_tokens=10)
     prompts = [[1, *([3 + i] * 6)] for i in range(4)]

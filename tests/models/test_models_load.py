@@ -16,6 +16,7 @@ from rollick.models.load import (
     empty_model,
     fingerprint,
     load_config,
+    load_end_ids,
     load_model,
     load_tokenizer,
     resolve_dtype,
@@ -40,6 +41,17 @@ def test_a_folder_gives_config_tokenizer_and_model(folder: Path, capfd: pytest.C
     assert not model.training
     assert next(model.parameters()).dtype is torch.float32
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_generation_config_says_what_ends_an_answer(folder: Path, tmp_path: Path):
+    assert load_end_ids(ModelConfig(path=str(folder))) == (2,)
+    assert load_end_ids(ModelConfig(path=str(folder), tokenizer="another")) == ()
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert load_end_ids(ModelConfig(path=str(tmp_path))) == (2, 5)
+    (tmp_path / "generation_config.json").unlink()
+    assert load_end_ids(ModelConfig(path=str(tmp_path))) == ()
 
 
 def test_a_loaded_model_does_not_depend_on_its_file(folder: Path, tmp_path: Path):

@@ -1,12 +1,21 @@
 """The figures of an evaluation, by hand and against brute force."""
 
+import asyncio
 import json
+import signal
+from collections.abc import Callable
 from itertools import combinations
 from math import isnan
 
 import pytest
 
+from rollick.config.load import LoadedRecipe
+from rollick.errors import ConfigError, RollickError
+from rollick.pipelines import inspect
+from rollick.pipelines.base import Session
 from rollick.pipelines.evaluate import pass_at_k, summarise, wilson
+from rollick.pipelines.inspect import evaluate_model
+from rollick.pipelines.run import wait_for
 from rollick.testing.fakes import group, prompt
 
 
@@ -114,3 +123,28 @@ def test_the_report_is_plain_json() -> None:
     assert read["domains"]["odd"]["score"] is None
     assert read["domains"]["sums"]["failed"] == 1
     assert read["overall"]["pass_at"]["1"]["value"] == pytest.approx((1 / 3 + 1 + 0) / 3)
+
+
+def test_pass_at_1_is_there_also_when_other_k_are_asked_for() -> None:
+    report = summarise(GROUPS, pass_k=(2,), threshold=0.999)
+    assert list(report.overall.pass_at) == [1, 2]
+    assert "eval/pass@1" in report.metrics()
+
+
+def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., LoadedRecipe]) -> None:
+    domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
+    loaded = toy(pipeline="sft", data={"domains": {"letters": domain}}, rollout={})
+    with pytest.raises(ConfigError, match=r"nothing to evaluate with.*data\.validation"):
+        wait_for(evaluate_model(loaded, checkpoint=None))
+
+
+def test_a_signal_stops_an_evaluation(
+    toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(session: Session, prompts: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(inspect, "evaluate_prompts", never)
+    with pytest.raises(RollickError, match="a signal stopped the evaluation"):
+        wait_for(evaluate_model(toy(), checkpoint=None))

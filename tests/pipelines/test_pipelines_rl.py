@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollick.config.load import LoadedRecipe, load_recipe
+from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.data.store import load_batch, load_groups
 from rollick.errors import CheckpointError, ConfigError, RewardError, RollickError
 from rollick.observe.metrics import is_documented, read_metrics
@@ -19,7 +19,7 @@ from rollick.pipelines.base import RunObjects, RunResult, open_folder
 from rollick.pipelines.inspect import GenerateReplay, TrainReplay, plan_replay
 from rollick.pipelines.rl import RLPipeline
 from rollick.pipelines.run import run_recipe, wait_for
-from rollick.testing.toys import letter_rows, says_letter
+from rollick.testing.toys import letter_rows, says_letter, toy_recipe
 
 Toy = Callable[..., LoadedRecipe]
 RunToy = Callable[..., RunResult]
@@ -81,6 +81,19 @@ def test_a_run_leaves_its_files(whole: RunResult) -> None:
     }
     assert whole.folder.is_dir()
     assert (whole.step, whole.interrupted) == (3, False)
+
+
+def test_a_users_aggregation_is_looked_for_beside_the_recipe(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rollick.algorithms.aggregation import token_mean\n"
+        "def own(counts_B, group_B, *, max_tokens):\n"
+        "    return token_mean(counts_B, group_B, max_tokens=max_tokens)\n"
+    )
+    recipe = toy_recipe(tiny_folder, tmp_path, steps=1)
+    recipe["algorithm"] = {"aggregation": "mine.py:own"}
+    assert run_recipe(recipe_from_dict(recipe, base=tmp_path)).step == 1
 
 
 def test_the_recipe_in_the_folder_is_the_one_that_ran(whole: RunResult) -> None:

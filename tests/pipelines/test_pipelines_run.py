@@ -3,8 +3,10 @@
 import asyncio
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,23 @@ def test_a_finished_run_goes_on_with_more_steps(train: Train) -> None:
     train(run__name="longer")
     result = train(run__name="longer", run__steps=2, resume=True)
     assert result.step == 2
+
+
+async def test_an_interrupt_of_the_waiting_thread_ends_the_work_too() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cleaned up")
+
+    # As in a notebook, where the interrupt is an exception in the thread that waits.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(work())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == ["cleaned up"]

@@ -486,6 +486,8 @@ async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids()
     async with opened([again], groups_per_step=3, state=state, groups=saved) as rollout:
         groups = await rollout.take()
         assert rollout.ledger.counts().groups.submitted == 3
+        # What was scored before counts in the step's figures too: scores are 0 and 1.
+        assert (rollout.stats().scored, rollout.stats().mean_score) == (6, 0.5)
     assert ids(groups) == [0, 1, 2]
     assert groups[0] is saved[0]
     assert groups[1].members[0] is saved[1].members[0]
@@ -501,6 +503,17 @@ async def test_a_resumed_run_without_its_finished_samples_is_refused():
         state = rollout.state()
     with pytest.raises(CheckpointError, match=r"samples \[0, 1\] of group 0"):
         async with opened([FakeEngine()], state=state):
+            pass
+
+
+async def test_a_run_cannot_be_resumed_with_less_staleness_than_its_samples_have():
+    engine = FakeEngine()
+    async with opened([engine], max_staleness=1) as rollout:
+        await until(lambda: rollout.ledger.complete_groups == 4)
+        await train(rollout, await rollout.take(), [engine])
+        state, saved = rollout.state(), rollout.untrained()
+    with pytest.raises(CheckpointError, match=r"1 versions old.*resume with rollout.max_staleness"):
+        async with opened([FakeEngine(version=1)], state=state, groups=saved, version=1):
             pass
 
 

@@ -118,6 +118,26 @@ def test_on_its_own_log_probs_a_policy_has_no_mismatch(folder: Path):
     assert report.sums["clip_share"] == 0
 
 
+def test_a_small_mismatch_keeps_its_digits(folder: Path):
+    """k3 of a log-ratio d is about d^2 / 2: far below what 1 + d can hold in float32."""
+    strategy = strategy_of(folder)
+    strategy.module.double()
+    batch = random_batch([6])
+    own_N = strategy.logprobs(batch)
+    strategy.module.float()
+    report = strategy.forward_backward(replace(batch, logprobs_N=own_N - 1e-3), policy_loss)
+    assert report.sums["mismatch_kl"] / report.tokens == pytest.approx(5e-7, rel=0.01)
+
+
+def test_a_model_with_other_layers_than_attention_is_refused(folder: Path, tmp_path: Path):
+    """Their state would run on from one packed sequence into the next."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen3_next", "layer_types": ["full_attention", "linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"layers of kind \['linear_attention'\]"):
+        strategy_of(tmp_path)
+
+
 def test_with_bypass_the_behaviour_stands_for_the_old_policy(folder: Path):
     seen: list[LossInputs] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup, open_group
@@ -19,6 +20,7 @@ from rollick.errors import EngineError, WorkerError
 from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import FakeEngine
 from rollick.types import Completion, PolicyVersion, Request, SampleId, Sampling, StopReason
+from rollick.weights.channels.host import remove_weights, write_weights
 from rollick.workers import generator
 from rollick.workers.generator import GeneratorWorker, RemoteEngine, open_engines
 
@@ -258,3 +260,53 @@ async def test_a_version_that_was_not_received_cannot_be_committed() -> None:
     worker = GeneratorWorker(FakeEngine())
     with pytest.raises(EngineError, match="commit version 2, which was not received"):
         await worker.commit(PolicyVersion(2))
+
+
+async def test_what_is_committed_is_what_was_verified() -> None:
+    class Careful(FakeEngine):
+        expected: Any = None
+
+        async def update(self, weights: Any, version: Any, expected: Any = None) -> Any:
+            self.expected = expected
+            return await super().update(weights, version, expected)
+
+    engine = Careful()
+    worker = GeneratorWorker(engine)
+    manifest = write_weights([("a", torch.ones(3))], PolicyVersion(2))
+    try:
+        await worker.receive(manifest)
+        await worker.commit(PolicyVersion(2))
+    finally:
+        remove_weights(manifest)
+    assert engine.expected == manifest.fingerprint
+
+
+async def test_an_idle_line_outlives_a_short_deadline_of_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generator, "DRAIN_S", 1.0)
+    devices = DeviceMap({"generators": parse_devices("cpu")})
+    specs = [RoleSpec("generators", f"{__name__}:make_fake", (FakeEngine(),))]
+    short = ClusterConfig(backend="inline", call_timeout_s=0.2)
+    async with (
+        open_group(devices, specs, cluster=short, threads=1) as group,
+        open_engines(group) as engines,
+    ):
+        await asyncio.sleep(0.4)
+        assert (await engines[0].generate(request())).stop is not StopReason.ABORTED
+
+
+async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_waits() -> None:
+    fake = FakeEngine(seconds=math.inf)
+    async with remote(fake) as (engine, _):
+        task = asyncio.create_task(engine.generate(request(0)))
+        await until(lambda: bool(fake.requests))
+
+        async def broken(*args: Any, **options: Any) -> Any:
+            raise TypeError("cannot be pickled")
+
+        engine.group.call = broken  # type: ignore[method-assign]
+        late = asyncio.create_task(engine.generate(request(1)))
+        for waiting in (task, late):
+            with pytest.raises(WorkerError, match="TypeError: cannot be pickled"):
+                await asyncio.wait_for(waiting, 5)

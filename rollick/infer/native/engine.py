@@ -27,13 +27,12 @@ from rollick.errors import EngineError, RollickError, WeightError
 from rollick.infer.engine import Capability, WeightStream
 from rollick.infer.native.rows import Job
 from rollick.infer.native.runner import Decode, Runner, Stops
+from rollick.models.attention import other_layers
 from rollick.models.cached_attention import CACHED
 from rollick.models.load import empty_model, fingerprint, load_model, share_parameters
 from rollick.types import Completion, EngineLoad, Fingerprint, PolicyVersion, Request, SampleId
 
 Result = TypeVar("Result")
-
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,10 +340,9 @@ class NativeEngine:
 
 def _check_module(module: nn.Module) -> None:
     config: Any = module.config
-    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
-    if kinds:
+    if kinds := other_layers(config):
         raise EngineError(
-            f"{type(module).__name__} has layers of kind {sorted(kinds)}, which the native "
+            f"{type(module).__name__} has layers of kind {kinds}, which the native "
             "engine's cache does not hold",
             fix="use another engine for this model",
         )

@@ -102,6 +102,8 @@ class Runner:
     def abort(self, uid: SampleId) -> tuple[Job, Completion] | None:
         """End a waiting or running request with what it has."""
         self._receive()
+        # A dropped request may have left its id to a later one, which is the one that is meant.
+        self._forget_dropped()
         for job in self.waiting:
             if job.request.uid == uid:
                 self.waiting.remove(job)
