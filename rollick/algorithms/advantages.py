@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import fsum, sqrt
 
-from rollick.config.schema import DrGrpoAdvantage, GrpoAdvantage
+from rollick.config.advantages import DrGrpoAdvantage, GrpoAdvantage
 from rollick.types import FloatArray, Group
 
 Advantages = list[list[float | FloatArray]]

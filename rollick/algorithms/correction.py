@@ -12,7 +12,7 @@ from math import log
 
 import torch
 
-from rollick.config.schema import BypassCorrection, NoCorrection, TokenTisCorrection
+from rollick.config.losses import BypassCorrection, NoCorrection, TokenTisCorrection
 
 
 def bypass(

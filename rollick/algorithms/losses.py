@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rollick.algorithms.kl import bounded_ratio
-from rollick.config.schema import DppoTvLoss, PpoLoss, SftLoss
+from rollick.config.losses import DppoTvLoss, PpoLoss, SftLoss
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,8 @@ from rollick.algorithms.aggregation import AggregationFn
 from rollick.algorithms.kl import FORMS, bounded_ratio, k3
 from rollick.algorithms.losses import LossInputs, TokenLoss
 from rollick.config.names import resolve
-from rollick.config.schema import AlgorithmConfig, CustomPart, Section
+from rollick.config.schema import AlgorithmConfig
+from rollick.config.section import CustomPart, Section
 from rollick.errors import ConfigError
 from rollick.types import Group
 

@@ -11,10 +11,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rollick.config.devices import Device, parse_devices
+from rollick.config.losses import PpoLoss
 from rollick.config.name_rules import import_everything
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
-from rollick.config.schema import AlgorithmConfig, PpoLoss, RolloutConfig, TrainConfig
+from rollick.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 from rollick.errors import ConfigError
 
 if TYPE_CHECKING:

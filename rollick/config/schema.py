@@ -1,79 +1,36 @@
 """Every option of a recipe, once: its type, its default and what it is for.
 
 A Recipe is frozen; nothing rewrites it after loading, and what is derived is a property.
-Checks that need more than one field live in check.py; names are resolved in names.py.
+Checks that need more than one field live in check.py; names are resolved in names.py. The options
+of algorithms are in advantages.py and losses.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
+from pydantic import BeforeValidator, Field
+
+from rollick.config.advantages import AdvantagePart, DrGrpoAdvantage
+from rollick.config.losses import (
+    BypassCorrection,
+    CorrectionPart,
+    DppoTvLoss,
+    KlConfig,
+    LossPart,
+    SftLoss,
 )
-from pydantic_core import PydanticCustomError
-
-from rollick.config.names import NAMES
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Scalar = bool | int | float | str | None
-
-
-class Section(BaseModel):
-    """A part of a recipe: frozen, unknown keys forbidden, every field documented."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python takes true for 1; in a recipe that is always a slip."""
-        kind: Any = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and kind is int:
-            raise PydanticCustomError("int_type", "true is not a whole number")
-        if isinstance(value, bool) and kind is float:
-            raise PydanticCustomError("float_type", "true is not a number")
-        return value
-
-
-def _by_name(value: Any) -> Any:
-    """`loss: ppo` is short for `loss: {name: ppo}`."""
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _as_text(value: Any) -> Any:
-    """`policy: 0` is short for `policy: "0"`."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _tag_of(kind: str, default: str) -> Any:
-    """Picks a part by its name; options without a name are those of the default part."""
-
-    def tag(value: Any) -> str:
-        if isinstance(value, dict):
-            name = value.get("name", default)  # pyright: ignore[reportUnknownVariableType]
-        else:
-            name = getattr(value, "name", None)
-        return name if isinstance(name, str) and name in NAMES[kind] else "custom"
-
-    return Discriminator(tag)
+from rollick.config.section import (
+    Decay,
+    NonNegative,
+    Positive,
+    Scalar,
+    Seconds,
+    Section,
+    Share,
+    as_text,
+    by_name,
+)
 
 
 class RunConfig(Section):
@@ -121,7 +78,7 @@ class RewardSpec(Section):
     """Keyword arguments handed to the function at every call."""
 
 
-Reward = Annotated[RewardSpec, BeforeValidator(_by_name, json_schema_input_type=str | RewardSpec)]
+Reward = Annotated[RewardSpec, BeforeValidator(by_name, json_schema_input_type=str | RewardSpec)]
 
 
 class DomainConfig(Section):
@@ -204,123 +161,6 @@ class RolloutConfig(Section):
     @property
     def drops_allowed(self) -> int:
         return self.max_drops_per_step or 10 * self.groups_per_step
-
-
-class DrGrpoAdvantage(Section):
-    """Score minus the group's mean; no division by the standard deviation."""
-
-    name: Literal["dr_grpo"] = "dr_grpo"
-    """The name."""
-
-
-class GrpoAdvantage(Section):
-    """Score minus the group's mean, over the group's standard deviation."""
-
-    name: Literal["grpo"] = "grpo"
-    """The name."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    """Added to the standard deviation."""
-
-
-class CustomPart(Section):
-    """A function of the user's own."""
-
-    name: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
-    """file.py:function (relative to the recipe) or package.module:function."""
-    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
-    """Handed to the function as its `options`."""
-
-
-class DppoTvLoss(Section):
-    """Policy gradient on pi/mu that keeps a token while its probability moved less than delta."""
-
-    name: Literal["dppo_tv"] = "dppo_tv"
-    """The name."""
-    delta: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """How far a token's probability may move away from the behaviour's."""
-    max_ratio: Annotated[float, Field(ge=1)] = 20.0
-    """Upper end of the importance ratio."""
-
-
-class PpoLoss(Section):
-    """PPO's clipped surrogate, with clip-higher and dual clip."""
-
-    name: Literal["ppo"] = "ppo"
-    """The name."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped from above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(ge=0)] = 3.0
-    """Bound for negative advantages, as a multiple of them; 0 is off, otherwise above 1."""
-
-
-class SftLoss(Section):
-    """Negative log-likelihood of the response."""
-
-    name: Literal["sft"] = "sft"
-    """The name."""
-
-
-class BypassCorrection(Section):
-    """The behaviour policy stands in for the old one; saves a forward."""
-
-    name: Literal["bypass"] = "bypass"
-    """The name."""
-
-
-class NoCorrection(Section):
-    """The old policy's log-probs are computed by the learner; no weight for the mismatch."""
-
-    name: Literal["none"] = "none"
-    """The name."""
-
-
-class TokenTisCorrection(Section):
-    """Each token is weighted by old/behaviour, truncated from above."""
-
-    name: Literal["token_tis"] = "token_tis"
-    """The name."""
-    cap: Annotated[float, Field(gt=0)] = 2.0
-    """Largest weight."""
-
-
-class KlConfig(Section):
-    """Distance kept to a frozen reference policy."""
-
-    coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL in the loss; 0 needs no reference."""
-    form: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator: k2 (gradient of the reverse KL) or k3 (bounded stand-in)."""
-
-
-_Advantage = Annotated[
-    Annotated[DrGrpoAdvantage, Tag("dr_grpo")]
-    | Annotated[GrpoAdvantage, Tag("grpo")]
-    | Annotated[CustomPart, Tag("custom")],
-    _tag_of("advantages", default="dr_grpo"),
-]
-AdvantagePart = Annotated[
-    _Advantage, BeforeValidator(_by_name, json_schema_input_type=str | _Advantage)
-]
-_Loss = Annotated[
-    Annotated[DppoTvLoss, Tag("dppo_tv")]
-    | Annotated[PpoLoss, Tag("ppo")]
-    | Annotated[SftLoss, Tag("sft")]
-    | Annotated[CustomPart, Tag("custom")],
-    _tag_of("losses", default="dppo_tv"),
-]
-LossPart = Annotated[_Loss, BeforeValidator(_by_name, json_schema_input_type=str | _Loss)]
-_Correction = Annotated[
-    Annotated[BypassCorrection, Tag("bypass")]
-    | Annotated[NoCorrection, Tag("none")]
-    | Annotated[TokenTisCorrection, Tag("token_tis")]
-    | Annotated[CustomPart, Tag("custom")],
-    _tag_of("corrections", default="bypass"),
-]
-CorrectionPart = Annotated[
-    _Correction, BeforeValidator(_by_name, json_schema_input_type=str | _Correction)
-]
 
 
 class AlgorithmConfig(Section):
@@ -410,7 +250,7 @@ class InferConfig(Section):
     """Prompt tokens computed in one engine step."""
 
 
-DeviceList = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | int)]
+DeviceList = Annotated[str, BeforeValidator(as_text, json_schema_input_type=str | int)]
 
 
 class DevicesConfig(Section):

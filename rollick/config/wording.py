@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 
 from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath, Problem, did_you_mean, dotted, show
-from rollick.config.schema import Recipe, Section
+from rollick.config.schema import Recipe
+from rollick.config.section import Section
 from rollick.config.source import Node
 
 EXPECTED = {

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from rollick.algorithms.advantages import Advantages, dr_grpo
+from rollick.config.advantages import DrGrpoAdvantage
 from rollick.config.load import recipe_from_dict
-from rollick.config.schema import DrGrpoAdvantage
 from rollick.errors import RollickError
 from rollick.observe.metrics import read_metrics
 from rollick.observe.report import Exchange, write_report

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from rollick.algorithms.advantages import dr_grpo, grpo
 from rollick.algorithms.objective import resolve_advantage
-from rollick.config.schema import AlgorithmConfig, CustomPart, DrGrpoAdvantage, GrpoAdvantage
+from rollick.config.advantages import DrGrpoAdvantage, GrpoAdvantage
+from rollick.config.schema import AlgorithmConfig
+from rollick.config.section import CustomPart
 from rollick.errors import ConfigError
 from rollick.testing.fakes import group
 

@@ -9,7 +9,7 @@ import torch
 
 from rollick.algorithms.correction import bypass, none, token_tis
 from rollick.algorithms.kl import FORMS, MAX_LOG_RATIO, bounded_ratio, k1, k2, k3
-from rollick.config.schema import BypassCorrection, NoCorrection, TokenTisCorrection
+from rollick.config.losses import BypassCorrection, NoCorrection, TokenTisCorrection
 
 
 def logs(*probabilities: float) -> torch.Tensor:

@@ -19,8 +19,9 @@ from rollick.algorithms.objective import (
     build_objective,
     resolve_aggregation,
 )
+from rollick.config.losses import DppoTvLoss, PpoLoss, SftLoss
 from rollick.config.names import NAMES
-from rollick.config.schema import AlgorithmConfig, DppoTvLoss, PpoLoss, SftLoss
+from rollick.config.schema import AlgorithmConfig
 from rollick.errors import ConfigError
 
 MIXTURES: dict[str, dict[str, Any]] = {

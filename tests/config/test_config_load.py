@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollick.config.load import LoadedRecipe, dump_recipe, load_recipe, recipe_from_dict
-from rollick.config.schema import CustomPart, DppoTvLoss, PpoLoss, Recipe
+from rollick.config.losses import DppoTvLoss, PpoLoss
+from rollick.config.schema import Recipe
+from rollick.config.section import CustomPart
 from rollick.errors import ConfigError
 
 PLAIN = """\

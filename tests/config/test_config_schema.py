@@ -12,7 +12,8 @@ from pydantic import Tag, ValidationError
 from rollick.config import schema
 from rollick.config.load import recipe_schema
 from rollick.config.names import NAMES
-from rollick.config.schema import Recipe, RolloutConfig, Section
+from rollick.config.schema import Recipe, RolloutConfig
+from rollick.config.section import Section
 
 SECTIONS = [
     value

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollick.algorithms.losses import LossInputs, TokenLoss, ppo
-from rollick.config.schema import PpoLoss, Recipe
+from rollick.config.losses import PpoLoss
+from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.models.load import fingerprint
 from rollick.testing.batches import random_batch, recipe_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollick.algorithms.losses import LossInputs, TokenLoss, ppo
-from rollick.config.schema import PpoLoss
+from rollick.config.losses import PpoLoss
 from rollick.models.load import fingerprint
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.tiny import save_tiny

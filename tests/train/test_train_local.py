@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollick.algorithms.losses import LossInputs, TokenLoss, dppo_tv, ppo
-from rollick.config.schema import DppoTvLoss, PpoLoss
+from rollick.config.losses import DppoTvLoss, PpoLoss
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
 from rollick.models.attention import PackedLayout
