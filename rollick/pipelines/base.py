@@ -22,7 +22,6 @@ from collections.abc import (
     Generator,
     Mapping,
     Sequence,
-    Set,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -31,23 +30,25 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from rollick.checkpoint import Checkpoint, CheckpointStore, RunLock
-from rollick.cluster.devices import DeviceMap, PhasePlan, Seat, plan_phases, plan_residency
+from rollick.checkpoint import Checkpoint
+from rollick.cluster.devices import DeviceMap, PhasePlan, plan_phases, plan_residency
 from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
-from rollick.config.load import LoadedRecipe, dump_recipe
+from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
 from rollick.data.store import load_groups, save_batch, save_groups
-from rollick.errors import CheckpointError, ConfigError, RollickError
+from rollick.errors import CheckpointError, RollickError
 from rollick.models.load import load_tokenizer
 from rollick.models.probe import safe_environment
 from rollick.observe.live import LiveView, Stopwatch
-from rollick.observe.metrics import MetricLog, read_metrics, rewrite
+from rollick.observe.metrics import MetricLog
 from rollick.observe.sinks import open_sink
+from rollick.pipelines.folder import RunFolder, open_folder
+from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
 from rollick.types import Group, PolicyVersion, RewardFn, Sample, Score
 from rollick.weights.sync import Publisher
@@ -87,95 +88,6 @@ class RunResult:
     def score(self) -> float:
         """Validation's pass@1 where there was one, else the last step's mean score."""
         return self.metrics.get("eval/pass@1", self.metrics.get("score/mean", float("nan")))
-
-
-class RunFolder:
-    """The files of one run."""
-
-    def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path = path
-        self.checkpoints = CheckpointStore(
-            path / "checkpoints",
-            keep_last=recipe.checkpoint.keep_last,
-            keep_best=recipe.checkpoint.keep_best,
-        )
-
-    @property
-    def dumps(self) -> Path:
-        return self.path / "dumps"
-
-    @property
-    def begun(self) -> bool:
-        """Whether a run has left something here that another one would mix with."""
-        return (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
-
-    def forget_after(self, step: int) -> None:
-        """Remove the samples of steps that will be made again."""
-        for name in ("samples.jsonl", "validation.jsonl"):
-            if (self.path / name).exists():
-                rows = read_metrics(self.path / name)
-                rewrite(self.path / name, [row for row in rows if row["step"] <= step])
-
-    def keep_recipe(self, recipe: Recipe) -> None:
-        """The resolved recipe, beside what it made."""
-        (self.path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-
-    def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to a .jsonl file of the run."""
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-@contextmanager
-def open_folder(recipe: Recipe, *, resume: bool) -> Generator[RunFolder]:
-    """The run's folder, locked. A folder that holds a run is only taken up to resume it."""
-    path = Path(recipe.run.folder) / recipe.run.name
-    if resume and not (path / "recipe.yaml").exists():
-        raise CheckpointError(f"{path} holds no run to resume", fix="start without --resume")
-    path.mkdir(parents=True, exist_ok=True)
-    with RunLock(path):
-        folder = RunFolder(path, recipe)
-        if folder.begun and not resume:
-            raise ConfigError(
-                f"{path} already holds a run",
-                fix="continue it with --resume, or choose another run.name",
-            )
-        if not resume:
-            folder.keep_recipe(recipe)
-        yield folder
-
-
-class Residency:
-    """Keeps generators paused and roles asleep as the plan of the phase under way says.
-
-    Nothing is resumed when a phase ends: the next one's plan decides. So an engine that shares
-    the learner's parameters stays paused from before the optimizer step until the commit.
-    """
-
-    def __init__(self, group: WorkerGroup, plans: Mapping[str, PhasePlan]) -> None:
-        self.group = group
-        self.plans = plans
-        self.paused: frozenset[int] = frozenset()
-        self.asleep: frozenset[Seat] = frozenset()
-
-    async def enter(self, phase: str) -> None:
-        plan = self.plans.get(phase)
-        if plan is None:
-            return
-        pauses, asleep = frozenset(plan.pauses), frozenset(plan.sleeps)
-        await self._each("pause", {Seat("generators", rank) for rank in pauses - self.paused})
-        await self._each("sleep", asleep - self.asleep)
-        await self._each("wake", self.asleep - asleep)
-        await self._each("resume", {Seat("generators", rank) for rank in self.paused - pauses})
-        self.paused, self.asleep = pauses, asleep
-
-    async def _each(self, method: str, seats: Set[Seat]) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for role, rank in sorted(seats):
-                    tasks.create_task(self.group.call(role, method, rank=rank))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
 
 
 class Session:

@@ -15,7 +15,8 @@ from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.data.store import load_batch, load_groups
 from rollick.errors import CheckpointError, ConfigError, RewardError, RollickError
 from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult, open_folder
+from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.folder import open_folder
 from rollick.pipelines.inspect import GenerateReplay, TrainReplay, plan_replay
 from rollick.pipelines.rl import RLPipeline
 from rollick.pipelines.run import run_recipe, wait_for

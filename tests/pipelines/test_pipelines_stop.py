@@ -13,7 +13,8 @@ from rollick.data.store import load_batch
 from rollick.errors import CheckpointError, RollickError, StuckError
 from rollick.observe.metrics import read_metrics
 from rollick.pipelines import rl, sft
-from rollick.pipelines.base import RunFolder, RunObjects, Session
+from rollick.pipelines.base import RunObjects, Session
+from rollick.pipelines.folder import RunFolder
 from rollick.pipelines.run import run_recipe
 
 Toy = Callable[..., LoadedRecipe]
