@@ -38,6 +38,28 @@ def output_head(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return head.weight, getattr(head, "bias", None)
 
 
+def head_logits(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None = None,
+    *,
+    tiled: bool = False,
+) -> torch.Tensor:
+    """Logits [T, V] in float32 (float64 stays): a half-precision product is never rounded to half.
+
+    A bfloat16 logit of 20 is off by up to 0.06, which is that much in a log-prob: engine and
+    learner both take their logits from here. No gradient flows through it.
+    """
+    wide = _result_dtype(hidden_TD)
+    with torch.no_grad():
+        if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
+            logits_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
+            return logits_TV if bias_V is None else logits_TV.add_(bias_V)
+        product = tiled_linear if tiled else linear
+        bias_V = None if bias_V is None else bias_V.to(wide)
+        return product(hidden_TD.to(wide), weight_VD.to(wide), bias_V)
+
+
 def token_logprobs(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -66,10 +88,8 @@ def _chunk_logprobs(
     tiled: bool,
 ) -> torch.Tensor:
     """Log-softmax of a chunk, [C, V]; the division by the temperature is in float32."""
-    product = tiled_linear if tiled else linear
-    logits_CV = product(hidden_CD, weight_VD, bias_V)
-    logits_CV = logits_CV.to(_result_dtype(hidden_CD)).div_(temperature_C[:, None])
-    return torch.log_softmax(logits_CV, dim=-1)
+    logits_CV = head_logits(hidden_CD, weight_VD, bias_V, tiled=tiled)
+    return torch.log_softmax(logits_CV.div_(temperature_C[:, None]), dim=-1)
 
 
 def _result_dtype(hidden: torch.Tensor) -> torch.dtype:

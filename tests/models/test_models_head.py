@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rollick.errors import ModelError
-from rollick.models.head import output_head, token_logprobs
+from rollick.models.head import head_logits, output_head, token_logprobs
 from rollick.testing.tiny import tiny_model
 
 
@@ -117,3 +117,17 @@ def test_a_model_that_caps_its_logits_is_refused():
     )
     with pytest.raises(ModelError, match="final_logit_softcapping"):
         output_head(Gemma2ForCausalLM(config))
+
+
+def test_logits_of_half_precision_operands_are_not_rounded_to_half_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 64, generator=generator).bfloat16()
+    weight = torch.randn(32, 64, generator=generator).bfloat16()
+    bias = torch.randn(32, generator=generator).bfloat16()
+    exact = hidden.double() @ weight.double().t() + bias.double()
+    for tiled in (False, True):
+        logits = head_logits(hidden, weight, bias, tiled=tiled)
+        assert logits.dtype is torch.float32
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
+    rounded = torch.nn.functional.linear(hidden, weight, bias)
+    assert (rounded.double() - exact).abs().max() > 1e-2

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rollick.infer.native.cache import SlotCache
 from rollick.models.cached_attention import AttentionStep, DecodeStep, PrefillStep, RowStep
 from rollick.models.deterministic import ROWS, tile_linears
+from rollick.models.head import head_logits, output_head
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -57,14 +58,14 @@ class BatchedForward:
         step = PrefillStep(self._cache, rows=[p.row for p in ordered], lengths=lengths)
         token_ids = np.concatenate([prefix.token_ids for prefix in ordered])
         positions = np.concatenate([np.arange(length) for length in lengths])
-        self._run(token_ids[None], positions[None], step=step, keep=1)
+        _hidden(self._module, self._device, token_ids[None], positions[None], step=step)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
         step = DecodeStep(self._cache, positions=position_R.tolist(), device=self._device)
-        return self._run(token_R[:, None], position_R[:, None], step=step, keep=0)[:, 0]
-
-    def _run(self, token_ids: Ids, positions: Ids, *, step: AttentionStep, keep: int) -> Tensor:
-        return _logits(self._module, self._device, token_ids, positions, step=step, keep=keep)
+        hidden_R1D = _hidden(
+            self._module, self._device, token_R[:, None], position_R[:, None], step=step
+        )
+        return head_logits(hidden_R1D[:, 0], *output_head(self._module))
 
 
 class TiledForward:
@@ -80,50 +81,37 @@ class TiledForward:
         row_N = np.concatenate([np.full(len(p.token_ids), p.row) for p in prefixes])
         position_N = np.concatenate([np.arange(len(p.token_ids)) for p in prefixes])
         token_N = np.concatenate([p.token_ids for p in prefixes])
-        self._tiles(token_N, position_N, row_N, keep=1)
+        self._tiles(token_N, position_N, row_N)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
-        tiles = self._tiles(token_R, position_R, np.arange(len(token_R)), keep=0)
-        return torch.cat(tiles)[: len(token_R)]
+        hidden_RD = torch.cat(self._tiles(token_R, position_R, np.arange(len(token_R))))
+        return head_logits(hidden_RD, *output_head(self._module), tiled=True)[: len(token_R)]
 
-    def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids, *, keep: int) -> list[Tensor]:
-        logits: list[Tensor] = []
+    def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
+        """Hidden states of ROWS tokens at a time, the filler of the last tile included."""
+        hidden: list[Tensor] = []
         for start in range(0, len(token_N), ROWS):
             here = slice(start, start + ROWS)
             step = RowStep(
                 self._cache, rows=row_N[here].tolist(), positions=position_N[here].tolist()
             )
-            logits.append(
-                _logits(
-                    self._module,
-                    self._device,
-                    _tile(token_N[here]),
-                    _tile(position_N[here]),
-                    step=step,
-                    keep=keep,
-                )[0]
-            )
-        return logits
+            tile = _tile(token_N[here]), _tile(position_N[here])
+            hidden.append(_hidden(self._module, self._device, *tile, step=step)[0])
+        return hidden
 
 
 def _tile(values: Ids) -> Ids:
     return np.pad(values, (0, ROWS - len(values)))[None]
 
 
-def _logits(
-    module: nn.Module,
-    device: str,
-    token_ids: Ids,
-    positions: Ids,
-    *,
-    step: AttentionStep,
-    keep: int,
+def _hidden(
+    module: nn.Module, device: str, token_ids: Ids, positions: Ids, *, step: AttentionStep
 ) -> Tensor:
-    """Logits of the last `keep` tokens of each sequence; of all tokens where it is 0."""
-    return module(
+    """The last hidden state of every token; fills the cache on the way."""
+    decoder: Any = module.base_model
+    return decoder(
         input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
         position_ids=torch.from_numpy(positions.astype(np.int64)).to(device),
         use_cache=False,
-        logits_to_keep=keep,
         step=step,
-    ).logits
+    ).last_hidden_state
