@@ -1,9 +1,13 @@
 """Corrections: the weight of a token for the mismatch between the engine and the learner.
 
-Pure functions: (behaviour_T, old_T, options) -> weights_T, a factor of each token's policy loss
-that carries no gradient. behaviour_T is log mu as the engine gave it, old_T is log pi_old of the
-learner at the start of the step. What stands for pi_old is decided in objective.py: under
-`bypass` it is mu itself, and the learner's forward is saved.
+Pure functions: (LossInputs, options) -> weights_T, a factor of each token's policy loss that
+carries no gradient. behaviour_T is log mu as the engine gave it, old_T is log pi_old of the
+learner at the start of the step; w = pi_old / mu. What stands for pi_old is decided in
+objective.py: under `bypass` and `opsm` it is mu itself, and the learner's forward is saved.
+
+A dropped token has weight 0. The denominator of the loss stays that of the aggregation, fixed
+when the batch was made, before anything was dropped: a step that drops half of its tokens is a
+smaller step, and not a step of the usual length on the other half. `mask_share` says how much.
 """
 
 from __future__ import annotations
@@ -12,24 +16,95 @@ from math import log
 
 import torch
 
-from rollick.config.losses import BypassCorrection, NoCorrection, TokenTisCorrection
+from rollick.algorithms.kl import k3 as k3_estimate
+from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.segments import segment_mean, segment_sum
+from rollick.config.corrections import (
+    BypassCorrection,
+    DecoupledCorrection,
+    GeometricCorrection,
+    IcepopCorrection,
+    K3Correction,
+    NoCorrection,
+    OpsmCorrection,
+    SequenceTisCorrection,
+    TokenTisCorrection,
+)
 
 
-def bypass(
-    behaviour_T: torch.Tensor, old_T: torch.Tensor, options: BypassCorrection
-) -> torch.Tensor:
+def bypass(inputs: LossInputs, options: BypassCorrection) -> torch.Tensor:
     """1: the loss itself is on pi / mu, so there is no mismatch left to weigh."""
-    return torch.ones_like(behaviour_T)
+    return torch.ones_like(inputs.behaviour_T)
 
 
-def none(behaviour_T: torch.Tensor, old_T: torch.Tensor, options: NoCorrection) -> torch.Tensor:
+def none(inputs: LossInputs, options: NoCorrection) -> torch.Tensor:
     """1: the mismatch is measured, not corrected."""
-    return torch.ones_like(behaviour_T)
+    return torch.ones_like(inputs.behaviour_T)
 
 
-def token_tis(
-    behaviour_T: torch.Tensor, old_T: torch.Tensor, options: TokenTisCorrection
+def token_tis(inputs: LossInputs, options: TokenTisCorrection) -> torch.Tensor:
+    """min(w, cap): truncated importance sampling, token by token."""
+    return _truncated(_log_w(inputs), options.cap)
+
+
+def sequence_tis(inputs: LossInputs, options: SequenceTisCorrection) -> torch.Tensor:
+    """min(product of w over the sample, cap): without bias but for the cut, at more variance."""
+    return _truncated(segment_sum(_log_w(inputs), inputs.sequence_T), options.cap)
+
+
+def icepop(inputs: LossInputs, options: IcepopCorrection) -> torch.Tensor:
+    """w where low <= w <= high, else 0."""
+    w_T = _truncated(_log_w(inputs), 2 * options.high)
+    return torch.where((w_T >= options.low) & (w_T <= options.high), w_T, 0.0)
+
+
+def geometric(inputs: LossInputs, options: GeometricCorrection) -> torch.Tensor:
+    """1 where low <= exp(mean of ln w over the sample) <= high, else 0."""
+    mean_T = segment_mean(_log_w(inputs), inputs.sequence_T)
+    return ((mean_T >= log(options.low)) & (mean_T <= log(options.high))).to(mean_T.dtype)
+
+
+def k3(inputs: LossInputs, options: K3Correction) -> torch.Tensor:
+    """1 where the mean over the sample of k3(mu, pi_old) <= max_kl, else 0.
+
+    Unlike the geometric mean, terms of opposite sign do not cancel.
+    """
+    kl_T = k3_estimate(inputs.behaviour_T, inputs.old_T.detach())
+    return (segment_mean(kl_T, inputs.sequence_T) <= options.max_kl).to(kl_T.dtype)
+
+
+def decoupled(inputs: LossInputs, options: DecoupledCorrection) -> torch.Tensor:
+    """min(w, cap), for a loss that bounds pi / pi_old: sg(min(w, C)) ppo(r) (arXiv 2505.24298)."""
+    return _truncated(_log_w(inputs), options.cap)
+
+
+def opsm(inputs: LossInputs, options: OpsmCorrection) -> torch.Tensor:
+    """0 for A < 0 in samples with mean(log pi_old - log pi) > delta, else 1.
+
+    pi_old is mu here: against the learner's own old policy the difference would be 0 at one
+    optimizer step a batch. The policy hardly draws such a sample any more, so what it says of
+    mistakes is out of date (DeepSeek-V3.2, arXiv 2512.02556).
+    """
+    fall_T = segment_mean((inputs.old_T - inputs.logprobs_T).detach(), inputs.sequence_T)
+    return 1 - ((inputs.advantages_T < 0) & (fall_T > options.delta)).to(fall_T.dtype)
+
+
+def interpolated_old(
+    behaviour_T: torch.Tensor, now_T: torch.Tensor, age_T: torch.Tensor
 ) -> torch.Tensor:
-    """min(pi_old / mu, cap): truncated importance sampling, token by token."""
-    # Truncated in log space, so that no exp can overflow.
-    return (old_T - behaviour_T).detach().clamp(max=log(options.cap)).exp()
+    """A stand-in for log pi_old without a forward: (1/age) log mu + (1 - 1/age) log pi.
+
+    Log-linear between the policy that drew the token, `age_T` versions ago, and the present one;
+    a fresh token (age 0) is given the present one.
+    """
+    share_T = torch.where(age_T > 0, 1 / age_T.clamp(min=1).to(now_T.dtype), 0.0)
+    return share_T * behaviour_T + (1 - share_T) * now_T.detach()
+
+
+def _log_w(inputs: LossInputs) -> torch.Tensor:
+    return (inputs.old_T - inputs.behaviour_T).detach()
+
+
+def _truncated(log_w_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """min(w, cap), truncated in log space, so that no exp can overflow."""
+    return log_w_T.clamp(max=log(cap)).exp()

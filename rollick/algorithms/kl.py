@@ -37,5 +37,35 @@ def k3(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
     return log_x_T.expm1() - log_x_T
 
 
+def binary_kl(log_p_T: torch.Tensor, log_q_T: torch.Tensor) -> torch.Tensor:
+    """KL(Bernoulli(p) || Bernoulli(q)): of drawing the token or any other; never negative."""
+    drawn_T = log_p_T.exp() * (log_p_T - log_q_T)
+    other_p_T, other_q_T = _log_of_others(log_p_T), _log_of_others(log_q_T)
+    return (drawn_T + other_p_T.exp() * (other_p_T - other_q_T)).clamp(min=0)
+
+
+def _log_of_others(log_p_T: torch.Tensor) -> torch.Tensor:
+    """log(1 - p), finite also at p = 1."""
+    return (-log_p_T.expm1()).clamp(min=torch.finfo(log_p_T.dtype).tiny).log()
+
+
+def fixed_coefficient(coefficient: float, *, observed: float, samples: int) -> float:
+    """The coefficient for the next step: the same."""
+    return coefficient
+
+
+def adaptive_coefficient(
+    coefficient: float, *, observed: float, samples: int, target: float, horizon: int
+) -> float:
+    """The coefficient for the next step, by proportional control of the KL to `target`.
+
+    coefficient (1 + e samples / horizon), e = observed / target - 1 within +-0.2: a KL above its
+    target raises the coefficient, one wild batch cannot change it much (arXiv 1909.08593). It
+    never becomes negative, however many samples a step has.
+    """
+    error = min(max(observed / target - 1, -0.2), 0.2)
+    return max(coefficient * (1 + error * samples / horizon), 0.0)
+
+
 FORMS = {"k1": k1, "k2": k2, "k3": k3}
 """Estimators by the name that a recipe gives them."""

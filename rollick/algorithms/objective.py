@@ -19,7 +19,10 @@ import torch
 from rollick.algorithms.advantages import AdvantageFn, Advantages
 from rollick.algorithms.aggregation import AggregationFn
 from rollick.algorithms.kl import FORMS, bounded_ratio, k3
-from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.algorithms.losses import LossInputs, TokenLoss, sums_by_sign
+from rollick.algorithms.shaping import shape_scores
+from rollick.config.advantages import ShapingConfig
+from rollick.config.corrections import clash
 from rollick.config.names import resolve
 from rollick.config.schema import AlgorithmConfig
 from rollick.config.section import CustomPart, Section
@@ -28,9 +31,12 @@ from rollick.types import Group
 
 METRICS: Mapping[str, str] = {
     "policy_loss": "loss of the policy part, correction weight included, before aggregation",
-    "clip_share": "tokens whose gradient the trust region stopped",
+    "clip_share": "tokens that the loss clipped: gradient stopped, or importance ratio cut",
     "clip_share_up": "those of them with a positive advantage",
     "clip_share_down": "those of them with a negative advantage",
+    "mask_share": "tokens that the correction dropped",
+    "mask_share_up": "those of them with a positive advantage",
+    "mask_share_down": "those of them with a negative advantage",
     "correction_weight": "factor for the mismatch of engine and learner",
     "engine_kl": "k3 of the engine's behaviour policy and the learner's old one",
     "ratio": "pi / mu; its mean is 1 on-policy",
@@ -39,16 +45,22 @@ METRICS: Mapping[str, str] = {
 }
 """Metric sums that the built-in parts add, each divided by the trained tokens when logged."""
 
-Correct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Correct = Callable[[LossInputs], torch.Tensor]
 
 
 def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -> AdvantageFn:
-    """The recipe's advantage as a function of the groups alone; its answer is checked."""
+    """The recipe's shaping and advantage, of the groups alone; the answer is checked."""
     compute = _bind("advantages", algorithm.advantage, base)
     name = algorithm.advantage.name
+    if name == "gdpo" and algorithm.shaping != ShapingConfig():
+        raise ConfigError(
+            "algorithm.shaping changes the score, and advantage gdpo looks at its parts alone",
+            fix="remove the shaping, or use another advantage",
+        )
 
     def advantages(groups: Sequence[Group]) -> Advantages:
-        return _checked_advantages(compute(groups), groups, name)
+        shaped = shape_scores(groups, algorithm.shaping)
+        return _checked_advantages(compute(shaped), groups, name)
 
     return advantages
 
@@ -81,7 +93,7 @@ class _Objective:
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         if not self.algorithm.needs_old_logprobs:
             inputs = replace(inputs, old_T=inputs.behaviour_T)
-        weight_T = self.correct(inputs.behaviour_T, inputs.old_T).detach()
+        weight_T = self.correct(inputs).detach()
         policy = self.loss(inputs)
         loss_T = policy.loss_T * weight_T
         sums = {
@@ -111,7 +123,11 @@ class _Objective:
         if self.algorithm.loss.name == "sft":  # no policy drew these tokens: there is no mu
             return {}
         ratio_T = bounded_ratio(inputs.logprobs_T, inputs.behaviour_T)
-        sums = {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
+        sums = {
+            "ratio": ratio_T.sum(),
+            "ratio_squared": ratio_T.square().sum(),
+            **sums_by_sign("mask_share", weight_T == 0, inputs.advantages_T),
+        }
         if self.algorithm.needs_old_logprobs:
             sums["correction_weight"] = weight_T.sum()
             sums["engine_kl"] = k3(inputs.behaviour_T, inputs.old_T).sum()
@@ -132,21 +148,13 @@ def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
 
 
 def _refuse_bad_mixtures(algorithm: AlgorithmConfig) -> None:
-    loss, correction = algorithm.loss.name, algorithm.correction.name
     if algorithm.kl.coefficient > 0 and algorithm.kl.form == "k1":
         raise ConfigError(
             "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
             fix="use k2 (gradient of the reverse KL) or k3",
         )
-    if correction == "token_tis" and loss in ("dppo_tv", "sft"):
-        why = {
-            "dppo_tv": "already weighs by pi/mu, so old/mu would count twice",
-            "sft": "trains on tokens that no policy drew",
-        }[loss]
-        raise ConfigError(
-            f"algorithm.correction=token_tis does not go with loss={loss}, which {why}",
-            fix="use correction: bypass",
-        )
+    if why := clash(algorithm.loss.name, algorithm.correction.name):
+        raise ConfigError(f"algorithm.correction: {why}", fix="use correction: bypass")
 
 
 def _checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> Advantages:

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from rollick.config.section import CustomPart, Section, by_name, tag_of
+from rollick.config.section import CustomPart, NonNegative, Section, Share, by_name, tag_of
+
+Epsilon = Annotated[float, Field(gt=0)]
 
 
 class DrGrpoAdvantage(Section):
@@ -21,13 +23,106 @@ class GrpoAdvantage(Section):
 
     name: Literal["grpo"] = "grpo"
     """The name."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
+
+
+class RlooAdvantage(Section):
+    """Score minus the mean of the group's other samples."""
+
+    name: Literal["rloo"] = "rloo"
+    """The name."""
+
+
+class ReinforceAdvantage(Section):
+    """The return of each token, discounted from the last one back; no group baseline."""
+
+    name: Literal["reinforce"] = "reinforce"
+    """The name."""
+    gamma: Share = 1.0
+    """What a token gets of the return of the next one."""
+    whiten: bool = False
+    """Take the mean over the batch's trained tokens away, and divide by their deviation."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class ReinforcePpAdvantage(Section):
+    """The return of each token with the KL in the reward, whitened over the batch's tokens."""
+
+    name: Literal["reinforce++"] = "reinforce++"
+    """The name."""
+    gamma: Share = 1.0
+    """What a token gets of the return of the next one."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to a reference in the reward; 0 needs no reference."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class ReinforcePpBaselineAdvantage(Section):
+    """Score minus the group's mean, whitened over the batch."""
+
+    name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
+    """The name."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class LitePpoAdvantage(Section):
+    """Score minus the group's mean, over the standard deviation of the batch's scores."""
+
+    name: Literal["lite_ppo"] = "lite_ppo"
+    """The name."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class MaxRlAdvantage(Section):
+    """Score minus the group's mean, over that mean; for scores that are never negative."""
+
+    name: Literal["max_rl"] = "max_rl"
+    """The name."""
+
+
+class GdpoAdvantage(Section):
+    """Each reward normalised in its group, weighed, added up, and whitened over the batch."""
+
+    name: Literal["gdpo"] = "gdpo"
+    """The name."""
+    weights: dict[str, float] = Field(default_factory=dict[str, float])
+    """Weight by reward (or `reward/part`); only these count. Empty takes every reward, with 1."""
+    epsilon: Epsilon = 1e-6
+    """Added to each standard deviation."""
+
+
+class ShapingConfig(Section):
+    """What happens to scores before the advantage: length penalty, normalisation, clip."""
+
+    mean: Literal["none", "group", "batch"] = "none"
+    """Whose mean is taken away from each score."""
+    std: Literal["none", "group", "batch"] = "none"
+    """Whose standard deviation each score is divided by; scores without spread are not."""
+    clip: Annotated[float, Field(ge=0)] = 0.0
+    """Scores are cut to this size after that; 0 is off."""
+    length_limit: NonNegative = 0
+    """Length of a response from which the whole length penalty holds; 0 is no penalty."""
+    length_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Last part of length_limit, over which the penalty grows from 0."""
+    length_weight: Annotated[float, Field(ge=0)] = 1.0
+    """What a response of length_limit or more loses."""
 
 
 _Advantage = Annotated[
     Annotated[DrGrpoAdvantage, Tag("dr_grpo")]
     | Annotated[GrpoAdvantage, Tag("grpo")]
+    | Annotated[RlooAdvantage, Tag("rloo")]
+    | Annotated[ReinforceAdvantage, Tag("reinforce")]
+    | Annotated[ReinforcePpAdvantage, Tag("reinforce++")]
+    | Annotated[ReinforcePpBaselineAdvantage, Tag("reinforce++_baseline")]
+    | Annotated[LitePpoAdvantage, Tag("lite_ppo")]
+    | Annotated[MaxRlAdvantage, Tag("max_rl")]
+    | Annotated[GdpoAdvantage, Tag("gdpo")]
     | Annotated[CustomPart, Tag("custom")],
     tag_of("advantages", default="dr_grpo"),
 ]

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from rollick.config.corrections import clash
 from rollick.config.devices import Device, parse_devices
-from rollick.config.losses import PpoLoss
+from rollick.config.losses import WITHOUT_TRUST_REGION, GspoLoss, PpoLoss, SegmentLoss
 from rollick.config.name_rules import import_everything
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
@@ -21,7 +22,15 @@ from rollick.errors import ConfigError
 if TYPE_CHECKING:
     from rollick.config.load import LoadedRecipe
 
-GROUP_ADVANTAGES = {"dr_grpo", "grpo"}
+GROUP_ADVANTAGES = {
+    "dr_grpo",
+    "grpo",
+    "rloo",
+    "reinforce++_baseline",
+    "lite_ppo",
+    "max_rl",
+    "gdpo",
+}
 SAMPLING_ONLY = (
     "groups_per_step",
     "group_size",
@@ -122,15 +131,15 @@ def _k1_is_no_loss(context: Context) -> Findings:
 def _the_correction_suits_the_loss(context: Context) -> Findings:
     recipe = context.recipe
     loss, correction = recipe.algorithm.loss.name, recipe.algorithm.correction.name
-    if recipe.pipeline == "rlvr" and (loss, correction) == ("dppo_tv", "token_tis"):
-        message = "token_tis weighs by old/mu, and the loss dppo_tv already weighs by pi/mu"
+    # The loss sft is a problem of its own here, whatever the correction.
+    if recipe.pipeline == "rlvr" and loss != "sft" and (message := clash(loss, correction)):
         yield context.problem("algorithm.correction", message, "use bypass, or the loss ppo")
 
 
 @rule("algorithm.loss")
 def _dual_clip_is_off_or_above_one(context: Context) -> Findings:
     loss = context.recipe.algorithm.loss
-    if isinstance(loss, PpoLoss) and 0 < loss.dual_clip <= 1:
+    if isinstance(loss, PpoLoss | GspoLoss | SegmentLoss) and 0 < loss.dual_clip <= 1:
         message = f"{loss.dual_clip:g} would clip every negative advantage"
         fix = "use a number above 1, or 0 for off"
         yield context.problem("algorithm.loss.dual_clip", message, fix)
@@ -139,14 +148,15 @@ def _dual_clip_is_off_or_above_one(context: Context) -> Findings:
 @rule("pipeline", "algorithm.loss", "rollout.max_staleness")
 def _the_loss_suits_rl(context: Context) -> Findings:
     recipe = context.recipe
-    if recipe.pipeline != "rlvr" or recipe.algorithm.loss.name != "sft":
+    loss = recipe.algorithm.loss.name
+    if recipe.pipeline != "rlvr" or loss not in WITHOUT_TRUST_REGION:
         return
     staleness = recipe.rollout.max_staleness
     if staleness > 0:
-        message = f"{staleness:g} needs a loss with a trust region, and sft has none"
+        message = f"{staleness:g} needs a loss with a trust region, and {loss} has none"
         fix = "use 0, or the loss dppo_tv or ppo"
         yield context.problem("rollout.max_staleness", message, fix)
-    else:
+    elif loss == "sft":
         message = "sft looks at no score, so pipeline rlvr would learn nothing from its rewards"
         yield context.problem("algorithm.loss", message, "use dppo_tv or ppo")
 

@@ -2,7 +2,7 @@
 
 A Recipe is frozen; nothing rewrites it after loading, and what is derived is a property.
 Checks that need more than one field live in check.py; names are resolved in names.py. The options
-of algorithms are in advantages.py and losses.py.
+of algorithms are in advantages.py, losses.py and corrections.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rollick.config.advantages import AdvantagePart, DrGrpoAdvantage
-from rollick.config.losses import (
-    BypassCorrection,
-    CorrectionPart,
-    DppoTvLoss,
-    KlConfig,
-    LossPart,
-    SftLoss,
-)
+from rollick.config.advantages import AdvantagePart, DrGrpoAdvantage, ShapingConfig
+from rollick.config.corrections import OLD_IS_BEHAVIOUR, BypassCorrection, CorrectionPart
+from rollick.config.losses import DppoTvLoss, KlConfig, LossPart, SftLoss
 from rollick.config.section import (
     Decay,
     NonNegative,
@@ -168,6 +162,8 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantagePart = DrGrpoAdvantage()
     """How a group's scores become advantages."""
+    shaping: ShapingConfig = ShapingConfig()
+    """What happens to the scores before that."""
     loss: LossPart = DppoTvLoss()
     """What is minimised, per token."""
     aggregation: str = "token_mean"
@@ -179,8 +175,8 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the learner computes pi_old before the step; under bypass mu stands for it."""
-        return self.correction.name != "bypass"
+        """Whether the learner computes pi_old before the step; or else mu stands for it."""
+        return self.correction.name not in OLD_IS_BEHAVIOUR
 
     @property
     def needs_reference(self) -> bool:

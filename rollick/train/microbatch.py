@@ -128,4 +128,11 @@ def loss_inputs(
         weights_T=counted(batch.weights_N),
         sequence_T=packed.sequence_T,
         reference_T=None if reference_N is None else counted(reference_N),
+        segment_T=torch.as_tensor(turns(packed.places_T)).to(logprobs_T.device),
     )
+
+
+def turns(places_T: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Number of each token's run of neighbours. No run goes over the border of a sample: the
+    first token of a sample never counts."""
+    return np.cumsum(np.diff(places_T, prepend=places_T[:1]) > 1, dtype=np.int64)

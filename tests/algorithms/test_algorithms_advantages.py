@@ -3,25 +3,68 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.algorithms.advantages import dr_grpo, grpo
+from rollick.algorithms.advantages import dr_grpo, gdpo, grpo, lite_ppo, max_rl, rloo
 from rollick.algorithms.objective import resolve_advantage
-from rollick.config.advantages import DrGrpoAdvantage, GrpoAdvantage
+from rollick.config.advantages import (
+    DrGrpoAdvantage,
+    GdpoAdvantage,
+    GrpoAdvantage,
+    LitePpoAdvantage,
+    MaxRlAdvantage,
+    RlooAdvantage,
+)
+from rollick.config.check import GROUP_ADVANTAGES
+from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig
 from rollick.config.section import CustomPart
 from rollick.errors import ConfigError
 from rollick.testing.fakes import group
+from rollick.types import Group, Score
 
-SCORES = st.lists(st.one_of(st.none(), st.floats(-100, 100)), min_size=1, max_size=8)
+GROUP = sorted(GROUP_ADVANTAGES)
+ZERO_SUM = GROUP
+SHIFT_INVARIANT = sorted(GROUP_ADVANTAGES - {"max_rl"})
+SCALE_INVARIANT = sorted(GROUP_ADVANTAGES - {"dr_grpo", "rloo"})
+"""Up to their epsilon."""
+
+Batch = list[list[float | None]]
+NUMBER = st.integers(0, 64).map(lambda number: number / 16)
+BATCHES = st.lists(
+    st.lists(st.one_of(st.none(), NUMBER), min_size=1, max_size=6), min_size=1, max_size=4
+)
+every_group_advantage = pytest.mark.parametrize("name", GROUP)
+exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=50)
 
 
 def algorithm_with(advantage: object) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate({"advantage": advantage})
+
+
+def groups_of(batch: Batch) -> list[Group]:
+    return [group(scores, uid=uid) for uid, scores in enumerate(batch)]
+
+
+def compute(name: str, batch: Batch) -> list[list[float]]:
+    found = resolve_advantage(algorithm_with(name))(groups_of(batch))
+    return [[float(value) for value in values] for values in found]  # pyright: ignore[reportArgumentType]
+
+
+def with_parts(parts: list[dict[str, float] | None], *, uid: int = 0) -> Group:
+    """A group whose members have these rewards, their sum as score; None is one that failed."""
+    plain = group([None if of is None else sum(of.values()) for of in parts], uid=uid)
+    members = tuple(
+        member if of is None else replace(member, score=Score(member.score.value, parts=of))
+        for member, of in zip(plain.members, parts, strict=True)
+    )
+    return replace(plain, members=members)
 
 
 def test_dr_grpo_takes_the_group_mean_from_each_score():
@@ -38,48 +81,223 @@ def test_grpo_divides_by_the_sample_standard_deviation():
     assert values == pytest.approx([-1 / std, -1 / std, 2 / std], abs=1e-15)
 
 
-def test_grpo_takes_its_epsilon_from_the_recipe():
-    [values] = grpo([group([0, 2])], GrpoAdvantage(epsilon=1.0))
-    assert values == pytest.approx([-1 / (math.sqrt(2) + 1), 1 / (math.sqrt(2) + 1)])
+def test_rloo_compares_a_score_with_the_mean_of_the_others():
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+    assert rloo([group([1, 2, 6])], RlooAdvantage()) == [[-3, -1.5, 4.5]]
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "grpo"])
+def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
+    # centred: 1 -1 | 2 -2, mean 0, squares 10 over n - 1 = 3
+    std = math.sqrt(10 / 3) + 1e-6
+    found = compute("reinforce++_baseline", [[1, -1], [6, 2]])
+    assert found[0] == pytest.approx([1 / std, -1 / std])
+    assert found[1] == pytest.approx([2 / std, -2 / std])
+
+
+def test_lite_ppo_divides_by_the_deviation_of_the_batchs_scores():
+    # scores 0 2 4 6: mean 3, squares 9 + 1 + 1 + 9 = 20 over 3
+    std = math.sqrt(20 / 3) + 1e-6
+    found = lite_ppo([group([0, 2]), group([4, 6])], LitePpoAdvantage())
+    assert found[0] == pytest.approx([-1 / std, 1 / std])
+    assert found[1] == pytest.approx([-1 / std, 1 / std])
+
+
+def test_max_rl_divides_by_the_group_mean_so_that_a_rare_success_weighs_more():
+    assert max_rl([group([1, 0, 0, 0]), group([1, 1, 0, 0])], MaxRlAdvantage()) == [
+        [3, -1, -1, -1],
+        [1, 1, -1, -1],
+    ]
+
+
+def test_max_rl_refuses_negative_scores_with_their_value():
+    with pytest.raises(ConfigError, match=r"group 0 has the score -0\.5"):
+        max_rl([group([1, -0.5])], MaxRlAdvantage())
+
+
+def test_gdpo_gives_a_reward_with_little_spread_the_same_say():
+    # both rewards become +-1/sqrt(2): the second wins by its weight, not by its size
+    parts: list[dict[str, float] | None] = [{"long": 100, "right": 0}, {"long": 0, "right": 1}]
+    options = GdpoAdvantage(weights={"long": 1, "right": 3}, epsilon=1e-12)
+    [values] = gdpo([with_parts(parts)], options)
+    assert values == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
+
+
+def test_gdpo_without_weights_takes_each_reward_once_and_not_the_parts_inside_a_reward():
+    inside: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 0}]
+    whole = with_parts(inside)
+    [values] = gdpo([whole], GdpoAdvantage())
+    [expected] = grpo([group([1, 0])], GrpoAdvantage())
+    assert [v > 0 for v in values] == [v > 0 for v in expected]
+    # "a/x" alone would turn the answer round
+    turned: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
+    with pytest.raises(ConfigError, match="add up to 0, and the score 9"):
+        gdpo([with_parts(turned)], GdpoAdvantage())
+    [values] = gdpo([with_parts(turned)], GdpoAdvantage(weights={"a/x": 1}))
+    assert values[0] < values[1]
+
+
+def test_gdpo_does_not_silently_ignore_the_weights_of_a_domains_rewards():
+    plain = with_parts([{"a": 1, "b": 1}, {"a": 0, "b": 1}])
+    weighed = tuple(
+        replace(member, score=replace(member.score, value=member.score.value * 0.5))
+        for member in plain.members
+    )
+    with pytest.raises(ConfigError, match="add up to 2, and the score 1"):
+        gdpo([replace(plain, members=weighed)], GdpoAdvantage())
+
+
+def test_gdpo_names_the_rewards_there_are_if_its_weights_name_others():
+    with pytest.raises(ConfigError, match=r"weighs lenght, .* have the rewards length, right"):
+        gdpo([with_parts([{"right": 1, "length": 0}])], GdpoAdvantage(weights={"lenght": 1}))
+
+
+def test_gdpo_leaves_a_member_without_a_reward_out_of_that_rewards_statistics():
+    parts: list[dict[str, float] | None] = [{"a": 1, "b": 5}, {"a": 0}, None, {"a": 1, "b": 7}]
+    [values] = gdpo([with_parts(parts)], GdpoAdvantage(weights={"b": 1}))
+    assert values[1] == pytest.approx(0)
+    assert values[2] == 0
+    assert values[0] == pytest.approx(-values[3])
+
+
+def test_gdpo_refuses_shaping_which_it_would_not_see():
+    algorithm = AlgorithmConfig.model_validate({"advantage": "gdpo", "shaping": {"clip": 1}})
+    with pytest.raises(ConfigError, match="looks at its parts alone"):
+        resolve_advantage(algorithm)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "reinforce++_baseline", "lite_ppo", "gdpo", "reinforce++"]
+)
+def test_the_epsilon_is_taken_from_the_recipe(name: str):
+    scores = [group([0, 2])]
+    plain = resolve_advantage(algorithm_with({"name": name}))(scores)[0][0]
+    damped = resolve_advantage(algorithm_with({"name": name, "epsilon": 5.0}))(scores)[0][0]
+    assert np.abs(damped).max() < np.abs(plain).max() / 2
+
+
+@every_group_advantage
 @pytest.mark.parametrize("scores", [[5], [0.1, 0.1, 0.1], [1e300] * 7, [0, 0]])
-def test_one_score_or_equal_scores_give_exactly_zero(name: str, scores: list[float]):
-    assert resolve_advantage(algorithm_with(name))([group(scores)]) == [[0.0] * len(scores)]
+def test_one_score_or_equal_scores_give_exactly_zero(name: str, scores: list[float | None]):
+    assert compute(name, [scores]) == [[0.0] * len(scores)]
+    assert compute(name, [scores, scores]) == [[0.0] * len(scores)] * 2
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "grpo"])
+@every_group_advantage
+def test_a_group_without_signal_stays_at_zero_beside_one_that_has_it(name: str):
+    still, moved = compute(name, [[0.1, 0.1, 0.1], [0, 1, 0]])
+    assert still == pytest.approx([0, 0, 0], abs=1e-12)
+    assert moved[1] > 0
+
+
+@every_group_advantage
 def test_a_failed_score_is_left_out_of_the_statistics_and_gets_zero(name: str):
-    compute = resolve_advantage(algorithm_with(name))
-    [with_failure] = compute([group([1, None, 0, 4])])
-    [without] = compute([group([1, 0, 4])])
+    [with_failure] = compute(name, [[1, None, 0, 4]])
+    [without] = compute(name, [[1, 0, 4]])
     assert with_failure == [without[0], 0.0, without[1], without[2]]
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "grpo"])
-def test_a_group_without_any_judgement_is_all_zero(name: str):
-    assert resolve_advantage(algorithm_with(name))([group([None, None])]) == [[0.0, 0.0]]
+@pytest.mark.parametrize("name", sorted(NAMES["advantages"]))
+def test_without_any_judgement_all_is_zero_and_without_groups_there_is_nothing(name: str):
+    advantage = resolve_advantage(algorithm_with(name))
+    assert [np.abs(value).max() for value in advantage([group([None, None])])[0]] == [0.0, 0.0]
+    assert len(advantage([])) == 0
 
 
-@settings(derandomize=True, database=None, deadline=None)
-@given(scores=SCORES)
-@pytest.mark.parametrize("name", ["dr_grpo", "grpo"])
-def test_advantages_agree_with_a_plain_loop_and_are_finite(name: str, scores: list[float | None]):
-    [values] = resolve_advantage(algorithm_with(name))([group(scores)])
-    judged = [score for score in scores if score is not None]
-    mean = sum(judged) / len(judged) if judged else 0.0
-    squares = sum((score - mean) ** 2 for score in judged)
-    std = math.sqrt(squares / (len(judged) - 1)) if len(judged) > 1 else 0.0
-    for score, value in zip(scores, values, strict=True):
-        expected = 0.0 if score is None else score - mean
-        if name == "grpo":
-            expected /= std + 1e-6
-        assert value == pytest.approx(expected, rel=1e-9, abs=1e-7)
+def std_by_loops(values: list[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = sum(values) / len(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def test_no_groups_give_no_advantages():
-    assert dr_grpo([], DrGrpoAdvantage()) == []
+def by_loops(name: str, batch: Batch) -> Batch:
+    """The definitions, written out; None where a score failed."""
+    everything = [score for scores in batch for score in scores if score is not None]
+    answer: Batch = []
+    for scores in batch:
+        judged = [score for score in scores if score is not None]
+        mean = sum(judged) / len(judged) if judged else 0.0
+        row: list[float | None] = []
+        for score in scores:
+            if score is None:
+                row.append(None)
+                continue
+            value = score - mean
+            if name in ("grpo", "gdpo"):
+                value /= std_by_loops(judged) + 1e-6
+            if name == "rloo":
+                others = sum(judged) - score
+                value = score - others / (len(judged) - 1) if len(judged) > 1 else 0.0
+            if name == "lite_ppo":
+                value /= std_by_loops(everything) + 1e-6
+            if name == "max_rl":
+                value = value / mean if mean else 0.0
+            row.append(value)
+        answer.append(row)
+    if name not in ("gdpo", "reinforce++_baseline"):
+        return answer
+    flat = [value for row in answer for value in row if value is not None]
+    middle, std = sum(flat) / max(len(flat), 1), std_by_loops(flat) + 1e-6
+    return [[None if value is None else (value - middle) / std for value in row] for row in answer]
+
+
+@exhaustive
+@given(batch=BATCHES)
+@every_group_advantage
+def test_advantages_agree_with_plain_loops_and_are_finite(name: str, batch: Batch):
+    for found, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
+        wanted = [0.0 if value is None else value for value in expected]
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        assert all(math.isfinite(value) for value in found)
+
+
+@exhaustive
+@given(batch=BATCHES)
+@pytest.mark.parametrize("name", ZERO_SUM)
+def test_the_advantages_of_a_group_add_up_to_zero(name: str, batch: Batch):
+    for values in compute(name, batch):
+        assert sum(values) == pytest.approx(0, abs=1e-9)
+
+
+@exhaustive
+@given(batch=BATCHES, shifts=st.lists(st.integers(-64, 64), min_size=4, max_size=4))
+@pytest.mark.parametrize("name", SHIFT_INVARIANT)
+def test_what_a_groups_scores_have_in_common_does_not_matter(
+    name: str, batch: Batch, shifts: list[int]
+):
+    if name == "lite_ppo":  # its scale is that of all scores: only one shift for all is neutral
+        shifts = [shifts[0]] * 4
+    moved = [
+        [None if score is None else score + shift for score in scores]
+        for scores, shift in zip(batch, shifts, strict=False)
+    ]
+    for plain, shifted in zip(compute(name, batch), compute(name, moved), strict=True):
+        assert shifted == pytest.approx(plain, rel=1e-9, abs=1e-9)
+
+
+@exhaustive
+@given(batch=BATCHES, factor=st.sampled_from([0.25, 2.0, 1024.0]))
+@every_group_advantage
+def test_a_factor_of_all_scores_is_a_factor_of_the_advantage_or_nothing(
+    name: str, batch: Batch, factor: float
+):
+    scaled: Batch = [[None if s is None else factor * s for s in scores] for scores in batch]
+    kept = 1.0 if name in SCALE_INVARIANT else factor
+    for plain, found in zip(compute(name, batch), compute(name, scaled), strict=True):
+        assert found == pytest.approx([kept * value for value in plain], rel=1e-3, abs=1e-9)
+
+
+@every_group_advantage
+def test_a_conversation_of_several_turns_is_compared_with_its_group_too(name: str):
+    """No path on which "grpo" is plain REINFORCE: masks of turns change nothing."""
+    plain = group([3, 1, 2], texts=["abcdef"] * 3)
+    members = tuple(
+        replace(member, sample=replace(member.sample, loss_mask=np.arange(10) % 3 == 1))
+        for member in plain.members
+    )
+    advantage = resolve_advantage(algorithm_with(name))
+    assert advantage([replace(plain, members=members)]) == advantage([plain])
+    assert sum(compute(name, [[3, 1, 2]])[0]) == pytest.approx(0)
 
 
 def test_a_users_function_gets_its_options_as_a_dict(tmp_path: Path):
@@ -88,8 +306,8 @@ def test_a_users_function_gets_its_options_as_a_dict(tmp_path: Path):
         "    return [[options['by'] * s for s in g.scores] for g in groups]\n"
     )
     part = CustomPart(name="mine.py:scaled", options={"by": 10})
-    compute = resolve_advantage(AlgorithmConfig(advantage=part), base=tmp_path)
-    assert compute([group([1, 2])]) == [[10, 20]]
+    advantage = resolve_advantage(AlgorithmConfig(advantage=part), base=tmp_path)
+    assert advantage([group([1, 2])]) == [[10, 20]]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +325,9 @@ def test_a_users_function_with_a_wrong_answer_is_told_so(
     tmp_path: Path, returns: str, message: str
 ):
     (tmp_path / "mine.py").write_text(f"def wrong(groups, options):\n    return {returns}\n")
-    compute = resolve_advantage(algorithm_with("mine.py:wrong"), base=tmp_path)
+    advantage = resolve_advantage(algorithm_with("mine.py:wrong"), base=tmp_path)
     with pytest.raises(ConfigError, match=message):
-        compute([group([1, 2], uid=7)])
+        advantage([group([1, 2], uid=7)])
 
 
 def test_one_value_per_token_is_accepted(tmp_path: Path):
@@ -118,6 +336,6 @@ def test_one_value_per_token_is_accepted(tmp_path: Path):
         "def per_token(groups, options):\n"
         "    return [[np.arange(m.sample.length) for m in g.members] for g in groups]\n"
     )
-    compute = resolve_advantage(algorithm_with("mine.py:per_token"), base=tmp_path)
-    [[first]] = compute([group([1.0])])
-    assert list(first) == [0, 1, 2, 3, 4]
+    advantage = resolve_advantage(algorithm_with("mine.py:per_token"), base=tmp_path)
+    [[first]] = advantage([group([1.0])])
+    assert np.asarray(first).tolist() == [0, 1, 2, 3, 4]

@@ -1,15 +1,26 @@
-"""KL estimators and corrections, on log-probs of drawn tokens."""
+"""KL estimators and controllers, on log-probs of drawn tokens."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollick.algorithms.correction import bypass, none, token_tis
-from rollick.algorithms.kl import FORMS, MAX_LOG_RATIO, bounded_ratio, k1, k2, k3
-from rollick.config.losses import BypassCorrection, NoCorrection, TokenTisCorrection
+from rollick.algorithms.kl import (
+    FORMS,
+    MAX_LOG_RATIO,
+    adaptive_coefficient,
+    binary_kl,
+    bounded_ratio,
+    fixed_coefficient,
+    k1,
+    k2,
+    k3,
+)
 
 
 def logs(*probabilities: float) -> torch.Tensor:
@@ -87,19 +98,35 @@ def test_a_ratio_is_never_infinite():
     assert ratio.tolist() == [pytest.approx(math.exp(MAX_LOG_RATIO)), 1.0]
 
 
-def test_bypass_and_none_weigh_every_token_by_one():
-    behaviour, old = logs(0.5, 0.1), logs(0.1, 0.5)
-    assert bypass(behaviour, old, BypassCorrection()).tolist() == [1, 1]
-    assert none(behaviour, old, NoCorrection()).tolist() == [1, 1]
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.9, 0.1), (0.3, 0.3), (1e-6, 0.5)])
+def test_the_binary_kl_is_that_of_drawing_the_token_or_not(p: float, q: float):
+    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    assert binary_kl(logs(p), logs(q)).item() == pytest.approx(expected, abs=1e-12)
 
 
-def test_token_tis_is_old_over_behaviour_truncated_from_above():
-    weights = token_tis(logs(0.5, 0.4, 0.1), logs(0.25, 0.6, 0.9), TokenTisCorrection(cap=2))
-    assert weights.tolist() == pytest.approx([0.5, 1.5, 2.0])
+@pytest.mark.parametrize("p", [0.0, -1e-9, -1e4])
+@pytest.mark.parametrize("q", [0.0, -1e-9, -1e4])
+def test_the_binary_kl_of_certain_and_impossible_tokens_is_finite(p: float, q: float):
+    value = binary_kl(torch.tensor([p]), torch.tensor([q])).item()
+    assert math.isfinite(value)
+    assert value >= 0
+    assert p != q or value == 0
 
 
-def test_token_tis_carries_no_gradient_and_cannot_overflow():
-    old = torch.tensor([0.0, -1e4], requires_grad=True)
-    weights = token_tis(torch.tensor([-1e4, 0.0]), old, TokenTisCorrection(cap=3))
-    assert weights.tolist() == pytest.approx([3.0, 0.0])
-    assert not weights.requires_grad
+def test_the_fixed_controller_never_moves():
+    assert fixed_coefficient(0.3, observed=99.0, samples=8) == 0.3
+
+
+def test_the_adaptive_controller_by_hand():
+    move = partial(adaptive_coefficient, 0.1, samples=64, target=2.0, horizon=640)
+    assert move(observed=2.0) == pytest.approx(0.1)
+    assert move(observed=2.2) == pytest.approx(0.1 * 1.01)
+    assert move(observed=100.0) == pytest.approx(0.1 * 1.02)  # the error is cut at 0.2
+    assert move(observed=0.0) == pytest.approx(0.1 * 0.98)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 10**6))
+def test_the_adaptive_controller_is_monotone_and_never_negative(low: float, high: float, n: int):
+    low, high = sorted((low, high))
+    move = partial(adaptive_coefficient, 0.2, samples=n, target=0.5, horizon=1000)
+    assert 0 <= move(observed=low) <= move(observed=high)

@@ -313,6 +313,15 @@ def test_token_tis_weighs_the_policy_loss_but_not_the_kl():
     assert loss.sums["correction_weight"].item() == pytest.approx(1.5)
 
 
+def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
+    # old/mu is 9, 1, 0.1: the outer two are outside of icepop's [0.5, 5]
+    at = inputs([0.5] * 3, mu=[0.1, 0.5, 0.5], old=[0.9, 0.5, 0.05], advantage=[1, 1, -1])
+    loss = build_objective(algorithm(loss="ppo", correction="icepop"))(at)
+    assert loss.loss_T.tolist() == pytest.approx([0, -1, 0])
+    shares = [loss.sums[name].item() for name in METRICS if name.startswith("mask_share")]
+    assert shares == [2, 1, 1]
+
+
 def test_ratio_sums_give_the_effective_sample_size():
     sums = build_objective(algorithm())(inputs([0.5, 0.1], mu=[0.25, 0.1])).sums
     assert sums["ratio"].item() == pytest.approx(3)
@@ -340,8 +349,12 @@ def test_a_kl_without_a_reference_says_what_is_missing():
     ("parts", "message"),
     [
         ({"kl": {"coefficient": 0.1, "form": "k1"}}, "expected gradient of zero"),
-        ({"loss": "dppo_tv", "correction": "token_tis"}, "old/mu would count twice"),
+        ({"loss": "dppo_tv", "correction": "token_tis"}, "already weighs by pi/mu"),
+        ({"loss": "cispo", "correction": "icepop"}, "already weighs by pi/mu"),
+        ({"loss": "topr", "correction": "sequence_tis"}, "already weighs by pi/mu"),
+        ({"loss": "reinforce", "correction": "decoupled"}, "bounds pi/old, and reinforce does not"),
         ({"loss": "sft", "correction": "token_tis"}, "no policy drew"),
+        ({"loss": "sft", "correction": "opsm"}, "no policy drew"),
         ({"loss": "nowhere.py:loss"}, "does not exist"),
     ],
 )
@@ -354,6 +367,7 @@ def test_parts_that_cannot_work_together_are_refused(
 
 def test_what_a_recipe_needs_follows_from_its_parts():
     assert not algorithm().needs_old_logprobs
+    assert not algorithm(correction="opsm").needs_old_logprobs
     assert algorithm(correction="token_tis").needs_old_logprobs
     assert not algorithm().needs_reference
     assert algorithm(kl={"coefficient": 0.1}).needs_reference
@@ -364,8 +378,8 @@ def test_a_users_loss_and_correction_are_used_with_their_options(tmp_path: Path)
         "from rollick.algorithms.losses import TokenLoss\n"
         "def squared(inputs, options):\n"
         "    return TokenLoss(options['by'] * inputs.logprobs_T ** 2)\n"
-        "def half(behaviour_T, old_T, options):\n"
-        "    return behaviour_T * 0 + options['weight']\n"
+        "def half(inputs, options):\n"
+        "    return inputs.behaviour_T * 0 + options['weight']\n"
     )
     parts = {
         "loss": {"name": "mine.py:squared", "options": {"by": 3}},

@@ -1,0 +1,82 @@
+"""Policy losses on the ratio of a whole sample or turn. Pure: (LossInputs, options) -> TokenLoss.
+
+Each token of a sample carries the sample's loss, so that every aggregation means the same as for
+losses of one token each; see losses.py for what is common to all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollick.algorithms.kl import MAX_LOG_RATIO, bounded_ratio
+from rollick.algorithms.losses import (
+    LossInputs,
+    TokenLoss,
+    beyond,
+    clip_sums,
+    clipped_surrogate,
+)
+from rollick.algorithms.segments import segment_mean, segment_sum
+from rollick.config.losses import GmpoLoss, GspoLoss, SegmentLoss, ToprLoss
+
+
+def gspo(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
+    """-min(s A, clip(s) A), s = exp(mean of log r over the sample); dual clip as in ppo.
+
+    A reward is given to a whole sample, so its importance weight is that of the whole sample;
+    weights of single tokens only add noise (arXiv 2507.18071).
+    """
+    return _on_mean_ratio(inputs, inputs.sequence_T, options)
+
+
+def segment(inputs: LossInputs, options: SegmentLoss) -> TokenLoss:
+    """gspo with the mean over the token's turn in the place of the whole sample."""
+    turns_T = inputs.sequence_T if inputs.segment_T is None else inputs.segment_T
+    return _on_mean_ratio(inputs, turns_T, options)
+
+
+def gmpo(inputs: LossInputs, options: GmpoLoss) -> TokenLoss:
+    """-A exp(mean of c), c = min(log r, clip_high) for A > 0, else max(log r, -clip_low).
+
+    A geometric mean, so no single token can dominate its sample (arXiv 2507.20673).
+    """
+    advantages_T, low, high = inputs.advantages_T, -options.clip_low, options.clip_high
+    log_ratio_T = inputs.logprobs_T - inputs.old_T
+    up_T, down_T = log_ratio_T.clamp(max=high), log_ratio_T.clamp(min=low)
+    mean_T = segment_mean(torch.where(advantages_T > 0, up_T, down_T), inputs.sequence_T)
+    with torch.no_grad():
+        clipped_T = beyond(advantages_T, log_ratio_T > high, log_ratio_T < low)
+    loss_T = -advantages_T * mean_T.clamp(max=MAX_LOG_RATIO).exp()
+    return TokenLoss(loss_T, clip_sums(clipped_T, advantages_T))
+
+
+def topr(inputs: LossInputs, options: ToprLoss) -> TokenLoss:
+    """-A log pi where A > 0, else -sg(min(rho, cap)) A log pi, times the weight of the sign.
+
+    rho is that of the whole sample, or of the token (option). A good sample needs no importance
+    weight: to raise it is right wherever it came from (arXiv 2503.14286). A batch carries
+    advantages, not scores, so the sign of A stands for that of the score.
+    """
+    advantages_T = inputs.advantages_T
+    with torch.no_grad():
+        log_ratio_T = inputs.logprobs_T - inputs.behaviour_T
+        if options.ratio == "sequence":
+            log_ratio_T = segment_sum(log_ratio_T, inputs.sequence_T)
+        ratio_T = log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
+        down_T = options.negative_weight * ratio_T.clamp(max=options.cap)
+        factor_T = torch.where(advantages_T > 0, options.positive_weight, down_T) * advantages_T
+        cut_T = (advantages_T < 0) & (ratio_T > options.cap)
+    return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(cut_T, advantages_T))
+
+
+def _on_mean_ratio(
+    inputs: LossInputs, segment_T: torch.Tensor, options: GspoLoss | SegmentLoss
+) -> TokenLoss:
+    mean_T = segment_mean(inputs.logprobs_T - inputs.old_T, segment_T)
+    return clipped_surrogate(
+        bounded_ratio(mean_T, torch.zeros_like(mean_T)),
+        inputs.advantages_T,
+        low=options.clip_low,
+        high=options.clip_high,
+        dual=options.dual_clip,
+    )

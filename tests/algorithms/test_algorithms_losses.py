@@ -1,0 +1,377 @@
+"""Every policy loss: by hand, against plain loops, gradients, degenerate cases, properties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.algorithms.objective import METRICS, build_objective
+from rollick.config.names import NAMES, resolve
+from rollick.config.schema import AlgorithmConfig
+
+FROZEN = ("dppo_tv", "dppo_kl", "reinforce", "truncated_is", "topr", "cispo")
+"""Losses -c log pi with c held fixed: their value is a stand-in for their gradient."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in NAMES["losses"]},
+    "gspo wide": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.1},
+    "segment wide": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 0},
+    "truncated_is both": {"low": 0.6, "high": 1.3},
+    "cispo both": {"clip_low": 0.3, "clip_high": 0.2},
+    "topr token": {"ratio": "token", "cap": 0.9, "negative_weight": 0.5, "positive_weight": 2},
+    "dppo_kl narrow": {"delta": 0.01, "max_ratio": 1.5},
+    "gmpo narrow": {"clip_low": 0.1, "clip_high": 0.2},
+}
+
+
+def loss_of(variant: str) -> Callable[[LossInputs], TokenLoss]:
+    """The loss alone, without what the objective adds."""
+    options = options_of(variant)
+    function = resolve("losses", options.name)
+    return lambda inputs: function(inputs, options)
+
+
+def options_of(variant: str) -> Any:
+    name = variant.split()[0]
+    return AlgorithmConfig.model_validate({"loss": {"name": name, **VARIANTS[variant]}}).loss
+
+
+def inputs(
+    now: Sequence[float],
+    *,
+    old: Sequence[float] | None = None,
+    mu: Sequence[float] | None = None,
+    advantage: Sequence[float],
+    sequence: Sequence[int] | None = None,
+    segment: Sequence[int] | None = None,
+) -> LossInputs:
+    """Tokens with these probabilities."""
+
+    def logs(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).log()
+
+    return LossInputs(
+        logprobs_T=logs(now).requires_grad_(),
+        old_T=logs(old or now),
+        behaviour_T=logs(mu or now),
+        advantages_T=torch.tensor(advantage, dtype=torch.float64),
+        weights_T=torch.ones(len(now), dtype=torch.float64),
+        sequence_T=torch.tensor(sequence or [0] * len(now)),
+        segment_T=torch.tensor(segment) if segment else None,
+    )
+
+
+def random_inputs(seed: int, *, sequences: Sequence[int] = (4, 1, 7, 12)) -> LossInputs:
+    """Samples of two turns each (where long enough), disagreeing enough for every branch."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = sum(sequences)
+
+    def rand(scale: float) -> torch.Tensor:
+        return torch.randn(tokens, generator=draw, dtype=torch.float64) * scale
+
+    sequence = [b for b, length in enumerate(sequences) for _ in range(length)]
+    segment = [2 * b + (t >= n // 2) for b, n in enumerate(sequences) for t in range(n)]
+    behaviour_T = -rand(1).abs() - 0.1
+    return LossInputs(
+        logprobs_T=(behaviour_T + rand(0.5)).clamp(max=-0.01).requires_grad_(),
+        old_T=(behaviour_T + rand(0.3)).clamp(max=-0.01),
+        behaviour_T=behaviour_T,
+        advantages_T=rand(1)[torch.tensor(sequence, dtype=torch.int64)],
+        weights_T=torch.ones(tokens, dtype=torch.float64),
+        sequence_T=torch.tensor(sequence, dtype=torch.int64),
+        segment_T=torch.tensor(segment, dtype=torch.int64),
+    )
+
+
+def gradient_of(variant: str, at: LossInputs) -> list[float]:
+    [gradient] = torch.autograd.grad(loss_of(variant)(at).loss_T.sum(), at.logprobs_T)
+    return gradient.tolist()
+
+
+def by_loops(o: Any, at: LossInputs) -> list[float]:
+    """The formulas of ALGORITHMS, in plain Python."""
+    now, old, mu = (x.tolist() for x in (at.logprobs_T, at.old_T, at.behaviour_T))
+    advantages, sequence = at.advantages_T.tolist(), at.sequence_T.tolist()
+    assert at.segment_T is not None
+    segment = at.segment_T.tolist()
+    result: list[float] = []
+    for t, a in enumerate(advantages):
+        same = [u for u in range(len(now)) if sequence[u] == sequence[t]]
+        turn = [u for u in range(len(now)) if segment[u] == segment[t]]
+        r, rho = math.exp(now[t] - old[t]), math.exp(now[t] - mu[t])
+        match o.name:
+            case "sft":
+                value = -now[t]
+            case "reinforce":
+                value = -a * now[t]
+            case "raft":
+                value = -now[t] if a > 0 else 0.0
+            case "raft++":
+                value = -min(r, 1 + o.clip_high) if a > 0 else 0.0
+            case "kimi":
+                value = -a * now[t] + o.tau / 2 * (now[t] - old[t]) ** 2
+            case "sapo":
+                tau = o.tau_positive if a > 0 else o.tau_negative
+                value = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+            case "truncated_is":
+                value = -min(max(rho, o.low), o.high) * a * now[t]
+            case "cispo":
+                value = -min(max(rho, 1 - o.clip_low), 1 + o.clip_high) * a * now[t]
+            case "dppo_tv":
+                moved = math.exp(now[t]) - math.exp(mu[t])
+                kept = moved <= o.delta if a > 0 else moved >= -o.delta
+                value = -a * min(rho, o.max_ratio) * now[t] if kept else 0.0
+            case "dppo_kl":
+                p, q = math.exp(mu[t]), math.exp(now[t])
+                kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+                kept = kl <= o.delta or (q < p if a > 0 else q > p)
+                value = -a * min(rho, o.max_ratio) * now[t] if kept else 0.0
+            case "topr":
+                if o.ratio == "sequence":
+                    rho = math.prod(math.exp(now[u] - mu[u]) for u in same)
+                weight = o.positive_weight if a > 0 else o.negative_weight * min(rho, o.cap)
+                value = -weight * a * now[t]
+            case "gmpo":
+                clipped = [
+                    min(now[u] - old[u], o.clip_high)
+                    if a > 0
+                    else max(now[u] - old[u], -o.clip_low)
+                    for u in same
+                ]
+                value = -a * math.exp(sum(clipped) / len(clipped))
+            case _:
+                where = {"ppo": [t], "gspo": same, "segment": turn}[o.name]
+                s = math.exp(sum(now[u] - old[u] for u in where) / len(where))
+                surrogate = min(s * a, min(max(s, 1 - o.clip_low), 1 + o.clip_high) * a)
+                if o.dual_clip and a < 0:
+                    surrogate = max(surrogate, o.dual_clip * a)
+                value = -surrogate
+        result.append(value)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loss_is_the_formula_in_plain_loops(variant: str, seed: int):
+    at = random_inputs(seed)
+    expected = by_loops(options_of(variant), at)
+    assert loss_of(variant)(at).loss_T.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_is_that_of_the_value_or_of_its_fixed_factor(variant: str):
+    at = random_inputs(seed=3)
+    loss = loss_of(variant)
+    if variant.split()[0] in FROZEN:
+        factor_T = (loss(at).loss_T / at.logprobs_T).detach()
+        assert gradient_of(variant, at) == pytest.approx(factor_T.tolist(), abs=1e-14)
+        return
+
+    def value(logprobs_T: torch.Tensor) -> torch.Tensor:
+        return loss(replace(at, logprobs_T=logprobs_T)).loss_T
+
+    assert torch.autograd.gradcheck(value, (at.logprobs_T,))
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        # two tokens: pi 0.6 and 0.2; pi_old 0.5 and 0.4 (r 1.2, 0.5), mu 0.3 and 0.1 (rho 2, 2)
+        ("reinforce", [-1, 1]),
+        ("truncated_is", [-2, 2]),
+        ("truncated_is both", [-1.3, 1.3]),
+        ("cispo", [-2, 2]),
+        ("cispo both", [-1.2, 1.2]),
+        ("topr", [-1, 1]),  # the second one is pushed down by min(4, 1)
+        ("topr token", [-2, 0.5 * 0.9]),
+        ("dppo_tv", [0, 2]),  # + 0.3 with A > 0 has left, + 0.1 with A < 0 has not
+        ("raft", [-1, 0]),
+        ("raft++", [-1.2, 0]),  # r = 1.2 is not beyond 1.2
+        ("ppo", [-1.2, 0]),  # r = 0.5 with A < 0 is beyond 0.8
+        ("kimi", [-1 + 0.1 * math.log(1.2), 1 + 0.1 * math.log(0.5)]),
+        ("sft", [-1, -1]),
+    ],
+)
+def test_gradients_by_hand(variant: str, expected: list[float]):
+    at = inputs([0.6, 0.2], old=[0.5000001, 0.4], mu=[0.3, 0.1], advantage=[1, -1])
+    assert gradient_of(variant, at) == pytest.approx(expected, abs=1e-5)
+
+
+def test_gspo_clips_all_tokens_of_a_sample_together():
+    # sample 0: r = 2, 2 and mean 2; sample 1: r = 2, 1/2 and mean 1
+    at = inputs(
+        [0.8, 0.4, 0.8, 0.2], old=[0.4, 0.2, 0.4, 0.4], advantage=[1] * 4, sequence=[0, 0, 1, 1]
+    )
+    assert loss_of("gspo")(at).loss_T.tolist() == pytest.approx([-1.0004, -1.0004, -1, -1])
+    assert gradient_of("gspo", at) == pytest.approx([0, 0, -1, -1])
+    assert loss_of("gspo")(at).sums["clip_share"].item() == 2
+
+
+def test_segment_takes_the_ratio_of_each_turn():
+    at = inputs(
+        [0.8, 0.4, 0.8, 0.2], old=[0.4, 0.2, 0.4, 0.4], advantage=[1] * 4, segment=[0, 0, 1, 1]
+    )
+    assert gradient_of("segment", at) == pytest.approx([0, 0, -1, -1])
+    whole = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
+    assert gradient_of("segment", whole) == pytest.approx([0, 0, 0, 0])
+
+
+def test_gmpo_takes_a_clipped_token_out_of_the_gradient_but_not_its_sample():
+    # r = 2 (beyond e^0.4) and 1.1
+    at = inputs([0.8, 0.22], old=[0.4, 0.2], advantage=[1, 1])
+    s = math.exp((0.4 + math.log(1.1)) / 2)
+    assert loss_of("gmpo")(at).loss_T.tolist() == pytest.approx([-s, -s])
+    assert gradient_of("gmpo", at) == pytest.approx([0, -s])
+
+
+def test_dppo_kl_keeps_a_token_that_comes_back():
+    at = inputs([0.9, 0.9, 0.1, 0.1], mu=[0.5] * 4, advantage=[1, -1, 1, -1])
+    assert gradient_of("dppo_kl", at) == pytest.approx([0, 1.8, -0.2, 0])
+    sums = loss_of("dppo_kl")(at).sums
+    assert [sums[f"clip_share{sign}"].item() for sign in ("", "_up", "_down")] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("variant", sorted({*VARIANTS} - {"sft", "raft", "raft++", "topr token"}))
+def test_on_policy_the_gradient_is_that_of_reinforce(variant: str):
+    at = inputs([0.3, 0.9, 0.5], advantage=[2, 2, -1], sequence=[0, 0, 1])
+    assert gradient_of(variant, at) == pytest.approx([-2, -2, 1])
+
+
+@pytest.mark.parametrize("name", ["truncated_is", "cispo", "topr", "dppo_tv", "dppo_kl"])
+def test_off_policy_weights_look_at_the_behaviour_and_not_at_the_old_policy(name: str):
+    """pi/pi_old is 1 at one optimizer step a batch: such a weight would correct nothing."""
+    fresh = inputs([0.5, 0.5], mu=[0.5, 0.5], advantage=[-1, -1])
+    stale = replace(fresh, behaviour_T=torch.tensor([0.8, 0.6]).double().log())
+    other = replace(stale, old_T=torch.tensor([0.1, 0.2]).double().log())
+    assert gradient_of(name, fresh) != pytest.approx(gradient_of(name, stale))
+    assert gradient_of(name, stale) == gradient_of(name, other)
+
+
+@pytest.mark.parametrize("variant", sorted({*VARIANTS} - {"sft", "kimi"}))
+def test_a_token_without_advantage_is_never_clipped_and_has_no_gradient(variant: str):
+    at = inputs([0.9, 0.1], old=[0.5, 0.5], mu=[0.5, 0.5], advantage=[0, 0])
+    assert gradient_of(variant, at) == [0, 0]
+    sums = loss_of(variant)(at).sums
+    assert sums.get("clip_share_up", 0) == sums.get("clip_share_down", 0) == 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_tokens_give_an_empty_loss(variant: str):
+    loss = loss_of(variant)(random_inputs(0, sequences=()))
+    assert loss.loss_T.shape == (0,)
+    assert all(total.item() == 0 for total in loss.sums.values())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("one_sample", [True, False])
+def test_policies_that_are_far_apart_never_give_a_nan(
+    variant: str, advantage: float, one_sample: bool
+):
+    far = [0.0, -200.0, -1e4]
+    grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
+    at = LossInputs(
+        logprobs_T=grid[:, 0].clone().requires_grad_(),
+        behaviour_T=grid[:, 1],
+        old_T=grid[:, 2],
+        advantages_T=torch.full((27,), advantage),
+        weights_T=torch.ones(27),
+        sequence_T=torch.zeros(27, dtype=torch.int64) if one_sample else torch.arange(27),
+    )
+    loss = loss_of(variant)(at)
+    [gradient] = torch.autograd.grad(loss.loss_T.sum(), at.logprobs_T)
+    assert torch.isfinite(loss.loss_T).all()
+    assert loss.loss_T.dtype == torch.float32
+    assert torch.isfinite(gradient).all()
+    assert set(loss.sums) <= set(METRICS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sample_does_not_feel_the_others_of_its_micro_batch(variant: str):
+    at = random_inputs(4)
+    whole = loss_of(variant)(at).loss_T
+    for b in range(4):
+        kept = at.sequence_T == b
+        assert at.segment_T is not None
+        alone = LossInputs(
+            *(x[kept] for x in (at.logprobs_T, at.old_T, at.behaviour_T, at.advantages_T)),
+            weights_T=at.weights_T[kept],
+            sequence_T=at.sequence_T[kept],
+            segment_T=at.segment_T[kept],
+        )
+        assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(whole[kept].tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(["ppo", "gspo", "raft++", "gmpo"]),
+    ratios=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
+    sign=st.sampled_from([-1.0, 1.0]),
+)
+def test_the_loss_of_a_clipped_ratio_is_monotone(
+    name: str, ratios: tuple[float, float], sign: float
+):
+    """More of a good token never raises the loss, more of a bad one never lowers it."""
+    low, high = sorted(ratios)
+
+    def value(ratio: float) -> float:
+        at = inputs([0.05 * ratio], old=[0.05], advantage=[sign])
+        return loss_of(name)(at).loss_T.item()
+
+    assert sign * value(high) <= sign * value(low) + 1e-12
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(set(NAMES["losses"]) - {"sft", "raft", "raft++", "kimi"})),
+    seed=st.integers(0, 50),
+    scale=st.floats(0.01, 100),
+)
+def test_the_loss_is_linear_in_a_positive_factor_of_the_advantage(
+    name: str, seed: int, scale: float
+):
+    at = random_inputs(seed)
+    scaled = replace(at, advantages_T=at.advantages_T * scale)
+    expected = (loss_of(name)(at).loss_T * scale).tolist()
+    assert loss_of(name)(scaled).loss_T.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES["losses"]))
+def test_every_loss_is_reachable_by_name_and_says_its_options(name: str):
+    parts = AlgorithmConfig.model_validate({"loss": name})
+    assert parts.loss.name == name
+    assert all(field.description for field in type(parts.loss).model_fields.values())
+    assert build_objective(parts)(random_inputs(0)).loss_T.shape == (24,)
+
+
+OTHER: dict[str, Any] = {"ratio": "token", "dual_clip": 1.01, "low": 0.95, "max_ratio": 1.01}
+"""Another value of an option, where a tenth of its default is none."""
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(n, o) for n in NAMES["losses"] for o in type(options_of(n)).model_fields if o != "name"],
+)
+def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(name: str, option: str):
+    wide = {"clip_low": 0.9, "clip_high": 5.0} if option == "dual_clip" else {}
+    default = getattr(options_of(name), option)
+    if option == "high":
+        other = 1.01
+    else:
+        other = OTHER[option] if option in OTHER else default / 10
+    values: list[list[float]] = []
+    for value in (default, other):
+        parts = {"loss": {"name": name, **wide, option: value}, "correction": "none"}
+        objective = build_objective(AlgorithmConfig.model_validate(parts))
+        values.append(
+            [x for seed in range(4) for x in objective(random_inputs(seed)).loss_T.tolist()]
+        )
+    assert values[0] != values[1]
