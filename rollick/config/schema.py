@@ -302,6 +302,11 @@ class EvaluateConfig(Section):
     pass_threshold: float = 0.999
     """A sample passes if its score is at least this."""
 
+    def is_due(self, step: int, *, steps: int) -> bool:
+        """Whether a step is validated. Step 0 is, once it comes to that: at_start decides."""
+        regular = bool(self.every) and step % self.every == 0
+        return regular or step == 0 or (step == steps and self.at_end)
+
 
 class CheckpointConfig(Section):
     """What is saved, and how long it is kept."""

@@ -9,7 +9,6 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from io import BytesIO
 from pathlib import Path
 
 Rows = Sequence[Mapping[str, float]]
@@ -86,11 +85,8 @@ def write_report(
     exchanges: Sequence[Exchange] = (),
 ) -> Path:
     """The page: a table of results, the curves, and samples before and after."""
-    picture = BytesIO()
-    draw = path.with_suffix(".png")
-    draw_curves(rows, draw, title=title)
-    picture.write(draw.read_bytes())
-    image = base64.b64encode(picture.getvalue()).decode()
+    picture = draw_curves(rows, path.with_suffix(".png"), title=title)
+    image = base64.b64encode(picture.read_bytes()).decode()
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\">",

@@ -136,6 +136,7 @@ class RLPipeline(HasSession):
     async def make_steps(self) -> RunResult:
         """The loop over the steps, with validation and checkpoints on the way."""
         session, steps = self.session, self.recipe.run.steps
+        every = self.recipe.checkpoint.every
         metrics = session.log.last
         if session.step == 0 and self.recipe.evaluate.at_start and self.validation:
             metrics = await self.record(0, {})
@@ -146,16 +147,13 @@ class RLPipeline(HasSession):
             session.step += 1
             metrics = await self.record(session.step, self.measure(report))
             self.keep(report)
-            if self.is_due(self.recipe.checkpoint.every):
+            if every and session.step % every == 0:
                 with session.outliving_a_failed_save():
                     await self.save(metrics)
         stopped = session.step < steps
         if stopped or session.saved_step != session.step:
             await self.save(metrics)
         return RunResult(session.folder.path, session.step, metrics, interrupted=stopped)
-
-    def is_due(self, every: int) -> bool:
-        return bool(every) and self.session.step % every == 0
 
     def measure(self, report: StepReport) -> dict[str, float]:
         """A finished step as metrics."""
@@ -165,8 +163,7 @@ class RLPipeline(HasSession):
 
     async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Log a step, with validation where it is due."""
-        config, last = self.recipe.evaluate, step == self.recipe.run.steps
-        due = self.is_due(config.every) or step == 0 or (last and config.at_end)
+        due = self.recipe.evaluate.is_due(step, steps=self.recipe.run.steps)
         if self.validation and due and not self.session.stop.is_set():
             try:
                 report = await self.session.until_stopped(self.validate())

@@ -84,9 +84,8 @@ class SFTPipeline(HasSession):
 
     async def record(self, metrics: dict[str, float]) -> dict[str, float]:
         """Log a step, with validation where it is due."""
-        session, config, step = self.session, self.recipe.evaluate, self.session.step
-        last = step == self.recipe.run.steps
-        due = (config.every and step % config.every == 0) or (last and config.at_end) or step == 0
+        session, step = self.session, self.session.step
+        due = self.recipe.evaluate.is_due(step, steps=self.recipe.run.steps)
         if self.validation and due and not session.stop.is_set():
             await self.publish()
             try:
