@@ -7,7 +7,12 @@ no padding, no mask, nothing approximate. On a GPU, in half precision, one call 
 where torch has the kernel. No mask function is registered under VARLEN, which is how transformers
 is told to build none.
 
-Legend: N packed tokens, H heads, K key-value heads, D size of a head, L length of a sequence.
+What several sequences begin with can be in the pack once. The packed tokens are then segments:
+each begins a sequence or continues another segment (its parent), and its queries see the keys of
+the segments on the way to it and its own. Which tokens are shared is planned in prefix.py.
+
+Legend: N packed tokens, H heads, K key-value heads, D size of a head, B segments (whole sequences
+where nothing is shared).
 """
 
 from __future__ import annotations
@@ -33,24 +38,33 @@ VARLEN = "rollick_varlen"
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers that see a sequence through attention alone."""
 
+ROOT = -1
+"""The parent of a segment that begins a sequence."""
+
 _HALF = (torch.bfloat16, torch.float16)
+
+
+Place = tuple[int, int]
+"""Which run a segment is in, and which one of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring sequences of one length: one kernel call."""
+    """Neighbouring segments of one length with one parent: one kernel call."""
 
     start: int
     count: int
     length: int
+    before: tuple[Place, ...] = ()
+    """The segments that these continue, first one first; all of these see their keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """Where sequences lie in the packed tokens. Built once per micro-batch, on the host.
+    """Where segments lie in the packed tokens. Built once per micro-batch, on the host.
 
     `runs` cuts the tokens after they were reordered by `order_N`; both orders are None where
-    equal lengths are neighbours already, and then the kernel reads the tokens in place.
+    segments of a run are neighbours already, and then the kernel reads the tokens in place.
     """
 
     lengths: tuple[int, ...]
@@ -63,21 +77,27 @@ class PackedLayout:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], *, device: str = "cpu", per_sequence: bool = False
+        cls,
+        lengths: Sequence[int],
+        *,
+        parents: Sequence[int] | None = None,
+        device: str = "cpu",
+        per_sequence: bool = False,
     ) -> PackedLayout:
-        """`per_sequence` makes each sequence a call of its own, so that no result depends on
-        how many others have its length."""
-        if min(lengths, default=0) < 1:
-            raise ValueError(f"a layout needs sequences of at least one token, got {lengths}")
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        by_length = sorted(range(len(lengths)), key=lambda b: lengths[b])
-        grouped = per_sequence or len(list(groupby(lengths))) == len(set(lengths))
-        placed = list(lengths) if grouped else [lengths[b] for b in by_length]
-        order = None if grouped else _token_order(lengths, by_length)
+        """`parents` says which earlier segment each one continues (ROOT: none); without it, all
+        are sequences of their own. `per_sequence` makes each segment a call of its own, so that
+        no result depends on how many others have its length."""
+        parents = [ROOT] * len(lengths) if parents is None else parents
+        _check_segments(lengths, parents)
+        kinds = list(zip(parents, lengths, strict=True))
+        places = range(len(lengths))
+        grouped = per_sequence or len(list(groupby(kinds))) == len(set(kinds))
+        placed = places if grouped else sorted(places, key=lambda b: kinds[b])
+        order = None if grouped else _token_order(lengths, placed)
         return cls(
             lengths=tuple(int(length) for length in lengths),
-            runs=_runs(placed, per_sequence=per_sequence),
-            position_ids_N=torch.from_numpy(positions).to(device),
+            runs=_runs(lengths, parents, placed=placed, per_sequence=per_sequence),
+            position_ids_N=torch.from_numpy(_positions(lengths, parents)).to(device),
             starts_B1=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
             per_sequence=per_sequence,
             order_N=None if order is None else torch.from_numpy(order).to(device),
@@ -87,7 +107,8 @@ class PackedLayout:
     @property
     def is_ragged(self) -> bool:
         """Whether one kernel for all lengths may replace (and beats) one call for each run."""
-        return not self.per_sequence and len(self.runs) > 1
+        shares = any(run.before for run in self.runs)
+        return not self.per_sequence and not shares and len(self.runs) > 1
 
     @property
     def tokens(self) -> int:
@@ -99,20 +120,54 @@ def other_layers(config: PretrainedConfig) -> list[str]:
     return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
 
 
-def _token_order(lengths: Sequence[int], sequences: Sequence[int]) -> np.ndarray[Any, Any]:
+def _check_segments(lengths: Sequence[int], parents: Sequence[int]) -> None:
+    if min(lengths, default=0) < 1:
+        raise ValueError(f"a layout needs sequences of at least one token, got {lengths}")
+    if not all(ROOT <= parent < b for b, parent in enumerate(parents)):
+        raise ValueError(f"a segment continues an earlier one or none, got parents {parents}")
+
+
+def _positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
+    stops: list[int] = []
+    for length, parent in zip(lengths, parents, strict=True):
+        stops.append(length + (0 if parent == ROOT else stops[parent]))
+    spans = zip(stops, lengths, strict=True)
+    return np.concatenate([np.arange(stop - length, stop) for stop, length in spans])
+
+
+def _token_order(lengths: Sequence[int], segments: Sequence[int]) -> np.ndarray[Any, Any]:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return np.concatenate([np.arange(offsets[b], offsets[b + 1]) for b in sequences])
+    return np.concatenate([np.arange(offsets[b], offsets[b + 1]) for b in segments])
 
 
-def _runs(lengths: Sequence[int], *, per_sequence: bool) -> tuple[Run, ...]:
+def _runs(
+    lengths: Sequence[int],
+    parents: Sequence[int],
+    *,
+    placed: Sequence[int],
+    per_sequence: bool,
+) -> tuple[Run, ...]:
+    """The calls for segments that lie in the order `placed`."""
     runs: list[Run] = []
+    places: dict[int, Place] = {}
     start = 0
-    for length, same in groupby(lengths):
-        count = len(list(same))
-        for size in [1] * count if per_sequence else [count]:
-            runs.append(Run(start, size, int(length)))
-            start += size * int(length)
+    for (parent, length), same in groupby(placed, key=lambda b: (parents[b], lengths[b])):
+        members = list(same)
+        before = tuple(places[b] for b in _path(parents, parent))
+        for part in [[b] for b in members] if per_sequence else [members]:
+            places |= {b: (len(runs), number) for number, b in enumerate(part)}
+            runs.append(Run(start, len(part), int(length), before))
+            start += len(part) * int(length)
     return tuple(runs)
+
+
+def _path(parents: Sequence[int], segment: int) -> list[int]:
+    """The segments from a root down to `segment`."""
+    upwards: list[int] = []
+    while segment != ROOT:
+        upwards.append(segment)
+        segment = parents[segment]
+    return upwards[::-1]
 
 
 def varlen_attention(
@@ -139,9 +194,11 @@ def varlen_attention(
         return _attend_ragged(query, key, value, layout, scaling, sliding_window)[None], None
     if layout.order_N is not None:
         query, key, value = (x.index_select(2, layout.order_N) for x in (query, key, value))
+    queries, keys, values = (_by_run(packed, layout.runs) for packed in (query, key, value))
+    keys, values = (_with_before(each, layout.runs, sliding_window) for each in (keys, values))
     outputs = [
-        _attend_run(query, key, value, run=run, scaling=scaling, window=sliding_window)
-        for run in layout.runs
+        _attend_run(*given, scaling=scaling, window=sliding_window)
+        for given in zip(queries, keys, values, strict=True)
     ]
     output_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if layout.inverse_N is not None:
@@ -187,40 +244,71 @@ def _attend_ragged(
     )
 
 
+def _by_run(packed: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor]:
+    """The tokens of each run, [count, heads, length, D].
+
+    One split for all of them: the gradient of a slice is as long as the whole pack.
+    """
+    cuts = packed[0].split([run.count * run.length for run in runs], dim=1)
+    return [
+        cut.unflatten(1, (run.count, run.length)).transpose(0, 1)
+        for cut, run in zip(cuts, runs, strict=True)
+    ]
+
+
+def _with_before(
+    own: Sequence[torch.Tensor], runs: Sequence[Run], window: int | None
+) -> list[torch.Tensor]:
+    """Keys (or values) that each run sees: of what comes before it, as far as in reach, and own."""
+    if not any(run.before for run in runs):
+        return list(own)
+    segments = [of_run.unbind(0) for of_run in own]
+    seen: list[torch.Tensor] = []
+    for of_run, run in zip(own, runs, strict=True):
+        if run.before:
+            before = torch.cat([segments[number][place] for number, place in run.before], dim=1)
+            if window is not None:
+                before = before[:, max(0, before.shape[1] - window + 1) :]
+            of_run = torch.cat([before.expand(run.count, -1, -1, -1), of_run], dim=2)
+        seen.append(of_run)
+    return seen
+
+
 def _attend_run(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    run: Run,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """The sequences of one run, [count * length, H, D]."""
-    start, count, length = run.start, run.count, run.length
-
-    def per_sequence(packed: torch.Tensor) -> torch.Tensor:
-        cut = packed[0, :, start : start + count * length]
-        return cut.unflatten(1, (count, length)).transpose(0, 1)
-
-    banded = window is not None and length > window
+    """The segments of one run, whose queries are the last of the keys, [count * length, H, D]."""
+    queries, keys = query.shape[2], key.shape[2]
+    banded = window is not None and keys > window
+    masked = banded or keys > queries > 1
+    if masked and query.is_cuda:
+        # The GPU's kernel that takes a mask wants a key for every head; what torch falls back to
+        # holds all scores at once.
+        each = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
     output = scaled_dot_product_attention(
-        per_sequence(query),
-        per_sequence(key),
-        per_sequence(value),
-        attn_mask=_band(length, window, device=query.device) if banded and window else None,
-        is_causal=not banded and length > 1,
+        query,
+        key,
+        value,
+        attn_mask=_band(queries, keys, window, device=query.device) if masked else None,
+        is_causal=not masked and keys == queries > 1,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def _band(length: int, window: int, *, device: torch.device) -> torch.Tensor:
-    """True where a query may look: itself and the `window` - 1 tokens before it."""
-    place = torch.arange(length, device=device)
-    behind = place[:, None] - place[None, :]
-    return (behind >= 0) & (behind < window)
+def _band(queries: int, keys: int, window: int | None, *, device: torch.device) -> torch.Tensor:
+    """True where a query may look: itself and the tokens before it, `window` in all. The queries
+    are the last of the keys."""
+    place = torch.arange(keys, device=device)
+    behind = place[keys - queries :, None] - place[None, :]
+    return behind >= 0 if window is None else (behind >= 0) & (behind < window)
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

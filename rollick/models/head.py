@@ -1,16 +1,22 @@
-"""Log-probs and entropy of chosen tokens, without ever holding all their logits.
+"""Log-probs and entropy of tokens, without ever holding all their logits.
 
-Row t is a hidden state, its target the token drawn next: log softmax(h_t W' / temperature)[y_t].
+Row t is a hidden state; softmax(h_t W' / temperature) is the distribution of the token drawn next.
+
+    token_logprobs    of one token a row, with the entropy     the tokens that were drawn
+    chosen_logprobs   of K given tokens a row                  a student at its teacher's tokens
+    top_logprobs      of the K likeliest, no gradient          a teacher
+
 The vocabulary product is made for `chunk` rows at a time, forward and again backward, so at most
 chunk x V logits (and as many gradients) exist at once; nothing of that size is kept between.
 
-Legend: T rows, D hidden size, V vocabulary, C rows of a chunk. All log-probs are float32 (float64
-for float64 hidden states), whatever the dtype of the model.
+Legend: T rows, D hidden size, V vocabulary, C rows of a chunk, K tokens of a row. All log-probs are
+float32 (float64 for float64 hidden states), whatever the dtype of the model.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -70,13 +76,81 @@ def token_logprobs(
     tiled: bool = False,
     bias_V: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-prob of each target, entropy of its distribution); the entropy has no gradient.
+    """(log-prob of each target, entropy of its distribution), both differentiable.
 
+    A backward that the entropy has no part in does no work for it.
     `tiled` makes a row's bits independent of the other rows (see deterministic.py).
     """
-    return _TokenLogprobs.apply(
-        hidden_TD, weight_VD, bias_V, targets_T, temperature_T, chunk, tiled
-    )  # pyright: ignore[reportReturnType]
+    how = _How(chunk, tiled, entropy=True)
+    result: Any = _HeadLogprobs.apply(
+        hidden_TD, weight_VD, bias_V, targets_T[:, None], temperature_T, how
+    )
+    logprobs_T1, entropy_T = result
+    return logprobs_T1[:, 0], entropy_T
+
+
+def chosen_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    temperature_T: torch.Tensor,
+    *,
+    chunk: int,
+    tiled: bool = False,
+    bias_V: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-probs [T, K] of K given tokens a row, out of the whole vocabulary; differentiable."""
+    how = _How(chunk, tiled, entropy=False)
+    result: Any = _HeadLogprobs.apply(hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, how)
+    return result[0]
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    temperature_T: torch.Tensor,
+    *,
+    k: int,
+    chunk: int,
+    tiled: bool = False,
+    bias_V: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, log-probs), both [T, K], of the k likeliest tokens of each row, the likeliest first."""
+    if not 1 <= k <= len(weight_VD):
+        raise ModelError(
+            f"cannot take the {k} likeliest tokens of a vocabulary of {len(weight_VD)}",
+            fix=f"ask for 1 to {len(weight_VD)} tokens",
+        )
+    logprobs_TK = hidden_TD.new_empty(len(hidden_TD), k, dtype=_result_dtype(hidden_TD))
+    ids_TK = torch.empty_like(logprobs_TK, dtype=torch.int64)
+    how = _How(chunk, tiled, entropy=False)
+    for rows, all_CV in _chunks(hidden_TD, weight_VD, bias_V, temperature_T, how=how):
+        logprobs_TK[rows], ids_TK[rows] = all_CV.topk(k, dim=-1)
+    return ids_TK, logprobs_TK
+
+
+class _How(NamedTuple):
+    chunk: int
+    tiled: bool
+    entropy: bool
+
+
+def _chunks(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperature_T: torch.Tensor,
+    *,
+    how: _How,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their log-softmax [C, V]), chunk by chunk; the caller may overwrite it."""
+    temperature_T = temperature_T.to(_result_dtype(hidden_TD))
+    for start in range(0, len(hidden_TD), how.chunk):
+        rows = slice(start, start + how.chunk)
+        parts = hidden_TD[rows], weight_VD, bias_V, temperature_T[rows]
+        # Without a name for it here, the chunk is free as soon as the caller drops it.
+        yield rows, _chunk_logprobs(*parts, tiled=how.tiled)
 
 
 def _chunk_logprobs(
@@ -96,55 +170,73 @@ def _result_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype is torch.float64 else torch.float32
 
 
-class _TokenLogprobs(torch.autograd.Function):
+def _logit_gradient(
+    logprobs_CV: torch.Tensor,
+    ids_CK: torch.Tensor,
+    *,
+    chosen_CK: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Gradient [C, V] of the logits after the temperature, written over `logprobs_CV`.
+
+    `chosen_CK` is the gradient of the log-probs of `ids_CK`, `entropy` the (gradient, value) [C, 1]
+    of the entropy H. d log p_k = 1[k] - p and dH = -p (log p + H): what p multiplies is summed
+    before the product, so no more than two arrays of [C, V] exist.
+    """
+    chosen_C1 = chosen_CK.sum(1, keepdim=True)
+    if entropy is None:
+        grad_CV = logprobs_CV.exp_().neg_().mul_(chosen_C1)
+    else:
+        gradient_C1, value_C1 = entropy
+        probs_CV = logprobs_CV.exp()
+        grad_CV = logprobs_CV.add_(value_C1).mul_(gradient_C1).add_(chosen_C1)
+        grad_CV.mul_(probs_CV).neg_()
+    return grad_CV.scatter_add_(1, ids_CK, chosen_CK)
+
+
+class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden_TD: torch.Tensor,
         weight_VD: torch.Tensor,
         bias_V: torch.Tensor | None,
-        targets_T: torch.Tensor,
+        ids_TK: torch.Tensor,
         temperature_T: torch.Tensor,
-        chunk: int,
-        tiled: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = _result_dtype(hidden_TD)
-        temperature_T = temperature_T.to(dtype)
-        logprobs_T = hidden_TD.new_empty(len(targets_T), dtype=dtype)
-        entropy_T = torch.empty_like(logprobs_T)
-        for start in range(0, len(targets_T), chunk):
-            rows = slice(start, start + chunk)
-            all_CV = _chunk_logprobs(
-                hidden_TD[rows], weight_VD, bias_V, temperature_T[rows], tiled=tiled
-            )
-            logprobs_T[rows] = all_CV.gather(1, targets_T[rows, None])[:, 0]
-            entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T, temperature_T)
-        ctx.chunk, ctx.tiled = chunk, tiled
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        how: _How,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logprobs_TK = hidden_TD.new_empty(ids_TK.shape, dtype=_result_dtype(hidden_TD))
+        entropy_T = logprobs_TK.new_empty(len(ids_TK)) if how.entropy else None
+        for rows, all_CV in _chunks(hidden_TD, weight_VD, bias_V, temperature_T, how=how):
+            logprobs_TK[rows] = all_CV.gather(1, ids_TK[rows])
+            if entropy_T is not None:
+                entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T)
+        ctx.how = how
+        # An entropy that nobody uses then has the gradient None, not zeros to be worked on.
+        ctx.set_materialize_grads(False)
+        return logprobs_TK, entropy_T
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient_T: torch.Tensor, _entropy: torch.Tensor
+        ctx: Any, chosen_TK: torch.Tensor | None, by_entropy_T: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_TD, weight_VD, bias_V, targets_T, temperature_T = ctx.saved_tensors
+        hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T = ctx.saved_tensors
         for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
         wide = _result_dtype(hidden_TD)
+        temperature_T1 = temperature_T.to(wide)[:, None]
+        if chosen_TK is None:
+            chosen_TK = torch.zeros_like(ids_TK, dtype=wide)
         hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
         # Summed over chunks in float32, so that the chunk size does not show in low precision.
         weight_grad = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
-        bias_grad = (
-            torch.zeros_like(bias_V, dtype=wide) if for_bias and bias_V is not None else None
-        )
-        for start in range(0, len(targets_T), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            # d log p_y / d logits = (1[y] - p) / temperature
-            grad_CV = _chunk_logprobs(
-                hidden_TD[rows], weight_VD, bias_V, temperature_T[rows], tiled=ctx.tiled
-            )
-            scale_C = (gradient_T[rows] / temperature_T[rows])[:, None]
-            grad_CV.exp_().neg_().mul_(scale_C).scatter_add_(1, targets_T[rows, None], scale_C)
+        bias_grad = torch.zeros_like(bias_V, dtype=wide) if for_bias else None
+        for rows, all_CV in _chunks(hidden_TD, weight_VD, bias_V, temperature_T, how=ctx.how):
+            by_entropy = None
+            if by_entropy_T is not None:
+                by_entropy = by_entropy_T[rows, None] / temperature_T1[rows], entropy_T[rows, None]
+            chosen_CK = chosen_TK[rows] / temperature_T1[rows]
+            grad_CV = _logit_gradient(all_CV, ids_TK[rows], chosen_CK=chosen_CK, entropy=by_entropy)
             narrow_CV = grad_CV.to(hidden_TD.dtype)
             if hidden_grad is not None:
                 hidden_grad[rows] = narrow_CV @ weight_VD
@@ -153,5 +245,5 @@ class _TokenLogprobs(torch.autograd.Function):
             if bias_grad is not None:
                 bias_grad += grad_CV.sum(0)
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
-        bias_grad = None if bias_grad is None or bias_V is None else bias_grad.to(bias_V.dtype)
-        return hidden_grad, weight_grad, bias_grad, None, None, None, None
+        bias_grad = None if bias_grad is None else bias_grad.to(bias_V.dtype)
+        return hidden_grad, weight_grad, bias_grad, None, None, None

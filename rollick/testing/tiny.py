@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import string
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.nn.functional import rms_norm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rollick.models.load import quietly
@@ -64,6 +68,21 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).float()
+
+
+def widen_norms(model: nn.Module) -> None:
+    """Let the norms of a float64 model compute in float64, in place.
+
+    Those of transformers go through float32, which rounds each row's gradient to seven digits:
+    a row that several samples share is then rounded once where theirs are rounded one by one.
+    """
+
+    def forward(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    for part in model.modules():
+        if hasattr(part, "variance_epsilon"):
+            part.forward = partial(forward, part)
 
 
 def save_tiny(path: Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:

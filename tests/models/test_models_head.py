@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rollick.errors import ModelError
-from rollick.models.head import head_logits, output_head, token_logprobs
+from rollick.models.head import (
+    chosen_logprobs,
+    head_logits,
+    output_head,
+    token_logprobs,
+    top_logprobs,
+)
 from rollick.testing.tiny import tiny_model
 
 
@@ -21,6 +29,25 @@ def inputs(rows: int = 5, size: int = 3, vocabulary: int = 7, dtype: torch.dtype
     targets = torch.arange(rows) * 3 % vocabulary
     temperature = torch.linspace(0.5, 1.5, rows, dtype=torch.float64)
     return hidden, weight, targets, temperature
+
+
+def bias_of(vocabulary: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, vocabulary, dtype=torch.float64).requires_grad_()
+
+
+def dense_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    temperature: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All [T, V] at once, by torch's own differentiation."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return torch.log_softmax(logits / temperature[:, None], dim=-1)
+
+
+def dense_entropy(logprobs: torch.Tensor) -> torch.Tensor:
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def test_a_case_by_hand():
@@ -40,61 +67,272 @@ def test_the_temperature_divides_the_logits():
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_gradients_are_those_of_finite_differences(chunk: int, tiled: bool):
+def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
+    chunk: int, tiled: bool
+):
     hidden, weight, targets, temperature = inputs()
-    bias = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
 
-    def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> torch.Tensor:
+    def of(
+        hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(
             hidden_TD, weight_VD, targets, temperature, chunk=chunk, tiled=tiled, bias_V=bias_V
-        )[0]
+        )
 
-    assert torch.autograd.gradcheck(of, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
 
 
-def test_the_chunk_does_not_change_the_result():
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_gradients_of_chosen_log_probs_are_those_of_finite_differences(chunk: int, tiled: bool):
+    hidden, weight, _, temperature = inputs()
+    ids = torch.tensor([[0, 3, 6], [1, 1, 2], [5, 4, 5], [6, 6, 6], [2, 0, 1]])
+
+    def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> torch.Tensor:
+        return chosen_logprobs(
+            hidden_TD, weight_VD, ids, temperature, chunk=chunk, tiled=tiled, bias_V=bias_V
+        )
+
+    assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
+
+
+def test_the_gradient_of_the_entropy_by_hand():
+    """At p = (1/4, 3/4), dH/dlogit = -p (log p + H) = (3/16) ln 3 (1, -1); over temperature 2."""
+    hidden = torch.ones(1, 1, dtype=torch.float64)
+    weight = torch.tensor([[0.0], [2 * log(3)]], dtype=torch.float64, requires_grad=True)
+    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]), chunk=8)
+    entropy.sum().backward()
+    expected = 3 / 16 * log(3) / 2
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == pytest.approx([expected, -expected])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_log_probs_entropy_and_their_gradients_are_those_of_the_dense_formula(
+    rows: int, with_bias: bool
+):
+    hidden, weight, targets, temperature = inputs(rows=rows)
+    bias = bias_of(7) if with_bias else None
+    of = [part for part in (hidden, weight, bias) if part is not None]
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=4, bias_V=bias)
+    every = dense_logprobs(hidden, weight, temperature, bias)
+    expected = every.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, dense_entropy(every))
+    # Not linear in either, so that every row has gradients of its own for both.
+    grads = torch.autograd.grad((logprobs.exp() * entropy).sum(), of)
+    torch.testing.assert_close(
+        grads, torch.autograd.grad((expected.exp() * dense_entropy(every)).sum(), of)
+    )
+
+
+CHOICES: dict[str, Callable[[int], torch.Tensor]] = {
+    "one": lambda rows: torch.arange(rows)[:, None] % 7,
+    "some": lambda rows: torch.tensor([4, 0, 6]).expand(rows, 3),
+    "repeated": lambda rows: torch.tensor([2, 5, 2, 2]).expand(rows, 4),
+    "all": lambda rows: torch.arange(7).flip(0).expand(rows, 7),
+}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_chosen_log_probs_and_their_gradients_are_those_of_the_dense_formula(
+    choice: str, rows: int, with_bias: bool
+):
+    hidden, weight, _, temperature = inputs(rows=rows)
+    ids = CHOICES[choice](rows)
+    bias = bias_of(7) if with_bias else None
+    of = [part for part in (hidden, weight, bias) if part is not None]
+    chosen = chosen_logprobs(hidden, weight, ids, temperature, chunk=4, bias_V=bias)
+    expected = dense_logprobs(hidden, weight, temperature, bias).gather(1, ids)
+    torch.testing.assert_close(chosen, expected)
+    uneven = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).view(ids.shape)
+    grads = torch.autograd.grad((chosen * uneven).sum(), of)
+    torch.testing.assert_close(grads, torch.autograd.grad((expected * uneven).sum(), of))
+
+
+def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
+    hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
+    logprobs, _ = token_logprobs(hidden, weight, targets, temperature, chunk=16)
+    chosen = chosen_logprobs(hidden, weight, targets[:, None], temperature, chunk=16)
+    assert torch.equal(chosen[:, 0], logprobs)
+    for one, other in zip(
+        torch.autograd.grad(chosen.sum(), (hidden, weight)),
+        torch.autograd.grad(logprobs.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_the_likeliest_tokens_by_hand():
+    """Logits (0, ln 5, ln 2) at temperature 1: probabilities 1/8, 5/8 and 2/8."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [log(5)], [log(2)]])
+    ids, logprobs = top_logprobs(hidden, weight, torch.ones(1), k=2, chunk=8)
+    assert ids.tolist() == [[1, 2]]
+    assert logprobs[0].tolist() == pytest.approx([log(5 / 8), log(2 / 8)])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_the_likeliest_tokens_are_those_of_the_dense_formula(
+    k: int, rows: int, tiled: bool, with_bias: bool
+):
+    hidden, weight, _, temperature = inputs(rows=rows)
+    bias = bias_of(7) if with_bias else None
+    expected, where = dense_logprobs(hidden, weight, temperature, bias).detach().topk(k)
+    for chunk in (1, 4, 100):
+        ids, logprobs = top_logprobs(
+            hidden, weight, temperature, k=k, chunk=chunk, tiled=tiled, bias_V=bias
+        )
+        assert ids.dtype is torch.int64
+        assert torch.equal(ids, where)
+        torch.testing.assert_close(logprobs, expected)
+        assert not logprobs.requires_grad
+
+
+def test_a_student_at_its_own_likeliest_tokens_has_their_log_probs():
+    hidden, weight, _, temperature = inputs(rows=9)
+    ids, logprobs = top_logprobs(hidden, weight, temperature, k=4, chunk=4)
+    assert torch.equal(chosen_logprobs(hidden, weight, ids, temperature, chunk=4), logprobs)
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_more_tokens_than_the_vocabulary_has_and_none_are_refused(k: int):
+    hidden, weight, _, temperature = inputs()
+    with pytest.raises(ModelError, match=f"{k} likeliest tokens of a vocabulary of 7"):
+        top_logprobs(hidden, weight, temperature, k=k, chunk=4)
+
+
+def test_the_chunk_does_not_change_results_and_gradients():
     hidden, weight, targets, temperature = inputs(rows=11)
-    results = [
-        torch.stack(token_logprobs(hidden, weight, targets, temperature, chunk=chunk))
-        for chunk in (1, 3, 11, 64)
-    ]
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-12)
+    ids = torch.stack([targets, targets.flip(0)], dim=1)
+
+    def results(chunk: int) -> list[torch.Tensor]:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+        chosen = chosen_logprobs(hidden, weight, ids, temperature, chunk=chunk)
+        total = (logprobs.exp() * entropy).sum() + chosen.exp().sum()
+        return [logprobs, entropy, chosen, *torch.autograd.grad(total, (hidden, weight))]
+
+    for chunk in (1, 3, 64):
+        torch.testing.assert_close(results(chunk), results(11), rtol=0, atol=1e-12)
 
 
-def test_the_entropy_has_no_gradient():
-    hidden, weight, targets, temperature = inputs()
-    _, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=2)
-    assert not entropy.requires_grad
+def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
+    hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=16)
+    unused = torch.autograd.grad(logprobs.exp().sum(), (hidden, weight), retain_graph=True)
+    zero = torch.autograd.grad(logprobs.exp().sum() + 0 * entropy.sum(), (hidden, weight))
+    for one, other in zip(unused, zero, strict=True):
+        assert torch.equal(one, other)
 
 
-def test_low_precision_models_have_float32_log_probs():
-    hidden, weight, targets, temperature = inputs(dtype=torch.float32)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=2)
-    assert logprobs.dtype is entropy.dtype is torch.float32
+def test_an_entropy_that_nobody_uses_adds_no_work_on_logits_to_the_backward():
+    rows, vocabulary = 5, 7
+
+    def on_logits(what: str) -> list[str]:
+        loss = losses(rows, vocabulary, chunk=100)[what]()
+        with Made() as seen:
+            loss.backward()
+        return [name for name, elements in seen.tensors if elements == rows * vocabulary]
+
+    # chosen_logprobs has no entropy at all.
+    assert on_logits("logprobs") == on_logits("chosen") != []
+    assert len(on_logits("both")) > len(on_logits("logprobs"))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Sees every tensor that any operation makes, backward included."""
+def test_half_precision_models_have_float32_log_probs_and_gradients_of_their_own_dtype():
+    hidden, weight, targets, temperature = inputs(rows=40, size=8)
+    exact = dense_logprobs(hidden.bfloat16().double(), weight.bfloat16().double(), temperature)
+    half, half_weight = (part.detach().bfloat16().requires_grad_() for part in (hidden, weight))
+    logprobs, entropy = token_logprobs(half, half_weight, targets, temperature, chunk=16)
+    chosen = chosen_logprobs(half, half_weight, targets[:, None], temperature, chunk=16)
+    ids, top = top_logprobs(half, half_weight, temperature, k=2, chunk=16)
+    for result, expected in [
+        (logprobs, exact.gather(1, targets[:, None])[:, 0]),
+        (entropy, dense_entropy(exact)),
+        (chosen, exact.gather(1, targets[:, None])),
+        (top, exact.gather(1, ids)),
+    ]:
+        assert result.dtype is torch.float32
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+    total = logprobs.sum() + entropy.sum() + chosen.sum()
+    wide_total = 2 * exact.gather(1, targets[:, None]).sum() + dense_entropy(exact).sum()
+    for grad, expected in zip(
+        torch.autograd.grad(total, (half, half_weight)),
+        torch.autograd.grad(wide_total, (hidden, weight)),
+        strict=True,
+    ):
+        assert grad.dtype is torch.bfloat16
+        torch.testing.assert_close(grad.double(), expected, rtol=0.02, atol=0.1)
 
-    elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+class Made(TorchDispatchMode):
+    """(operation, elements) of every tensor that any operation makes, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (tuple, list)) else [made]:
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
+                self.tensors.append((str(func), tensor.numel()))
         return made
+
+    @property
+    def largest(self) -> int:
+        return max(elements for _, elements in self.tensors)
+
+
+def losses(rows: int, vocabulary: int, **how: Any) -> dict[str, Callable[[], torch.Tensor]]:
+    hidden, weight, targets, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
+    ids = torch.stack([targets, targets.flip(0)], dim=1)
+    return {
+        "logprobs": lambda: token_logprobs(hidden, weight, targets, temperature, **how)[0].sum(),
+        "entropy": lambda: token_logprobs(hidden, weight, targets, temperature, **how)[1].sum(),
+        "both": lambda: torch.stack(
+            token_logprobs(hidden, weight, targets, temperature, **how)
+        ).sum(),
+        "chosen": lambda: chosen_logprobs(hidden, weight, ids, temperature, **how).sum(),
+    }
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(tiled: bool):
+@pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str, tiled: bool):
     rows, vocabulary, chunk = 512, 300, 32
-    hidden, weight, targets, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
-    with LargestTensor() as seen:
-        logprobs, _ = token_logprobs(hidden, weight, targets, temperature, chunk=chunk, tiled=tiled)
-        logprobs.sum().backward()
-    assert seen.elements == chunk * vocabulary
+    loss = losses(rows, vocabulary, chunk=chunk, tiled=tiled)[what]
+    with Made() as seen:
+        loss().backward()
+    assert seen.largest == chunk * vocabulary
+
+
+@pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
+def test_nothing_larger_than_the_inputs_is_kept_for_the_backward(what: str):
+    rows, vocabulary = 512, 300
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses(rows, vocabulary, chunk=32)[what]()
+    assert max(kept) == 4 * max(rows, vocabulary)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_the_likeliest_tokens_take_no_tensor_larger_than_a_chunk_of_logits(tiled: bool):
+    rows, vocabulary, chunk = 512, 300, 32
+    hidden, weight, _, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
+    with Made() as seen:
+        top_logprobs(hidden, weight, temperature, k=2, chunk=chunk, tiled=tiled)
+    assert seen.largest == chunk * vocabulary
 
 
 def test_the_head_of_a_tied_model_is_its_embedding():

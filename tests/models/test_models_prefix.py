@@ -1,0 +1,174 @@
+"""What samples begin with is computed once: the plan by hand, and attention that stays exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
+
+from rollick.models.attention import ROOT, VARLEN, PackedLayout, Run
+from rollick.models.load import empty_model, share_parameters
+from rollick.models.prefix import plan_prefixes, plan_whole, shared_lengths
+from rollick.testing.tiny import widen_norms
+
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+DECODERS: dict[str, PretrainedConfig] = {
+    "full": LlamaConfig(**SIZES),
+    "window_1": MistralConfig(**SIZES, sliding_window=1),
+    "window_2": MistralConfig(**SIZES, sliding_window=2),
+    "window_5": MistralConfig(**SIZES, sliding_window=5),
+}
+
+
+def shared_of(*samples: str, groups: Sequence[int], limits: Sequence[int]) -> list[int]:
+    token_ids = [ord(letter) for letter in "".join(samples)]
+    lengths = [len(sample) for sample in samples]
+    return shared_lengths(token_ids, lengths, group_B=groups, limit_B=limits).tolist()
+
+
+def test_a_group_shares_what_all_of_its_samples_begin_with():
+    shared = shared_of("pqrab", "pqc", "pqra", "pqra", groups=[0, 0, 0, 1], limits=[4, 2, 3, 3])
+    assert shared == [2, 2, 2, 0]
+
+
+def test_no_sample_shares_more_than_the_least_limit_of_its_group():
+    assert shared_of("pqra", "pqra", groups=[7, 7], limits=[3, 1]) == [1, 1]
+
+
+def test_samples_that_begin_differently_share_nothing():
+    assert shared_of("pq", "rq", groups=[0, 0], limits=[1, 1]) == [0, 0]
+
+
+def test_the_plan_has_beginnings_first_and_then_the_tails_by_length():
+    # p q r a b | s t | p q r c
+    plan = plan_prefixes([5, 2, 4], group_B=[0, 1, 0], shared_B=[3, 0, 3])
+    assert plan.lengths == (2, 3, 1, 2)
+    assert plan.parents == (ROOT, ROOT, 1, 1)
+    assert plan.source_C.tolist() == [5, 6, 0, 1, 2, 10, 3, 4]
+    assert plan.row_N.tolist() == [2, 3, 4, 6, 7, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_sample_whose_group_is_elsewhere_is_computed_whole():
+    plan = plan_prefixes([3], group_B=[0], shared_B=[2])
+    assert plan.lengths == (3,)
+    assert plan.row_N.tolist() == [0, 1, 2]
+
+
+def test_without_sharing_the_tokens_stay_where_they_are():
+    plan = plan_whole([2, 1])
+    assert (plan.lengths, plan.parents) == ((2, 1), (ROOT, ROOT))
+    assert plan.source_C.tolist() == plan.row_N.tolist() == [0, 1, 2]
+
+
+@st.composite
+def samples_in_groups(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    samples = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=1))
+    size = len(samples)
+    return samples, draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+
+
+@given(samples_in_groups())
+def test_every_sample_is_found_again_along_its_segments(case: tuple[list[list[int]], list[int]]):
+    samples, groups = case
+    lengths = [len(sample) for sample in samples]
+    ids = np.concatenate(samples)
+    limits = [length - 1 for length in lengths]
+    shared = shared_lengths(ids, lengths, group_B=groups, limit_B=limits)
+    plan = plan_prefixes(lengths, group_B=groups, shared_B=shared)
+    layout = PackedLayout.of(plan.lengths, parents=plan.parents)
+
+    computed = ids[plan.source_C]
+    assert computed[plan.row_N].tolist() == ids.tolist()
+    in_sample = np.concatenate([np.arange(length) for length in lengths])
+    assert layout.position_ids_N.numpy()[plan.row_N].tolist() == in_sample.tolist()
+    assert layout.order_N is None
+    once = {group: shared[groups.index(group)] for group in groups}
+    assert len(computed) == sum(lengths) - shared.sum() + sum(once.values())
+
+
+def test_a_segment_goes_on_where_its_parent_ends():
+    layout = PackedLayout.of([2, 3, 1, 1], parents=[ROOT, 0, 0, 1])
+    assert layout.position_ids_N.tolist() == [0, 1, 2, 3, 4, 2, 5]
+    assert layout.runs == (
+        Run(0, 1, 2),
+        Run(2, 1, 3, before=((0, 0),)),
+        Run(5, 1, 1, before=((0, 0),)),
+        Run(6, 1, 1, before=((0, 0), (1, 0))),
+    )
+
+
+def test_tails_of_one_length_and_parent_make_one_kernel_call():
+    layout = PackedLayout.of([2, 2, 1, 3, 1], parents=[ROOT, ROOT, 1, 1, 1])
+    assert layout.runs == (
+        Run(0, 2, 2),
+        Run(4, 2, 1, before=((0, 1),)),
+        Run(6, 1, 3, before=((0, 1),)),
+    )
+    assert layout.order_N is not None
+    assert layout.order_N.tolist() == [0, 1, 2, 3, 4, 8, 5, 6, 7]
+
+
+@pytest.mark.parametrize("parents", [[0, ROOT], [ROOT, 1], [ROOT, -2]])
+def test_a_segment_cannot_continue_itself_or_a_later_one(parents: list[int]):
+    with pytest.raises(ValueError, match="continues an earlier one"):
+        PackedLayout.of([1, 1], parents=parents)
+
+
+#        0: 4 tokens
+#        |- 1: 3      |- 3: 3      |- 4: 1          6: 2 (a sequence of its own)
+#        |  |- 2: 2                |- 5: 6
+TREE_LENGTHS = [4, 3, 2, 3, 1, 6, 2]
+TREE_PARENTS = [ROOT, 0, 1, 0, 0, 4, ROOT]
+
+
+def path_to(segment: int) -> list[int]:
+    return [*path_to(TREE_PARENTS[segment]), segment] if segment != ROOT else []
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_tree_of_segments_gives_what_each_path_gives_alone(name: str, per_sequence: bool):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(DECODERS[name], attn_implementation="sdpa")
+    plain = plain.double().eval()
+    packed = empty_model(plain.config, attention=VARLEN)
+    share_parameters(packed, plain)
+    packed.requires_grad_()
+    for decoder in (packed, plain):
+        widen_norms(decoder)
+    layout = PackedLayout.of(TREE_LENGTHS, parents=TREE_PARENTS, per_sequence=per_sequence)
+    ids = torch.arange(layout.tokens) * 7 % SIZES["vocab_size"]
+    weight = torch.linspace(-1, 1, layout.tokens * 23, dtype=torch.float64).view(-1, 23)
+
+    together = packed(
+        input_ids=ids[None],
+        position_ids=layout.position_ids_N[None],
+        use_cache=False,
+        layout=layout,
+    ).logits[0]
+    pieces = ids.split(TREE_LENGTHS)
+    alone = torch.cat(
+        [
+            plain(torch.cat([pieces[b] for b in path_to(segment)])[None]).logits[0, -length:]
+            for segment, length in enumerate(TREE_LENGTHS)
+        ]
+    )
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
+    (together * weight).sum().backward()
+    (alone * weight).sum().backward()
+    for ours, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
