@@ -1,77 +1,46 @@
 """PromptStream: rows of mixed sources, in an order that follows from the seed, resumable.
 
-Owns what a row must hold, quarantine of bad rows, shuffling and mixing. Reading is in sources.py;
-nothing is tokenised here: a function that counts a prompt's tokens is passed in.
+Owns shuffling, mixing and the choice among prompts. Reading is in sources.py, what a row must hold
+in rows.py, and what is known of the prompts' pass rates in curriculum.py.
 
-    source -> rows (read, numbered) -> Prompt or BadRow -> per domain: order of the epoch -> next()
-
-A uid is "domain/row", where rows are counted from 0 over the whole source, bad ones included.
+    prompts of a domain -> orders of its epochs, end to end -> less the retired -> next()
+                                                  ^
+                  judged(group), learn() -> Curriculum
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 
-from rollick.config.names import nearest
 from rollick.config.schema import DataConfig, DomainConfig
-from rollick.data.sources import RawRow, read_rows, shown
+from rollick.data.curriculum import Curriculum
+from rollick.data.rows import (
+    AnswerColumn,
+    BadRow,
+    CountTokens,
+    Quarantine,
+    TokenLimit,
+    answer_columns,
+    refuse_bad_source,
+    sort_out,
+)
+from rollick.data.sources import read_rows
 from rollick.errors import DataError
-from rollick.types import Prompt, Row, Turn, stable_hash
-
-CountTokens = Callable[[Prompt], int]
+from rollick.types import Group, Prompt, stable_hash
 
 NO_OBJECTS: Mapping[str, Any] = MappingProxyType({})
 LISTED_BAD_ROWS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be used: where it is, why (a reason to count by), and what was seen."""
-
-    domain: str
-    place: str
-    reason: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.reason} ({self.detail})"
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantine:
-    """The unusable rows of all sources: counted by reason, the first ones listed."""
-
-    counts: Mapping[str, int]
-    rows: tuple[BadRow, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-
-class _Limit(NamedTuple):
-    """Tokens that a prompt may have, and what says so."""
-
-    tokens: int
-    said: str
-
-
-class _Unusable(Exception):
-    """Why a row is bad; becomes a BadRow once the place is known."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason = reason
-        self.detail = detail
-        super().__init__(reason, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +65,20 @@ class PromptStream:
     """Draws prompts without end; every domain keeps its share over any window."""
 
     def __init__(
-        self, domains: Sequence[_Domain], *, seed: int, shuffle: bool, quarantine: Quarantine
+        self, data: DataConfig, domains: Sequence[_Domain], *, seed: int, quarantine: Quarantine
     ) -> None:
         self.quarantine = quarantine
         self._domains = {domain.name: domain for domain in domains}
         self._seed = seed
-        self._shuffle = shuffle
+        self._shuffle = data.shuffle
+        self._selection = data.selection
+        self._curriculum = Curriculum(data.selection, self.sizes)
+        # How far each domain is in its endless order; a retired prompt is passed and not drawn.
         self._drawn = dict.fromkeys(self._domains, 0)
         self._credit = dict.fromkeys(self._domains, 0.0)
-        self._orders: dict[str, tuple[int, Sequence[int]]] = {}
+        self._orders: dict[tuple[str, int], Sequence[int]] = {}
+        # Places of an epoch's order whose prompts are not retired; good until the next `learn`.
+        self._live: dict[tuple[str, int], Sequence[int]] = {}
 
     @classmethod
     def open(
@@ -122,24 +96,24 @@ class PromptStream:
 
         `room`: prompt tokens that the engines' cache takes, where prompts are to be answered.
         """
-        limit = _Limit(data.max_prompt_tokens, "data.max_prompt_tokens")
+        limit = TokenLimit(data.max_prompt_tokens, "data.max_prompt_tokens")
         if room is not None and room < limit.tokens:
-            limit = _Limit(room, "what infer.max_length has room for")
+            limit = TokenLimit(room, "what infer.max_length has room for")
         domains: list[_Domain] = []
         bad: list[BadRow] = []
         for name, config in (data.validation if validation else data.domains).items():
             rows = read_rows(config, base=base or Path.cwd(), objects=objects)
-            prompts, unusable = _sort_out(
+            prompts, unusable = sort_out(
                 name, config, rows=rows, count_tokens=count_tokens, limit=limit
             )
-            _refuse_bad_source(
+            refuse_bad_source(
                 name, config, usable=len(prompts), bad=unusable, allowed=data.max_bad_rows
             )
             domains.append(_Domain(name, config, tuple(prompts), _fingerprint(prompts)))
             bad.extend(unusable)
         counts = Counter(row.reason for row in bad)
         quarantine = Quarantine(counts=dict(counts), rows=tuple(bad[:LISTED_BAD_ROWS]))
-        return cls(domains, seed=seed, shuffle=data.shuffle, quarantine=quarantine)
+        return cls(data, domains, seed=seed, quarantine=quarantine)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -149,21 +123,44 @@ class PromptStream:
     def next(self) -> Prompt:
         """The next prompt; after the last row of a domain its next epoch begins."""
         domain = self._pick_domain()
-        epoch, place = divmod(self._drawn[domain.name], len(domain.prompts))
-        self._drawn[domain.name] += 1
-        return domain.prompts[self._order_of(domain, epoch)[place] if self._shuffle else place]
+        position, prompt = next(self._ahead(domain))
+        if self._selection.order == "near_half":
+            prompt = self._near_half(domain, position) or prompt
+            self._curriculum.begin(prompt.uid)
+        self._drawn[domain.name] = position + 1
+        return prompt
+
+    def judged(self, group: Group) -> None:
+        """Every group of a drawn prompt is told here once it is scored, trained on or dropped."""
+        self._curriculum.judged(group)
+
+    def learn(self) -> None:
+        """Let what was judged count from now on; called between steps, so that no clock shows."""
+        self._curriculum.learn()
+        self._live.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the rows and of what is known of them, by name."""
+        return {"data/quarantined": float(self.quarantine.total)} | self._curriculum.metrics()
 
     def all(self) -> list[Prompt]:
         """Every usable prompt, domain after domain, in file order; moves no cursor."""
         return [prompt for domain in self._domains.values() for prompt in domain.prompts]
 
     def completion_of(self, prompt: Prompt) -> str:
-        """The answer to imitate (SFT)."""
-        column = self._domains[prompt.domain].config.completion
+        """The answer to imitate (SFT, distillation)."""
+        return self._answer(prompt, "completion")
+
+    def pair_of(self, prompt: Prompt) -> tuple[str, str]:
+        """The better and the worse answer (DPO)."""
+        return self._answer(prompt, "chosen"), self._answer(prompt, "rejected")
+
+    def _answer(self, prompt: Prompt, which: AnswerColumn) -> str:
+        column = answer_columns(self._domains[prompt.domain].config).get(which)
         if column is None:
             raise DataError(
-                f"domain {prompt.domain!r} has no completion column",
-                fix=f"set data.domains.{prompt.domain}.completion to the column with the answers",
+                f"domain {prompt.domain!r} has no {which} column",
+                fix=f"set data.domains.{prompt.domain}.{which} to the column with the answers",
             )
         return prompt.row[column]
 
@@ -178,7 +175,12 @@ class PromptStream:
             }
             for name, domain in self._domains.items()
         }
-        return {"seed": self._seed, "shuffle": self._shuffle, "domains": domains}
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "domains": domains,
+            "curriculum": self._curriculum.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Refuses a cursor into other rows or another order."""
@@ -195,6 +197,8 @@ class PromptStream:
                 )
         self._drawn = {name: int(saved[name]["drawn"]) for name in self._domains}
         self._credit = {name: float(saved[name]["credit"]) for name in self._domains}
+        self._curriculum.restore(state["curriculum"])
+        self._live.clear()
 
     def _refuse_other_order(self, state: Mapping[str, Any]) -> None:
         if set(state["domains"]) != set(self._domains):
@@ -222,12 +226,59 @@ class PromptStream:
         self._credit[richest] -= sum(shares.values())
         return self._domains[richest]
 
+    def _ahead(self, domain: _Domain) -> Iterator[tuple[int, Prompt]]:
+        """What comes next in the domain's order, without the retired, and each where it stands.
+
+        Goes to the end of the next epoch, by which every prompt has come; at least one is not
+        retired, so there is a first.
+        """
+        start, size = self._drawn[domain.name], len(domain.prompts)
+        for epoch in (start // size, start // size + 1):
+            order, live = self._order_of(domain, epoch), self._live_of(domain, epoch)
+            for n in range(bisect_left(live, start - epoch * size), len(live)):
+                yield epoch * size + live[n], domain.prompts[order[live[n]]]
+
+    def _near_half(self, domain: _Domain, position: int) -> Prompt | None:
+        """Of the next `window` prompts the one to draw; None where all are under way.
+
+        The window moves on by one at each draw, whichever prompt is taken: each is a candidate for
+        `window` draws of an epoch, drawn in several of them or in none.
+        """
+        candidates = list(islice(self._not_under_way(domain), self._selection.window))
+        if not candidates:
+            return None
+        key = stable_hash(self._seed, domain.name, "near_half", position)
+        uids = [prompt.uid for prompt in candidates]
+        return candidates[self._curriculum.choose(uids, domain=domain.name, key=key)]
+
+    def _not_under_way(self, domain: _Domain) -> Iterator[Prompt]:
+        """What comes next, each prompt once, without those whose last group is not learned from:
+        so a step has no prompt twice as long as there are others."""
+        seen: set[str] = set()
+        for _, prompt in self._ahead(domain):
+            if prompt.uid not in seen and not self._curriculum.is_under_way(prompt.uid):
+                seen.add(prompt.uid)
+                yield prompt
+
+    def _live_of(self, domain: _Domain, epoch: int) -> Sequence[int]:
+        """The places of the epoch's order whose prompts are not retired, in order."""
+        retired, order = self._curriculum.retired(domain.name), self._order_of(domain, epoch)
+        if not retired:
+            return range(len(order))
+        if (domain.name, epoch) not in self._live:
+            self._live[domain.name, epoch] = [
+                place for place, row in enumerate(order) if domain.prompts[row].uid not in retired
+            ]
+        return self._live[domain.name, epoch]
+
     def _order_of(self, domain: _Domain, epoch: int) -> Sequence[int]:
-        known = self._orders.get(domain.name)
-        if known is None or known[0] != epoch:
-            known = (epoch, domain.order(epoch, seed=self._seed))
-            self._orders[domain.name] = known
-        return known[1]
+        if not self._shuffle:
+            return range(len(domain.prompts))
+        if (domain.name, epoch) not in self._orders:
+            # A draw looks into the epoch that it is in and the next one; older ones never return.
+            self._orders.pop((domain.name, epoch - 2), None)
+            self._orders[domain.name, epoch] = domain.order(epoch, seed=self._seed)
+        return self._orders[domain.name, epoch]
 
 
 def _fingerprint(prompts: Iterable[Prompt]) -> str:
@@ -237,134 +288,3 @@ def _fingerprint(prompts: Iterable[Prompt]) -> str:
         row = json.dumps([prompt.uid, prompt.row], skipkeys=True, default=lambda v: str(type(v)))
         digest.update(row.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _sort_out(
-    name: str,
-    config: DomainConfig,
-    *,
-    rows: Iterable[RawRow],
-    count_tokens: CountTokens | None,
-    limit: _Limit,
-) -> tuple[list[Prompt], list[BadRow]]:
-    """Prompts of the usable rows, and the others."""
-    prompts: list[Prompt] = []
-    bad: list[BadRow] = []
-    for number, raw in enumerate(rows):
-        try:
-            if raw.problem:
-                raise _Unusable("not_json", raw.problem)
-            prompt = _to_prompt(raw.value, config, domain=name, number=number)
-            if count_tokens is not None:
-                _refuse_long(prompt, count_tokens, limit=limit)
-            prompts.append(prompt)
-        except _Unusable as problem:
-            bad.append(BadRow(name, raw.place, problem.reason, problem.detail))
-    return prompts, bad
-
-
-def _refuse_long(prompt: Prompt, count_tokens: CountTokens, *, limit: _Limit) -> None:
-    try:
-        tokens = count_tokens(prompt)
-    except DataError as error:  # such as a chat template that refuses these roles
-        raise _Unusable("cannot_encode", error.message) from error
-    if tokens > limit.tokens:
-        raise _Unusable("too_long", f"{tokens} tokens, {limit.said} is {limit.tokens}")
-
-
-def _to_prompt(row: Any, config: DomainConfig, *, domain: str, number: int) -> Prompt:
-    if not isinstance(row, Mapping):
-        raise _Unusable("not_a_row", f"expected columns with names, got {shown(row)}")
-    columns = dict(cast("Mapping[str, Any]", row))
-    turns = _turns_of(columns, config)
-    if not any(turn.content.strip() for turn in turns):
-        raise _Unusable("empty_prompt", "the prompt has no text")
-    for turn in turns:
-        _refuse_broken_text(turn.content)
-    if config.system is not None and turns[0].role != "system":
-        # A row that brings its own system message keeps it: most templates take only one.
-        turns = (Turn("system", config.system), *turns)
-    if config.completion is not None:
-        completion = _column(columns, config.completion)
-        if not isinstance(completion, str):
-            raise _Unusable("wrong_type", f"{config.completion!r} is {shown(completion)}")
-        if not completion:
-            raise _Unusable("empty_completion", f"{config.completion!r} has no text")
-        _refuse_broken_text(completion)
-    return Prompt(uid=f"{domain}/{number}", domain=domain, turns=turns, row=columns)
-
-
-def _refuse_broken_text(text: str) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _Unusable("not_text", str(error)) from error
-
-
-def _turns_of(row: Row, config: DomainConfig) -> tuple[Turn, ...]:
-    if config.prompt_format is not None:
-        return (Turn("user", _filled(config.prompt_format, row)),)
-    value = _column(row, config.prompt)
-    if isinstance(value, str):
-        return (Turn("user", value),)
-    if not isinstance(value, list) or not value:
-        raise _Unusable(
-            "wrong_type",
-            f"{config.prompt!r} is {shown(value)}, expected text or a list of messages",
-        )
-    return tuple(_turn_of(message, config.prompt) for message in cast("list[Any]", value))
-
-
-def _turn_of(message: Any, column: str) -> Turn:
-    parts = cast("Mapping[str, Any]", message) if isinstance(message, Mapping) else {}
-    role, content = parts.get("role"), parts.get("content")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise _Unusable(
-            "wrong_type",
-            f"a message in {column!r} is {shown(message)}, expected role and content as text",
-        )
-    return Turn(role, content)
-
-
-def _filled(template: str, row: Row) -> str:
-    try:
-        return template.format_map(row)
-    except KeyError as error:
-        raise _missing(str(error.args[0]), row) from error
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
-        raise _Unusable("wrong_type", f"{template!r} cannot be filled: {error}") from error
-
-
-def _column(row: Row, name: str) -> Any:
-    if name not in row:
-        raise _missing(name, row)
-    return row[name]
-
-
-def _missing(name: str, row: Row) -> _Unusable:
-    close = nearest(name, [str(column) for column in row], count=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return _Unusable("missing_column", f"no {name!r} among {', '.join(map(str, row))}{hint}")
-
-
-def _refuse_bad_source(
-    name: str, config: DomainConfig, *, usable: int, bad: Sequence[BadRow], allowed: float
-) -> None:
-    """Stop on a source without a usable row, or with too many bad ones."""
-    total = usable + len(bad)
-    if total == 0:
-        raise DataError(f"{config.source} (domain {name!r}) has no rows", fix="give it some rows")
-    reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(r.reason for r in bad).items())
-    if usable == 0:
-        raise DataError(
-            f"none of the {total} rows of domain {name!r} is usable: {reasons}; first: {bad[0]}",
-            fix=f"correct the rows, or the columns named in domain {name!r} (prompt, "
-            "prompt_format, completion)",
-        )
-    if len(bad) > allowed * total:
-        raise DataError(
-            f"{len(bad)} of the {total} rows of domain {name!r} are unusable ({reasons}), "
-            f"data.max_bad_rows allows {allowed:.0%}; first: {bad[0]}",
-            fix="correct or remove these rows, or raise data.max_bad_rows",
-        )

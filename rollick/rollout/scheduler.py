@@ -63,6 +63,7 @@ class Wiring:
     codec: ChatCodec
     score: Callable[[Sample], Awaitable[Score]]
     signal: Callable[[Group], str | None] | None
+    judged: Callable[[Group], None] | None
     seed: int
     purpose: str
     stuck_after_s: float
@@ -118,6 +119,7 @@ class Rollout:
         seed: int,
         stuck_after_s: float,
         signal: Callable[[Group], str | None] | None = None,
+        judged: Callable[[Group], None] | None = None,
         version: int = 0,
         state: Mapping[str, Any] | None = None,
         groups: Iterable[Group] = (),
@@ -127,7 +129,8 @@ class Rollout:
         """Start sampling at once. Leaving aborts what still runs; nothing outlives the block.
 
         `signal` gives the reason to drop a group, or None to keep it (config.drop_no_signal turns
-        it off). `state` and `groups` are what `state()` and `untrained()` gave a former run.
+        it off). `judged` is told every group whose samples are all scored, kept or dropped, once.
+        `state` and `groups` are what `state()` and `untrained()` gave a former run.
         An exception in a sample's task is raised by `take`, as it is.
         """
         if not engines:
@@ -140,6 +143,7 @@ class Rollout:
             codec=RememberingCodec(codec),
             score=score,
             signal=signal if config.drop_no_signal else None,
+            judged=judged,
             seed=seed,
             purpose=purpose,
             stuck_after_s=stuck_after_s,
@@ -390,6 +394,8 @@ class Rollout:
         """Keep or drop a group whose members are all scored; a drop is refilled at once."""
         wiring = self._wiring
         group = self._group_of(uid)
+        if wiring.judged is not None:
+            wiring.judged(group)
         reason = wiring.signal(group) if wiring.signal else None
         if reason is None:
             self.ledger.complete(uid)

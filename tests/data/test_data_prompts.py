@@ -199,10 +199,30 @@ def test_a_row_without_the_answer_to_imitate_is_bad(answer: dict[str, Any], reas
     assert stream.completion_of(stream.next()) == "a"
 
 
+@pytest.mark.parametrize(
+    ("pair", "reason"),
+    [
+        ({"good": "a"}, "missing_column"),
+        ({"good": "a", "bad": ["b"]}, "wrong_type"),
+        ({"good": "", "bad": "b"}, "empty_chosen"),
+        ({"good": "a", "bad": ""}, "empty_rejected"),
+        ({"good": "a", "bad": "\ud800"}, "not_text"),
+        ({"good": "a", "bad": "a"}, "no_preference"),
+    ],
+)
+def test_a_row_without_a_better_and_a_worse_answer_is_bad(pair: dict[str, Any], reason: str):
+    rows = [{"prompt": "q", "good": "a", "bad": "b"}, {"prompt": "q", **pair}]
+    stream = stream_of(rows, chosen="good", rejected="bad", max_bad_rows=0.5)
+    assert stream.quarantine.counts == {reason: 1}
+    assert stream.pair_of(stream.next()) == ("a", "b")
+
+
 def test_asking_for_an_answer_where_no_column_is_named_is_an_error():
     stream = stream_of(["q"])
     with pytest.raises(DataError, match=r"set data\.domains\.toy\.completion"):
         stream.completion_of(stream.next())
+    with pytest.raises(DataError, match=r"set data\.domains\.toy\.chosen"):
+        stream.pair_of(stream.next())
 
 
 def test_too_long_prompts_and_those_that_cannot_be_encoded_are_quarantined():

@@ -1,0 +1,335 @@
+"""Which prompts are drawn, by what their judged groups say of them."""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.config.schema import DataConfig, DomainConfig
+from rollick.data.curriculum import PromptBelief, Verdict, is_retired, nearest_half
+from rollick.data.prompts import PromptStream
+from rollick.testing.fakes import group
+from rollick.types import Prompt, stable_hash
+
+NEAR_HALF = {"order": "near_half"}
+RETIRE = {"retire_above": 0.9, "min_tries": 4}
+
+
+def stream_of(
+    rows: int | dict[str, int],
+    *,
+    shares: dict[str, float] | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    **selection: Any,
+) -> PromptStream:
+    """A stream over so many numbered prompts, with these settings of data.selection."""
+    sizes = rows if isinstance(rows, dict) else {"toy": rows}
+    sources = {name: [f"prompt {n}" for n in range(size)] for name, size in sizes.items()}
+    domains = {
+        name: DomainConfig(source=f"object:{name}", share=(shares or {}).get(name, 1.0))
+        for name in sizes
+    }
+    data = DataConfig.model_validate(
+        {"domains": domains, "shuffle": shuffle, "selection": selection}
+    )
+    return PromptStream.open(data, seed=seed, base=None, objects=sources)
+
+
+def drawn(stream: PromptStream, count: int) -> list[str]:
+    return [stream.next().uid for _ in range(count)]
+
+
+def prompt_of(stream: PromptStream, uid: str) -> Prompt:
+    return next(prompt for prompt in stream.all() if prompt.uid == uid)
+
+
+def teach(stream: PromptStream, scores: dict[str, Sequence[float | None]]) -> None:
+    """A step in which these prompts were judged."""
+    for number, (uid, values) in enumerate(scores.items()):
+        stream.judged(group(values, uid=number, of=prompt_of(stream, uid)))
+    stream.learn()
+
+
+def step(stream: PromptStream, groups: int, *, rates: dict[str, float], first: int) -> list[str]:
+    """Draw and judge groups of four, with passes at each prompt's rate; what was drawn."""
+    prompts = [stream.next() for _ in range(groups)]
+    for number, prompt in enumerate(prompts, start=first):
+        draws = [stable_hash(number, index) % 1000 / 1000 for index in range(4)]
+        scores = [float(draw < rates[prompt.uid]) for draw in draws]
+        stream.judged(group(scores, uid=number, of=prompt))
+    stream.learn()
+    return [prompt.uid for prompt in prompts]
+
+
+def test_a_verdict_counts_the_judged_samples_and_no_failed_reward():
+    verdict = Verdict.of(group([1, 0.5, None, 0, 1], uid=7), pass_score=0.999)
+    assert verdict == Verdict(group=7, prompt="toy/0", domain="toy", passes=2, fails=2)
+
+
+def test_a_belief_counts_passes_and_fails():
+    belief = PromptBelief().updated(2, 2)
+    assert belief == PromptBelief(passes=2, fails=2)
+    assert belief.pass_rate == 0.5
+    assert PromptBelief().pass_rate == 0
+
+
+def test_what_was_known_before_decays_unless_nothing_new_is_known():
+    old = PromptBelief(passes=8, fails=4)
+    assert old.updated(1, 1, decay=0.5) == PromptBelief(5, 3)
+    assert old.updated(0, 0, decay=0.5) == old
+
+
+@pytest.mark.parametrize(
+    ("passes", "fails", "retired"),
+    [(9, 1, True), (8, 0, True), (7, 0, False), (8, 1, False), (0, 0, False), (0, 99, False)],
+)
+def test_a_prompt_retires_at_nine_passes_in_ten_over_enough_samples(
+    passes: float, fails: float, retired: bool
+):
+    assert is_retired(PromptBelief(passes, fails)) is retired
+
+
+def test_both_bounds_of_retirement_can_be_set():
+    assert is_retired(PromptBelief(1, 1), pass_rate=0.5, min_tries=2)
+    assert not is_retired(PromptBelief(1, 0), pass_rate=0.5, min_tries=2)
+
+
+def test_beliefs_near_a_half_come_first_and_none_twice():
+    beliefs = [PromptBelief(900, 10), PromptBelief(500, 500), PromptBelief(5, 900)]
+    generator = np.random.default_rng(0)
+    assert nearest_half(beliefs, 1, generator=generator) == [1]
+    assert sorted(nearest_half(beliefs, 9, generator=generator)) == [0, 1, 2]
+    assert nearest_half([], 3, generator=generator) == []
+
+
+def test_the_chance_among_many_is_in_proportion_to_the_density_at_a_half():
+    """Beta(2, 2) has the density 6 p (1 - p), which is 3/2 at 1/2; Beta(1, 1) has 1."""
+    beliefs = [PromptBelief(1, 1), PromptBelief()] * 20
+    generator = np.random.default_rng(0)
+    places = [nearest_half(beliefs, 1, generator=generator)[0] for _ in range(4000)]
+    known = sum(place % 2 == 0 for place in places)
+    assert known / (4000 - known) == pytest.approx(1.5, rel=0.1)
+
+
+def test_without_a_selection_the_order_is_the_one_of_seed_and_shares_whatever_is_judged():
+    rows, shares = {"a": 13, "b": 5}, {"a": 2.0}
+    stream = stream_of(rows, shares=shares, seed=3)
+    uids = drawn(stream, 12)
+    assert " ".join(uids) == "a/8 b/2 a/10 a/6 b/3 a/4 a/12 b/0 a/2 a/0 b/4 a/9"
+    teach(stream, {f"a/{n}": [1] * 20 for n in range(13)} | {"b/0": [0, 1]})
+    uids += drawn(stream, 188)
+    digest = hashlib.blake2b(" ".join(uids).encode(), digest_size=8).hexdigest()
+    assert digest == "155387d7384f7626"
+    assert stream.metrics()["data/retired"] == 0
+
+
+def test_a_solved_prompt_is_passed_over_from_the_next_step_on():
+    stream = stream_of(4, shuffle=False, **RETIRE)
+    solved = prompt_of(stream, "toy/1")
+    stream.judged(group([1, 1, 1, 1], of=solved))
+    assert drawn(stream, 4) == ["toy/0", "toy/1", "toy/2", "toy/3"]
+    stream.learn()
+    assert drawn(stream, 6) == ["toy/0", "toy/2", "toy/3"] * 2
+
+
+def test_retirement_needs_the_rate_and_the_tries_and_sums_over_groups():
+    stream = stream_of(3, shuffle=False, **RETIRE)
+    teach(stream, {"toy/0": [1, 1, 1], "toy/1": [1, 1, 1, 0], "toy/2": [1, 1, None, None]})
+    assert stream.metrics()["data/retired"] == 0
+    teach(stream, {"toy/0": [1], "toy/2": [0.998]})
+    assert stream.metrics()["data/retired"] == 1
+    assert drawn(stream, 4) == ["toy/1", "toy/2"] * 2
+
+
+def test_the_score_that_passes_can_be_set():
+    stream = stream_of(2, pass_score=0.5, **RETIRE)
+    teach(stream, {"toy/0": [0.5] * 4, "toy/1": [0.4] * 4})
+    assert set(drawn(stream, 10)) == {"toy/1"}
+
+
+def test_older_samples_that_are_worth_less_let_a_prompt_retire_sooner():
+    """4 fails and 12 passes are 3 in 4; at half worth for each later group, 0.5 and 7."""
+    for decay, retired in ((1.0, 0), (0.5, 1)):
+        stream = stream_of(2, decay=decay, **RETIRE)
+        for scores in ([0] * 4, [1] * 4, [1] * 4, [1] * 4):
+            teach(stream, {"toy/0": scores})
+        assert stream.metrics()["data/retired"] == retired
+
+
+def test_a_late_group_that_fails_brings_its_prompt_back():
+    stream = stream_of(2, **RETIRE)
+    teach(stream, {"toy/0": [1] * 4})
+    assert stream.metrics()["data/retired"] == 1
+    teach(stream, {"toy/0": [0] * 4})
+    assert stream.metrics()["data/retired"] == 0
+
+
+def test_a_domain_whose_prompts_all_retired_begins_again_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+):
+    stream = stream_of({"easy": 2, "hard": 2}, shuffle=False, **RETIRE)
+    with caplog.at_level(logging.WARNING, logger="rollick"):
+        teach(stream, {"easy/0": [1] * 4, "easy/1": [1] * 4, "hard/0": [1] * 4})
+    assert "all 2 prompts of domain 'easy' had retired (pass rate >= 0.9)" in caplog.text
+    assert "Give the domain harder prompts or a smaller share" in caplog.text
+    figures = stream.metrics()
+    assert (figures["data/retired"], figures["data/revived"]) == (1, 1)
+    assert drawn(stream, 6) == ["easy/0", "hard/1", "easy/1", "hard/1", "easy/0", "hard/1"]
+    teach(stream, {"easy/0": [1] * 4})
+    assert drawn(stream, 4) == ["easy/1", "hard/1"] * 2
+
+
+def test_shares_hold_when_most_of_a_domain_has_retired():
+    stream = stream_of({"a": 8, "b": 8}, shares={"a": 3}, **RETIRE)
+    teach(stream, {f"a/{n}": [1] * 4 for n in range(7)})
+    uids = drawn(stream, 80)
+    assert Counter(uid[0] for uid in uids) == {"a": 60, "b": 20}
+    assert {uid for uid in uids if uid.startswith("a")} == {"a/7"}
+
+
+def test_a_prompt_of_pass_rate_one_half_is_preferred_to_those_of_none_and_all():
+    stream = stream_of(9, **NEAR_HALF)
+    scores = {0: [0] * 32, 1: [0, 1] * 16, 2: [1] * 32}
+    teach(stream, {f"toy/{n}": scores[n % 3] for n in range(9)})
+    assert sorted(drawn(stream, 3)) == ["toy/1", "toy/4", "toy/7"]
+
+
+def test_a_step_has_no_prompt_twice_while_there_are_others_and_then_the_order_decides():
+    stream = stream_of(4, **NEAR_HALF)
+    teach(stream, {"toy/0": [0, 1] * 16})
+    uids = drawn(stream, 12)
+    assert sorted(uids[:4]) == ["toy/0", "toy/1", "toy/2", "toy/3"]
+    assert sorted(uids[4:8]) == sorted(uids[8:]) == sorted(uids[:4])
+
+
+def test_an_unknown_prompt_has_its_chance_beside_one_that_is_near_a_half():
+    firsts: Counter[str] = Counter()
+    for seed in range(60):
+        stream = stream_of(2, seed=seed, **NEAR_HALF)
+        teach(stream, {"toy/0": [0, 1] * 8})
+        firsts[stream.next().uid] += 1
+    assert 5 < firsts["toy/1"] < firsts["toy/0"]
+
+
+@pytest.mark.parametrize(("window", "reached"), [(2, {"toy/0", "toy/1"}), (8, {"toy/7"})])
+def test_the_choice_is_among_the_next_prompts_of_the_order(window: int, reached: set[str]):
+    firsts: set[str] = set()
+    for seed in range(20):
+        stream = stream_of(8, seed=seed, shuffle=False, window=window, **NEAR_HALF)
+        teach(stream, {f"toy/{n}": [0] * 64 for n in range(7)} | {"toy/7": [0, 1] * 32})
+        firsts.add(stream.next().uid)
+    assert firsts == reached
+
+
+def test_over_many_steps_most_groups_go_to_prompts_near_a_half_and_none_is_left_out():
+    stream = stream_of(30, window=16, **NEAR_HALF)
+    kinds = {f"toy/{n}": (0.0, 0.5, 1.0)[n % 3] for n in range(30)}
+    uids = [uid for n in range(75) for uid in step(stream, 4, rates=kinds, first=4 * n)]
+    by_rate = Counter(kinds[uid] for uid in uids)
+    assert by_rate[0.5] > 2 * max(by_rate[0.0], by_rate[1.0])
+    assert set(uids) == set(kinds)
+
+
+def test_retired_prompts_are_no_candidates():
+    stream = stream_of(6, **NEAR_HALF, **(RETIRE | {"retire_above": 0.5}))
+    teach(stream, {f"toy/{n}": [0, 1] * 8 for n in range(5)})
+    assert drawn(stream, 3) == ["toy/5"] * 3
+
+
+def test_a_group_that_could_not_be_judged_sets_its_prompt_free_again():
+    stream = stream_of(2, **NEAR_HALF)
+    first, second = stream.next(), stream.next()
+    stream.judged(group([None, None], uid=0, of=first))
+    stream.learn()
+    assert stream.next().uid == first.uid
+    assert stream.next().uid in (first.uid, second.uid)
+    assert "data/pass_rate" not in stream.metrics()
+
+
+def test_shares_hold_near_one_half():
+    stream = stream_of({"a": 5, "b": 7}, shares={"a": 3}, **NEAR_HALF)
+    teach(stream, {"b/0": [0, 1] * 20, "a/0": [1] * 20})
+    assert Counter(uid[0] for uid in drawn(stream, 80)) == {"a": 60, "b": 20}
+
+
+@settings(max_examples=20, deadline=None)
+@given(order=st.permutations(range(5)))
+def test_the_order_in_which_groups_are_judged_does_not_matter(order: list[int]):
+    scores: list[list[float]] = [[1, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 0]]
+
+    def learned(numbers: Sequence[int]) -> dict[str, Any]:
+        stream = stream_of(2, decay=0.7, **NEAR_HALF)
+        of = [prompt_of(stream, f"toy/{number % 2}") for number in range(5)]
+        for number in numbers:
+            stream.judged(group(scores[number], uid=number, of=of[number]))
+        stream.learn()
+        return stream.state()
+
+    assert json.dumps(learned(order), sort_keys=True) == json.dumps(
+        learned(range(5)), sort_keys=True
+    )
+
+
+def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
+    stream = stream_of(9)
+    assert stream.metrics() == {"data/quarantined": 0, "data/retired": 0, "data/revived": 0}
+    teach(stream, {"toy/0": [1, 1, 1, 0], "toy/1": [0, 0], "toy/2": [None]})
+    assert stream.metrics()["data/pass_rate"] == 0.375
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    steps=st.integers(0, 6),
+    more=st.integers(0, 5),
+    judged=st.integers(0, 5),
+    order=st.sampled_from(["shuffled", "near_half"]),
+)
+def test_a_restored_stream_goes_on_alike_between_steps_and_inside_one(
+    steps: int, more: int, judged: int, order: str
+):
+    """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
+    sizes, rates = {"a": 6, "b": 4}, {f"{d}/{n}": n / 5 for d in "ab" for n in range(6)}
+
+    def opened() -> PromptStream:
+        return stream_of(sizes, order=order, window=3 if order == "near_half" else 64, **RETIRE)
+
+    whole = opened()
+    for number in range(steps):
+        step(whole, 4, rates=rates, first=4 * number)
+    for number in range(more):
+        prompt = whole.next()
+        if number < judged:
+            whole.judged(group([1, 1, 1, 1], uid=100 + number, of=prompt))
+    resumed = opened()
+    step(resumed, 4, rates=rates, first=0)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    assert resumed.state() == whole.state()
+    for number in range(50, 60):
+        ours, theirs = (step(s, 4, rates=rates, first=4 * number) for s in (whole, resumed))
+        assert ours == theirs
+        assert whole.metrics() == resumed.metrics()
+
+
+def test_only_prompts_that_were_tried_are_in_the_state():
+    stream = stream_of(1000, **NEAR_HALF)
+    teach(stream, {"toy/7": [0, 1], "toy/8": [None]})
+    state = stream.state()["curriculum"]
+    assert state["beliefs"] == {"toy": {"toy/7": [1, 1]}}
+    assert state["under_way"] == {}
+
+
+def test_a_run_that_is_resumed_with_another_bound_retires_by_the_new_one():
+    stream = stream_of(3)
+    teach(stream, {"toy/0": [1] * 4})
+    stricter = stream_of(3, **RETIRE)
+    stricter.restore(stream.state())
+    assert stricter.metrics()["data/retired"] == 1
+    assert "toy/0" not in drawn(stricter, 6)

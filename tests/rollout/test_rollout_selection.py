@@ -1,0 +1,109 @@
+"""A rollout that draws from a stream which learns from its groups: no clock shows in it."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollick.config.schema import DataConfig, DomainConfig, RolloutConfig
+from rollick.data.prompts import PromptStream
+from rollick.rollout.scheduler import Rollout
+from rollick.testing.fakes import FakeCodec, FakeEngine
+from rollick.types import Group, PolicyVersion, Request, Sample, Sampling, Score, stable_hash
+
+SELECTION = {"order": "near_half", "window": 8, "retire_above": 0.9, "min_tries": 4}
+
+
+def open_stream() -> PromptStream:
+    domain = DomainConfig(source="object:toy")
+    data = DataConfig.model_validate({"domains": {"toy": domain}, "selection": SELECTION})
+    rows = [{"prompt": f"{n}?", "rate": n % 4 / 4} for n in range(12)]
+    return PromptStream.open(data, seed=5, base=None, objects={"toy": rows})
+
+
+async def by_rate(sample: Sample) -> Score:
+    """Passes at its prompt's rate, by the sample's id alone."""
+    return Score(float(stable_hash(*sample.uid) % 1000 / 1000 < sample.prompt.row["rate"]))
+
+
+def drop_alike(group: Group) -> str | None:
+    return None if len(set(group.scores)) > 1 else "no_signal"
+
+
+async def run(
+    stream: PromptStream,
+    *,
+    steps: int,
+    seconds: Callable[[Request], float],
+    judged: Callable[[Group], None] | None = None,
+    saved: dict[str, Any] | None = None,
+    linger_s: float = 0.0,
+) -> tuple[list[list[tuple[int, str]]], dict[str, Any]]:
+    """The (group, prompt) of each batch, and the state `linger_s` seconds into the next step."""
+    engines = [FakeEngine(seconds=seconds, slots=3) for _ in range(2)]
+    state = saved or {"version": 0}
+    for engine in engines:
+        await engine.commit_shared(PolicyVersion(state["version"]))
+    batches: list[list[tuple[int, str]]] = []
+    async with Rollout.open(
+        config=RolloutConfig(groups_per_step=4, group_size=4),
+        sampling=Sampling(max_tokens=4),
+        prompts=stream.next,
+        engines=engines,
+        codec=FakeCodec(),
+        score=by_rate,
+        signal=drop_alike,
+        judged=judged or stream.judged,
+        seed=1,
+        stuck_after_s=20,
+        version=state["version"],
+        state=state.get("rollout"),
+        groups=state.get("groups", ()),
+    ) as rollout:
+        for _ in range(steps):
+            groups = await rollout.take()
+            stream.learn()
+            batches.append([(group.uid, group.prompt.uid) for group in groups])
+            version = PolicyVersion(rollout.version + 1)
+            for engine in engines:
+                await engine.commit_shared(version)
+            rollout.trained(groups, version)
+            rollout.published(version)
+        await asyncio.sleep(linger_s)
+        facts = {"rollout": rollout.state(), "prompts": stream.state(), "version": rollout.version}
+        return batches, json.loads(json.dumps(facts)) | {"groups": rollout.untrained()}
+
+
+def at_random(seed: int) -> Callable[[Request], float]:
+    draw = random.Random(seed)
+    return lambda request: draw.random() * 0.003
+
+
+async def test_every_group_is_told_once_whether_kept_or_dropped():
+    stream, told = open_stream(), list[Group]()
+    batches, _ = await run(stream, steps=4, seconds=lambda request: 0.0, judged=told.append)
+    kept = [uid for batch in batches for uid, _ in batch]
+    of_the_steps = sorted((group for group in told if group.uid <= kept[-1]), key=lambda g: g.uid)
+    assert [group.uid for group in of_the_steps] == list(range(kept[-1] + 1))
+    assert [group.uid for group in of_the_steps if drop_alike(group) is None] == kept
+    assert len(kept) < len(of_the_steps), "none was dropped, so this shows nothing of it"
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_the_prompts_do_not_depend_on_which_group_was_judged_first(seed: int):
+    plain, _ = await run(open_stream(), steps=12, seconds=lambda request: 0.0)
+    shuffled, _ = await run(open_stream(), steps=12, seconds=at_random(seed))
+    assert shuffled == plain
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 0.003, 0.006])
+async def test_a_resumed_rollout_goes_on_with_the_same_prompts(linger_s: float):
+    whole, _ = await run(open_stream(), steps=8, seconds=at_random(1))
+    first, saved = await run(open_stream(), steps=3, seconds=at_random(2), linger_s=linger_s)
+    stream = open_stream()
+    stream.restore(saved["prompts"])
+    second, _ = await run(stream, steps=5, seconds=at_random(3), saved=saved)
+    assert first + second == whole

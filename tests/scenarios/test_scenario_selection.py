@@ -1,0 +1,34 @@
+"""Prompts that are chosen by what their samples did: the same run, whatever happens between."""
+
+from conftest import Run, learner_state
+
+from rollick.observe.metrics import read_metrics
+
+RETIRE = (
+    "run.deterministic=true",
+    "data.selection.retire_above=0.04",
+    "data.selection.pass_score=0.5",
+)
+SELECTION = (*RETIRE, "data.selection.order=near_half", "data.selection.window=6")
+
+
+def test_a_resumed_run_that_selects_prompts_equals_the_run_that_went_through(run_toy: Run) -> None:
+    whole = run_toy(*SELECTION, name="whole", steps=8)
+    run_toy(*SELECTION, name="halved", steps=5)
+    halved = run_toy(*SELECTION, name="halved", steps=8, resume=True)
+    assert learner_state(whole) == learner_state(halved)
+    figures = [
+        [row["data/retired"], row["data/pass_rate"], row["score/mean"]]
+        for row in read_metrics(whole.folder / "metrics.jsonl")
+    ]
+    assert figures == [
+        [row["data/retired"], row["data/pass_rate"], row["score/mean"]]
+        for row in read_metrics(halved.folder / "metrics.jsonl")
+    ]
+    assert figures[-1][0] > 0, "no prompt retired, so this run shows nothing of it"
+
+
+def test_a_selection_changes_what_a_run_trains_on(run_toy: Run) -> None:
+    plain = run_toy(*RETIRE, name="plain", steps=5)
+    chosen = run_toy(*SELECTION, name="chosen", steps=5)
+    assert learner_state(plain) != learner_state(chosen)
