@@ -24,6 +24,14 @@ def training() -> Iterator[dict[str, object]]:
     return _rows(_pairs()[HELD_OUT:])
 
 
+def preferences() -> Iterator[dict[str, object]]:
+    """The sum is better than a number near it."""
+    wrong = random.Random(21)
+    for row, (a, b) in zip(training(), _pairs()[HELD_OUT:], strict=True):
+        near = a + b + wrong.choice([-10, -2, -1, 1, 2, 10])
+        yield {**row, "chosen": str(a + b), "rejected": str(near)}
+
+
 def held_out() -> Iterator[dict[str, object]]:
     return _rows(_pairs()[:HELD_OUT])
 

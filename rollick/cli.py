@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollick.errors import RollickError
+from rollick.errors import ConfigError, RollickError
 
 if TYPE_CHECKING:
+    from rollick.config.plugins import Plugin
     from rollick.config.schema import DomainConfig, Recipe
 
 app = typer.Typer(
@@ -62,9 +64,12 @@ def check(
 
 
 def _summary(recipe: Recipe) -> str:
+    from rollick.config.schema import SUPERVISED_LOSSES
+
     rollout = recipe.rollout
-    if recipe.pipeline == "sft":
-        size = f"{recipe.train.batch_size} examples"
+    if recipe.pipeline in SUPERVISED_LOSSES:
+        kind = "pairs" if recipe.compares_pairs else "examples"
+        size = f"{recipe.train.batch_size} {kind}"
     else:
         size = f"{rollout.groups_per_step} groups of {rollout.group_size} samples"
     rows = [
@@ -97,24 +102,51 @@ def config_schema() -> None:
     typer.echo(json.dumps(recipe_schema(), indent=2))
 
 
+@config_app.command("preset")
+def config_preset(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A preset; see `rollick list`.")],
+) -> None:
+    """Print the algorithm section that a preset stands for, defaults filled in."""
+    from rollick.config.algorithm import AlgorithmConfig
+    from rollick.config.presets import PRESETS
+    from rollick.config.source import dump_yaml
+    from rollick.config.wording import unknown_name
+
+    if name not in PRESETS:
+        message, fix = unknown_name("presets", name, own=False)
+        raise ConfigError(message, fix=fix)
+    section = AlgorithmConfig(preset=name).model_dump(mode="json")
+    typer.echo(f"# {PRESETS[name].about} (arXiv {PRESETS[name].paper})")
+    typer.echo(dump_yaml({"algorithm": section}), nl=False)
+
+
 @app.command("list")
 def list_names(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
 ) -> None:
     """Print all that a recipe can name, by kind."""
-    from rollick.config.names import NAMES
+    from rollick.config.names import NAMES, names_of
 
-    names = {kind: list(table) for kind, table in NAMES.items()}
+    names = {kind: names_of(kind) for kind in NAMES}
     if as_json:
         typer.echo(json.dumps(names))
         return
     from rich.console import Console
     from rich.table import Table
 
+    from rollick.config.plugins import plugins
+
     table = Table("kind", "names", box=None)
     for kind, known in names.items():
-        table.add_row(kind.replace("_", " "), ", ".join(known) or "none yet")
+        of_packages = plugins(kind)
+        marked = [_marked(name, of_packages.get(name, ())) for name in known]
+        table.add_row(kind.replace("_", " "), ", ".join(marked) or "none yet")
     Console().print(table)
+
+
+def _marked(name: str, plugins: Sequence[Plugin]) -> str:
+    """The name, with the packages that add it."""
+    return f"{name} ({', '.join(plugin.package for plugin in plugins)})" if plugins else name
 
 
 @app.command()

@@ -168,6 +168,8 @@ class Sample:
     temperature: float
     stop: StopReason
     text: str
+    states: tuple[str, ...] = ()
+    """A key of the state before each turn, where somebody gave one: equal keys, equal states."""
 
     @property
     def length(self) -> int:
@@ -197,13 +199,18 @@ class ScoreStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the rewards said of a sample. `value` means something only when status is OK."""
+    """What the rewards said of a sample. `value` means something only when status is OK.
+
+    `turns` is the part of the value that each turn earned, where somebody knows; what the value
+    has beyond their sum belongs to the last turn.
+    """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     status: ScoreStatus = ScoreStatus.OK
     detail: str = ""
     seconds: float = 0.0
+    turns: tuple[float, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -215,11 +222,32 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Annotations:
+    """What models say of each token of a sample before its advantage; None: nobody was asked.
+
+    old, reference and teacher are log-probs of the sample's tokens; values[t] is the critic's
+    value before token t is drawn, last_value the one after the last token. penalty is what each
+    token takes from the score (a KL in the reward); the score's value already is without it.
+    """
+
+    old: FloatArray | None = None
+    reference: FloatArray | None = None
+    teacher: FloatArray | None = None
+    values: FloatArray | None = None
+    last_value: float = 0.0
+    penalty: FloatArray | None = None
+
+
+NOTHING_SAID = Annotations()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ScoredSample:
     """A sample with its score: the only kind that can reach collate."""
 
     sample: Sample
     score: Score
+    annotations: Annotations = NOTHING_SAID
 
 
 @dataclass(frozen=True, slots=True, eq=False)

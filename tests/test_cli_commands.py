@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollick.cli import main
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.config.names import resolve
 from rollick.testing.toys import toy_recipe
 
 Command = Callable[..., str]
@@ -173,3 +176,50 @@ def test_replay_of_something_else_is_refused(
     rollick: Command, recipe: Path, tmp_path: Path
 ) -> None:
     assert "is not a dump" in rollick("replay", tmp_path, recipe, code=2)
+
+
+def test_a_preset_is_printed_as_a_section_that_a_recipe_can_have(rollick: Command) -> None:
+    out = rollick("config", "preset", "dapo")
+    about, section = out.split("\n", 1)
+    assert about.startswith("# GRPO with clip-higher")
+    assert about.endswith("(arXiv 2503.14476)")
+    said = yaml.safe_load(section)["algorithm"]
+    assert AlgorithmConfig.model_validate(said) == AlgorithmConfig(preset="dapo")
+    assert said["loss"]["clip_high"] == 0.28
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest(rollick: Command) -> None:
+    message = rollick("config", "preset", "dap", code=2)
+    assert "'dap' is not one of the presets (ppo, grpo, " in message
+    assert "did you mean 'dapo'?" in message
+
+
+ALGORITHMS = {
+    "advantages": "dr_grpo grpo rloo reinforce reinforce++ reinforce++_baseline lite_ppo max_rl "
+    "gdpo gae step_return segment_return gigpo opd",
+    "shapings": "normalise length_penalty truncated_mask difficulty_mask",
+    "losses": "dppo_tv dppo_kl ppo gspo segment reinforce truncated_is topr cispo sapo gmpo kimi "
+    "raft raft++ sft dpo ipo distillation",
+    "value_losses": "value",
+    "bonuses": "entropy",
+    "divergences": "forward reverse js skewed skewed_reverse adaptive",
+    "kl_forms": "k1 k2 k3",
+    "kl_controllers": "fixed adaptive",
+    "corrections": "bypass none token_tis sequence_tis icepop geometric k3 decoupled opsm",
+    "aggregations": "token_mean sequence_mean_token_mean sequence_mean_token_sum fixed_length "
+    "prompt_mean",
+    "selections": "zero_variance retirement near_half",
+    "presets": "ppo grpo dr_grpo dapo gspo reinforce++ rloo raft++ topr cispo lite_ppo gigpo "
+    "max_rl sapo dppo",
+}
+"""Every method that is described, by the kind it is under."""
+
+
+def test_every_algorithm_is_listed_under_its_kind_and_there_is_code_for_it(
+    rollick: Command,
+) -> None:
+    listed = json.loads(rollick("list", "--json"))
+    for kind, names in ALGORITHMS.items():
+        assert set(names.split()) <= set(listed[kind]), kind
+        for name in names.split():
+            assert resolve(kind, name) is not None

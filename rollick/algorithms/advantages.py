@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum, isclose
+from typing import NamedTuple
 
 from rollick.algorithms.moments import centred, mean, spread, whitened
 from rollick.config.advantages import (
@@ -27,8 +28,17 @@ from rollick.config.advantages import (
 from rollick.errors import ConfigError
 from rollick.types import FloatArray, Group, Score
 
-Advantages = Sequence[Sequence[float | FloatArray]]
-"""Per group, per member: a float (the same for all its tokens) or one value per token."""
+
+class Gae(NamedTuple):
+    """The advantage of each token, and the return that a critic's value of it is to meet."""
+
+    advantages_T: FloatArray
+    returns_T: FloatArray
+
+
+Advantages = Sequence[Sequence[float | FloatArray | Gae]]
+"""Per group, per member: a float (the same for all its tokens), one value per token, or both an
+advantage and a return per token."""
 
 AdvantageFn = Callable[[Sequence[Group]], Advantages]
 """An advantage with its options bound."""

@@ -2,12 +2,12 @@
 
 Pure functions: (LossInputs, options) -> weights_T, a factor of each token's policy loss that
 carries no gradient. behaviour_T is log mu as the engine gave it, old_T is log pi_old of the
-learner at the start of the step; w = pi_old / mu. What stands for pi_old is decided in
-objective.py: under `bypass` and `opsm` it is mu itself, and the learner's forward is saved.
+learner at the start of the step; w = pi_old / mu. Both are known before the step is made, so the
+weights are computed once for the whole batch (pipelines/credit.py): a token with weight 0 is
+dropped, and enters neither the sum nor the denominator of the policy loss.
 
-A dropped token has weight 0. The denominator of the loss stays that of the aggregation, fixed
-when the batch was made, before anything was dropped: a step that drops half of its tokens is a
-smaller step, and not a step of the usual length on the other half. `mask_share` says how much.
+What stands for pi_old in the loss is decided in objective.py: under `bypass` and `opsm` it is mu
+itself. `interpolated_old` is a pi_old that only the loss can know; it is the one exception.
 """
 
 from __future__ import annotations
@@ -79,13 +79,12 @@ def decoupled(inputs: LossInputs, options: DecoupledCorrection) -> torch.Tensor:
 
 
 def opsm(inputs: LossInputs, options: OpsmCorrection) -> torch.Tensor:
-    """0 for A < 0 in samples with mean(log pi_old - log pi) > delta, else 1.
+    """0 for A < 0 in samples with mean(log mu - log pi_old) > delta, else 1.
 
-    pi_old is mu here: against the learner's own old policy the difference would be 0 at one
-    optimizer step a batch. The policy hardly draws such a sample any more, so what it says of
-    mistakes is out of date (DeepSeek-V3.2, arXiv 2512.02556).
+    The policy hardly draws such a sample any more, so what it says of mistakes is out of date
+    (DeepSeek-V3.2, arXiv 2512.02556).
     """
-    fall_T = segment_mean((inputs.old_T - inputs.logprobs_T).detach(), inputs.sequence_T)
+    fall_T = segment_mean(-_log_w(inputs), inputs.sequence_T)
     return 1 - ((inputs.advantages_T < 0) & (fall_T > options.delta)).to(fall_T.dtype)
 
 

@@ -9,12 +9,41 @@ student.
 
 from __future__ import annotations
 
+from functools import partial
 from math import log
 
 import torch
 
+from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.config.losses import DistillationLoss
+from rollick.errors import ConfigError
+
 LEAST_REST = 1e-6
 """Smallest mass of the other tokens: below it, float32 knows no digit of 1 - sum."""
+
+
+ROWS_AT_ONCE = 1 << 16
+"""Positions of one piece: whole micro-batches would hold a dozen [T, K] arrays at the same time."""
+
+LEAST_LOGPROB = -1e4
+"""Log-probs are cut here: that of an impossible token, -inf, times its mass of 0 would be NaN."""
+
+
+def distillation(inputs: LossInputs, options: DistillationLoss) -> TokenLoss:
+    """The divergence that the options name, at each trained token."""
+    if inputs.teacher_TK is None or inputs.student_TK is None:
+        raise ConfigError(
+            "the loss distillation needs the teacher's likeliest tokens, and the batch has none",
+            fix="name a teacher in the recipe",
+        )
+    divergence = DIVERGENCES[options.divergence]
+    if options.divergence in ("skewed", "skewed_reverse"):
+        divergence = partial(divergence, skew=options.skew)
+    elif options.divergence == "adaptive":
+        divergence = partial(divergence, head=options.head)
+    pieces = (values_TK.split(ROWS_AT_ONCE) for values_TK in (inputs.teacher_TK, inputs.student_TK))
+    loss_T = torch.cat([divergence(*both) for both in zip(*pieces, strict=True)])
+    return TokenLoss(loss_T, {"divergence": loss_T.detach().sum()})
 
 
 def forward_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
@@ -83,8 +112,9 @@ DIVERGENCES = {
 
 def _with_rest(logprobs_TK: torch.Tensor) -> torch.Tensor:
     """[T, K + 1]: the log of the mass of all other tokens added."""
-    rest_T1 = 1 - logprobs_TK.exp().sum(-1, keepdim=True)
-    return torch.cat([logprobs_TK, rest_T1.clamp(min=LEAST_REST).log()], dim=-1)
+    known_TK = logprobs_TK.clamp(min=LEAST_LOGPROB)
+    rest_T1 = 1 - known_TK.exp().sum(-1, keepdim=True)
+    return torch.cat([known_TK, rest_T1.clamp(min=LEAST_REST).log()], dim=-1)
 
 
 def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:

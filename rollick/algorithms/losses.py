@@ -13,7 +13,8 @@ denominator: weights are fixed when the batch is made.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -31,15 +32,21 @@ from rollick.config.losses import (
     SftLoss,
     TruncatedIsLoss,
 )
+from rollick.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """What a loss may look at. Only `logprobs_T` carries a gradient.
+    """What a loss may look at. `logprobs_T` carries the gradient.
 
     logprobs_T: log pi, now. old_T: log pi_old. behaviour_T: log mu. reference_T: log pi_ref.
     sequence_T: number of the token's sample in the micro-batch, ascending. A sample is never cut.
     segment_T: number of its turn (a run of trained tokens), ascending; None: one turn a sample.
+    scores_T: the score of its sample, shaped; None: the sign of the advantage stands for it.
+    pair_T: number of its pair of answers, ascending from 0. age_T: versions since it was drawn.
+    teacher_TK, student_TK: log-probs of the teacher's K likeliest tokens there; the student's
+    carry a gradient, as does entropy_T. component_T: which of the recipe's algorithms it is for.
+    kl_weights_T, entropy_weights_T: as weights_T, of those two, with their coefficients in them.
     """
 
     logprobs_T: torch.Tensor
@@ -50,6 +57,28 @@ class LossInputs:
     sequence_T: torch.Tensor
     reference_T: torch.Tensor | None = None
     segment_T: torch.Tensor | None = None
+    scores_T: torch.Tensor | None = None
+    pair_T: torch.Tensor | None = None
+    age_T: torch.Tensor | None = None
+    teacher_TK: torch.Tensor | None = None
+    student_TK: torch.Tensor | None = None
+    entropy_T: torch.Tensor | None = None
+    component_T: torch.Tensor | None = None
+    kl_weights_T: torch.Tensor | None = None
+    entropy_weights_T: torch.Tensor | None = None
+
+    @property
+    def good_T(self) -> torch.Tensor:
+        """Tokens of samples with a positive score."""
+        return (self.advantages_T if self.scores_T is None else self.scores_T) > 0
+
+    def where(self, chosen_T: torch.Tensor) -> LossInputs:
+        """The inputs of these tokens alone; whole samples are to be chosen."""
+        picked: dict[str, Any] = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            picked[spec.name] = None if value is None else value[chosen_T]
+        return LossInputs(**picked)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,26 +178,32 @@ def kimi(inputs: LossInputs, options: KimiLoss) -> TokenLoss:
 
 
 def raft(inputs: LossInputs, options: RaftLoss) -> TokenLoss:
-    """-log pi on tokens with A > 0.
-
-    A batch carries advantages, not scores: with scores 0 and 1 and a group baseline, A > 0 are
-    the samples that scored 1 in a group with signal.
-    """
-    return TokenLoss(torch.where(inputs.advantages_T > 0, -inputs.logprobs_T, 0.0))
+    """-log pi on samples with a positive score."""
+    return TokenLoss(torch.where(inputs.good_T, -inputs.logprobs_T, 0.0))
 
 
 def raft_plus_plus(inputs: LossInputs, options: RaftPlusPlusLoss) -> TokenLoss:
-    """-min(r, 1 + clip_high) on tokens with A > 0: ppo with A = 1. See raft for A > 0."""
-    good_T = inputs.advantages_T > 0
+    """-min(r, 1 + clip_high) on samples with a positive score: ppo with A = 1."""
+    good_T = inputs.good_T
     ratio_T = bounded_ratio(inputs.logprobs_T, inputs.old_T)
     loss_T = torch.where(good_T, -ratio_T.clamp(max=1 + options.clip_high), 0.0)
     clipped_T = good_T & (ratio_T.detach() > 1 + options.clip_high)
-    return TokenLoss(loss_T, clip_sums(clipped_T, inputs.advantages_T))
+    return TokenLoss(loss_T, clip_sums(clipped_T, good_T.to(loss_T.dtype)))
 
 
 def sft(inputs: LossInputs, options: SftLoss) -> TokenLoss:
     """-log pi."""
     return TokenLoss(-inputs.logprobs_T)
+
+
+def entropy(inputs: LossInputs) -> torch.Tensor:
+    """H of each token's distribution, which the bonus -c H takes from the loss."""
+    if inputs.entropy_T is None:
+        raise ConfigError(
+            "algorithm.entropy needs the entropy of each token, and the batch has none",
+            fix="give the batch entropy_weights before it is trained on",
+        )
+    return inputs.entropy_T
 
 
 def clipped_surrogate(

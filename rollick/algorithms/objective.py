@@ -1,66 +1,76 @@
 """The objective: one loss function from the parts that a recipe names.
 
-    LossInputs -> policy loss * correction weight + coefficient * KL to the reference -> TokenLoss
+    LossInputs -> of each component: policy loss, KL to the reference, entropy
+               -> sum of weight * loss, each with weights of its own -> Loss
 
 The parts are resolved once, here, with their options bound; what comes back is a plain function
-of a micro-batch. Weights of the aggregation are not applied: they are in the batch.
+of a micro-batch. Every denominator and coefficient is in the weights, which the batch carries, so
+the trainer adds up what it is given and knows of no algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollick.algorithms.advantages import AdvantageFn, Advantages
+from rollick.algorithms.advantages import AdvantageFn, Advantages, Gae
 from rollick.algorithms.aggregation import AggregationFn
-from rollick.algorithms.kl import FORMS, bounded_ratio, k3
-from rollick.algorithms.losses import LossInputs, TokenLoss, sums_by_sign
-from rollick.algorithms.shaping import shape_scores
+from rollick.algorithms.correction import interpolated_old
+from rollick.algorithms.kl import FORMS, bounded_ratio
+from rollick.algorithms.losses import LossInputs, TokenLoss, entropy
 from rollick.config.advantages import ShapingConfig
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.corrections import clash
+from rollick.config.losses import SUPERVISED
 from rollick.config.names import resolve
-from rollick.config.schema import AlgorithmConfig
 from rollick.config.section import CustomPart, Section
 from rollick.errors import ConfigError
 from rollick.types import Group
 
 METRICS: Mapping[str, str] = {
-    "policy_loss": "loss of the policy part, correction weight included, before aggregation",
+    "policy_loss": "loss of the policy part, before correction and aggregation",
     "clip_share": "tokens that the loss clipped: gradient stopped, or importance ratio cut",
     "clip_share_up": "those of them with a positive advantage",
     "clip_share_down": "those of them with a negative advantage",
-    "mask_share": "tokens that the correction dropped",
-    "mask_share_up": "those of them with a positive advantage",
-    "mask_share_down": "those of them with a negative advantage",
-    "correction_weight": "factor for the mismatch of engine and learner",
-    "engine_kl": "k3 of the engine's behaviour policy and the learner's old one",
     "ratio": "pi / mu; its mean is 1 on-policy",
     "ratio_squared": "(pi / mu)^2; mean(ratio)^2 / mean(ratio_squared) is the effective share",
     "kl": "KL to the reference, before its coefficient",
+    "preferred": "tokens of pairs whose chosen answer the policy prefers (DPO)",
+    "margin": "margin of the pairs, by token (DPO)",
+    "divergence": "divergence from the teacher (distillation)",
 }
 """Metric sums that the built-in parts add, each divided by the trained tokens when logged."""
 
 Correct = Callable[[LossInputs], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """What a micro-batch adds to the loss of the batch, and metrics as sums over its tokens."""
+
+    total: torch.Tensor
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+
 def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -> AdvantageFn:
-    """The recipe's shaping and advantage, of the groups alone; the answer is checked."""
+    """The recipe's advantage, of shaped groups; the answer is checked."""
     compute = _bind("advantages", algorithm.advantage, base)
     name = algorithm.advantage.name
-    if name == "gdpo" and algorithm.shaping != ShapingConfig():
+    if name == "gdpo" and algorithm.shaping != ShapingConfig(
+        difficulty=algorithm.shaping.difficulty
+    ):
         raise ConfigError(
             "algorithm.shaping changes the score, and advantage gdpo looks at its parts alone",
             fix="remove the shaping, or use another advantage",
         )
 
     def advantages(groups: Sequence[Group]) -> Advantages:
-        shaped = shape_scores(groups, algorithm.shaping)
-        return _checked_advantages(compute(shaped), groups, name)
+        return _checked_advantages(compute(groups), groups, name)
 
     return advantages
 
@@ -70,68 +80,118 @@ def resolve_aggregation(name: str, *, base: Path | None = None) -> AggregationFn
     return resolve("aggregations", name, base=base)
 
 
+def resolve_correction(algorithm: AlgorithmConfig, *, base: Path | None = None) -> Correct:
+    """The recipe's correction, of the tokens of a whole batch."""
+    return _bind("corrections", algorithm.correction, base)
+
+
 def build_objective(
-    algorithm: AlgorithmConfig, *, base: Path | None = None
-) -> Callable[[LossInputs], TokenLoss]:
-    """The loss of the recipe. Files of the user's are relative to `base`, the recipe's folder."""
-    _refuse_bad_mixtures(algorithm)
-    return _Objective(
-        algorithm=algorithm,
-        correct=_bind("corrections", algorithm.correction, base),
-        loss=_bind("losses", algorithm.loss, base),
-    )
+    algorithms: Sequence[AlgorithmConfig] | AlgorithmConfig, *, base: Path | None = None
+) -> Callable[[LossInputs], Loss]:
+    """The loss of the recipe: tokens of component c go to algorithm number c.
+
+    Files of the user's are relative to `base`, the recipe's folder.
+    """
+    several = [algorithms] if isinstance(algorithms, AlgorithmConfig) else list(algorithms)
+    for algorithm in several:
+        _refuse_bad_mixtures(algorithm)
+    return _Objective(tuple(_component(algorithm, base) for algorithm in several))
 
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """Parts with their options bound; a class so that it can be shown and compared."""
+    """The components, in order; a class so that it can be shown and compared."""
+
+    components: tuple[_Component, ...]
+
+    def __call__(self, inputs: LossInputs) -> Loss:
+        if len(self.components) == 1 or inputs.component_T is None:
+            return self.components[0](inputs)
+        total = inputs.logprobs_T.new_zeros(())
+        sums: dict[str, torch.Tensor] = {}
+        for number, component in enumerate(self.components):
+            chosen_T = inputs.component_T == number
+            if chosen_T.any():
+                part = component(inputs.where(chosen_T))
+                total = total + part.total
+                sums |= {name: sums.get(name, 0) + value for name, value in part.sums.items()}
+        return Loss(total, sums)
+
+
+@dataclass(frozen=True, slots=True)
+class _Component:
+    """One algorithm's loss, KL and entropy, with their options bound."""
 
     algorithm: AlgorithmConfig
-    correct: Correct
     loss: Callable[[LossInputs], TokenLoss]
+    correct: Correct | None
 
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        if not self.algorithm.needs_old_logprobs:
-            inputs = replace(inputs, old_T=inputs.behaviour_T)
-        weight_T = self.correct(inputs).detach()
+    def __call__(self, inputs: LossInputs) -> Loss:
+        inputs = self._with_old(inputs)
         policy = self.loss(inputs)
-        loss_T = policy.loss_T * weight_T
+        weights_T = inputs.weights_T
+        if self.correct is not None:
+            weights_T = weights_T * self.correct(inputs).detach()
+        total = _weighed(policy.loss_T, weights_T)
         sums = {
             **policy.sums,
-            **self._off_policy_sums(inputs, weight_T),
-            "policy_loss": loss_T.detach().sum(),
+            **self._off_policy_sums(inputs),
+            "policy_loss": policy.loss_T.detach().sum(),
         }
-        if self.algorithm.needs_reference:
+        if self.algorithm.kl.in_loss:
             kl_T = self._kl(inputs)
-            loss_T = loss_T + self.algorithm.kl.coefficient * kl_T
+            total = total + _weighed(kl_T, _given(inputs.kl_weights_T, "kl_weights"))
             sums["kl"] = kl_T.detach().sum()
-        return TokenLoss(loss_T, sums)
+        if self.algorithm.entropy:
+            weights_T = _given(inputs.entropy_weights_T, "entropy_weights")
+            total = total - _weighed(entropy(inputs), weights_T)
+        return Loss(total, sums)
+
+    def _with_old(self, inputs: LossInputs) -> LossInputs:
+        if self.algorithm.old_is_behaviour:
+            return replace(inputs, old_T=inputs.behaviour_T)
+        if self.algorithm.interpolates_old:
+            age_T = _given(inputs.age_T, "age")
+            old_T = interpolated_old(inputs.behaviour_T, inputs.logprobs_T.detach(), age_T)
+            return replace(inputs, old_T=old_T)
+        return inputs
 
     def _kl(self, inputs: LossInputs) -> torch.Tensor:
-        if inputs.reference_T is None:
-            raise ConfigError(
-                f"algorithm.kl.coefficient={self.algorithm.kl.coefficient:g} needs log-probs of a "
-                "reference policy, and the batch has none",
-                fix="annotate the batch with those of the reference, or set the coefficient to 0",
-            )
-        return FORMS[self.algorithm.kl.form](inputs.logprobs_T, inputs.reference_T.detach())
+        """The estimate of each token, weighted by pi / mu: on-policy that is 1, off-policy the
+        tokens would else tell of the KL where mu goes and not where pi goes."""
+        reference_T = _given(inputs.reference_T, "reference log-prob").detach()
+        kl_T = FORMS[self.algorithm.kl.form](inputs.logprobs_T, reference_T)
+        ratio_T = bounded_ratio(inputs.logprobs_T.detach(), inputs.behaviour_T)
+        return ratio_T.clamp(max=self.algorithm.kl.max_ratio) * kl_T
 
     @torch.no_grad()
-    def _off_policy_sums(
-        self, inputs: LossInputs, weight_T: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        if self.algorithm.loss.name == "sft":  # no policy drew these tokens: there is no mu
+    def _off_policy_sums(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
+        if self.algorithm.loss.name in SUPERVISED:  # no policy drew these tokens: there is no mu
             return {}
         ratio_T = bounded_ratio(inputs.logprobs_T, inputs.behaviour_T)
-        sums = {
-            "ratio": ratio_T.sum(),
-            "ratio_squared": ratio_T.square().sum(),
-            **sums_by_sign("mask_share", weight_T == 0, inputs.advantages_T),
-        }
-        if self.algorithm.needs_old_logprobs:
-            sums["correction_weight"] = weight_T.sum()
-            sums["engine_kl"] = k3(inputs.behaviour_T, inputs.old_T).sum()
-        return sums
+        return {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
+
+
+def _component(algorithm: AlgorithmConfig, base: Path | None) -> _Component:
+    return _Component(
+        algorithm=algorithm,
+        loss=_bind("losses", algorithm.loss, base),
+        correct=resolve_correction(algorithm, base=base) if algorithm.interpolates_old else None,
+    )
+
+
+def _weighed(values_T: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
+    """sum(weight * value); a value whose weight is 0 may be anything."""
+    return (weights_T * torch.where(weights_T == 0, 0.0, values_T)).sum()
+
+
+def _given(values_T: torch.Tensor | None, what: str) -> torch.Tensor:
+    if values_T is None:
+        raise ConfigError(
+            f"the algorithm needs the {what} of each token, and the batch has none",
+            fix="annotate the batch before it is trained on",
+        )
+    return values_T
 
 
 def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
@@ -148,7 +208,7 @@ def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
 
 
 def _refuse_bad_mixtures(algorithm: AlgorithmConfig) -> None:
-    if algorithm.kl.coefficient > 0 and algorithm.kl.form == "k1":
+    if algorithm.kl.in_loss and algorithm.kl.form == "k1":
         raise ConfigError(
             "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
             fix="use k2 (gradient of the reverse KL) or k3",
@@ -172,7 +232,8 @@ def _checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> 
                 fix="return one value for each sample, failed ones included (0.0)",
             )
         for value, sample in zip(values, group.samples, strict=True):
-            _check_value(value, sample.length, f"advantage {name} of sample {sample.uid}")
+            for stream in value if isinstance(value, Gae) else (value,):
+                _check_value(stream, sample.length, f"advantage {name} of sample {sample.uid}")
     return advantages
 
 

@@ -51,21 +51,21 @@ def gmpo(inputs: LossInputs, options: GmpoLoss) -> TokenLoss:
 
 
 def topr(inputs: LossInputs, options: ToprLoss) -> TokenLoss:
-    """-A log pi where A > 0, else -sg(min(rho, cap)) A log pi, times the weight of the sign.
+    """-A log pi on samples with a positive score, else -sg(min(rho, cap)) A log pi; each times the
+    weight of its sign.
 
     rho is that of the whole sample, or of the token (option). A good sample needs no importance
-    weight: to raise it is right wherever it came from (arXiv 2503.14286). A batch carries
-    advantages, not scores, so the sign of A stands for that of the score.
+    weight: to raise it is right wherever it came from (arXiv 2503.14286).
     """
-    advantages_T = inputs.advantages_T
+    advantages_T, good_T = inputs.advantages_T, inputs.good_T
     with torch.no_grad():
         log_ratio_T = inputs.logprobs_T - inputs.behaviour_T
         if options.ratio == "sequence":
             log_ratio_T = segment_sum(log_ratio_T, inputs.sequence_T)
         ratio_T = log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
         down_T = options.negative_weight * ratio_T.clamp(max=options.cap)
-        factor_T = torch.where(advantages_T > 0, options.positive_weight, down_T) * advantages_T
-        cut_T = (advantages_T < 0) & (ratio_T > options.cap)
+        factor_T = torch.where(good_T, options.positive_weight, down_T) * advantages_T
+        cut_T = ~good_T & (ratio_T > options.cap)
     return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(cut_T, advantages_T))
 
 

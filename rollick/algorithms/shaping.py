@@ -58,16 +58,30 @@ class RunningMoments:
         return cls(int(state["count"]), float(state["mean"]), float(state["squares"]))
 
 
-def shape_scores(groups: Sequence[Group], options: ShapingConfig) -> Sequence[Group]:
-    """The groups with the scores that the recipe's algorithm.shaping makes of them."""
-    if options.length_limit:
-        groups = penalise_length(groups, options)
-    return normalise_scores(groups, mean_from=options.mean, std_from=options.std, clip=options.clip)
+def shape_scores(
+    groups: Sequence[Group],
+    options: ShapingConfig,
+    *,
+    max_tokens: int,
+    running: RunningMoments | None = None,
+) -> Sequence[Group]:
+    """The groups with the scores that the recipe's algorithm.shaping makes of them.
+
+    max_tokens: what length_limit means by that word. running: with the scores of these groups.
+    """
+    groups = penalise_length(groups, options, max_tokens=max_tokens)
+    return normalise_scores(
+        groups, mean_from=options.mean, std_from=options.std, clip=options.clip, running=running
+    )
 
 
-def penalise_length(groups: Sequence[Group], options: ShapingConfig) -> Sequence[Group]:
-    """Score + weight * soft length penalty of the drawn tokens."""
-    limit = options.length_limit
+def penalise_length(
+    groups: Sequence[Group], options: ShapingConfig, *, max_tokens: int
+) -> Sequence[Group]:
+    """Score + weight * soft length penalty of the drawn tokens; the groups as they are without."""
+    limit = max_tokens if options.length_limit == "max_tokens" else options.length_limit
+    if not limit:
+        return groups
     buffer = options.length_buffer * limit
 
     def penalised(member: ScoredSample) -> float:
@@ -105,7 +119,7 @@ def normalise_scores(
     """
     if (mean_from, std_from, clip) == ("none", "none", 0.0):
         return groups
-    batch = [score for group in groups for score in _scores(group)]
+    batch = judged_scores(groups)
 
     def shaped(scores: Sequence[float]) -> list[float]:
         middle, std = 0.0, 0.0
@@ -118,6 +132,11 @@ def normalise_scores(
         return [max(-clip, min(clip, value)) for value in values] if clip else values
 
     return [_with_scores(group, shaped(_scores(group))) for group in groups]
+
+
+def judged_scores(groups: Sequence[Group]) -> list[float]:
+    """Every score that is a judgement, in order."""
+    return [score for group in groups for score in _scores(group)]
 
 
 def trained_members(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollick.config.devices import Device, parse_devices
-from rollick.config.schema import Recipe
+from rollick.config.schema import SUPERVISED_LOSSES, Recipe
 from rollick.errors import ConfigError, PlacementError
 from rollick.types import ROLES, RoleName
 
@@ -64,10 +64,14 @@ class DeviceMap:
         """The roles that the recipe needs, and no others."""
         devices = recipe.devices
         roles: dict[RoleName, tuple[Device, ...]] = {"policy": parse_devices(devices.policy)}
-        if recipe.pipeline != "sft" or recipe.data.validation:
+        if recipe.pipeline not in SUPERVISED_LOSSES or recipe.data.validation:
             roles["generators"] = parse_devices(devices.generators)
-        if recipe.objective.needs_reference:
+        if recipe.needs("reference"):
             roles["reference"] = parse_devices(devices.reference or devices.policy)
+        if recipe.needs("values"):
+            roles["critic"] = parse_devices(devices.critic or devices.policy)
+        if recipe.needs("teacher") or recipe.needs("teacher_top"):
+            roles["teacher"] = parse_devices(devices.teacher or devices.policy)
         return cls(roles)
 
     def hosts(self) -> tuple[HostSpec, ...]:
@@ -131,14 +135,15 @@ class PhasePlan:
 def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The phases of one step of the recipe, in order."""
     validates = bool(recipe.data.validation)
-    if recipe.pipeline == "sft":
-        phases = [Phase("train", ("policy",))]
+    if recipe.pipeline in SUPERVISED_LOSSES:
+        phases = [Phase("annotate", _annotators(recipe)), Phase("train", ("policy",))]
         if validates:
             phases.append(Phase("publish", ("policy", "generators")))
     else:
         phases = [
             Phase("generate", ("generators",)),
             Phase("annotate", _annotators(recipe)),
+            Phase("train_critic", ("critic",) if recipe.needs("values") else ()),
             Phase("train", ("policy",)),
             Phase("publish", ("policy", "generators")),
         ]
@@ -148,9 +153,13 @@ def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
 
 
 def _annotators(recipe: Recipe) -> tuple[RoleName, ...]:
-    objective = recipe.objective
-    old: tuple[RoleName, ...] = ("policy",) if objective.needs_old_logprobs else ()
-    return (*old, "reference") if objective.needs_reference else old
+    asked: dict[RoleName, bool] = {
+        "policy": recipe.needs("old"),
+        "reference": recipe.needs("reference"),
+        "critic": recipe.needs("values"),
+        "teacher": recipe.needs("teacher") or recipe.needs("teacher_top"),
+    }
+    return tuple(role for role, needed in asked.items() if needed)
 
 
 def plan_residency(
@@ -159,8 +168,9 @@ def plan_residency(
     """Who pauses, sleeps and wakes in each phase.
 
     A generator pauses while another role works on its device. On a GPU that roles share, a
-    reference sleeps outside the phases that use it, and a paused generator drops its cache, but
-    only at staleness 0: otherwise samples in the middle of their generation live in that cache.
+    reference, a critic or a teacher sleeps outside the phases that use it, and a paused generator
+    drops its cache, but only at staleness 0: otherwise samples in the middle of their generation
+    live in that cache.
     """
     paused = [_paused_generators(device_map, phase) for phase in phases]
     asleep = [
@@ -191,7 +201,8 @@ def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
 
 
 def _sleepers(device_map: DeviceMap, phase: Phase, droppable: Iterable[int]) -> set[Seat]:
-    seats = [Seat("reference", rank) for rank in range(device_map.ranks("reference"))]
+    beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
+    seats = [Seat(role, rank) for role in beside for rank in range(device_map.ranks(role))]
     seats += [Seat("generators", rank) for rank in droppable]
     return {
         seat

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rollick.data.batch import Batch
-from rollick.types import FloatArray
 
 SplitPlan = tuple[tuple[int, ...], ...]
 """For each rank, the places of its items, ascending. Every place occurs once."""
@@ -38,21 +39,32 @@ def plan_split(costs: Sequence[int], ranks: int) -> SplitPlan:
     return tuple(tuple(sorted(part)) for part in parts)
 
 
-def split_batch(batch: Batch, ranks: int) -> tuple[list[Batch], SplitPlan]:
-    """One batch for each rank, balanced by tokens, and the plan to undo it."""
-    plan = plan_split([int(length) for length in batch.lengths_B], ranks)
+def split_batch(
+    batch: Batch, ranks: int, *, keep_groups: bool = False
+) -> tuple[list[Batch], SplitPlan]:
+    """One batch for each rank, balanced by tokens, and the plan to undo it.
+
+    `keep_groups` gives all samples of a group to one rank, as a loss of pairs needs it.
+    """
+    keys = batch.group_B if keep_groups else np.arange(batch.samples)
+    _, item_B = np.unique(keys, return_inverse=True)
+    costs = np.bincount(item_B, weights=batch.lengths_B).astype(np.int64)
+    items = plan_split(costs.tolist(), ranks)
+    plan = tuple(tuple(np.flatnonzero(np.isin(item_B, part)).tolist()) for part in items)
     return [batch.take(part) for part in plan], plan
 
 
-def gather_tokens(parts: Sequence[FloatArray | None], batch: Batch, plan: SplitPlan) -> FloatArray:
-    """[N]: per-token results of the ranks, in the order of the batch.
+def gather_tokens(
+    parts: Sequence[npt.NDArray[Any] | None], batch: Batch, plan: SplitPlan
+) -> npt.NDArray[Any]:
+    """[N] or [N, K]: per-token results of the ranks, in the order of the batch.
 
     The part of a rank that had no samples may be None.
     """
     offsets = batch.offsets_B1
     arrays = [part for part in parts if part is not None]
     dtype = np.result_type(*arrays) if arrays else np.dtype(np.float32)
-    gathered_N = np.empty(batch.tokens, dtype)
+    gathered_N = np.empty((batch.tokens, *(arrays[0].shape[1:] if arrays else ())), dtype)
     for part, samples in zip(parts, plan, strict=True):
         expected = int(sum(batch.lengths_B[b] for b in samples))
         found = 0 if part is None else len(part)
@@ -65,3 +77,14 @@ def gather_tokens(parts: Sequence[FloatArray | None], batch: Batch, plan: SplitP
             gathered_N[offsets[b] : offsets[b + 1]] = part[start : start + length]
             start += length
     return gathered_N
+
+
+def gather_samples(
+    parts: Sequence[npt.NDArray[Any] | None], batch: Batch, plan: SplitPlan
+) -> npt.NDArray[np.float64]:
+    """[B]: one number a sample from the ranks, in the order of the batch."""
+    gathered_B = np.empty(batch.samples)
+    for part, samples in zip(parts, plan, strict=True):
+        if part is not None:
+            gathered_B[list(samples)] = part
+    return gathered_B

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from rollick.config.section import CustomPart, NonNegative, Section, Share, by_name, tag_of
+from rollick.config.section import CustomPart, Section, Share, TokenLimit, by_name, tag_of
 
 Epsilon = Annotated[float, Field(gt=0)]
 
@@ -48,14 +48,12 @@ class ReinforceAdvantage(Section):
 
 
 class ReinforcePpAdvantage(Section):
-    """The return of each token with the KL in the reward, whitened over the batch's tokens."""
+    """The return of each token, whitened over the batch's tokens; a KL may be in the reward."""
 
     name: Literal["reinforce++"] = "reinforce++"
     """The name."""
     gamma: Share = 1.0
     """What a token gets of the return of the next one."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to a reference in the reward; 0 needs no reference."""
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
@@ -96,21 +94,81 @@ class GdpoAdvantage(Section):
     """Added to each standard deviation."""
 
 
+class GaeAdvantage(Section):
+    """Generalised advantage estimation, over the values of a critic."""
+
+    name: Literal["gae"] = "gae"
+    """The name."""
+    gamma: Share = 1.0
+    """What a token gets of the value of the next one."""
+    lam: Share = 0.95
+    """How far TD errors reach back; 0 is one step, 1 the whole return."""
+    bootstrap_truncated: bool = False
+    """Count the critic's value after the last token of a truncated sample; else it counts as 0."""
+    whiten: bool = True
+    """Take the mean over the batch's trained tokens away, and divide by their deviation."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class StepReturnAdvantage(Section):
+    """The return of each turn, discounted between turns and never inside one."""
+
+    name: Literal["step_return", "segment_return"] = "step_return"
+    """The name; both mean the same."""
+    gamma: Share = 1.0
+    """What a turn gets of the return of the next one."""
+    whiten: bool = True
+    """Take the mean over the batch's turns away, and divide by their deviation."""
+    epsilon: Epsilon = 1e-6
+    """Added to the standard deviation."""
+
+
+class GigpoAdvantage(Section):
+    """The episode's return compared in its group, and each step's return with that of equal states.
+
+    Only states of one group are compared: equal keys of other tasks are other states.
+    """
+
+    name: Literal["gigpo"] = "gigpo"
+    """The name."""
+    gamma: Share = 0.95
+    """What a turn gets of the return of the next one."""
+    episode_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of the comparison of whole episodes."""
+    step_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of the comparison of steps from equal states."""
+    epsilon: Epsilon = 1e-6
+    """Added to each standard deviation."""
+
+
+class OpdAdvantage(Section):
+    """On-policy distillation: how much likelier the teacher finds each drawn token."""
+
+    name: Literal["opd"] = "opd"
+    """The name."""
+    limit: Annotated[float, Field(gt=0)] = 20.0
+    """Largest size of an advantage, in nats."""
+
+
 class ShapingConfig(Section):
     """What happens to scores before the advantage: length penalty, normalisation, clip."""
 
-    mean: Literal["none", "group", "batch"] = "none"
-    """Whose mean is taken away from each score."""
-    std: Literal["none", "group", "batch"] = "none"
+    mean: Literal["none", "group", "batch", "running"] = "none"
+    """Whose mean is taken away from each score; running is of every score so far."""
+    std: Literal["none", "group", "batch", "running"] = "none"
     """Whose standard deviation each score is divided by; scores without spread are not."""
     clip: Annotated[float, Field(ge=0)] = 0.0
     """Scores are cut to this size after that; 0 is off."""
-    length_limit: NonNegative = 0
-    """Length of a response from which the whole length penalty holds; 0 is no penalty."""
+    length_limit: TokenLimit = 0
+    """Length of a response from which the whole length penalty holds; 0 is no penalty, max_tokens
+    takes sampling.max_tokens."""
     length_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Last part of length_limit, over which the penalty grows from 0."""
     length_weight: Annotated[float, Field(ge=0)] = 1.0
     """What a response of length_limit or more loses."""
+    difficulty: tuple[float, float] | None = None
+    """Train only on groups whose mean score is within these two, ends included."""
 
 
 _Advantage = Annotated[
@@ -123,6 +181,11 @@ _Advantage = Annotated[
     | Annotated[LitePpoAdvantage, Tag("lite_ppo")]
     | Annotated[MaxRlAdvantage, Tag("max_rl")]
     | Annotated[GdpoAdvantage, Tag("gdpo")]
+    | Annotated[GaeAdvantage, Tag("gae")]
+    | Annotated[StepReturnAdvantage, Tag("step_return")]
+    | Annotated[StepReturnAdvantage, Tag("segment_return")]
+    | Annotated[GigpoAdvantage, Tag("gigpo")]
+    | Annotated[OpdAdvantage, Tag("opd")]
     | Annotated[CustomPart, Tag("custom")],
     tag_of("advantages", default="dr_grpo"),
 ]

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from rollick.config.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO
+from rollick.config.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO, SUPERVISED
 from rollick.config.names import NAMES
 from rollick.config.section import CustomPart, Section, by_name, tag_of
 
 OLD_IS_BEHAVIOUR = frozenset({"bypass", "opsm"})
-"""Corrections under which mu stands for pi_old."""
+"""Corrections under which mu stands for pi_old in the loss."""
 
 OLD_OVER_BEHAVIOUR = frozenset({"token_tis", "sequence_tis", "icepop", "decoupled"})
 """Corrections that weigh by pi_old/mu."""
@@ -87,12 +87,16 @@ class DecoupledCorrection(Section):
     """The name."""
     cap: Annotated[float, Field(gt=0)] = 2.0
     """Largest weight."""
+    old: Literal["learner", "interpolated"] = "learner"
+    """learner: a forward before the step. interpolated: saves it, and takes a point between mu
+    and pi, the nearer to pi the older the token."""
 
 
 class OpsmCorrection(Section):
     """Off-policy sequence mask: bad samples that the policy has left behind are dropped.
 
-    The behaviour policy stands in for the old one, as in bypass.
+    The learner's log-probs at the start of the step tell; in the loss the behaviour policy stands
+    in for the old one, as in bypass.
     """
 
     name: Literal["opsm"] = "opsm"
@@ -109,11 +113,11 @@ def clash(loss: str, correction: str) -> str:
     if loss not in NAMES["losses"]:
         return ""
     if (
-        loss == "sft"
+        loss in SUPERVISED
         and correction in NAMES["corrections"]
         and correction not in ("bypass", "none")
     ):
-        return f"{correction} is about a policy, and no policy drew the tokens of the loss sft"
+        return f"{correction} is about a policy, and no policy drew the tokens of the loss {loss}"
     if correction in OLD_OVER_BEHAVIOUR and loss in ON_BEHAVIOUR_RATIO:
         return f"{correction} weighs by old/mu, and the loss {loss} already weighs by pi/mu"
     if correction == "decoupled" and loss not in ON_OLD_RATIO:

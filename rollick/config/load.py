@@ -31,7 +31,7 @@ from rollick.config.source import (
     interpolate,
     read_file,
 )
-from rollick.config.wording import nearest_key, problem_of
+from rollick.config.wording import nearest_key, path_of, problem_of
 
 PLACEHOLDERS: Mapping[str, Any] = {
     "model": {"path": "?"},
@@ -157,11 +157,13 @@ def _report(
     wrong: set[KeyPath] = set()
     for item in errors:
         path, problem = problem_of(item, source)
-        wrong.add(path)
+        # What goes over an unknown preset cannot be judged, so all of the section is wrong.
+        bad = path_of(item["loc"][:-1], source) if item["type"] == "unknown_preset" else path
+        wrong.add(bad)
         if item["type"] == "extra_forbidden":
             unsound.update({(*path[:-1], meant) for meant in [nearest_key(item["loc"])] if meant})
         else:
-            unsound.add(path)
+            unsound.add(bad)
         if dotted(path) not in said and item["loc"] not in quiet:
             problems.append(problem)
     return wrong
@@ -170,16 +172,13 @@ def _report(
 def _consequences(errors: Sequence[ErrorDetails], *, is_whole: bool) -> set[tuple[str | int, ...]]:
     """The locs of errors that will go away when another one is repaired.
 
-    Those are the options beside a misspelt name (it is not known whose they are), a missing key
-    that is there misspelt, and all missing keys if a recipe that this one extends is not there.
+    Those are a missing key that is there misspelt, and all missing keys if a recipe that this one
+    extends is not there.
     """
     unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
-    misnamed = [item["loc"][:2] for item in errors if item["type"] == "string_pattern_mismatch"]
     misspelt = {(*loc[:-1], nearest_key(loc)) for loc in unknown}
     missing = [item["loc"] for item in errors if item["type"] == "missing"]
-    return {loc for loc in unknown if loc[:2] in misnamed} | {
-        loc for loc in missing if loc in misspelt or not is_whole
-    }
+    return {loc for loc in missing if loc in misspelt or not is_whole}
 
 
 def _stand_in(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None:
@@ -200,8 +199,8 @@ def _stand_in(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None
 
 def _drop(data: dict[str, Any], path: KeyPath) -> None:
     """Removes a key; a part of the algorithm or a list that holds it goes as a whole."""
-    if path[:1] == ("algorithm",):
-        path = path[:2]
+    if "algorithm" in (path[0], *path[3:4]):
+        path = path[: path.index("algorithm") + 2]
     lists = [index for index, part in enumerate(path) if isinstance(part, int)]
     path = path[: lists[0]] if lists else path
     section = _section(data, path[:-1])

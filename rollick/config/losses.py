@@ -21,6 +21,12 @@ ON_OLD_RATIO = frozenset({"ppo", "gspo", "segment", "sapo", "gmpo", "raft++"})
 WITHOUT_TRUST_REGION = frozenset({"reinforce", "raft", "sft"})
 """Losses that follow stale tokens however far the policy has moved."""
 
+SUPERVISED = frozenset({"sft", "dpo", "ipo", "distillation"})
+"""Losses of tokens that no score judges."""
+
+PAIRWISE = frozenset({"dpo", "ipo"})
+"""Losses that compare the two answers of a pair: a pair is never cut over micro-batches."""
+
 
 class DppoTvLoss(Section):
     """Policy gradient on pi/mu that keeps a token while its probability moved less than delta."""
@@ -111,9 +117,9 @@ class ToprLoss(Section):
     cap: Annotated[float, Field(gt=0)] = 1.0
     """Largest weight of pi/mu."""
     positive_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Factor of the loss where the advantage is positive."""
+    """Factor of the loss of samples with a positive score."""
     negative_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Factor of the loss elsewhere."""
+    """Factor of the loss of the others."""
 
 
 class CispoLoss(Section):
@@ -159,7 +165,7 @@ class KimiLoss(Section):
 
 
 class RaftLoss(Section):
-    """Likelihood of the good samples: those with a positive advantage."""
+    """Likelihood of the good samples: those with a positive score."""
 
     name: Literal["raft"] = "raft"
     """The name."""
@@ -181,13 +187,78 @@ class SftLoss(Section):
     """The name."""
 
 
+class DpoLoss(Section):
+    """Prefer the chosen answer of a pair to the rejected one, more than the reference does."""
+
+    name: Literal["dpo"] = "dpo"
+    """The name."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How much a margin counts; smaller lets the policy go further from the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs taken to be labelled the wrong way round."""
+
+
+class IpoLoss(Section):
+    """Bring the margin of a pair to 1 / (2 beta), instead of making it grow for ever."""
+
+    name: Literal["ipo"] = "ipo"
+    """The name."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """The margin to meet is 1 / (2 beta)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs taken to be labelled the wrong way round."""
+
+
+class DistillationLoss(Section):
+    """Divergence of the policy from a teacher, on the teacher's likeliest tokens."""
+
+    name: Literal["distillation"] = "distillation"
+    """The name."""
+    divergence: Literal["forward", "reverse", "js", "skewed", "skewed_reverse", "adaptive"] = (
+        "forward"
+    )
+    """Which one; see `rollick list`."""
+    skew: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Part of the own distribution in the mixture (skewed ones only)."""
+    head: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Mass of the teacher's likeliest tokens that counts as the head (adaptive only)."""
+
+
+class ValueLoss(Section):
+    """Squared distance of the critic's value to the return, clipped around the old value."""
+
+    name: Literal["value"] = "value"
+    """The name."""
+    clip: Annotated[float, Field(gt=0)] = 0.2
+    """How far a value may move from the old one before it gets no more gradient."""
+
+
 class KlConfig(Section):
     """Distance kept to a frozen reference policy."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL in the loss; 0 needs no reference."""
+    """Weight of the KL; 0 needs no reference."""
     form: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator: k2 (gradient of the reverse KL) or k3 (bounded stand-in)."""
+    """Estimator in the loss: k2 (gradient of the reverse KL) or k3 (bounded stand-in). In the
+    reward it is always k1."""
+    place: Literal["loss", "reward"] = "loss"
+    """In the loss, with a denominator of its own, or taken from the reward of each token."""
+    max_ratio: Annotated[float, Field(ge=1)] = 5.0
+    """In the loss each token is weighted by pi/mu, which is 1 on-policy, up to this."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: proportional control of the coefficient to the target."""
+    target: Annotated[float, Field(gt=0)] = 0.05
+    """KL per token that the adaptive controller steers to, in nats."""
+    horizon: Annotated[int, Field(gt=0)] = 10000
+    """Samples over which the adaptive controller corrects an error."""
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coefficient > 0 and self.place == "reward"
 
 
 _Loss = Annotated[
@@ -206,7 +277,12 @@ _Loss = Annotated[
     | Annotated[RaftLoss, Tag("raft")]
     | Annotated[RaftPlusPlusLoss, Tag("raft++")]
     | Annotated[SftLoss, Tag("sft")]
+    | Annotated[DpoLoss, Tag("dpo")]
+    | Annotated[IpoLoss, Tag("ipo")]
+    | Annotated[DistillationLoss, Tag("distillation")]
     | Annotated[CustomPart, Tag("custom")],
     tag_of("losses", default="dppo_tv"),
 ]
 LossPart = Annotated[_Loss, BeforeValidator(by_name, json_schema_input_type=str | _Loss)]
+
+ValuePart = Annotated[ValueLoss, BeforeValidator(by_name, json_schema_input_type=str | ValueLoss)]

@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollick.config.names import NAMES, is_reference, resolve
+from rollick.config.names import NAMES, find, is_reference, resolve
 from rollick.config.problems import KeyPath, did_you_mean, show
 from rollick.config.references import Definition, read_reference
 from rollick.config.rules import Context, Findings, rule
@@ -26,14 +26,27 @@ FROM_THE_SAMPLE = ("prompt", "completion", "sample", "row", "domain", "truncated
 @rule()
 def _names_are_in_the_tables(context: Context) -> Findings:
     for path, kind, name in _table_names(context.recipe):
-        if name not in NAMES[kind] and context.is_sound(path):
-            yield context.problem(path, *unknown_name(kind, name, own=False))
+        if context.is_sound(path):
+            yield from _must_be_known(context, path, kind, name)
+
+
+def _must_be_known(
+    context: Context, path: KeyPath, kind: str, name: str, *, own: bool = False
+) -> Findings:
+    """A name of our table or of one installed package; with `own`, the user's own will do."""
+    try:
+        target = find(kind, name)
+    except ConfigError as error:
+        yield context.problem(path, error.message, error.fix)
+        return
+    if target is None or (is_reference(name) and not own):
+        yield context.problem(path, *unknown_name(kind, name, own=own))
 
 
 @rule()
 def _parts_of_the_algorithm_exist(context: Context) -> Findings:
-    for path, kind, name in _algorithm_names(context.recipe.algorithm):
-        if name in NAMES[kind] or not context.is_sound(path):
+    for path, kind, name in _algorithm_names(context):
+        if not context.is_sound(path):
             continue
         where = (*path, "name") if context.source.find((*path, "name")) else path
         if name.startswith("object:"):
@@ -43,7 +56,7 @@ def _parts_of_the_algorithm_exist(context: Context) -> Findings:
         elif is_reference(name):
             yield from _must_be_a_function(context, where, name)
         else:
-            yield context.problem(where, *unknown_name(kind, name, own=True))
+            yield from _must_be_known(context, where, kind, name, own=True)
 
 
 def _table_names(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str]]:
@@ -54,11 +67,18 @@ def _table_names(recipe: Recipe) -> Iterator[tuple[KeyPath, str, str]]:
         yield ("observe", "sinks", index), "sinks", name
 
 
-def _algorithm_names(algorithm: AlgorithmConfig) -> Iterator[tuple[KeyPath, str, str]]:
-    yield ("algorithm", "advantage"), "advantages", algorithm.advantage.name
-    yield ("algorithm", "loss"), "losses", algorithm.loss.name
-    yield ("algorithm", "correction"), "corrections", algorithm.correction.name
-    yield ("algorithm", "aggregation"), "aggregations", algorithm.aggregation
+def _algorithm_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+    yield from _part_names(context.recipe.algorithm, ("algorithm",))
+    for path, domain in context.domains():
+        if domain.algorithm is not None:
+            yield from _part_names(domain.algorithm, (*path, "algorithm"))
+
+
+def _part_names(algorithm: AlgorithmConfig, path: KeyPath) -> Iterator[tuple[KeyPath, str, str]]:
+    yield (*path, "advantage"), "advantages", algorithm.advantage.name
+    yield (*path, "loss"), "losses", algorithm.loss.name
+    yield (*path, "correction"), "corrections", algorithm.correction.name
+    yield (*path, "aggregation"), "aggregations", algorithm.aggregation
 
 
 def _must_be_a_function(context: Context, path: KeyPath, name: str) -> Findings:
@@ -94,9 +114,12 @@ def _check_reward(
         if rest not in context.objects:
             yield context.problem(where, *_unknown_object(context, rest))
         return
-    if reward.name not in NAMES["rewards"] and not is_reference(reward.name):
-        yield context.problem(where, *unknown_name("rewards", reward.name, own=True))
-        return
+    if not is_reference(reward.name):
+        wrong = list(_must_be_known(context, where, "rewards", reward.name, own=True))
+        yield from wrong
+        # Of a package only the metadata is read; its reward is called, and checked, in the run.
+        if wrong or reward.name not in NAMES["rewards"]:
+            return
     target = NAMES["rewards"].get(reward.name, reward.name)
     definition = _read(context, target)
     if isinstance(definition, ConfigError) or definition.kind == "class":
@@ -217,7 +240,7 @@ def import_everything(context: Context) -> Findings:
 
 def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
     yield from _table_names(context.recipe)
-    yield from _algorithm_names(context.recipe.algorithm)
+    yield from _algorithm_names(context)
     for path, domain in context.domains():
         if is_reference(domain.source) and not domain.source.startswith(("hub:", "object:")):
             yield (*path, "source"), "rewards", domain.source

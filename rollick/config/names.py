@@ -1,7 +1,10 @@
 """What a recipe can name: a static table kind -> name -> "module:attribute".
 
 Reading it imports nothing, so `rollick check` and `rollick list` need neither torch nor ray.
-Adding an implementation is one function and one line here. `resolve` does the import.
+Adding an implementation is one function and one line here. Other packages add names of their own
+by entry points (plugins.py).
+
+    name -- find --> "module:attribute" -- resolve --> what a recipe uses
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollick.config.plugins import plugin_target, plugins
+from rollick.config.presets import PRESETS
 from rollick.errors import ConfigError
 
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -29,6 +34,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "lite_ppo": "rollick.algorithms.advantages:lite_ppo",
         "max_rl": "rollick.algorithms.advantages:max_rl",
         "gdpo": "rollick.algorithms.advantages:gdpo",
+        "gae": "rollick.algorithms.returns:gae",
+        "step_return": "rollick.algorithms.turns:step_return",
+        "segment_return": "rollick.algorithms.turns:step_return",
+        "gigpo": "rollick.algorithms.turns:gigpo",
+        "opd": "rollick.algorithms.returns:opd",
     },
     "losses": {
         "dppo_tv": "rollick.algorithms.losses:dppo_tv",
@@ -46,7 +56,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "raft": "rollick.algorithms.losses:raft",
         "raft++": "rollick.algorithms.losses:raft_plus_plus",
         "sft": "rollick.algorithms.losses:sft",
+        "dpo": "rollick.algorithms.preference:dpo",
+        "ipo": "rollick.algorithms.preference:ipo",
+        "distillation": "rollick.algorithms.distillation:distillation",
     },
+    "value_losses": {"value": "rollick.algorithms.value:value"},
     "corrections": {
         "bypass": "rollick.algorithms.correction:bypass",
         "none": "rollick.algorithms.correction:none",
@@ -65,6 +79,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "fixed_length": "rollick.algorithms.aggregation:fixed_length",
         "prompt_mean": "rollick.algorithms.aggregation:prompt_mean",
     },
+    "selections": {
+        "zero_variance": "rollick.algorithms.selection:judge_group",
+        "retirement": "rollick.data.curriculum:is_retired",
+        "near_half": "rollick.data.curriculum:nearest_half",
+    },
     "rewards": {
         "exact_match": "rollick.rewards.text:exact_match",
         "last_number": "rollick.rewards.text:last_number",
@@ -76,6 +95,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pipelines": {
         "rlvr": "rollick.pipelines.rlvr:run_rlvr",
         "sft": "rollick.pipelines.sft:run_sft",
+        "dpo": "rollick.pipelines.dpo:run_dpo",
+        "distill": "rollick.pipelines.distill:run_distill",
     },
     "sinks": {
         "tensorboard": "rollick.observe.sinks:TensorBoardSink",
@@ -83,7 +104,46 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "mlflow": "rollick.observe.sinks:MlflowSink",
         "trackio": "rollick.observe.sinks:TrackioSink",
     },
+    "kl_forms": {
+        "k1": "rollick.algorithms.kl:k1",
+        "k2": "rollick.algorithms.kl:k2",
+        "k3": "rollick.algorithms.kl:k3",
+    },
+    "bonuses": {"entropy": "rollick.algorithms.losses:entropy"},
+    "kl_controllers": {
+        "fixed": "rollick.algorithms.kl:fixed_coefficient",
+        "adaptive": "rollick.algorithms.kl:adaptive_coefficient",
+    },
+    "divergences": {
+        "forward": "rollick.algorithms.distillation:forward_kl",
+        "reverse": "rollick.algorithms.distillation:reverse_kl",
+        "js": "rollick.algorithms.distillation:js",
+        "skewed": "rollick.algorithms.distillation:skewed_kl",
+        "skewed_reverse": "rollick.algorithms.distillation:skewed_reverse_kl",
+        "adaptive": "rollick.algorithms.distillation:adaptive_kl",
+    },
+    "shapings": {
+        "length_penalty": "rollick.algorithms.shaping:soft_length_penalty",
+        "normalise": "rollick.algorithms.shaping:normalise_scores",
+        "truncated_mask": "rollick.algorithms.shaping:trained_members",
+        "difficulty_mask": "rollick.algorithms.shaping:trained_members",
+    },
+    "presets": dict.fromkeys(PRESETS, "rollick.config.presets:PRESETS"),
 }
+
+CLOSED = frozenset(
+    {
+        "value_losses",
+        "bonuses",
+        "selections",
+        "kl_forms",
+        "kl_controllers",
+        "divergences",
+        "shapings",
+        "presets",
+    }
+)
+"""Kinds that are settings of a part and not names to import: other packages cannot add to them."""
 
 REFERENCE = re.compile(r"^(?P<where>[^:]+):(?P<attribute>[A-Za-z_]\w*)$")
 """`file.py:name` or `package.module:name`: something of the user's own."""
@@ -98,14 +158,38 @@ def nearest(name: str, known: list[str], *, count: int = 3) -> list[str]:
     return get_close_matches(name, known, n=count, cutoff=0.6)
 
 
+def names_of(kind: str) -> list[str]:
+    """All names of a kind: those of the table, then those of installed packages."""
+    return list(dict.fromkeys([*NAMES[kind], *(() if kind in CLOSED else plugins(kind))]))
+
+
+def find(kind: str, name: str) -> str | None:
+    """Where `name` is, as module:attribute (or file.py:name); None if nobody knows it.
+
+    ConfigError if more than one registered it. Nothing is imported.
+    """
+    if is_reference(name):
+        return name
+    own = NAMES[kind].get(name)
+    if kind in CLOSED:
+        return own
+    target = plugin_target(kind, name, own=own)
+    if target is not None and not is_reference(target):
+        raise ConfigError(
+            f"{name!r} of the {kind.replace('_', ' ')} is registered as {target!r}",
+            fix="its package must register it as module:attribute",
+        )
+    return target
+
+
 def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
     """Import what `name` stands for. Files are taken relative to `base`, the recipe's folder."""
-    target = NAMES[kind].get(name, name)
-    match = REFERENCE.match(target)
-    if match is None:
-        close = nearest(name, list(NAMES[kind]))
+    target = find(kind, name)
+    if target is None:
+        known = names_of(kind)
+        close = nearest(name, known)
         raise ConfigError(
-            f"{name!r} is not one of the {kind} ({', '.join(NAMES[kind]) or 'none'})",
+            f"{name!r} is not one of the {kind} ({', '.join(known) or 'none'})",
             fix=f"did you mean {', '.join(close)}?"
             if close
             else "or name your own as file.py:name",

@@ -1,4 +1,4 @@
-"""What a rule about a recipe is, and what it may look at. The rules: check.py and name_rules.py.
+"""What a rule about a recipe is, and what it may look at. The rules: check.py and *_rules.py.
 
 A rule is a function of a Context that yields Problems. It says which settings it reads, and is
 left out where one of those is already known to be wrong: one mistake gives one problem.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.problems import KeyPath, Problem, dotted
 from rollick.config.schema import DomainConfig, Recipe
 from rollick.config.source import Node
@@ -46,6 +47,25 @@ class Context:
                 path = ("data", kind, name)
                 if self.is_sound(path):
                     yield path, domain
+
+    def algorithms(self, *parts: str) -> Iterator[tuple[KeyPath, AlgorithmConfig]]:
+        """The algorithms that are trained with, those whose parts of these names are sound: the
+        recipe's, if some domain has none of its own, and those of domains."""
+        domains = self.recipe.data.domains
+        found: list[tuple[KeyPath, AlgorithmConfig]] = []
+        if not domains or any(self._takes_the_recipes(name) for name in domains):
+            found.append((("algorithm",), self.recipe.algorithm))
+        for name, domain in domains.items():
+            if domain.algorithm is not None:
+                found.append((("data", "domains", name, "algorithm"), domain.algorithm))
+        for path, algorithm in found:
+            if self.is_sound(*((*path, part) for part in parts)):
+                yield path, algorithm
+
+    def _takes_the_recipes(self, domain: str) -> bool:
+        """An algorithm of the domain's that is wrong is not in the recipe, but was meant."""
+        is_sound = self.is_sound(("data", "domains", domain, "algorithm"))
+        return is_sound and self.recipe.data.domains[domain].algorithm is None
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:

@@ -1,19 +1,27 @@
 """Every option of a recipe, once: its type, its default and what it is for.
 
 A Recipe is frozen; nothing rewrites it after loading, and what is derived is a property.
-Checks that need more than one field live in check.py; names are resolved in names.py. The options
-of algorithms are in advantages.py, losses.py and corrections.py.
+Checks that need more than one field live in check.py; names are resolved in names.py. The algorithm
+section is in algorithm.py, the options of its parts in advantages.py, losses.py and corrections.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rollick.config.advantages import AdvantagePart, DrGrpoAdvantage, ShapingConfig
-from rollick.config.corrections import OLD_IS_BEHAVIOUR, BypassCorrection, CorrectionPart
-from rollick.config.losses import DppoTvLoss, KlConfig, LossPart, SftLoss
+from rollick.config.algorithm import Algorithm, AlgorithmConfig, Stream
+from rollick.config.losses import (
+    PAIRWISE,
+    DistillationLoss,
+    DpoLoss,
+    IpoLoss,
+    SftLoss,
+    ValueLoss,
+    ValuePart,
+)
 from rollick.config.section import (
     Decay,
     NonNegative,
@@ -94,8 +102,31 @@ class DomainConfig(Section):
     """Part of the prompts drawn from here, relative to the other domains."""
     limit: NonNegative = 0
     """Use only the first rows; 0 takes all."""
+    chosen: str | None = None
+    """Column with the better of two answers (DPO)."""
+    rejected: str | None = None
+    """Column with the worse of two answers (DPO)."""
     rewards: tuple[Reward, ...] = ()
     """What scores a sample of this domain; their weighted sum."""
+    algorithm: Algorithm | None = None
+    """Another algorithm for the samples of this domain; none takes the recipe's."""
+
+
+class PromptSelectionConfig(Section):
+    """Which prompts are drawn, by what their judged samples say of them."""
+
+    order: Literal["shuffled", "near_half"] = "shuffled"
+    """shuffled: as data.shuffle says. near_half: more of those with a pass rate near one half."""
+    window: Positive = 64
+    """Prompts that near_half chooses one from: the next ones of the epoch's order."""
+    retire_above: Share = 0.0
+    """A prompt of at least this pass rate is drawn no more; 0 is never."""
+    min_tries: Positive = 8
+    """Judged samples that a prompt needs before it can retire."""
+    pass_score: float = 0.999
+    """A sample passes if its score is at least this."""
+    decay: Share = 1.0
+    """What older samples of a prompt are worth each time that it is judged anew; 1 is all."""
 
 
 class DataConfig(Section):
@@ -107,6 +138,8 @@ class DataConfig(Section):
     """Held-out prompts by domain."""
     shuffle: bool = True
     """Draw rows in an order given by the seed, another one each epoch."""
+    selection: PromptSelectionConfig = PromptSelectionConfig()
+    """Which prompts are drawn more often, and which no more."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are quarantined and counted."""
     max_bad_rows: Share = 0.05
@@ -157,33 +190,6 @@ class RolloutConfig(Section):
         return self.max_drops_per_step or 10 * self.groups_per_step
 
 
-class AlgorithmConfig(Section):
-    """How scores become a gradient."""
-
-    advantage: AdvantagePart = DrGrpoAdvantage()
-    """How a group's scores become advantages."""
-    shaping: ShapingConfig = ShapingConfig()
-    """What happens to the scores before that."""
-    loss: LossPart = DppoTvLoss()
-    """What is minimised, per token."""
-    aggregation: str = "token_mean"
-    """How token losses become one number; always over the global batch."""
-    correction: CorrectionPart = BypassCorrection()
-    """What stands for the old policy, and how engine/learner mismatch is weighted."""
-    kl: KlConfig = KlConfig()
-    """KL to a reference policy."""
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether the learner computes pi_old before the step; or else mu stands for it."""
-        return self.correction.name not in OLD_IS_BEHAVIOUR
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the batch must carry log-probs of a reference policy."""
-        return self.kl.coefficient > 0
-
-
 class OptimizerConfig(Section):
     """AdamW with float32 masters."""
 
@@ -221,6 +227,8 @@ class TrainConfig(Section):
     """The learning-rate schedule."""
     tokens_per_microbatch: Positive = 16384
     """Tokens in one forward and backward at the most; a longer sample goes alone."""
+    share_prefix: bool = True
+    """Compute what the samples of a group begin with once. Never in a deterministic run."""
     logprob_chunk_tokens: Positive = 2048
     """Rows of the vocabulary matrix held at once."""
     minibatches: Positive = 1
@@ -231,6 +239,26 @@ class TrainConfig(Section):
     """Examples of one update (SFT)."""
     max_skipped_steps: Positive = 5
     """The run stops after this many non-finite gradients in a row."""
+
+
+class CriticConfig(Section):
+    """The critic that the advantage gae asks for values; it is trained beside the policy."""
+
+    model: ModelConfig | None = None
+    """Its body, with a value head of its own; none starts from the policy's model."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Its optimizer; the schedule is the policy's."""
+    loss: ValuePart = ValueLoss()
+    """What it minimises, per token."""
+    warmup_steps: NonNegative = 0
+    """First steps in which only the critic is trained."""
+
+
+class TeacherConfig(ModelConfig):
+    """The model to distil from; it must have the policy's tokens."""
+
+    top_k: Positive = 32
+    """Likeliest tokens of the teacher that the loss distillation looks at."""
 
 
 class InferConfig(Section):
@@ -260,7 +288,11 @@ class DevicesConfig(Section):
     generators: DeviceList = "cpu"
     """The engines, one on each device."""
     reference: DeviceList | None = None
-    """The frozen reference; defaults to the policy's devices where a KL needs one."""
+    """The frozen reference; defaults to the policy's devices where something needs one."""
+    critic: DeviceList | None = None
+    """The critic; defaults to the policy's devices where an advantage needs one."""
+    teacher: DeviceList | None = None
+    """The teacher; defaults to the policy's devices where something needs one."""
 
 
 class ClusterConfig(Section):
@@ -332,6 +364,14 @@ class ObserveConfig(Section):
     """Steps whose groups and batch are dumped for `rollick replay`."""
 
 
+SUPERVISED_LOSSES: Mapping[str, tuple[SftLoss | DpoLoss | IpoLoss | DistillationLoss, ...]] = {
+    "sft": (SftLoss(),),
+    "dpo": (DpoLoss(), IpoLoss()),
+    "distill": (DistillationLoss(),),
+}
+"""Pipelines that learn from given answers, and what they minimise; the first is the default."""
+
+
 class Recipe(Section):
     """A YAML that trains something."""
 
@@ -347,10 +387,14 @@ class Recipe(Section):
     """How training samples are drawn."""
     rollout: RolloutConfig = RolloutConfig()
     """The life of samples."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: Algorithm = AlgorithmConfig()
     """How scores become a gradient."""
     train: TrainConfig = TrainConfig()
     """The learner."""
+    critic: CriticConfig = CriticConfig()
+    """The critic, where an advantage needs one."""
+    teacher: TeacherConfig | None = None
+    """The teacher, where something is distilled."""
     infer: InferConfig = InferConfig()
     """The engines."""
     devices: DevicesConfig = DevicesConfig()
@@ -365,11 +409,60 @@ class Recipe(Section):
     """Records and views."""
 
     @property
-    def objective(self) -> AlgorithmConfig:
-        """What the learner minimises: the algorithm, or plain likelihood in SFT."""
-        return AlgorithmConfig(loss=SftLoss()) if self.pipeline == "sft" else self.algorithm
+    def algorithms(self) -> tuple[AlgorithmConfig, ...]:
+        """The different algorithms that the domains use, that of the recipe first if it is used.
+
+        A token's component in a batch is its place in here.
+        """
+        if self.pipeline in SUPERVISED_LOSSES:
+            return (self._supervised(),)
+        used = [self._algorithm_of(name) for name in self.data.domains]
+        first = [self.algorithm.unnamed] if self.algorithm.unnamed in used or not used else []
+        ordered: list[AlgorithmConfig] = []
+        for algorithm in [*first, *used]:
+            if algorithm not in ordered:
+                ordered.append(algorithm)
+        return tuple(ordered)
+
+    def _algorithm_of(self, domain: str) -> AlgorithmConfig:
+        return (self.data.domains[domain].algorithm or self.algorithm).unnamed
+
+    def _supervised(self) -> AlgorithmConfig:
+        """The loss of the pipeline, with the recipe's options where it names it."""
+        said, defaults = self.algorithm, SUPERVISED_LOSSES[self.pipeline]
+        fits = said.loss.name in {part.name for part in defaults}
+        return AlgorithmConfig(
+            loss=said.loss if fits else defaults[0],
+            # Each token carries the loss of its pair: this is the mean over pairs.
+            aggregation="prompt_mean" if self.pipeline == "dpo" else said.aggregation,
+        )
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the two answers of a pair must be in one micro-batch."""
+        return any(algorithm.loss.name in PAIRWISE for algorithm in self.algorithms)
+
+    def component(self, domain: str) -> int:
+        """The place of the domain's algorithm in `algorithms`."""
+        if self.pipeline in SUPERVISED_LOSSES:
+            return 0
+        return self.algorithms.index(self._algorithm_of(domain))
+
+    def needs(self, stream: Stream) -> bool:
+        """Whether some algorithm of the recipe looks at this stream."""
+        return any(stream in algorithm.needs for algorithm in self.algorithms)
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps of the optimizer, and so of the schedule, in the whole run."""
-        return self.run.steps * self.train.minibatches * self.train.epochs
+        """Steps of the policy's optimizer, and so of its schedule, in the whole run."""
+        alone = self.critic.warmup_steps if self.needs("values") else 0
+        return max(self.run.steps - alone, 0) * self._optimizer_steps_of_a_batch
+
+    @property
+    def critic_steps(self) -> int:
+        """The same of the critic, which is trained from the first step on."""
+        return self.run.steps * self._optimizer_steps_of_a_batch
+
+    @property
+    def _optimizer_steps_of_a_batch(self) -> int:
+        return self.train.minibatches * self.train.epochs

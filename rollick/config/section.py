@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from rollick.config.names import NAMES
+from rollick.config.names import NAMES, is_reference
+from rollick.config.plugins import plugins
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,6 +24,18 @@ Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Scalar = bool | int | float | str | None
+
+
+def _number_or_word(value: Any) -> str:
+    return "word" if isinstance(value, str) else "number"
+
+
+TokenLimit = Annotated[
+    Annotated[int, Field(ge=0, strict=True), Tag("number")]
+    | Annotated[Literal["max_tokens"], Tag("word")],
+    Discriminator(_number_or_word),
+]
+"""A number of tokens, or that of sampling.max_tokens."""
 
 
 class Section(BaseModel):
@@ -51,22 +72,34 @@ def as_text(value: Any) -> Any:
 
 
 def tag_of(kind: str, default: str) -> Any:
-    """Picks a part by its name; options without a name are those of the default part."""
+    """Picks a part by its name; options without a name are those of the default part.
 
-    def tag(value: Any) -> str:
-        if isinstance(value, dict):
-            name = value.get("name", default)  # pyright: ignore[reportUnknownVariableType]
-        else:
+    None for a name that nobody knows. A value that is no section goes to the custom part, which
+    refuses it with a reason.
+    """
+
+    def tag(value: Any) -> str | None:
+        if not isinstance(value, dict):
             name = getattr(value, "name", None)
-        return name if isinstance(name, str) and name in NAMES[kind] else "custom"
+            return name if isinstance(name, str) and name in NAMES[kind] else "custom"
+        name = value.get("name", default)  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(name, str):
+            return "custom"
+        if name in NAMES[kind]:
+            return name
+        return "custom" if is_reference(name) or name in plugins(kind) else None
 
     return Discriminator(tag)
 
 
 class CustomPart(Section):
-    """A function of the user's own."""
+    """A function of the user's own, or of an installed package."""
 
-    name: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")]
-    """file.py:function (relative to the recipe) or package.module:function."""
+    name: str
+    """file.py:function (relative to the recipe), package.module:function, or the name that an
+    installed package registered."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Handed to the function as its `options`."""
+    needs: tuple[Literal["old", "reference", "values", "teacher"], ...] = ()
+    """What the function looks at besides scores and tokens: log-probs of the learner's old policy,
+    of the reference or of the teacher, values of the critic."""

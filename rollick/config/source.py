@@ -263,9 +263,9 @@ class _Builder:
 
 def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
     """`over` on top of `base`: sections are merged key by key, all else is replaced."""
-    if _is_part(path):
-        base, over = _as_part(base), _as_part(over)
-        if not isinstance(base.value, dict) or _names_another(base, over):
+    if key := _naming_key(path):
+        base, over = _in_full(base, key), _in_full(over, key)
+        if not isinstance(base.value, dict) or _names_another(base, over, key):
             return over
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
@@ -275,25 +275,27 @@ def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
     return replace(over, value=merged)
 
 
-def _is_part(path: KeyPath) -> bool:
-    """Whether this is picked by `name`; naming another drops the options of the one before."""
+def _naming_key(path: KeyPath) -> str:
+    """The key that picks what a section is; another value drops the settings of the one before."""
     match path:
-        case ("algorithm", part):
-            return part in PARTS
+        case ("algorithm",) | ("data", _, _, "algorithm"):
+            return "preset"
+        case ("algorithm", part) | ("data", _, _, "algorithm", part):
+            return "name" if part in PARTS else ""
         case ("data", _, _, "rewards", int()):
-            return True
+            return "name"
         case _:
-            return False
+            return ""
 
 
-def _as_part(node: Node) -> Node:
-    """`loss: ppo` is short for `loss: {name: ppo}`."""
-    return replace(node, value={"name": node}) if isinstance(node.value, str) else node
+def _in_full(node: Node, key: str) -> Node:
+    """`loss: ppo` is short for `loss: {name: ppo}`, `algorithm: dapo` for `{preset: dapo}`."""
+    return replace(node, value={key: node}) if isinstance(node.value, str) else node
 
 
-def _names_another(base: Node, over: Node) -> bool:
-    name = over.find(("name",))
-    before = base.find(("name",))
+def _names_another(base: Node, over: Node, key: str) -> bool:
+    name = over.find((key,))
+    before = base.find((key,))
     return name is not None and (before is None or name.value != before.value)
 
 
@@ -331,11 +333,11 @@ def _set(
     if not path:
         return value
     part, rest = path[0], path[1:]
-    if _is_part(done):
-        node = _as_part(node)
-        named = part == "name" and not rest
-        if named and _names_another(node, Node({"name": value}, value.place, value.place)):
-            return replace(node, value={"name": value})
+    if key := _naming_key(done):
+        node = _in_full(node, key)
+        is_name = part == key and not rest
+        if is_name and _names_another(node, Node({key: value}, value.place, value.place), key):
+            return replace(node, value={key: value})
     if isinstance(node.value, list):
         index = int(part) if part.isdecimal() else -1
         if not 0 <= index < len(node.value):

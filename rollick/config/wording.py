@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import Tag
 from pydantic_core import ErrorDetails
 
-from rollick.config.names import NAMES
+from rollick.config.names import names_of
 from rollick.config.problems import KeyPath, Problem, did_you_mean, dotted, show
 from rollick.config.schema import Recipe
 from rollick.config.section import Section
@@ -50,6 +50,8 @@ def problem_of(error: ErrorDetails, source: Node) -> tuple[KeyPath, Problem]:
         path = (*path_of(loc[:-1], source), loc[-1])
         return path, _missing(path, loc, source)
     path = path_of(loc, source)
+    if error["type"] == "union_tag_not_found":
+        return path, _unknown_part(error, path, source)
     node = source.nearest(path)
     if error["type"] == "extra_forbidden":
         message, fix = f"unknown key {path[-1]!r}", advise_key(loc)
@@ -66,6 +68,13 @@ def path_of(loc: Sequence[str | int], source: Node) -> KeyPath:
         if child is not None:
             node, path = child, (*path, part)
     return path
+
+
+def _unknown_part(error: ErrorDetails, path: KeyPath, source: Node) -> Problem:
+    """A part of the algorithm with a name that nobody knows."""
+    where = (*path, "name") if source.find((*path, "name")) else path
+    message, fix = unknown_name(PART_KINDS[str(path[-1])], error["input"]["name"], own=True)
+    return Problem(source.nearest(where).place, dotted(where), message, fix)
 
 
 def _missing(path: KeyPath, loc: Sequence[str | int], source: Node) -> Problem:
@@ -90,8 +99,8 @@ def _words(error: ErrorDetails, path: KeyPath) -> tuple[str, str]:
     if kind == "literal_error":
         known = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
         return f"{show(value)} is not one of {', '.join(known)}", did_you_mean(value, known)
-    if kind == "string_pattern_mismatch":
-        return unknown_name(PART_KINDS[str(path[1])], value, own=True)
+    if kind == "unknown_preset":
+        return unknown_name("presets", value, own=False)
     if kind == "too_long":
         return f"must have {context['max_length']} elements, but has {len(value)}", ""
     if expected := EXPECTED.get(kind) or EXPECTED.get(kind.split("_")[0]):
@@ -103,7 +112,7 @@ def _words(error: ErrorDetails, path: KeyPath) -> tuple[str, str]:
 
 def unknown_name(kind: str, name: object, *, own: bool) -> tuple[str, str]:
     """Message and advice for a name that is not in the table of its kind."""
-    known = list(NAMES[kind])
+    known = names_of(kind)
     message = f"{show(name)} is not one of the {kind.replace('_', ' ')} ({', '.join(known)})"
     return message, did_you_mean(name, known) or ("or your own as file.py:name" if own else "")
 
@@ -128,7 +137,7 @@ def section_at(loc: Sequence[str | int]) -> type[Section]:
     """The section of the schema that a loc leads to."""
     kind: Any = Recipe
     for part in loc:
-        kind = _step(kind, part)
+        kind = _without_none(_step(kind, part))
     return kind
 
 
@@ -142,6 +151,14 @@ def _step(kind: Any, part: str | int) -> Any:
     else:
         kind = next(arg for arg in get_args(kind) if Tag(str(part)) in get_args(arg)[1:])
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _without_none(kind: Any) -> Any:
+    """The section of `Section | None`."""
+    if type(None) not in get_args(kind):
+        return kind
+    (section,) = (arg for arg in get_args(kind) if arg is not type(None))
+    return get_args(section)[0] if get_origin(section) is Annotated else section
 
 
 def _all_keys(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

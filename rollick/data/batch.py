@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,17 @@ from rollick.types import BoolArray, FloatArray, IntArray, SampleId
 class Batch:
     """Per-token streams of a step.
 
-    `logprobs_N` is the behaviour's; entry t speaks of drawing token t given what is before it.
-    `weights_N` is each token's factor in the loss: the aggregation over the *global* batch is in
-    it, so the loss of a batch is the plain sum over any split of it.
+    Tokens: `logprobs_N` is the behaviour's; entry t speaks of drawing token t given what is before
+    it. `scores_B` is the score of each sample, shaped.
+
+    Credit, 0 until somebody gives it: `component_N` is the algorithm that a token is for.
+    `weights_N` is its factor in the policy loss: denominator (over the *global* batch), correction
+    and coefficients are in it, so the loss of a batch is the plain sum over any split of it.
+    `kl_weights_N` and `entropy_weights_N` are the same of those two.
+
+    Annotations, None if nobody asked: log-probs of other policies; of a teacher also its K
+    likeliest tokens and their log-probs; values of a critic (of each token before it is drawn,
+    and after the last one), and the returns that they are to meet.
     """
 
     token_ids_N: IntArray
@@ -35,8 +43,20 @@ class Batch:
     versions_N: IntArray
     advantages_N: FloatArray
     weights_N: FloatArray
+    scores_B: FloatArray | None = None
+    component_N: npt.NDArray[np.int8] | None = None
+    kl_weights_N: FloatArray | None = None
+    entropy_weights_N: FloatArray | None = None
     old_logprobs_N: FloatArray | None = None
     reference_logprobs_N: FloatArray | None = None
+    teacher_logprobs_N: FloatArray | None = None
+    teacher_ids_NK: IntArray | None = None
+    teacher_top_NK: FloatArray | None = None
+    values_N: FloatArray | None = None
+    last_values_B: FloatArray | None = None
+    returns_N: FloatArray | None = None
+    version: int = 0
+    """Policy version at the start of the step: a token's age is counted from it."""
 
     @property
     def samples(self) -> int:
@@ -51,11 +71,19 @@ class Batch:
         """Where each sample begins, and after the last one the total."""
         return np.concatenate([[0], np.cumsum(self.lengths_B, dtype=np.int64)])
 
-    def with_old_logprobs(self, logprobs_N: FloatArray) -> Batch:
-        return replace(self, old_logprobs_N=logprobs_N)
+    @property
+    def trained_B(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample that are in the loss mask."""
+        sums_N1 = np.concatenate([[0], np.cumsum(self.loss_mask_N, dtype=np.int64)])
+        return np.diff(sums_N1[self.offsets_B1])
 
-    def with_reference_logprobs(self, logprobs_N: FloatArray) -> Batch:
-        return replace(self, reference_logprobs_N=logprobs_N)
+    def scaled(self, factor: float) -> Batch:
+        """With every weight times the factor."""
+        names = ("weights_N", "kl_weights_N", "entropy_weights_N")
+        given = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{name: value * factor for name, value in given.items() if value is not None}
+        )
 
     def take(self, samples: Sequence[int]) -> Batch:
         """The batch of the samples at these places, in this order. Weights stay global."""
@@ -66,10 +94,23 @@ class Batch:
         picked: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if value is None:
-                picked[spec.name] = None
-            elif spec.name == "uids":
-                picked[spec.name] = tuple(self.uids[b] for b in samples)
-            else:
-                picked[spec.name] = value[tokens if spec.name.endswith("_N") else rows]
+            if spec.name == "uids":
+                value = tuple(self.uids[b] for b in samples)
+            elif isinstance(value, np.ndarray):
+                value = value[rows if spec.name.endswith("_B") else tokens]
+            picked[spec.name] = value
         return Batch(**picked)
+
+
+class TokenValues(NamedTuple):
+    """What a critic says of its part: before each token, and after the last of each sample."""
+
+    values_N: FloatArray
+    last_values_B: FloatArray
+
+
+class TopTokens(NamedTuple):
+    """A teacher's likeliest tokens at each position, and their log-probs."""
+
+    ids_NK: IntArray
+    logprobs_NK: FloatArray

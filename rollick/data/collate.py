@@ -1,7 +1,9 @@
-"""Groups and their advantages to one Batch; examples to one Batch (SFT).
+"""Groups to one Batch; examples to one Batch (SFT, distillation, DPO).
 
 Pure. The order of a batch depends on sample ids alone, never on who finished first. A sample
 whose score failed, or that has no trained token, is not in the batch, and so in no denominator.
+Advantages and weights of groups come later (pipelines/credit.py): they may look at what models
+say of the batch's tokens.
 
 Shapes: B samples, N tokens over all of them.
 """
@@ -9,7 +11,7 @@ Shapes: B samples, N tokens over all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +24,6 @@ from rollick.types import (
     FloatArray,
     Group,
     IntArray,
-    Sample,
     SampleId,
     ScoredSample,
 )
@@ -30,8 +31,8 @@ from rollick.types import (
 Aggregation = Callable[..., npt.NDArray[np.float64]]
 """(counts_B of trained tokens, group_B, *, max_tokens) -> weight of each trained token, [B]."""
 
-Advantage = float | FloatArray
-"""One number for all tokens of a sample, or one for each of them."""
+Chosen = Callable[[Group], Sequence[bool]]
+"""Which members of a group are trained on, of those that are judged."""
 
 Example = tuple[IntArray, BoolArray]
 """Token ids and what of them is trained on (`ChatCodec.encode_example`)."""
@@ -46,78 +47,70 @@ class _Entry:
     mask: BoolArray
     logprobs: FloatArray
     versions: IntArray
-    advantages: FloatArray
     temperature: float
+    score: float = 0.0
 
     @property
     def trained(self) -> int:
         return int(np.count_nonzero(self.mask))
 
 
-def collate(
-    groups: Sequence[Group],
-    advantages: Sequence[Sequence[Advantage]],
-    *,
-    aggregation: Aggregation,
-    max_tokens: int,
-    drop_truncated: bool = False,
-) -> Batch:
-    """The batch of all trainable samples. `advantages` has an entry for every member."""
-    _check_counts(groups, advantages)
+def collate(groups: Sequence[Group], *, chosen: Chosen | None = None, version: int = 0) -> Batch:
+    """The batch of all trainable samples, without advantages and weights (they are 0)."""
     entries: list[_Entry] = []
-    for group, of_group in zip(groups, advantages, strict=True):
-        for member, advantage in zip(group.members, of_group, strict=True):
-            mask = _trained_mask(member, drop_truncated=drop_truncated)
-            if mask.any():
-                entries.append(_entry(member.sample, mask, advantage))
+    for group in groups:
+        picks = chosen(group) if chosen is not None else [True] * len(group.members)
+        for member, pick in zip(group.members, picks, strict=True):
+            mask = _without_first(member.sample.loss_mask)
+            if pick and member.score.ok and mask.any():
+                entries.append(_entry(member, mask))
     if not entries:
-        raise _nothing_to_train(groups, drop_truncated=drop_truncated)
-    return _pack(entries, aggregation=aggregation, max_tokens=max_tokens)
+        raise _nothing_to_train(groups)
+    return _pack(entries, version=version)
+
+
+def weigh(
+    batch: Batch,
+    aggregation: Aggregation,
+    *,
+    max_tokens: int,
+    among_N: BoolArray | None = None,
+) -> npt.NDArray[np.float64]:
+    """[N]: the weight of each trained token among those of `among_N` (default: all); else 0."""
+    kept_N = batch.loss_mask_N if among_N is None else batch.loss_mask_N & among_N
+    kept = replace(batch, loss_mask_N=kept_N)
+    weights_B = aggregation(kept.trained_B, batch.group_B, max_tokens=max_tokens)
+    return np.where(kept_N, np.repeat(weights_B, batch.lengths_B), 0.0)
 
 
 def examples_to_batch(
-    examples: Sequence[Example],
+    examples: Sequence[Sequence[Example]],
     *,
     aggregation: Aggregation,
     max_tokens: int,
     first: int = 0,
 ) -> Batch:
-    """The batch of examples to imitate; each is a group of its own, numbered from `first`."""
+    """The batch of answers to imitate. Each entry is a group, numbered from `first`: one answer,
+    or the better and the worse of a pair, which get the advantages 1 and -1."""
     entries: list[_Entry] = []
-    for number, (token_ids, mask) in enumerate(examples, start=first):
-        if len(token_ids) != len(mask):
-            raise DataError(f"example {number} has {len(token_ids)} ids and {len(mask)} marks")
-        trained = _without_first(mask)
-        if trained.any():
-            entries.append(_example_entry(SampleId(number, 0), token_ids, trained))
+    for number, group in enumerate(examples, start=first):
+        for place, (token_ids, mask) in enumerate(group):
+            uid = SampleId(number, place)
+            if len(token_ids) != len(mask):
+                raise DataError(f"example {uid} has {len(token_ids)} ids and {len(mask)} marks")
+            trained = _without_first(mask)
+            if trained.any():
+                entries.append(_example_entry(uid, token_ids, trained))
     if not entries:
         raise DataError(
             f"none of the {len(examples)} examples has a token to train on",
             fix="check the completion column and the length limits",
         )
-    return _pack(entries, aggregation=aggregation, max_tokens=max_tokens)
-
-
-def _check_counts(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> None:
-    if len(groups) != len(advantages):
-        raise DataError(
-            f"the advantage function gave {len(advantages)} lists for {len(groups)} groups",
-            fix="return one list for each group, with one entry for each member",
-        )
-    for group, of_group in zip(groups, advantages, strict=True):
-        if len(group.members) != len(of_group):
-            raise DataError(
-                f"the advantage function gave {len(of_group)} values for group {group.uid}, "
-                f"which has {len(group.members)} members",
-                fix="return one value for each member, also for those whose score failed",
-            )
-
-
-def _trained_mask(member: ScoredSample, *, drop_truncated: bool) -> BoolArray:
-    sample = member.sample
-    if not member.score.ok or (drop_truncated and sample.truncated):
-        return np.zeros(sample.length, np.bool_)
-    return _without_first(sample.loss_mask)
+    batch = _pack(entries, version=0)
+    better_B = np.array([1.0 if uid.index == 0 else -1.0 for uid in batch.uids])
+    advantages_N = np.where(batch.loss_mask_N, np.repeat(better_B, batch.lengths_B), 0.0)
+    weights_N = weigh(batch, aggregation, max_tokens=max_tokens)
+    return replace(batch, advantages_N=advantages_N, weights_N=weights_N, scores_B=better_B)
 
 
 def _without_first(mask: BoolArray) -> BoolArray:
@@ -127,29 +120,16 @@ def _without_first(mask: BoolArray) -> BoolArray:
     return trained
 
 
-def _entry(sample: Sample, mask: BoolArray, advantage: Advantage) -> _Entry:
-    values = np.asarray(advantage, dtype=np.float64)
-    if values.shape not in ((), (sample.length,)):
-        raise DataError(
-            f"the advantage of sample {sample.uid} has the shape {values.shape}, "
-            f"and the sample {sample.length} tokens",
-            fix="return a number, or one value for each token, prompt included",
-        )
-    # Outside the mask nothing is multiplied by these; zeros keep stray NaNs out of sums.
-    values_T = np.where(mask, values, 0.0)
-    if not np.isfinite(values_T).all():
-        raise DataError(
-            f"the advantage of sample {sample.uid} is not finite",
-            fix="leave members with a failed score out of means (score.ok is False)",
-        )
+def _entry(member: ScoredSample, mask: BoolArray) -> _Entry:
+    sample = member.sample
     return _Entry(
         uid=sample.uid,
         token_ids=sample.token_ids,
         mask=mask,
         logprobs=sample.logprobs,
         versions=sample.versions,
-        advantages=values_T,
         temperature=sample.temperature,
+        score=member.score.value,
     )
 
 
@@ -161,39 +141,38 @@ def _example_entry(uid: SampleId, token_ids: IntArray, mask: BoolArray) -> _Entr
         mask=mask,
         logprobs=np.zeros(length, np.float32),
         versions=np.full(length, NOT_SAMPLED, np.int32),
-        advantages=mask.astype(np.float64),
         temperature=1.0,
     )
 
 
-def _pack(entries: Iterable[_Entry], *, aggregation: Aggregation, max_tokens: int) -> Batch:
+def _pack(entries: Iterable[_Entry], *, version: int) -> Batch:
     ordered = sorted(entries, key=lambda entry: entry.uid)
     uids = tuple(entry.uid for entry in ordered)
     assert len(set(uids)) == len(uids), "a sample is in the batch twice"
-    counts_B = np.array([entry.trained for entry in ordered], np.int64)
-    group_B = np.array([entry.uid.group for entry in ordered], np.int32)
-    weights_B = aggregation(counts_B, group_B, max_tokens=max_tokens)
-    weights = [np.where(e.mask, w, 0.0) for e, w in zip(ordered, weights_B, strict=True)]
+    lengths = [len(entry.token_ids) for entry in ordered]
     return Batch(
         token_ids_N=np.concatenate([entry.token_ids for entry in ordered]),
-        lengths_B=np.array([len(entry.token_ids) for entry in ordered], np.int32),
+        lengths_B=np.array(lengths, np.int32),
         uids=uids,
-        group_B=group_B,
+        group_B=np.array([entry.uid.group for entry in ordered], np.int32),
         temperature_B=np.array([entry.temperature for entry in ordered], np.float64),
         loss_mask_N=np.concatenate([entry.mask for entry in ordered]),
         logprobs_N=np.concatenate([entry.logprobs for entry in ordered]),
         versions_N=np.concatenate([entry.versions for entry in ordered]),
-        advantages_N=np.concatenate([entry.advantages for entry in ordered]),
-        weights_N=np.concatenate(weights),
+        advantages_N=np.zeros(sum(lengths)),
+        weights_N=np.zeros(sum(lengths)),
+        scores_B=np.array([entry.score for entry in ordered], np.float64),
+        version=version,
     )
 
 
-def _nothing_to_train(groups: Sequence[Group], *, drop_truncated: bool) -> DataError:
+def _nothing_to_train(groups: Sequence[Group]) -> DataError:
     members = [member for group in groups for member in group.members]
     failed = sum(not member.score.ok for member in members)
-    truncated = sum(member.sample.truncated for member in members) if drop_truncated else 0
+    truncated = sum(member.sample.truncated for member in members)
     return DataError(
         f"none of {len(members)} samples in {len(groups)} groups has a token to train on: "
-        f"{failed} failed scores, {truncated} truncated and dropped",
-        fix="look at the failed scores; with drop_truncated, raise sampling.max_tokens",
+        f"{failed} failed scores, {truncated} truncated",
+        fix="look at the failed scores; with rollout.drop_truncated, raise sampling.max_tokens; "
+        "widen algorithm.shaping.difficulty",
     )

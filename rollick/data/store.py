@@ -93,15 +93,17 @@ def save_batch(path: Path, batch: Batch) -> None:
     arrays = {
         spec.name: getattr(batch, spec.name)
         for spec in fields(Batch)
-        if spec.name != "uids" and getattr(batch, spec.name) is not None
+        if isinstance(getattr(batch, spec.name), np.ndarray)
     }
-    _write(path, "batch", arrays=arrays, about={"uids": [list(uid) for uid in batch.uids]})
+    about = {"uids": [list(uid) for uid in batch.uids], "version": int(batch.version)}
+    _write(path, "batch", arrays=arrays, about=about)
 
 
 def load_batch(path: Path) -> Batch:
     """Read what `save_batch` wrote."""
     arrays, about = _read(path, "batch")
-    return Batch(uids=tuple(SampleId(*uid) for uid in about["uids"]), **arrays)
+    uids = tuple(SampleId(*uid) for uid in about["uids"])
+    return Batch(uids=uids, version=about["version"], **arrays)
 
 
 def samples_to_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
@@ -196,12 +198,14 @@ def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str
         "temperature": float(sample.temperature),
         "stop": sample.stop.value,
         "text": sample.text,
+        "states": list(sample.states),
         "score": {
             "value": float(score.value),
             "parts": {name: float(value) for name, value in score.parts.items()},
             "status": score.status.value,
             "detail": score.detail,
             "seconds": float(score.seconds),
+            "turns": [float(value) for value in score.turns],
         },
     }
 
@@ -215,11 +219,12 @@ def _member_from_json(
         temperature=entry["temperature"],
         stop=StopReason(entry["stop"]),
         text=entry["text"],
+        states=tuple(entry["states"]),
         **tokens,
     )
     said: dict[str, Any] = entry["score"]
-    status = ScoreStatus(said.pop("status"))
-    return ScoredSample(sample, Score(status=status, **said))
+    status, turns = ScoreStatus(said.pop("status")), tuple(said.pop("turns"))
+    return ScoredSample(sample, Score(status=status, turns=turns, **said))
 
 
 def _concatenated(arrays: Iterable[Array]) -> Array:

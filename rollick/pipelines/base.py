@@ -36,7 +36,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
-from rollick.config.schema import Recipe
+from rollick.config.schema import SUPERVISED_LOSSES, Recipe
 from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
@@ -50,7 +50,7 @@ from rollick.observe.sinks import open_sink
 from rollick.pipelines.folder import RunFolder, open_folder
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
-from rollick.types import Group, PolicyVersion, RewardFn, Sample, Score
+from rollick.types import Group, PolicyVersion, RewardFn, RoleName, Sample, Score
 from rollick.weights.sync import Publisher
 from rollick.workers.generator import RemoteEngine, open_engines
 
@@ -103,7 +103,7 @@ class Session:
         self.phase_name = "start"
         self.step = 0
         self.saved_step: int | None = None
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[RoleName, int] = {}
         self.version = PolicyVersion(0)
         self.group: WorkerGroup
         self.engines: list[RemoteEngine]
@@ -156,15 +156,16 @@ class Session:
         *,
         groups: Sequence[Group] = (),
     ) -> None:
-        """A checkpoint: the learner's state, the pipeline's facts, finished samples."""
+        """A checkpoint: the state of what learns, the pipeline's facts, finished samples."""
         loop = asyncio.get_running_loop()
         state = json.dumps({"version": self.version, **facts})
 
         def write(path: Path) -> None:
             (path / "state.json").write_text(state, encoding="utf-8")
             save_groups(path / "groups", groups)
-            saved = self.group.call("policy", "save", path / "learner")
-            asyncio.run_coroutine_threadsafe(saved, loop).result()
+            for role, name in self._learning:
+                saved = self.group.call(role, "save", path / name)
+                asyncio.run_coroutine_threadsafe(saved, loop).result()
 
         await asyncio.to_thread(
             self.folder.checkpoints.save,
@@ -183,28 +184,31 @@ class Session:
         except CheckpointError as error:
             LOG.error("%s; the run goes on, and the next checkpoint tries again", error)
 
-    def refuse_skips(self, changed: bool, batch: Batch) -> None:
+    def refuse_skips(self, changed: bool, batch: Batch, *, role: RoleName = "policy") -> None:
         """Stop a run whose gradients are not finite for many steps; the last batch is kept."""
-        self.skipped_in_a_row = 0 if changed else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row < self.recipe.train.max_skipped_steps:
+        skipped = 0 if changed else self.skipped_in_a_row.get(role, 0) + 1
+        self.skipped_in_a_row[role] = skipped
+        if skipped < self.recipe.train.max_skipped_steps:
             return
         path = self.folder.dumps / "non_finite"
         path.mkdir(parents=True, exist_ok=True)
         save_batch(path / "batch", batch)
+        section = "critic" if role == "critic" else "train"
         raise RollickError(
-            f"{self.skipped_in_a_row} steps in a row had a non-finite gradient",
-            fix=f"the last batch is in {path}; lower train.optimizer.lr or look at its scores",
+            f"{skipped} steps in a row had a non-finite gradient in the {role}",
+            fix=f"the last batch is in {path}; lower {section}.optimizer.lr or look at its scores",
         )
 
     async def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Bring learner, engines and metrics to the checkpoint; returns the pipeline's facts."""
+        """Bring what learns, engines and metrics to the checkpoint; the pipeline's facts."""
         if checkpoint.meta.get("tokenizer") != self.codec.fingerprint:
             raise CheckpointError(
                 f"{checkpoint.path} was made with another tokenizer",
                 fix="resume with the model and tokenizer that the run began with",
             )
         facts: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
-        await self.group.call("policy", "load", checkpoint.path / "learner")
+        for role, name in self._learning:
+            await self.group.call(role, "load", checkpoint.path / name)
         self.step, self.version = checkpoint.step, PolicyVersion(facts["version"])
         self.saved_step = checkpoint.step
         await self.residency.enter("publish")
@@ -215,15 +219,21 @@ class Session:
         self.folder.keep_recipe(self.recipe)
         return facts
 
+    @property
+    def _learning(self) -> list[tuple[RoleName, str]]:
+        """The roles whose state a checkpoint holds, and their folders in it."""
+        named: tuple[tuple[RoleName, str], ...] = (("policy", "learner"), ("critic", "critic"))
+        return [(role, name) for role, name in named if self.group.device_map.ranks(role)]
+
     def forget_after(self, step: int) -> None:
         """Remove what was recorded of later steps, which will be made again."""
         self.log.resume_at(step)
         self.folder.forget_after(step)
 
     async def score(self, sample: Sample) -> Score:
-        """What the rewards of the sample's training domain say of it."""
+        """What the rewards of the sample's training domain say of it; 0 where it has none."""
         domain = self.recipe.data.domains[sample.prompt.domain]
-        return await self.rewards.score(sample, domain.rewards)
+        return await self.rewards.score(sample, domain.rewards) if domain.rewards else Score(0.0)
 
     async def score_held_out(self, sample: Sample) -> Score:
         """What the rewards of its validation domain say of it, where there is validation."""
@@ -233,7 +243,7 @@ class Session:
 
     def open_prompts(self, *, validation: bool = False) -> PromptStream:
         """The prompts to train or to validate on; those that no engine can answer are left out."""
-        answered = validation or self.recipe.pipeline != "sft"
+        answered = validation or self.recipe.pipeline not in SUPERVISED_LOSSES
         return PromptStream.open(
             self.recipe.data,
             seed=self.recipe.run.seed,
@@ -322,6 +332,8 @@ def _roles(recipe: Recipe, device_map: DeviceMap, base: Path) -> list[RoleSpec]:
     known = {
         "policy": RoleSpec("policy", "rollick.workers.learner:create", (recipe, base)),
         "reference": RoleSpec("reference", "rollick.workers.scorer:create", (recipe,)),
+        "critic": RoleSpec("critic", "rollick.workers.critic:create", (recipe,)),
+        "teacher": RoleSpec("teacher", "rollick.workers.scorer:create_teacher", (recipe,)),
         "generators": RoleSpec("generators", "rollick.workers.generator:create", (recipe,)),
     }
     return [known[role] for role in device_map.roles]
@@ -344,8 +356,10 @@ def _threads(recipe: Recipe) -> int:
 
 def _environment(recipe: Recipe) -> dict[str, str]:
     """bf16 dies on some CPUs; a probe in a child process tells, and the setting avoids it."""
-    on_cpu = "cpu" in f"{recipe.devices.policy} {recipe.devices.generators}"
-    return safe_environment() if on_cpu and recipe.model.dtype == "bfloat16" else {}
+    on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
+    models = (recipe.model, recipe.critic.model, recipe.teacher)
+    is_bf16 = any(model is not None and model.dtype == "bfloat16" for model in models)
+    return safe_environment() if on_cpu and is_bf16 else {}
 
 
 def _rewards(recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects) -> Any:

@@ -105,7 +105,8 @@ async def evaluate_model(loaded: LoadedRecipe, *, checkpoint: Checkpoint | None)
     """
     if not DeviceMap.of(loaded.recipe).ranks("generators"):
         raise ConfigError(
-            "this recipe has nothing to evaluate with: pipeline sft generates only to validate",
+            "this recipe has nothing to evaluate with: "
+            f"pipeline {loaded.recipe.pipeline} generates only to validate",
             fix="give it data.validation with prompts and rewards",
         )
     async with open_session(loaded) as session:

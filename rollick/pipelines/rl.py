@@ -1,6 +1,6 @@
 """The RL step: the map of the library. RLVR and the other pipelines are wirings of it.
 
-    generate -> collate -> annotate -> train -> publish
+    generate -> collate -> annotate -> credit -> train (critic, then policy) -> publish
 
 Synchronous, one-step-off and asynchronous are one number (rollout.max_staleness); colocated and
 separated are one device map. Neither shows here.
@@ -13,17 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollick.algorithms.objective import resolve_advantage, resolve_aggregation
-from rollick.cluster.dispatch import gather_tokens, split_batch
 from rollick.data.batch import Batch
 from rollick.data.collate import collate
 from rollick.data.prompts import PromptStream
 from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.errors import RollickError
+from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
+from rollick.pipelines.credit import Credit
 from rollick.pipelines.evaluate import EvalReport, summarise
 from rollick.rollout.scheduler import Rollout, sample_all
-from rollick.types import FloatArray, Group, PolicyVersion, Prompt, RoleName, Sampling
+from rollick.types import Group, PolicyVersion, Prompt, Sampling
+from rollick.workers.critic import CriticReport
 from rollick.workers.learner import TrainReport
 
 
@@ -33,7 +34,9 @@ class StepReport:
 
     groups: Sequence[Group]
     batch: Batch
-    train: TrainReport
+    train: TrainReport | None
+    """None while only the critic is trained."""
+    critic: CriticReport | None
 
 
 class RLPipeline(HasSession):
@@ -45,8 +48,8 @@ class RLPipeline(HasSession):
         self.rollout = rollout
         self.prompts = prompts
         self.validation = session.open_prompts(validation=True).all()
-        self.advantage = resolve_advantage(self.recipe.algorithm, base=session.base)
-        self.aggregation = resolve_aggregation(self.recipe.algorithm.aggregation, base=session.base)
+        self.credit = Credit(self.recipe, base=session.base)
+        self.credit_means: dict[str, float] = {}
 
     async def step(self) -> StepReport:
         """One policy update.
@@ -55,65 +58,52 @@ class RLPipeline(HasSession):
         produces a new policy version, which every engine samples from when this returns.
         """
         groups = await self.generate()
-        batch = self.collate(groups)
-        batch = await self.annotate(batch)
+        batch = collate(groups, chosen=self.credit.chosen, version=self.session.version)
+        batch = await annotate(self, batch)
+        batch, self.credit_means = self.credit.assign(groups, batch)
+        critic = await self.train_critic(batch) if self.recipe.needs("values") else None
         report = await self.train(batch)
         await self.publish(groups, report)
-        return StepReport(groups, batch, report)
+        return StepReport(groups, batch, report, critic)
 
     @phase("generate")
     async def generate(self) -> list[Group]:
-        """Waits until the ledger gives a batch of groups."""
-        return await self.rollout.take()
+        """Waits until the ledger gives a batch of groups. What was judged on the way, dropped
+        groups too, counts in the choice of prompts from the next step on."""
+        groups = await self.rollout.take()
+        self.prompts.learn()
+        return groups
 
-    def collate(self, groups: Sequence[Group]) -> Batch:
-        """Ragged, packed streams; their order depends on ids alone."""
-        return collate(
-            groups,
-            self.advantage(groups),
-            aggregation=self.aggregation,
-            max_tokens=self.recipe.sampling.max_tokens,
-            drop_truncated=self.recipe.rollout.drop_truncated,
-        )
-
-    @phase("annotate")
-    async def annotate(self, batch: Batch) -> Batch:
-        """Old and reference log-probs, where the recipe needs them."""
-        if self.recipe.objective.needs_old_logprobs:
-            batch = batch.with_old_logprobs(await self.logprobs("policy", batch))
-        if self.recipe.objective.needs_reference:
-            batch = batch.with_reference_logprobs(await self.logprobs("reference", batch))
-        return batch
+    @phase("train_critic")
+    async def train_critic(self, batch: Batch) -> CriticReport:
+        """The critic moves towards the returns, from the values that the advantages stand on."""
+        report: CriticReport = await self.session.group.call("critic", "train", batch)
+        self.session.refuse_skips(report.changed, batch, role="critic")
+        return report
 
     @phase("train")
-    async def train(self, batch: Batch) -> TrainReport:
-        """Loss, gradient, optimizer step."""
+    async def train(self, batch: Batch) -> TrainReport | None:
+        """Loss, gradient, optimizer step; None in the first steps if they are the critic's."""
         if self.session.step + 1 in self.recipe.observe.dump_steps:
             path = self.dump_path(f"step-{self.session.step + 1:06d}")
             await self.session.group.call("policy", "save", path / "learner")
+        if self.recipe.needs("values") and self.session.step < self.recipe.critic.warmup_steps:
+            return None
         report: TrainReport = await self.session.group.call("policy", "train", batch)
         self.session.refuse_skips(report.changed, batch)
+        self.credit.trained(batch.samples, self.credit_means | report.means)
         return report
 
     @phase("publish")
-    async def publish(self, groups: Sequence[Group], report: TrainReport) -> None:
+    async def publish(self, groups: Sequence[Group], report: TrainReport | None) -> None:
         """Engines sample the new policy; a step that changed nothing publishes nothing new."""
-        if report.changed:
+        if report is not None and report.changed:
             self.session.version = PolicyVersion(self.session.version + 1)
             await self.session.publisher.publish(self.session.version)
         if self.session.step + 1 == self.recipe.run.steps:
             self.rollout.pause_admission()
         self.rollout.trained(groups, self.session.version)
         self.rollout.published(self.session.version)
-
-    async def logprobs(self, role: RoleName, batch: Batch) -> FloatArray:
-        """A role's log-probs of the batch, computed over all its ranks."""
-        group = self.session.group
-        parts, plan = split_batch(batch, group.device_map.ranks(role))
-        results = await group.scatter(
-            role, "logprobs", [part if part.samples else None for part in parts]
-        )
-        return gather_tokens(results, batch, plan)
 
     @phase("validate")
     async def validate(self) -> EvalReport:
@@ -157,9 +147,15 @@ class RLPipeline(HasSession):
 
     def measure(self, report: StepReport) -> dict[str, float]:
         """A finished step as metrics."""
-        quarantined = float(self.prompts.quarantine.total)
-        figures = self.rollout.stats().metrics() | report.train.metrics()
-        return figures | {"data/quarantined": quarantined}
+        credit = {f"train/mean/{name}": value for name, value in self.credit_means.items()}
+        return (
+            self.rollout.stats().metrics()
+            | (report.train.metrics() if report.train else {})
+            | (report.critic.metrics() if report.critic else {})
+            | credit
+            | self.credit.metrics
+            | self.prompts.metrics()
+        )
 
     async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Log a step, with validation where it is due."""
@@ -207,7 +203,11 @@ class RLPipeline(HasSession):
 
     async def save(self, metrics: dict[str, float]) -> None:
         """A checkpoint of the whole run. Ledger, cursor and samples are of one moment."""
-        facts = {"rollout": self.rollout.state(), "prompts": self.prompts.state()}
+        facts = {
+            "rollout": self.rollout.state(),
+            "prompts": self.prompts.state(),
+            "credit": self.credit.state(),
+        }
         await self.session.save(facts, metrics, groups=self.rollout.untrained())
 
 

@@ -47,10 +47,14 @@ async def open_pipeline(session: Session, *, resume: bool = False) -> AsyncGener
         codec=session.codec,
         score=session.score,
         signal=partial(judge_group, min_spread=rollout_config.min_spread),
+        judged=prompts.judged,
         seed=recipe.run.seed,
         stuck_after_s=recipe.run.stuck_after_s,
         version=session.version,
         state=state.get("rollout"),
         groups=state.get("groups", ()),
     ) as rollout:
-        yield RLPipeline(session, rollout, prompts)
+        pipeline = RLPipeline(session, rollout, prompts)
+        if checkpoint:
+            pipeline.credit.restore(state["credit"])
+        yield pipeline

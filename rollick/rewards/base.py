@@ -135,8 +135,15 @@ def read_answer(answer: Any) -> Score:
         broken = next((name for name, part in parts.items() if not part.ok), None)
         if broken is not None:
             return Score.failed(f"part {broken!r}: {parts[broken].detail}")
-        values = {name: part.value for name, part in parts.items()}
-        return replace(score, parts=values, detail=score.detail or _shorten(str(answer.detail)))
+        turns = [read_answer(value) for value in answer.turns]
+        if not all(turn.ok for turn in turns):
+            return Score.failed(f"turns {answer.turns!r} are not all finite numbers")
+        return replace(
+            score,
+            parts={name: part.value for name, part in parts.items()},
+            turns=tuple(turn.value for turn in turns),
+            detail=score.detail or _shorten(str(answer.detail)),
+        )
     if isinstance(answer, Real | np.bool_):
         value = float(answer)
         if isfinite(value):
@@ -150,7 +157,8 @@ def read_answer(answer: Any) -> Score:
 def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     """The weighted sum of a sample's rewards; any failed one makes the whole failed.
 
-    The parts are the unweighted values by name; a reward's own parts are `name/part`.
+    The parts are the unweighted values by name; a reward's own parts are `name/part`. The turns of
+    rewards that give them are weighed and added up, turn by turn.
     """
     seconds = sum(score.seconds for score in scores.values())
     failed = {name: score for name, score in scores.items() if not score.ok}
@@ -166,8 +174,14 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     for name, score in scores.items():
         parts[name] = score.value
         parts |= {f"{name}/{part}": inner for part, inner in score.parts.items()}
+    by_turn = {name: score.turns for name, score in scores.items() if score.turns}
+    if len({len(turns) for turns in by_turn.values()}) > 1:
+        counts = ", ".join(f"{name} {len(turns)}" for name, turns in by_turn.items())
+        return Score.failed(f"the rewards do not agree on the number of turns: {counts}")
+    weighed = [[weights[name] * turn for turn in turns] for name, turns in by_turn.items()]
+    turns = tuple(float(sum(column)) for column in zip(*weighed, strict=True))
     detail = "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
-    return Score(value, parts=parts, detail=detail, seconds=seconds)
+    return Score(value, parts=parts, detail=detail, seconds=seconds, turns=turns)
 
 
 def part_names(rewards: Iterable[str]) -> list[str]:

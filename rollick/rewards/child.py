@@ -68,13 +68,13 @@ def encode_frame(kind: Kind, body: bytes) -> bytes:
 
 
 def encode_score(job: int, score: Score) -> bytes:
-    fields = [job, score.value, dict(score.parts), score.status, score.detail, score.seconds]
-    return encode_frame(Kind.DONE, json.dumps(fields).encode())
+    said = [score.value, dict(score.parts), score.status, score.detail, score.seconds]
+    return encode_frame(Kind.DONE, json.dumps([job, *said, list(score.turns)]).encode())
 
 
 def decode_score(body: bytes) -> tuple[int, Score]:
-    job, value, parts, status, detail, seconds = json.loads(body)
-    return job, Score(value, parts, ScoreStatus(status), detail, seconds)
+    job, value, parts, status, detail, seconds, turns = json.loads(body)
+    return job, Score(value, parts, ScoreStatus(status), detail, seconds, tuple(turns))
 
 
 @dataclass(slots=True)

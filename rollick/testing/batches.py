@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.algorithms.objective import Loss
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.types import NOT_SAMPLED, SampleId
 
 
-def recipe_of(folder: Path, /, **sections: dict[str, Any]) -> Recipe:
+def recipe_of(folder: Path, /, **sections: Any) -> Recipe:
     """A recipe for the model in a folder; `sections` override, such as train={...}."""
     return Recipe.model_validate(
         {
@@ -22,6 +24,11 @@ def recipe_of(folder: Path, /, **sections: dict[str, Any]) -> Recipe:
             **sections,
         }
     )
+
+
+def weighed(inputs: LossInputs, loss: TokenLoss) -> Loss:
+    """The loss of tokens as that of their micro-batch: a trainer's loss of one part alone."""
+    return Loss((inputs.weights_T * loss.loss_T).sum(), loss.sums)
 
 
 def random_batch(

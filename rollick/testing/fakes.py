@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from rollick.errors import EngineError
 from rollick.infer.engine import Capability, WeightStream
 from rollick.types import (
     NOT_SAMPLED,
+    Annotations,
+    BoolArray,
     Completion,
     EngineLoad,
     Fingerprint,
@@ -259,6 +261,27 @@ def group(
         for index, (text, value) in enumerate(zip(responses, scores, strict=True))
     )
     return Group(uid, asked, members, PolicyVersion(started))
+
+
+def mask_of(text: str) -> BoolArray:
+    """A loss mask: `x` is a token that the policy drew, `.` any other."""
+    return frozen_array([letter == "x" for letter in text], np.bool_)
+
+
+def masked_group(scores: Sequence[float | None], *masks: str, uid: int = 0) -> Group:
+    """A group whose samples have these loss masks; the prompt has the first four tokens."""
+    plain = group(scores, uid=uid, texts=["a" * (len(mask) - 4) for mask in masks])
+    members = tuple(
+        replace(member, sample=replace(member.sample, loss_mask=mask_of(mask)))
+        for member, mask in zip(plain.members, masks, strict=True)
+    )
+    return replace(plain, members=members)
+
+
+def annotated(whole: Group, *said: Annotations) -> Group:
+    """The group with what models say of its members' tokens."""
+    pairs = zip(whole.members, said, strict=True)
+    return replace(whole, members=tuple(replace(m, annotations=a) for m, a in pairs))
 
 
 def _completion(request: Request, draw: _Draw, stop: StopReason) -> Completion:

@@ -1,4 +1,7 @@
-"""A toy task that a tiny model learns in seconds: say the letter that the prompt names."""
+"""Toy tasks that a tiny model learns in seconds: say the letter that the prompt names.
+
+Imports nothing heavy: every process that runs a reward of a toy loads this module.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,23 @@ def letter_rows() -> list[dict[str, str]]:
 def says_letter(completion: str, answer: str) -> float:
     """Share of the first two characters that are the letter."""
     return sum(character == answer for character in completion[:2]) / 2
+
+
+def echo_rows() -> list[dict[str, str]]:
+    """One row for each of the first four letters, which is both the prompt and the answer."""
+    return [{"prompt": letter, "answer": letter} for letter in LETTERS[:4]]
+
+
+def echo_pairs() -> list[dict[str, str]]:
+    """The same with each wrong answer: every letter is right for one prompt, wrong for others."""
+    rows = echo_rows()
+    letters = [row["prompt"] for row in rows]
+    return [{**row, "wrong": other} for row in rows for other in letters if other != row["answer"]]
+
+
+def echoes(completion: str, answer: str) -> float:
+    """1 if the first character is the letter."""
+    return float(completion[:1] == answer)
 
 
 def toy_recipe(model: Path, runs: Path, *, name: str = "toy", steps: int = 4) -> dict[str, Any]:

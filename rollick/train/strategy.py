@@ -7,15 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.data.batch import Batch
+from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.objective import Loss
+from rollick.algorithms.value import ValueInputs
+from rollick.data.batch import Batch, TokenValues
 from rollick.types import FloatArray
 
 WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
 
-LossFn = Callable[[LossInputs], TokenLoss]
-"""A loss with its options bound: per-token losses of a micro-batch, and metrics summed over it."""
+LossFn = Callable[[LossInputs], Loss]
+"""A loss with its options bound: what a micro-batch adds, and metrics summed over it."""
+
+ValueLossFn = Callable[[ValueInputs], Loss]
+"""The same of a critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class TrainStrategy(Protocol):
         ...
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
-        """Accumulates the gradient of sum(weights * loss); any split of a batch gives the same."""
+        """Accumulates the gradient of the loss; any split of a batch gives the same."""
         ...
 
     def step(self) -> OptimReport:
@@ -69,6 +74,31 @@ class TrainStrategy(Protocol):
     def save(self, path: Path) -> None:
         """Write all state (masters, moments, schedule, RNG) as files in the folder."""
         ...
+
+    def load(self, path: Path) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class CriticStrategy(Protocol):
+    """Holds a critic and trains it. Called from one thread."""
+
+    def values(self, batch: Batch) -> TokenValues:
+        """Float32: of each token in the loss mask before it is drawn (0 for all others), and
+        after the last token of each sample."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
+        """Accumulates the gradient of the loss; any split of a batch gives the same."""
+        ...
+
+    def step(self) -> OptimReport:
+        """As that of a policy."""
+        ...
+
+    def save(self, path: Path) -> None: ...
 
     def load(self, path: Path) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
+from rollick.errors import ConfigError
 from rollick.models.load import fingerprint
 from rollick.train.strategy import LossFn, LossReport, OptimReport, TrainStrategy
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
@@ -40,9 +41,17 @@ class TrainReport:
         """Whether the weights are other ones than before: a skipped step publishes nothing."""
         return self.skipped_steps < self.optimizer_steps
 
+    @property
+    def effective_samples(self) -> float | None:
+        """(sum of pi / mu)^2 / sum of (pi / mu)^2, as a share of the tokens: 1 on-policy."""
+        square = self.means.get("ratio_squared")
+        return self.means["ratio"] ** 2 / square if square else None
+
     def metrics(self) -> dict[str, float]:
         """Under the names that observe/metrics.py documents."""
+        effective = self.effective_samples
         return {
+            **({} if effective is None else {"train/effective_sample_size": effective}),
             "train/loss": self.loss,
             "train/grad_norm": self.grad_norm,
             "train/lr": self.lr,
@@ -63,13 +72,19 @@ class LearnerWorker:
 
     def train(self, batch: Batch) -> TrainReport:
         """All epochs and mini-batches of one batch."""
+        if self.recipe.needs("old") and batch.old_logprobs_N is None:
+            raise ConfigError(
+                "the correction compares with the learner's old policy, and the batch has no "
+                "log-probs of it",
+                fix="annotate the batch before it is trained on",
+            )
         begun = time.perf_counter()
         losses: list[LossReport] = []
         steps: list[OptimReport] = []
-        for part in self._minibatches(batch):
+        for part in minibatches(batch, self.recipe):
             losses.append(self.strategy.forward_backward(part, self.objective))
             steps.append(self.strategy.step())
-        return _report(losses, steps, seconds=time.perf_counter() - begun)
+        return train_report(losses, steps, seconds=time.perf_counter() - begun)
 
     def logprobs(self, batch: Batch) -> FloatArray:
         return self.strategy.logprobs(batch)
@@ -95,21 +110,30 @@ class LearnerWorker:
     def wake(self) -> None:
         self.strategy.wake()
 
-    def _minibatches(self, batch: Batch) -> Iterator[Batch]:
-        """Each optimizer step's part. Weights are those of the whole batch, so a part of 1/M
-        is scaled by M to be a mean of its own."""
-        train = self.recipe.train
-        parts = min(train.minibatches, batch.samples)
-        for _ in range(train.epochs):
-            if parts == 1:
-                yield batch
-                continue
-            for part in range(parts):
-                chosen = batch.take(range(part, batch.samples, parts))
-                yield replace(chosen, weights_N=chosen.weights_N * np.float32(parts))
+
+def minibatches(batch: Batch, recipe: Recipe) -> Iterator[Batch]:
+    """Each optimizer step's part, whole groups in a loss of pairs, else sample by sample.
+
+    Weights are those of the whole batch, so a part of 1/M is scaled by M to be a mean of its
+    own.
+    """
+    train = recipe.train
+    _, group_B = np.unique(batch.group_B, return_inverse=True)
+    number_B = group_B if recipe.compares_pairs else np.arange(batch.samples)
+    parts = min(train.minibatches, int(number_B.max()) + 1)
+    for _ in range(train.epochs):
+        if parts == 1:
+            yield batch
+            continue
+        for part in range(parts):
+            chosen = np.flatnonzero(number_B % parts == part)
+            yield batch.take(chosen.tolist()).scaled(parts)
 
 
-def _report(losses: list[LossReport], steps: list[OptimReport], *, seconds: float) -> TrainReport:
+def train_report(
+    losses: list[LossReport], steps: list[OptimReport], *, seconds: float
+) -> TrainReport:
+    """The reports of all optimizer steps of a batch as one."""
     tokens = sum(report.tokens for report in losses)
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -136,4 +160,4 @@ def create(context: HostContext, rank: int, recipe: Recipe, base: Path | None) -
     torch.set_num_threads(context.threads)
     torch.manual_seed(stable_hash(recipe.run.seed, "learner", rank))
     strategy = resolve("train_strategies", recipe.train.strategy)(recipe, device=context.device)
-    return LearnerWorker(strategy, build_objective(recipe.objective, base=base), recipe)
+    return LearnerWorker(strategy, build_objective(recipe.algorithms, base=base), recipe)

@@ -1,22 +1,33 @@
-"""The scorer: a frozen model that gives log-probs (the reference policy)."""
+"""The scorer: a frozen model that gives log-probs (the reference policy, the teacher)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from rollick.cluster.worker import HostContext
-from rollick.config.schema import Recipe
-from rollick.data.batch import Batch
+from rollick.config.schema import ModelConfig, Recipe
+from rollick.data.batch import Batch, TopTokens
+from rollick.errors import ConfigError
+from rollick.models.load import load_config, load_tokenizer
 from rollick.train.local import LocalStrategy
 from rollick.types import FloatArray
 
 
 class ScorerWorker:
-    """The reference role of a host. Its weights never change."""
+    """The reference or the teacher role of a host. Its weights never change."""
 
-    def __init__(self, strategy: LocalStrategy) -> None:
+    def __init__(self, strategy: LocalStrategy, *, top_k: int = 0) -> None:
         self.strategy = strategy
+        self.top_k = top_k
 
     def logprobs(self, batch: Batch) -> FloatArray:
         return self.strategy.logprobs(batch)
+
+    def top_logprobs(self, batch: Batch) -> TopTokens:
+        """The likeliest tokens at each position in the loss mask, as many as the recipe says."""
+        return self.strategy.top_logprobs(batch, k=self.top_k)
 
     def sleep(self) -> None:
         self.strategy.sleep()
@@ -26,5 +37,61 @@ class ScorerWorker:
 
 
 def create(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
-    """Build the scorer on its host."""
+    """Build the reference on its host."""
+    torch.set_num_threads(context.threads)
     return ScorerWorker(LocalStrategy(recipe, device=context.device, trainable=False))
+
+
+def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
+    """Build the teacher on its host; refused if it numbers its tokens otherwise than the policy."""
+    torch.set_num_threads(context.threads)
+    teacher = recipe.teacher
+    if teacher is None:
+        raise ConfigError(
+            "the algorithm learns from a teacher, and the recipe has none",
+            fix="give teacher.path",
+        )
+    strategy = LocalStrategy(
+        recipe,
+        device=context.device,
+        trainable=False,
+        model=teacher,
+        vocabulary=common_vocabulary(recipe.model, teacher),
+    )
+    return ScorerWorker(strategy, top_k=teacher.top_k)
+
+
+def common_vocabulary(policy: ModelConfig, teacher: ModelConfig) -> int:
+    """How many tokens the policy knows. The teacher must have the same, under the same ids.
+
+    A larger model of a family may have more rows than its tokenizer has tokens, to be a round
+    number: such a teacher is asked about the policy's tokens alone.
+    """
+    ours, theirs = _token_ids(policy), _token_ids(teacher)
+    differ = sorted(
+        token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
+    )
+    if differ:
+        token = differ[0]
+        raise ConfigError(
+            f"the teacher {teacher.path!r} has other tokens than the policy {policy.path!r}: "
+            f"{len(differ)} differ, such as {token!r} ({ours.get(token)} in the policy, "
+            f"{theirs.get(token)} in the teacher)",
+            fix="take a teacher with the policy's tokenizer, such as a larger one of its family",
+        )
+    rows, known = _rows(policy), _rows(teacher)
+    if known < rows:
+        raise ConfigError(
+            f"the policy {policy.path!r} can draw {rows} tokens, and the teacher "
+            f"{teacher.path!r} knows {known}",
+            fix="take a teacher whose vocabulary is at least as large",
+        )
+    return rows
+
+
+def _token_ids(model: ModelConfig) -> Mapping[str, int]:
+    return load_tokenizer(model).get_vocab()
+
+
+def _rows(model: ModelConfig) -> int:
+    return int(load_config(model).get_text_config().vocab_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,12 +54,12 @@ def loss_by_loops(name: str, losses: list[list[float]], groups: list[int], limit
         for loss, group in trained:
             by_group.setdefault(group, []).extend(loss)
         return sum(sum(loss) / len(loss) for loss in by_group.values()) / len(by_group)
-    per_sample = {
+    per_sample: dict[str, Callable[[list[float]], float]] = {
         "sequence_mean_token_mean": lambda loss: sum(loss) / len(loss),
         "sequence_mean_token_sum": sum,
         "fixed_length": lambda loss: sum(loss) / limit,
-    }[name]
-    return sum(per_sample(loss) for loss, _ in trained) / len(trained)
+    }
+    return sum(per_sample[name](loss) for loss, _ in trained) / len(trained)
 
 
 @settings(derandomize=True, database=None, deadline=None)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +16,14 @@ from hypothesis import strategies as st
 
 from rollick.algorithms.correction import interpolated_old
 from rollick.algorithms.losses import LossInputs
-from rollick.algorithms.objective import build_objective
+from rollick.algorithms.objective import build_objective, resolve_correction
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.names import NAMES, resolve
-from rollick.config.schema import AlgorithmConfig
+from rollick.data.collate import collate
+from rollick.errors import ConfigError
+from rollick.pipelines.credit import Credit
+from rollick.testing.batches import recipe_of
+from rollick.testing.fakes import group
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {} for name in NAMES["corrections"]},
@@ -100,7 +108,7 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
                 mean = sum(math.exp(x) - 1 - x for x in logs) / len(logs)
                 value = 1.0 if mean <= o.max_kl else 0.0
             case _:
-                fall = sum(old[u] - now[u] for u in same) / len(same)
+                fall = sum(mu[u] - old[u] for u in same) / len(same)
                 value = 0.0 if advantages[t] < 0 and fall > o.delta else 1.0
         result.append(value)
     return result
@@ -142,18 +150,20 @@ def test_geometric_lets_opposite_errors_cancel_and_k3_does_not():
 
 def test_opsm_drops_bad_samples_that_the_policy_left_behind():
     # samples: bad and left, bad and kept, good and left
-    at = inputs(
-        [0.5] * 3, [0.5] * 3, now=[0.2, 0.5, 0.2], advantage=[-1, -1, 1], sequence=[0, 1, 2]
-    )
+    at = inputs([0.5] * 3, [0.2, 0.5, 0.2], advantage=[-1, -1, 1], sequence=[0, 1, 2])
     assert weights("opsm", at).tolist() == [0, 1, 1]
 
 
-def test_opsm_in_a_recipe_looks_at_the_behaviour_and_not_at_the_old_policy():
-    """Against pi_old, which is pi at the first optimizer step on a batch, it would do nothing."""
-    at = inputs([0.9], [0.5], now=[0.5], advantage=[-1])
-    loss = build_objective(AlgorithmConfig.model_validate({"correction": "opsm"}))(at)
-    assert loss.sums["mask_share_down"].item() == 1
-    assert loss.loss_T.tolist() == [0]
+def test_opsm_looks_at_the_start_of_the_step_so_that_every_pass_over_a_batch_drops_the_same():
+    at = inputs([0.9], [0.5], now=[0.9], advantage=[-1])
+    assert weights("opsm", at).tolist() == [0]
+    assert AlgorithmConfig.model_validate({"correction": "opsm"}).needs_old_logprobs
+
+
+def test_the_loss_under_opsm_is_on_the_behaviour_policy():
+    at = inputs([0.4], [0.1], now=[0.44])
+    parts = AlgorithmConfig.model_validate({"loss": "ppo", "correction": "opsm"})
+    assert build_objective(parts)(at).total.item() == pytest.approx(-1.1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -197,14 +207,56 @@ def test_a_larger_cap_never_lowers_a_weight(seed: int, low: float, high: float):
         assert (large <= high + 1e-9).all()
 
 
+def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tuple[Any, Any]:
+    """What a batch of one-token samples of one group is given; every other one is a bad one."""
+    parts = {"loss": "ppo", "correction": correction}
+    recipe = recipe_of(Path("none"), algorithm=parts, data=toy_domain())
+    whole = group([float(index % 2 == 0) for index in range(len(mu))])
+    logs = [np.full(5, math.log(p), np.float32) for p in mu]
+    members = tuple(
+        replace(member, sample=replace(member.sample, logprobs=logprobs))
+        for member, logprobs in zip(whole.members, logs, strict=True)
+    )
+    whole = replace(whole, members=members)
+    batch = collate([whole])
+    # Prompts have four tokens, whose log-probs mean nothing and may be anything.
+    old_N = np.where(batch.loss_mask_N, np.repeat(np.log(old), batch.lengths_B), -np.inf)
+    credit = Credit(recipe, base=None)
+    return credit.assign([whole], replace(batch, old_logprobs_N=old_N))
+
+
+def toy_domain() -> dict[str, Any]:
+    return {"domains": {"toy": {"source": "none.jsonl"}}}
+
+
 @pytest.mark.parametrize("name", ["geometric", "k3", "icepop", "opsm"])
-def test_a_dropped_token_does_not_train(name: str):
-    at = inputs([0.9, 0.3], [0.1, 0.3], now=[0.1, 0.3], advantage=[-1, -1], sequence=[0, 1])
-    parts = AlgorithmConfig.model_validate({"loss": "ppo", "correction": name})
-    loss = build_objective(parts)(at)
-    [gradient] = torch.autograd.grad(loss.loss_T.sum(), at.logprobs_T)
-    assert gradient.tolist() == pytest.approx([0, 1])
-    assert loss.sums["mask_share"].item() == 1
+def test_a_dropped_token_enters_neither_the_sum_nor_the_denominator(name: str):
+    # the second sample is a bad one that the policy left; the other two are as they were drawn
+    batch, means = credited(name, [0.3, 0.9, 0.3], [0.3, 0.1, 0.3])
+    trained = batch.weights_N[batch.loss_mask_N]
+    assert trained.tolist() == pytest.approx([1 / 2, 0, 1 / 2])
+    assert batch.weights_N[~batch.loss_mask_N].tolist() == [0] * 12
+    assert means["mask_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", ["geometric", "k3", "icepop"])
+def test_if_everything_is_dropped_nothing_is_trained(name: str):
+    batch, means = credited(name, [0.9, 0.9], [0.1, 0.1])
+    assert batch.weights_N.tolist() == [0] * 10
+    assert means["mask_share"] == 1
+
+
+def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
+    # old/mu is 9, 0.1, 9, 1: the first three are outside of icepop's [0.5, 5]
+    _, means = credited("icepop", [0.1, 0.5, 0.1, 0.5], [0.9, 0.05, 0.9, 0.5])
+    shares = [means[f"mask_share{sign}"] for sign in ("", "_up", "_down")]
+    assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
+
+
+def test_the_mean_weight_and_the_mismatch_are_told():
+    _, means = credited("token_tis", [0.2, 0.5], [0.3, 0.5])
+    assert means["correction_weight"] == pytest.approx((1.5 + 1) / 2)
+    assert means["engine_kl"] == pytest.approx((1.5 - 1 - math.log(1.5)) / 2)
 
 
 def test_a_cheap_old_policy_lies_between_behaviour_and_now():
@@ -212,6 +264,64 @@ def test_a_cheap_old_policy_lies_between_behaviour_and_now():
     old = interpolated_old(mu, now, torch.tensor([0, 1, 2, 4]))
     assert old.tolist() == [-2.0, -4.0, -3.0, -2.5]
     assert not old.requires_grad
+
+
+def interpolated(cap: float = 2.0) -> AlgorithmConfig:
+    part = {"name": "decoupled", "old": "interpolated", "cap": cap}
+    return AlgorithmConfig.model_validate({"loss": "ppo", "correction": part})
+
+
+def aged(seed: int) -> LossInputs:
+    at = random_inputs(seed)
+    return replace(at, age_T=torch.arange(len(at.logprobs_T)) % 4)
+
+
+def test_the_interpolated_decoupled_loss_by_hand():
+    # age 2: log pi_old = (log 0.2 + log 0.45) / 2 = log 0.3; w = 1.5, r = 1.5 clipped to 1.2
+    at = replace(inputs([0.2], [0.9], now=[0.45]), age_T=torch.tensor([2]))
+    loss = build_objective(interpolated())(at)
+    assert loss.total.item() == pytest.approx(-1.5 * 1.2)
+    assert build_objective(interpolated(cap=1.25))(at).total.item() == pytest.approx(-1.25 * 1.2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interpolated_decoupled_loss_in_plain_loops(seed: int):
+    at = aged(seed)
+    assert at.age_T is not None
+    total = 0.0
+    streams = (at.logprobs_T, at.behaviour_T, at.advantages_T, at.age_T)
+    for now, mu, a, age in zip(*(x.tolist() for x in streams), strict=True):
+        old = mu / age + (1 - 1 / age) * now if age else now
+        r = math.exp(now - old)
+        surrogate = min(r * a, min(max(r, 0.8), 1.2) * a)
+        total -= min(math.exp(old - mu), 2) * (max(surrogate, 3 * a) if a < 0 else surrogate)
+    assert build_objective(interpolated())(at).total.item() == pytest.approx(total)
+
+
+def test_the_interpolated_old_policy_and_its_weight_are_held_fixed_in_the_gradient():
+    at = aged(4)
+    assert at.age_T is not None
+    old_T = interpolated_old(at.behaviour_T, at.logprobs_T, at.age_T)
+    fixed = replace(at, old_T=old_T)
+    learner = AlgorithmConfig.model_validate({"loss": "ppo", "correction": "decoupled"})
+    weights_T = resolve_correction(learner)(fixed)
+    totals = (
+        build_objective(interpolated())(at).total,
+        build_objective(learner)(replace(fixed, weights_T=weights_T)).total,
+    )
+    found, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
+
+    def value(logprobs_T: torch.Tensor) -> torch.Tensor:
+        moved = replace(fixed, logprobs_T=logprobs_T, weights_T=weights_T)
+        return build_objective(learner)(moved).total
+
+    assert torch.autograd.gradcheck(value, (at.logprobs_T,))
+
+
+def test_an_old_policy_cannot_be_interpolated_without_the_age_of_tokens():
+    with pytest.raises(ConfigError, match="needs the age of each token"):
+        build_objective(interpolated())(random_inputs(0))
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["corrections"]))
@@ -242,6 +352,6 @@ def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
     for value in values:
         part = {"name": name, option: value}
         parts = AlgorithmConfig.model_validate({"loss": "ppo", "correction": part})
-        objective = build_objective(parts)
-        results.append([x for s in range(4) for x in objective(random_inputs(s)).loss_T.tolist()])
+        correct = resolve_correction(parts)
+        results.append([x for s in range(4) for x in correct(random_inputs(s)).tolist()])
     assert results[0] != results[1]

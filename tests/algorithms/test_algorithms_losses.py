@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
 from rollick.algorithms.objective import METRICS, build_objective
+from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.losses import SUPERVISED
 from rollick.config.names import NAMES, resolve
-from rollick.config.schema import AlgorithmConfig
+
+POLICY = sorted({*NAMES["losses"]} - SUPERVISED | {"sft"})
+"""Losses of single tokens and samples; those of pairs and of a teacher have tests of their own."""
 
 FROZEN = ("dppo_tv", "dppo_kl", "reinforce", "truncated_is", "topr", "cispo")
 """Losses -c log pi with c held fixed: their value is a stand-in for their gradient."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in NAMES["losses"]},
+    **{name: {} for name in POLICY},
     "gspo wide": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.1},
     "segment wide": {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 0},
     "truncated_is both": {"low": 0.6, "high": 1.3},
@@ -52,6 +56,7 @@ def inputs(
     advantage: Sequence[float],
     sequence: Sequence[int] | None = None,
     segment: Sequence[int] | None = None,
+    scores: Sequence[float] | None = None,
 ) -> LossInputs:
     """Tokens with these probabilities."""
 
@@ -66,11 +71,17 @@ def inputs(
         weights_T=torch.ones(len(now), dtype=torch.float64),
         sequence_T=torch.tensor(sequence or [0] * len(now)),
         segment_T=torch.tensor(segment) if segment else None,
+        scores_T=torch.tensor(scores) if scores else None,
     )
 
 
-def random_inputs(seed: int, *, sequences: Sequence[int] = (4, 1, 7, 12)) -> LossInputs:
-    """Samples of two turns each (where long enough), disagreeing enough for every branch."""
+def random_inputs(
+    seed: int, *, sequences: Sequence[int] = (4, 1, 7, 12), scored: bool = True
+) -> LossInputs:
+    """Samples of two turns each (where long enough), disagreeing enough for every branch.
+
+    Scores have not always the sign of the advantage.
+    """
     draw = torch.Generator().manual_seed(seed)
     tokens = sum(sequences)
 
@@ -79,14 +90,15 @@ def random_inputs(seed: int, *, sequences: Sequence[int] = (4, 1, 7, 12)) -> Los
 
     sequence = [b for b, length in enumerate(sequences) for _ in range(length)]
     segment = [2 * b + (t >= n // 2) for b, n in enumerate(sequences) for t in range(n)]
-    behaviour_T = -rand(1).abs() - 0.1
+    behaviour_T, sequence_T = -rand(1).abs() - 0.1, torch.tensor(sequence, dtype=torch.int64)
     return LossInputs(
         logprobs_T=(behaviour_T + rand(0.5)).clamp(max=-0.01).requires_grad_(),
         old_T=(behaviour_T + rand(0.3)).clamp(max=-0.01),
         behaviour_T=behaviour_T,
-        advantages_T=rand(1)[torch.tensor(sequence, dtype=torch.int64)],
+        advantages_T=rand(1)[sequence_T],
         weights_T=torch.ones(tokens, dtype=torch.float64),
-        sequence_T=torch.tensor(sequence, dtype=torch.int64),
+        sequence_T=sequence_T,
+        scores_T=rand(1)[sequence_T] if scored else None,
         segment_T=torch.tensor(segment, dtype=torch.int64),
     )
 
@@ -102,8 +114,9 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
     advantages, sequence = at.advantages_T.tolist(), at.sequence_T.tolist()
     assert at.segment_T is not None
     segment = at.segment_T.tolist()
+    scores = advantages if at.scores_T is None else at.scores_T.tolist()
     result: list[float] = []
-    for t, a in enumerate(advantages):
+    for t, (a, score) in enumerate(zip(advantages, scores, strict=True)):
         same = [u for u in range(len(now)) if sequence[u] == sequence[t]]
         turn = [u for u in range(len(now)) if segment[u] == segment[t]]
         r, rho = math.exp(now[t] - old[t]), math.exp(now[t] - mu[t])
@@ -113,9 +126,9 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
             case "reinforce":
                 value = -a * now[t]
             case "raft":
-                value = -now[t] if a > 0 else 0.0
+                value = -now[t] if score > 0 else 0.0
             case "raft++":
-                value = -min(r, 1 + o.clip_high) if a > 0 else 0.0
+                value = -min(r, 1 + o.clip_high) if score > 0 else 0.0
             case "kimi":
                 value = -a * now[t] + o.tau / 2 * (now[t] - old[t]) ** 2
             case "sapo":
@@ -137,7 +150,7 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
             case "topr":
                 if o.ratio == "sequence":
                     rho = math.prod(math.exp(now[u] - mu[u]) for u in same)
-                weight = o.positive_weight if a > 0 else o.negative_weight * min(rho, o.cap)
+                weight = o.positive_weight if score > 0 else o.negative_weight * min(rho, o.cap)
                 value = -weight * a * now[t]
             case "gmpo":
                 clipped = [
@@ -158,10 +171,11 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
     return result
 
 
+@pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_loss_is_the_formula_in_plain_loops(variant: str, seed: int):
-    at = random_inputs(seed)
+def test_the_loss_is_the_formula_in_plain_loops(variant: str, seed: int, scored: bool):
+    at = random_inputs(seed, scored=scored)
     expected = by_loops(options_of(variant), at)
     assert loss_of(variant)(at).loss_T.tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -203,6 +217,38 @@ def test_the_gradient_is_that_of_the_value_or_of_its_fixed_factor(variant: str):
 def test_gradients_by_hand(variant: str, expected: list[float]):
     at = inputs([0.6, 0.2], old=[0.5000001, 0.4], mu=[0.3, 0.1], advantage=[1, -1])
     assert gradient_of(variant, at) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        # three samples of score 1, -1 and 0 with advantages 0, 2, -1; r and rho are 1/2
+        ("raft", [-1, 0, 0]),
+        ("raft++", [-0.5, 0, 0]),
+        ("topr", [0, -2 * 0.5, 0.5]),
+        ("topr token", [0, -2 * 0.25, 0.25]),
+    ],
+)
+def test_a_good_sample_is_one_with_a_positive_score_whatever_its_advantage(
+    variant: str, expected: list[float]
+):
+    half = [0.5] * 3
+    at = inputs(
+        [0.25] * 3, old=half, mu=half, advantage=[0, 2, -1], sequence=[0, 1, 2], scores=[1, -1, 0]
+    )
+    assert gradient_of(variant, at) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("variant", ["raft", "raft++"])
+def test_a_batch_without_a_good_sample_has_no_gradient(variant: str):
+    at = inputs([0.25, 0.5], advantage=[1, 1], scores=[-1, -2])
+    assert gradient_of(variant, at) == [0, 0]
+
+
+def test_a_clipped_good_token_of_raft_counts_as_one_that_was_pushed_up():
+    at = inputs([0.9, 0.9], old=[0.5, 0.5], advantage=[-1, -1], scores=[1, -1])
+    sums = loss_of("raft++")(at).sums
+    assert [sums[f"clip_share{sign}"].item() for sign in ("", "_up", "_down")] == [1, 1, 0]
 
 
 def test_gspo_clips_all_tokens_of_a_sample_together():
@@ -300,13 +346,7 @@ def test_a_sample_does_not_feel_the_others_of_its_micro_batch(variant: str):
     whole = loss_of(variant)(at).loss_T
     for b in range(4):
         kept = at.sequence_T == b
-        assert at.segment_T is not None
-        alone = LossInputs(
-            *(x[kept] for x in (at.logprobs_T, at.old_T, at.behaviour_T, at.advantages_T)),
-            weights_T=at.weights_T[kept],
-            sequence_T=at.sequence_T[kept],
-            segment_T=at.segment_T[kept],
-        )
+        alone = at.where(kept)
         assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(whole[kept].tolist())
 
 
@@ -331,7 +371,7 @@ def test_the_loss_of_a_clipped_ratio_is_monotone(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(sorted(set(NAMES["losses"]) - {"sft", "raft", "raft++", "kimi"})),
+    name=st.sampled_from(sorted({*POLICY} - {"sft", "raft", "raft++", "kimi"})),
     seed=st.integers(0, 50),
     scale=st.floats(0.01, 100),
 )
@@ -345,11 +385,18 @@ def test_the_loss_is_linear_in_a_positive_factor_of_the_advantage(
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["losses"]))
-def test_every_loss_is_reachable_by_name_and_says_its_options(name: str):
-    parts = AlgorithmConfig.model_validate({"loss": name})
-    assert parts.loss.name == name
-    assert all(field.description for field in type(parts.loss).model_fields.values())
-    assert build_objective(parts)(random_inputs(0)).loss_T.shape == (24,)
+def test_every_loss_says_its_options(name: str):
+    loss = AlgorithmConfig.model_validate({"loss": name}).loss
+    assert loss.name == name
+    assert all(field.description for field in type(loss).model_fields.values())
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_every_loss_is_reachable_by_name(name: str):
+    at = random_inputs(0)
+    total = build_objective(AlgorithmConfig.model_validate({"loss": name}))(at).total
+    bypassed = replace(at, old_T=at.behaviour_T)
+    assert total.item() == pytest.approx(loss_of(name)(bypassed).loss_T.sum().item())
 
 
 OTHER: dict[str, Any] = {"ratio": "token", "dual_clip": 1.01, "low": 0.95, "max_ratio": 1.01}
@@ -358,7 +405,7 @@ OTHER: dict[str, Any] = {"ratio": "token", "dual_clip": 1.01, "low": 0.95, "max_
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [(n, o) for n in NAMES["losses"] for o in type(options_of(n)).model_fields if o != "name"],
+    [(n, o) for n in POLICY for o in type(options_of(n)).model_fields if o != "name"],
 )
 def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(name: str, option: str):
     wide = {"clip_low": 0.9, "clip_high": 5.0} if option == "dual_clip" else {}
@@ -371,7 +418,5 @@ def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(name: str, option
     for value in (default, other):
         parts = {"loss": {"name": name, **wide, option: value}, "correction": "none"}
         objective = build_objective(AlgorithmConfig.model_validate(parts))
-        values.append(
-            [x for seed in range(4) for x in objective(random_inputs(seed)).loss_T.tolist()]
-        )
+        values.append([objective(random_inputs(seed)).total.item() for seed in range(4)])
     assert values[0] != values[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,23 +15,27 @@ import torch
 from rollick.algorithms.losses import LossInputs, TokenLoss, dppo_tv, ppo, sft
 from rollick.algorithms.objective import (
     METRICS,
+    Loss,
     build_objective,
     resolve_aggregation,
+    resolve_correction,
 )
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.losses import DppoTvLoss, PpoLoss, SftLoss
 from rollick.config.names import NAMES
-from rollick.config.schema import AlgorithmConfig
 from rollick.errors import ConfigError
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"loss": "dppo_tv"},
     "dppo_tv with k3": {"loss": "dppo_tv", "kl": {"coefficient": 0.1, "form": "k3"}},
+    "dppo_tv with entropy": {"loss": "dppo_tv", "entropy": 0.1},
     "ppo bypass": {"loss": "ppo"},
     "ppo none": {"loss": "ppo", "correction": "none"},
-    "ppo token_tis k2": {
+    "ppo token_tis k2 entropy": {
         "loss": {"name": "ppo", "clip_high": 0.28},
         "correction": "token_tis",
-        "kl": {"coefficient": 0.5, "form": "k2"},
+        "kl": {"coefficient": 0.5, "form": "k2", "max_ratio": 1.2},
+        "entropy": 0.2,
     },
     "ppo without dual clip": {"loss": {"name": "ppo", "dual_clip": 0}},
     "sft": {"loss": "sft"},
@@ -51,20 +54,23 @@ def inputs(
     advantage: list[float] | None = None,
     reference: list[float] | None = None,
 ) -> LossInputs:
-    """Tokens with these probabilities; the gradient is taken with respect to their logs."""
+    """Tokens with these probabilities, of weight 1; gradients are with respect to their logs."""
 
     def logs(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64).log()
 
-    behaviour_T = logs(mu or pi)
+    behaviour_T, ones_T = logs(mu or pi), torch.ones(len(pi), dtype=torch.float64)
     return LossInputs(
         logprobs_T=logs(pi).requires_grad_(),
         old_T=logs(old) if old else behaviour_T,
         behaviour_T=behaviour_T,
         advantages_T=torch.tensor(advantage or [1.0] * len(pi), dtype=torch.float64),
-        weights_T=torch.ones(len(pi), dtype=torch.float64),
+        weights_T=ones_T,
         sequence_T=torch.zeros(len(pi), dtype=torch.int64),
         reference_T=logs(reference) if reference else None,
+        kl_weights_T=ones_T,
+        entropy_T=(ones_T / 2).requires_grad_(),
+        entropy_weights_T=ones_T,
     )
 
 
@@ -75,21 +81,47 @@ def random_inputs(seed: int, tokens: int) -> LossInputs:
     def rand(scale: float) -> torch.Tensor:
         return torch.randn(tokens, generator=draw, dtype=torch.float64) * scale
 
+    def weights() -> torch.Tensor:
+        return (0.1 + rand(1).abs()).requires_grad_()
+
     behaviour_T = -rand(1).abs() - 0.1
     return LossInputs(
         logprobs_T=(behaviour_T + rand(0.7)).clamp(max=-0.01).requires_grad_(),
         old_T=(behaviour_T + rand(0.4)).clamp(max=-0.01),
         behaviour_T=behaviour_T,
         advantages_T=rand(1),
-        weights_T=torch.rand(tokens, generator=draw, dtype=torch.float64),
+        weights_T=weights(),
         sequence_T=torch.zeros(tokens, dtype=torch.int64),
         reference_T=(behaviour_T + rand(0.5)).clamp(max=-0.01),
+        kl_weights_T=weights(),
+        entropy_T=rand(1).abs().requires_grad_(),
+        entropy_weights_T=weights(),
     )
 
 
-def gradient_of(loss: TokenLoss, at: LossInputs) -> list[float]:
-    [gradient] = torch.autograd.grad(loss.loss_T.sum(), at.logprobs_T)
+def credited(parts: AlgorithmConfig, at: LossInputs) -> LossInputs:
+    """With the correction in the weights, where the recipe has one: what credit gives a batch."""
+    if not parts.needs_old_logprobs:
+        return at
+    return replace(at, weights_T=at.weights_T * resolve_correction(parts)(at))
+
+
+def objective_of(mixture: str, at: LossInputs) -> Loss:
+    parts = algorithm(**MIXTURES[mixture])
+    return build_objective(parts)(credited(parts, at))
+
+
+def gradient_of(loss: TokenLoss | Loss, at: LossInputs) -> list[float]:
+    total = loss.total if isinstance(loss, Loss) else loss.loss_T.sum()
+    [gradient] = torch.autograd.grad(total, at.logprobs_T, retain_graph=True)
     return gradient.tolist()
+
+
+def by_token(loss: Loss, weights_T: torch.Tensor | None) -> list[float]:
+    """What each token adds for one unit of its weight: the total is linear in the weights."""
+    assert weights_T is not None
+    [found] = torch.autograd.grad(loss.total, weights_T, retain_graph=True)
+    return found.tolist()
 
 
 def test_dppo_tv_trains_on_tokens_that_have_not_left_the_trust_region():
@@ -158,8 +190,8 @@ def test_on_policy_every_policy_loss_has_the_gradient_of_reinforce(name: str):
     assert gradient_of(build_objective(algorithm(loss=name))(at), at) == pytest.approx([-2, 1])
 
 
-def loss_by_loops(parts: AlgorithmConfig, at: LossInputs, t: int) -> float:
-    """The formulas for one token, in plain Python."""
+def loss_by_loops(parts: AlgorithmConfig, at: LossInputs, t: int) -> tuple[float, float]:
+    """The policy loss (with its correction) and the KL of one token, in plain Python."""
     pi, mu = at.logprobs_T[t].item(), at.behaviour_T[t].item()
     advantage = at.advantages_T[t].item()
     old = mu if parts.correction.name == "bypass" else at.old_T[t].item()
@@ -179,60 +211,120 @@ def loss_by_loops(parts: AlgorithmConfig, at: LossInputs, t: int) -> float:
         loss = -surrogate
     if parts.correction.name == "token_tis":
         loss *= min(math.exp(old - mu), 2.0)
-    if parts.kl.coefficient:
-        assert at.reference_T is not None
-        log_x = at.reference_T[t].item() - pi
-        kl = {"k2": log_x**2 / 2, "k3": math.exp(log_x) - 1 - log_x}[parts.kl.form]
-        loss += parts.kl.coefficient * kl
-    return loss
+    assert at.reference_T is not None
+    log_x = at.reference_T[t].item() - pi
+    kl = {"k2": log_x**2 / 2, "k3": math.exp(log_x) - 1 - log_x}[parts.kl.form]
+    return loss, min(math.exp(pi - mu), parts.kl.max_ratio) * kl
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_the_objective_agrees_with_the_formulas_token_by_token(mixture: str):
     parts, at = algorithm(**MIXTURES[mixture]), random_inputs(seed=1, tokens=200)
-    loss_T = build_objective(parts)(at).loss_T
+    loss = objective_of(mixture, at)
     expected = [loss_by_loops(parts, at, t) for t in range(200)]
-    assert loss_T.tolist() == pytest.approx(expected, abs=1e-12)
+    assert by_token(loss, at.weights_T) == pytest.approx([p for p, _ in expected], abs=1e-12)
+    total = sum(w * p for w, (p, _) in zip(at.weights_T.tolist(), expected, strict=True))
+    if parts.kl.coefficient:
+        assert at.kl_weights_T is not None
+        kls = [kl for _, kl in expected]
+        assert by_token(loss, at.kl_weights_T) == pytest.approx(kls, abs=1e-12)
+        total += sum(w * kl for w, kl in zip(at.kl_weights_T.tolist(), kls, strict=True))
+        assert loss.sums["kl"].item() == pytest.approx(sum(kls))
+    if parts.entropy:
+        assert at.entropy_T is not None
+        assert at.entropy_weights_T is not None
+        assert by_token(loss, at.entropy_weights_T) == (-at.entropy_T).tolist()
+        total -= (at.entropy_weights_T * at.entropy_T).sum().item()
+    assert loss.total.item() == pytest.approx(total)
 
 
 @pytest.mark.parametrize(
-    "mixture", [name for name, parts in MIXTURES.items() if parts["loss"] != "dppo_tv"]
+    "mixture",
+    [n for n, parts in MIXTURES.items() if parts["loss"] != "dppo_tv" and "kl" not in parts],
 )
 def test_gradients_are_those_of_the_value(mixture: str):
     at = random_inputs(seed=2, tokens=30)
-    objective = build_objective(algorithm(**MIXTURES[mixture]))
 
     def value(logprobs_T: torch.Tensor) -> torch.Tensor:
-        return objective(replace(at, logprobs_T=logprobs_T)).loss_T
+        return objective_of(mixture, replace(at, logprobs_T=logprobs_T)).total
 
     assert torch.autograd.gradcheck(value, (at.logprobs_T,))
+
+
+@pytest.mark.parametrize("form", ["k2", "k3"])
+def test_the_gradient_of_the_kl_holds_its_importance_weight_fixed(form: str):
+    at = random_inputs(seed=2, tokens=30)
+    kl = {"coefficient": 1, "form": form, "max_ratio": 1.3}
+    with_kl, without = (
+        gradient_of(build_objective(algorithm(loss="ppo", kl=k))(at), at) for k in (kl, {})
+    )
+    assert at.reference_T is not None
+    assert at.kl_weights_T is not None
+    for t in range(30):
+        log_x = (at.reference_T[t] - at.logprobs_T[t]).item()
+        slope = -log_x if form == "k2" else 1 - math.exp(log_x)
+        rho = min(math.exp((at.logprobs_T[t] - at.behaviour_T[t]).item()), 1.3)
+        expected = at.kl_weights_T[t].item() * rho * slope
+        assert with_kl[t] - without[t] == pytest.approx(expected, abs=1e-12)
+
+
+def test_off_policy_the_kl_is_that_where_the_policy_goes_and_not_where_the_behaviour_went():
+    """The mean over draws from mu, weighted, is KL(pi || ref), which is the mean under pi."""
+    pi, mu, ref = [0.7, 0.2, 0.1], [0.2, 0.3, 0.5], [0.5, 0.1, 0.4]
+    true = sum(p * math.log(p / q) for p, q in zip(pi, ref, strict=True))
+    at = replace(inputs(pi, mu=mu, reference=ref), kl_weights_T=torch.tensor(mu).double())
+    plain = build_objective(algorithm())(at).total
+    with_kl = build_objective(algorithm(kl={"coefficient": 1}))(at).total
+    assert (with_kl - plain).item() == pytest.approx(true, rel=1e-6)
+
+
+def test_the_entropy_bonus_pushes_the_entropy_up_by_its_own_weights():
+    at = replace(inputs([0.5, 0.5]), entropy_weights_T=torch.tensor([0.25, 2.0]).double())
+    loss = build_objective(algorithm(entropy=0.1))(at)
+    assert at.entropy_T is not None
+    [gradient] = torch.autograd.grad(loss.total, at.entropy_T)
+    assert gradient.tolist() == [-0.25, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing", "message"),
+    [
+        ({"entropy": 0.1}, {"entropy_T": None}, "needs the entropy of each token"),
+        ({"entropy": 0.1}, {"entropy_weights_T": None}, "needs the entropy_weights"),
+        ({"kl": {"coefficient": 0.1}}, {"reference_T": None}, "needs the reference log-prob"),
+        ({"kl": {"coefficient": 0.1}}, {"kl_weights_T": None}, "needs the kl_weights"),
+    ],
+)
+def test_what_the_batch_does_not_have_is_named(
+    parts: dict[str, Any], missing: dict[str, Any], message: str
+):
+    at = replace(inputs([0.5], reference=[0.5]), **missing)
+    with pytest.raises(ConfigError, match=message):
+        build_objective(algorithm(**parts))(at)
+
+
+@pytest.mark.parametrize("mixture", [n for n, parts in MIXTURES.items() if "kl" not in parts])
+def test_a_token_of_weight_zero_may_be_impossible_and_trains_nothing(mixture: str):
+    at = random_inputs(seed=6, tokens=3)
+    held_T = torch.tensor([1, 0, 1])
+    names = ("weights_T", "entropy_weights_T")
+    zero = replace(at, **{name: getattr(at, name).detach() * held_T for name in names})
+    logprobs_T = torch.where(held_T == 0, -math.inf, at.logprobs_T.detach()).requires_grad_()
+    entropy_T = torch.where(held_T == 0, math.nan, 1.0).double()
+    bad = replace(zero, logprobs_T=logprobs_T, entropy_T=entropy_T)
+    loss = objective_of(mixture, bad)
+    assert math.isfinite(loss.total.item())
+    assert gradient_of(loss, bad) == gradient_of(objective_of(mixture, zero), at)
+    assert gradient_of(loss, bad)[1] == 0
 
 
 def test_the_gradient_of_dppo_tv_stops_at_its_factor():
     """Its value is a stand-in: the gradient is that of -c log pi with c held fixed."""
     at = random_inputs(seed=3, tokens=50)
-    objective = build_objective(algorithm(loss="dppo_tv"))
-    factor_T = (objective(at).loss_T / at.logprobs_T).detach()
-
-    def value(logprobs_T: torch.Tensor) -> torch.Tensor:
-        return factor_T * logprobs_T
-
-    assert torch.autograd.gradcheck(value, (at.logprobs_T,))
-    assert gradient_of(objective(at), at) == pytest.approx(factor_T.tolist(), abs=1e-15)
-
-
-def cut(at: LossInputs, first: int, last: int) -> LossInputs:
-    """The tokens of a micro-batch; still leaves of one graph."""
-    assert at.reference_T is not None
-    return LossInputs(
-        at.logprobs_T[first:last],
-        at.old_T[first:last],
-        at.behaviour_T[first:last],
-        at.advantages_T[first:last],
-        at.weights_T[first:last],
-        at.sequence_T[first:last],
-        at.reference_T[first:last],
-    )
+    loss = build_objective(algorithm(loss="dppo_tv"))(at)
+    loss_T = torch.tensor(by_token(loss, at.weights_T), dtype=torch.float64)
+    factor_T = (at.weights_T * loss_T / at.logprobs_T).detach()
+    assert gradient_of(loss, at) == pytest.approx(factor_T.tolist(), abs=1e-15)
 
 
 @pytest.mark.parametrize("aggregation", sorted(NAMES["aggregations"]))
@@ -242,22 +334,29 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
 ):
     counts_B, group_B = np.array([3, 1, 7, 5]), np.array([0, 0, 1, 1])
     weights_B = resolve_aggregation(aggregation)(counts_B, group_B, max_tokens=8)
+    weights_T = torch.tensor(weights_B.repeat(counts_B))
     at = replace(
-        random_inputs(seed=4, tokens=16), weights_T=torch.tensor(weights_B.repeat(counts_B))
+        random_inputs(seed=4, tokens=16),
+        weights_T=weights_T,
+        kl_weights_T=weights_T / 2,
+        entropy_weights_T=weights_T / 3,
     )
-    objective = build_objective(algorithm(**MIXTURES[mixture]))
+    assert at.entropy_T is not None
+    leaves = (at.logprobs_T, at.entropy_T)
 
     def gradient(edges: list[int]) -> torch.Tensor:
-        at.logprobs_T.grad = None
         sums: dict[str, float] = {}
+        totals: list[torch.Tensor] = []
         for first, last in pairwise(edges):
-            piece = cut(at, first, last)
-            loss = objective(piece)
-            (piece.weights_T * loss.loss_T).sum().backward()
+            chosen_T = (torch.arange(16) >= first) & (torch.arange(16) < last)
+            loss = objective_of(mixture, at.where(chosen_T))
+            totals.append(loss.total)
             for name, total in loss.sums.items():
                 sums[name] = sums.get(name, 0.0) + total.item()
-        assert at.logprobs_T.grad is not None
-        return torch.cat([at.logprobs_T.grad, torch.tensor([sums[k] for k in sorted(sums)])])
+        grads = torch.autograd.grad(
+            torch.stack(totals).sum(), leaves, allow_unused=True, materialize_grads=True
+        )
+        return torch.cat([*grads, torch.tensor([sums[k] for k in sorted(sums)])])
 
     whole = gradient([0, 16])
     for edges in ([0, 3, 4, 11, 16], [0, 11, 16], list(range(17)), [0, 0, 16]):
@@ -265,9 +364,9 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_no_tokens_give_an_empty_loss(mixture: str):
-    loss = build_objective(algorithm(**MIXTURES[mixture]))(random_inputs(seed=0, tokens=0))
-    assert loss.loss_T.shape == (0,)
+def test_no_tokens_give_a_loss_of_zero(mixture: str):
+    loss = objective_of(mixture, random_inputs(seed=0, tokens=0))
+    assert loss.total.item() == 0
     assert all(total.item() == 0 for total in loss.sums.values())
 
 
@@ -281,45 +380,45 @@ def test_policies_that_are_far_apart_never_give_a_nan(mixture: str, advantage: f
         behaviour_T=grid[:, 1],
         old_T=grid[:, 2],
         advantages_T=torch.full((27,), advantage),
-        weights_T=torch.ones(27),
+        weights_T=torch.ones(27, requires_grad=True),
         sequence_T=torch.zeros(27, dtype=torch.int64),
         reference_T=grid[:, 1].flip(0),
+        kl_weights_T=torch.ones(27),
+        entropy_T=torch.zeros(27),
+        entropy_weights_T=torch.ones(27),
     )
-    loss = build_objective(algorithm(**MIXTURES[mixture]))(at)
-    [gradient] = torch.autograd.grad(loss.loss_T.sum(), at.logprobs_T)
-    assert torch.isfinite(loss.loss_T).all()
-    assert torch.isfinite(gradient).all()
+    loss = objective_of(mixture, at)
+    assert all(math.isfinite(value) for value in gradient_and_values(loss, at))
     assert all(torch.isfinite(total) for total in loss.sums.values())
+    assert loss.total.dtype == torch.float32
+
+
+def gradient_and_values(loss: Loss, at: LossInputs) -> list[float]:
+    grads = torch.autograd.grad(loss.total, (at.logprobs_T, at.weights_T))
+    return [loss.total.item(), *grads[0].tolist(), *grads[1].tolist()]
 
 
 def test_bypass_puts_the_behaviour_policy_in_the_place_of_the_old_one():
     at = inputs([0.5], mu=[0.4], old=[0.1])
     bypassed = build_objective(algorithm(loss="ppo", correction="bypass"))(at)
     computed = build_objective(algorithm(loss="ppo", correction="none"))(at)
-    assert bypassed.loss_T.tolist() == pytest.approx([-1.2])  # 0.5 / 0.4, clipped
+    assert bypassed.total.item() == pytest.approx(-1.2)  # 0.5 / 0.4, clipped
     assert bypassed.sums["clip_share"].item() == 1
-    assert computed.loss_T.tolist() == pytest.approx([-1.2])  # 0.5 / 0.1, clipped
+    assert computed.total.item() == pytest.approx(-1.2)  # 0.5 / 0.1, clipped
     at = inputs([0.44], mu=[0.4], old=[0.43])
-    assert build_objective(algorithm(loss="ppo"))(at).loss_T.tolist() == pytest.approx([-1.1])
+    assert build_objective(algorithm(loss="ppo"))(at).total.item() == pytest.approx(-1.1)
 
 
-def test_token_tis_weighs_the_policy_loss_but_not_the_kl():
-    parts = {"loss": "ppo", "correction": "token_tis", "kl": {"coefficient": 2, "form": "k2"}}
+def test_a_correction_weighs_the_policy_loss_but_not_the_kl():
+    kl = {"coefficient": 2, "form": "k2"}
+    parts = algorithm(loss="ppo", correction="token_tis", kl=kl)
     at = inputs([0.3], mu=[0.2], old=[0.3], reference=[0.3 * math.e])
-    loss = build_objective(algorithm(**parts))(at)
-    assert loss.loss_T.tolist() == pytest.approx([-1.5 + 2 * 0.5])
-    assert loss.sums["policy_loss"].item() == pytest.approx(-1.5)
-    assert loss.sums["kl"].item() == pytest.approx(0.5)
-    assert loss.sums["correction_weight"].item() == pytest.approx(1.5)
-
-
-def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
-    # old/mu is 9, 1, 0.1: the outer two are outside of icepop's [0.5, 5]
-    at = inputs([0.5] * 3, mu=[0.1, 0.5, 0.5], old=[0.9, 0.5, 0.05], advantage=[1, 1, -1])
-    loss = build_objective(algorithm(loss="ppo", correction="icepop"))(at)
-    assert loss.loss_T.tolist() == pytest.approx([0, -1, 0])
-    shares = [loss.sums[name].item() for name in METRICS if name.startswith("mask_share")]
-    assert shares == [2, 1, 1]
+    at = replace(at, kl_weights_T=torch.tensor([2.0]).double())
+    loss = build_objective(parts)(credited(parts, at))
+    # pi/mu is 1.5: it weighs the policy loss once and the k2 of 1/2 once
+    assert loss.total.item() == pytest.approx(-1.5 + 2 * 1.5 * 0.5)
+    assert loss.sums["policy_loss"].item() == pytest.approx(-1)
+    assert loss.sums["kl"].item() == pytest.approx(0.75)
 
 
 def test_ratio_sums_give_the_effective_sample_size():
@@ -330,19 +429,13 @@ def test_ratio_sums_give_the_effective_sample_size():
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_every_metric_is_documented_and_carries_no_gradient(mixture: str):
-    sums = build_objective(algorithm(**MIXTURES[mixture]))(random_inputs(seed=5, tokens=4)).sums
+    sums = objective_of(mixture, random_inputs(seed=5, tokens=4)).sums
     assert set(sums) <= set(METRICS)
     assert not any(total.requires_grad for total in sums.values())
 
 
 def test_sft_has_no_metrics_of_a_policy_that_drew_its_tokens():
     assert set(build_objective(algorithm(loss="sft"))(inputs([0.5])).sums) == {"policy_loss"}
-
-
-def test_a_kl_without_a_reference_says_what_is_missing():
-    objective = build_objective(algorithm(kl={"coefficient": 0.25}))
-    with pytest.raises(ConfigError, match=r"kl.coefficient=0.25 needs log-probs of a reference"):
-        objective(inputs([0.5]))
 
 
 @pytest.mark.parametrize(
@@ -355,6 +448,8 @@ def test_a_kl_without_a_reference_says_what_is_missing():
         ({"loss": "reinforce", "correction": "decoupled"}, "bounds pi/old, and reinforce does not"),
         ({"loss": "sft", "correction": "token_tis"}, "no policy drew"),
         ({"loss": "sft", "correction": "opsm"}, "no policy drew"),
+        ({"loss": "dpo", "correction": "icepop"}, "no policy drew"),
+        ({"loss": "distillation", "correction": "token_tis"}, "no policy drew"),
         ({"loss": "nowhere.py:loss"}, "does not exist"),
     ],
 )
@@ -365,12 +460,24 @@ def test_parts_that_cannot_work_together_are_refused(
         build_objective(algorithm(**parts), base=tmp_path)
 
 
-def test_what_a_recipe_needs_follows_from_its_parts():
-    assert not algorithm().needs_old_logprobs
-    assert not algorithm(correction="opsm").needs_old_logprobs
-    assert algorithm(correction="token_tis").needs_old_logprobs
-    assert not algorithm().needs_reference
-    assert algorithm(kl={"coefficient": 0.1}).needs_reference
+@pytest.mark.parametrize(
+    ("parts", "needs"),
+    [
+        ({}, set()),
+        ({"correction": "token_tis", "loss": "ppo"}, {"old"}),
+        ({"correction": "opsm"}, {"old"}),
+        ({"correction": {"name": "decoupled", "old": "interpolated"}, "loss": "ppo"}, set()),
+        ({"kl": {"coefficient": 0.1}}, {"reference"}),
+        ({"kl": {"coefficient": 0.1, "place": "reward"}}, {"reference"}),
+        ({"loss": "dpo"}, {"reference"}),
+        ({"loss": "distillation"}, {"teacher_top"}),
+        ({"advantage": "gae"}, {"values"}),
+        ({"advantage": "opd", "correction": "none"}, {"teacher", "old"}),
+        ({"loss": {"name": "a.py:b", "needs": ["teacher"]}}, {"teacher"}),
+    ],
+)
+def test_what_a_recipe_needs_follows_from_its_parts(parts: dict[str, Any], needs: set[str]):
+    assert algorithm(**parts).needs == needs
 
 
 def test_a_users_loss_and_correction_are_used_with_their_options(tmp_path: Path):
@@ -385,5 +492,8 @@ def test_a_users_loss_and_correction_are_used_with_their_options(tmp_path: Path)
         "loss": {"name": "mine.py:squared", "options": {"by": 3}},
         "correction": {"name": "mine.py:half", "options": {"weight": 0.5}},
     }
-    loss: Callable[[LossInputs], TokenLoss] = build_objective(algorithm(**parts), base=tmp_path)
-    assert loss(inputs([math.exp(-2)])).loss_T.tolist() == pytest.approx([6])
+    given = algorithm(**parts)
+    at = inputs([math.exp(-2)])
+    objective = build_objective(given, base=tmp_path)
+    assert objective(at).total.item() == pytest.approx(12)
+    assert resolve_correction(given, base=tmp_path)(at).tolist() == [0.5]

@@ -15,13 +15,15 @@ from rollick.algorithms.objective import resolve_advantage
 from rollick.algorithms.shaping import (
     RunningMoments,
     Source,
+    judged_scores,
     normalise_scores,
+    penalise_length,
     shape_scores,
     soft_length_penalty,
     trained_members,
 )
 from rollick.config.advantages import ShapingConfig
-from rollick.config.schema import AlgorithmConfig
+from rollick.config.algorithm import AlgorithmConfig
 from rollick.errors import ConfigError
 from rollick.testing.fakes import group
 from rollick.types import Group, StopReason
@@ -40,7 +42,7 @@ def scores_of(groups: Any) -> Batch:
 
 def test_by_default_nothing_changes():
     groups = [group([1, None, 3])]
-    assert shape_scores(groups, ShapingConfig()) is groups
+    assert shape_scores(groups, ShapingConfig(), max_tokens=8) is groups
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,19 @@ def test_the_length_penalty_counts_drawn_tokens_and_comes_before_the_normalisati
     # lengths 2, 3, 4 with a limit of 4 and a buffer of 2: penalties 0, 0.5, 1 times 2
     options = ShapingConfig(length_limit=4, length_buffer=0.5, length_weight=2, mean="group")
     groups = [group([1, 1, None, 1], texts=["ab", "abc", "abcd", "abcd"])]
-    assert scores_of(shape_scores(groups, options)) == [[1, 0, None, -1]]
+    assert scores_of(shape_scores(groups, options, max_tokens=9)) == [[1, 0, None, -1]]
+    limit = options.model_copy(update={"length_limit": "max_tokens"})
+    assert scores_of(shape_scores(groups, limit, max_tokens=4)) == [[1, 0, None, -1]]
+    assert scores_of(shape_scores(groups, limit, max_tokens=8)) == [[0, 0, None, 0]]
 
 
 @pytest.mark.parametrize(
     "shaping",
     [
         {"mean": "batch"},
+        {"mean": "running"},
         {"std": "group"},
+        {"std": "running"},
         {"clip": 0.5},
         {"length_limit": 2},
         {"length_limit": 3, "length_buffer": 1.0},
@@ -208,17 +215,30 @@ def test_every_setting_of_the_shaping_reaches_the_advantage_from_a_recipe(shapin
 
     def first(settings: dict[str, Any]) -> list[Any]:
         algorithm = AlgorithmConfig.model_validate({"advantage": "reinforce", "shaping": settings})
-        return [float(value[-1]) for value in resolve_advantage(algorithm)(groups)[0]]  # pyright: ignore
+        shaped = shape_scores(groups, algorithm.shaping, max_tokens=3, running=RUNNING)
+        return [float(value[-1]) for value in resolve_advantage(algorithm)(shaped)[0]]  # pyright: ignore
 
     without = {k: v for k, v in shaping.items() if k == "length_limit" and len(shaping) > 1}
     assert first(shaping) != first(without)
 
 
-def test_the_advantage_sees_shaped_scores_and_the_groups_keep_their_own():
+def test_shaped_groups_are_new_ones_and_the_advantage_does_not_shape_again():
     groups = [group([10, 0])]
     algorithm = AlgorithmConfig.model_validate({"shaping": {"clip": 2}})
-    assert resolve_advantage(algorithm)(groups) == [[1, -1]]
+    shaped = shape_scores(groups, algorithm.shaping, max_tokens=3)
+    advantage = resolve_advantage(algorithm)
+    assert advantage(shaped) == [[1, -1]]
+    assert advantage(groups) == [[5, -5]]
     assert groups[0].scores == (10, 0)
+
+
+def test_the_length_penalty_alone_is_what_running_statistics_are_made_of():
+    options = ShapingConfig(length_limit=2, length_buffer=1, mean="running", std="batch", clip=0.5)
+    penalised = penalise_length(
+        [group([1, None, 4], texts=["a", "a", "ab"])], options, max_tokens=9
+    )
+    assert scores_of(penalised) == [[0.5, None, 3]]
+    assert judged_scores(penalised) == [0.5, 3]
 
 
 def test_masks_leave_out_truncated_and_failed_samples_and_prompts_of_a_wrong_difficulty():

@@ -44,6 +44,15 @@ VALIDATION = {"validation": {"sums": {"source": "held_out.jsonl"}}}
             {"reference": "cpu:4"},
         ),
         ({"devices": {"reference": "cpu:4"}}, {"reference": None}),
+        ({"algorithm": {"advantage": "gae"}}, {"critic": "cpu", "teacher": None}),
+        (
+            {"algorithm": {"advantage": "gae"}, "devices": {"policy": "3", "critic": "4"}},
+            {"policy": "3", "critic": "4", "reference": None},
+        ),
+        ({"algorithm": {"advantage": "opd"}, "devices": {"policy": "3"}}, {"teacher": "3"}),
+        ({"algorithm": {"loss": "distillation"}}, {"teacher": "cpu", "critic": None}),
+        ({"pipeline": "distill"}, {"teacher": "cpu", "generators": None}),
+        ({"pipeline": "dpo"}, {"reference": "cpu", "generators": None}),
         ({"pipeline": "sft"}, {"policy": "cpu", "generators": None}),
         ({"pipeline": "sft", "data": VALIDATION}, {"policy": "cpu", "generators": "cpu"}),
     ],
@@ -52,6 +61,16 @@ def test_a_recipe_gets_the_roles_that_it_needs_and_no_others(sections, expected)
     roles = DeviceMap.of(recipe(**sections)).roles
     for role, text in expected.items():
         assert roles.get(role) == (None if text is None else parse_devices(text))
+
+
+def test_the_algorithm_of_one_domain_is_enough_for_a_role():
+    domains = {
+        "sums": {"source": "sums.jsonl"},
+        "chat": {"source": "chat.jsonl", "algorithm": {"advantage": "gae"}},
+    }
+    both = recipe(data={"domains": domains})
+    assert DeviceMap.of(both).roles["critic"] == parse_devices("cpu")
+    assert "train_critic" in [phase.name for phase in plan_phases(both)]
 
 
 def test_there_is_one_host_for_each_distinct_device_in_the_order_of_devices():
@@ -102,7 +121,18 @@ def test_a_role_has_one_rank_on_a_device():
             {"algorithm": {"correction": "token_tis"}},
             "generate:generators annotate:policy train:policy publish:policy,generators",
         ),
+        (
+            {"algorithm": {"advantage": "gae"}},
+            "generate:generators annotate:critic train_critic:critic train:policy "
+            "publish:policy,generators",
+        ),
+        (
+            {"algorithm": {"advantage": "opd", "correction": "none"}},
+            "generate:generators annotate:policy,teacher train:policy publish:policy,generators",
+        ),
         ({"pipeline": "sft"}, "train:policy"),
+        ({"pipeline": "dpo"}, "annotate:reference train:policy"),
+        ({"pipeline": "distill"}, "annotate:teacher train:policy"),
         (
             {"pipeline": "sft", "data": VALIDATION},
             "train:policy publish:policy,generators validate:generators",

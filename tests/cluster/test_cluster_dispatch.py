@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.cluster.dispatch import gather_tokens, plan_split, split_batch
+from rollick.cluster.dispatch import gather_samples, gather_tokens, plan_split, split_batch
 from rollick.data.batch import Batch
 from rollick.types import SampleId
 
@@ -65,6 +67,40 @@ def test_tokens_come_back_in_the_order_of_the_batch(lengths, ranks):
     gathered = gather_tokens(answers, batch, plan)
     np.testing.assert_array_equal(gathered, np.arange(batch.tokens))
     assert [part.uids for part in parts] == [tuple(SampleId(b, 0) for b in p) for p in plan]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5))
+def test_several_numbers_a_token_and_one_a_sample_come_back_in_order_too(lengths, ranks):
+    batch = batch_of(lengths)
+    parts, plan = split_batch(batch, ranks)
+    tops = [np.stack([part.token_ids_N, -part.token_ids_N], 1) for part in parts]
+    gathered_NK = gather_tokens(tops, batch, plan)
+    expected_N = np.arange(batch.tokens)
+    np.testing.assert_array_equal(gathered_NK, np.stack([expected_N, -expected_N], 1))
+    answers = [None if not part.samples else part.group_B * 0.5 for part in parts]
+    gathered_B = gather_samples(answers, batch, plan)
+    assert gathered_B.tolist() == [b * 0.5 for b in range(len(lengths))]
+
+
+def test_kept_groups_are_on_one_rank_and_balanced_by_their_tokens():
+    batch = replace(batch_of([5, 1, 2, 4, 3, 3]), group_B=np.array([7, 3, 7, 3, 9, 9], np.int32))
+    parts, plan = split_batch(batch, 2, keep_groups=True)
+    assert plan == ((0, 2), (1, 3, 4, 5))
+    assert [set(part.group_B.tolist()) for part in parts] == [{7}, {3, 9}]
+    _, cut = split_batch(batch, 2)
+    assert cut == ((0, 1, 5), (2, 3, 4))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=12), st.integers(1, 4))
+def test_no_group_is_on_two_ranks_where_groups_are_kept(samples, ranks):
+    batch = batch_of([length for _, length in samples])
+    batch = replace(batch, group_B=np.array([group for group, _ in samples], np.int32))
+    parts, plan = split_batch(batch, ranks, keep_groups=True)
+    assert sorted(place for part in plan for place in part) == list(range(len(samples)))
+    homes = [{int(group) for group in part.group_B} for part in parts]
+    assert sum(len(home) for home in homes) == len(set().union(*homes))
 
 
 def test_a_rank_without_samples_may_answer_nothing():

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollick.algorithms.losses import LossInputs, TokenLoss, ppo
+from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.objective import Loss
 from rollick.config.losses import PpoLoss
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of
+from rollick.testing.batches import random_batch, recipe_of, weighed
 from rollick.testing.tiny import save_tiny
 from rollick.train.local import LocalStrategy
 from rollick.train.strategy import TrainStrategy
@@ -39,8 +40,8 @@ def build(request: pytest.FixtureRequest, recipe: Recipe) -> Iterator[Callable[[
     torch.set_num_threads(before)
 
 
-def loss(inputs: LossInputs) -> TokenLoss:
-    return ppo(inputs, PpoLoss(dual_clip=0))
+def loss(inputs: LossInputs) -> Loss:
+    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def train(strategy: TrainStrategy, batch: Batch) -> None:
@@ -79,7 +80,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(build: Callable[[], TrainStrat
     strategy = build()
     before = fingerprint(strategy.weights())
     strategy.forward_backward(
-        random_batch(LENGTHS), lambda inputs: TokenLoss(inputs.logprobs_T * float("nan"))
+        random_batch(LENGTHS), lambda inputs: Loss(inputs.logprobs_T.sum() * float("nan"))
     )
     assert strategy.step().skipped
     assert fingerprint(strategy.weights()) == before

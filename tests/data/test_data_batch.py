@@ -1,5 +1,8 @@
 """Batch: samples taken out of it keep their tokens and their weight in the whole."""
 
+from dataclasses import fields, replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -49,15 +52,50 @@ def test_weights_of_taken_samples_stay_those_of_the_whole_batch():
     assert batch_of([2, 3, 1]).take([1]).weights_N.tolist() == [1 / 6] * 3
 
 
+def annotated(batch: Batch) -> Batch:
+    """Every optional stream: token number n has n, sample b has b, [N, K] n and n + 0.5."""
+    tokens_N, samples_B = np.arange(batch.tokens), np.arange(batch.samples)
+    given: dict[str, Any] = {}
+    for spec in fields(Batch):
+        if getattr(batch, spec.name) is None:
+            numbers = samples_B if spec.name.endswith("_B") else tokens_N
+            given[spec.name] = (
+                np.stack([numbers, numbers + 0.5], 1) if spec.name.endswith("_NK") else numbers
+            )
+    return replace(batch, **given)
+
+
 def test_annotations_are_taken_along():
     batch = batch_of([2, 1])
-    numbers = np.array([10.0, 11.0, 12.0])
-    both = batch.with_old_logprobs(numbers).with_reference_logprobs(numbers + 10)
-    taken = both.take([1])
-    assert taken.old_logprobs_N is not None
-    assert taken.reference_logprobs_N is not None
-    assert (taken.old_logprobs_N.tolist(), taken.reference_logprobs_N.tolist()) == ([12], [22])
-    assert batch.old_logprobs_N is None
+    taken = annotated(batch).take([1])
+    expected = {"_B": [1], "_N": [2], "_NK": [[2.0, 2.5]]}
+    for spec in fields(Batch):
+        if getattr(batch, spec.name) is None:
+            kind = "_" + spec.name.rsplit("_", 1)[1]
+            assert getattr(taken, spec.name).tolist() == expected[kind], spec.name
+    assert batch.take([1]).old_logprobs_N is None
+
+
+def test_a_part_of_a_batch_knows_the_version_that_ages_are_counted_from():
+    assert replace(batch_of([2, 1]), version=7).take([1]).version == 7
+
+
+def test_trained_tokens_are_counted_by_sample():
+    batch = replace(batch_of([3, 0, 2]), loss_mask_N=np.array([True, False, True, False, True]))
+    assert batch.trained_B.tolist() == [2, 0, 1]
+
+
+def test_scaling_is_of_every_weight_and_of_nothing_else():
+    batch = annotated(batch_of([2, 1]))
+    twice = batch.scaled(2.0)
+    weights = {"weights_N", "kl_weights_N", "entropy_weights_N"}
+    for spec in fields(Batch):
+        mine, theirs = getattr(batch, spec.name), getattr(twice, spec.name)
+        if spec.name in weights:
+            assert theirs.tolist() == (2 * mine).tolist(), spec.name
+        else:
+            assert theirs is mine, spec.name
+    assert batch_of([1]).scaled(2.0).kl_weights_N is None
 
 
 def test_taking_no_sample_gives_an_empty_batch():

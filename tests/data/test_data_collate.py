@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.data.batch import Batch
-from rollick.data.collate import collate, examples_to_batch
+from rollick.data.collate import collate, examples_to_batch, weigh
 from rollick.errors import DataError
 from rollick.testing.fakes import group, prompt
 from rollick.types import NOT_SAMPLED, Group, SampleId, StopReason
@@ -25,8 +25,8 @@ def by_count_group_and_limit(counts_B: Any, group_B: Any, *, max_tokens: int) ->
     return counts_B + 10.0 * group_B + 100.0 * max_tokens
 
 
-def collated(groups: list[Group], advantages: Any, **options: Any) -> Batch:
-    return collate(groups, advantages, **{"aggregation": token_mean, "max_tokens": 4, **options})
+def weights_of(batch: Batch, aggregation: Any = token_mean, **options: Any) -> list[float]:
+    return weigh(batch, aggregation, max_tokens=4, **options).tolist()
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -46,109 +46,111 @@ def changed(of: Group, index: int, **fields_of_sample: Any) -> Group:
     return replace(of, members=tuple(members))
 
 
-def test_two_samples_are_packed_end_to_end_with_their_advantages_and_weights():
-    batch = collated([group([1, 0], texts=["x", "yz"], of=ASKED, started=3)], [[0.5, -0.5]])
+def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
+    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED, started=3)], version=4)
     assert "".join(map(chr, batch.token_ids_N)) == "abxabyz"
     assert batch.lengths_B.tolist() == [3, 4]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 1))
     assert batch.group_B.tolist() == [0, 0]
     assert batch.loss_mask_N.tolist() == [False, False, True, False, False, True, True]
-    assert batch.advantages_N.tolist() == [0, 0, 0.5, 0, 0, -0.5, -0.5]
-    assert batch.weights_N.tolist() == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]
+    assert batch.advantages_N.tolist() == batch.weights_N.tolist() == [0] * 7
     assert batch.logprobs_N.tolist() == [0, 0, -1, 0, 0, -1, -1]
     assert batch.versions_N.tolist() == [NOT_SAMPLED] * 2 + [3] + [NOT_SAMPLED] * 2 + [3, 3]
     assert batch.temperature_B.tolist() == [1.0, 1.0]
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 0]
+    assert batch.version == 4
     assert (batch.weights_N.dtype, batch.logprobs_N.dtype) == (np.float64, np.float32)
 
 
+def test_weights_are_those_of_the_trained_tokens():
+    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED)])
+    assert weights_of(batch) == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]
+
+
+def test_tokens_that_are_not_among_the_kept_are_in_neither_weights_nor_denominator():
+    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED)])
+    among_N = np.array([True, True, True, True, True, False, True])
+    assert weights_of(batch, among_N=among_N) == [0, 0, 1 / 2, 0, 0, 0, 1 / 2]
+
+
 def test_the_aggregation_sees_trained_tokens_group_and_limit_of_each_sample():
-    groups = [group([1], uid=7, texts=["xyz"], of=ASKED)]
-    batch = collated(groups, [[1.0]], aggregation=by_count_group_and_limit)
-    assert batch.weights_N.tolist() == [0, 0, 473, 473, 473]
+    batch = collate([group([1], uid=7, texts=["xyz"], of=ASKED)])
+    assert weights_of(batch, by_count_group_and_limit) == [0, 0, 473, 473, 473]
 
 
 @settings(max_examples=30, deadline=None)
 @given(order=st.permutations(range(3)), inner=st.permutations(range(3)))
 def test_the_order_of_a_batch_follows_from_ids_alone(order: list[int], inner: list[int]):
     texts = [["a", "bb", "ccc"], ["dd", "e", "f"], ["g", "hhhh", "i"]]
-    groups = [group([1, 0, 1], uid=n, texts=texts[n]) for n in range(3)]
-    advantages = [[10.0 * n + m for m in range(3)] for n in range(3)]
+    groups = [group([n, 0.5, -n], uid=n, texts=texts[n]) for n in range(3)]
     shuffled = [
         replace(groups[n], members=tuple(groups[n].members[m] for m in inner)) for n in order
     ]
-    moved = [[advantages[n][m] for m in inner] for n in order]
-    assert_same(collated(shuffled, moved), collated(groups, advantages))
+    assert_same(collate(shuffled), collate(groups))
 
 
 def test_a_sample_whose_score_failed_is_in_neither_batch_nor_denominator():
     whole = group([1, None, 0], texts=["x", "yyyy", "z"], of=ASKED)
-    batch = collated([whole], [[1.0, float("nan"), -1.0]])
+    batch = collate([whole])
     assert batch.uids == (SampleId(0, 0), SampleId(0, 2))
-    assert batch.weights_N.sum() == 1.0
-    assert batch.weights_N.max() == 0.5
+    assert sum(weights_of(batch)) == 1.0
+    assert max(weights_of(batch)) == 0.5
 
 
-def test_truncated_samples_are_left_out_only_where_the_recipe_says_so():
+def test_only_chosen_members_are_in_the_batch_and_a_failed_one_cannot_be_chosen():
+    groups = [group([1, 0], of=ASKED), group([0, None, 1], uid=1, of=ASKED)]
+    chosen = {0: [False, True], 1: [True, True, False]}
+    batch = collate(groups, chosen=lambda of: chosen[of.uid])
+    assert batch.uids == (SampleId(0, 1), SampleId(1, 0))
+
+
+def test_a_choice_of_another_length_than_the_group_is_an_error():
+    with pytest.raises(ValueError, match="shorter"):
+        collate([group([1, 0])], chosen=lambda of: [True])
+
+
+def test_truncated_samples_are_trained_on_unless_somebody_leaves_them_out():
     cut = changed(group([1, 0], texts=["x", "y"], of=ASKED), 1, stop=StopReason.LENGTH)
-    assert collated([cut], [[1.0, -1.0]]).samples == 2
-    batch = collated([cut], [[1.0, -1.0]], drop_truncated=True)
-    assert batch.uids == (SampleId(0, 0),)
-    assert batch.weights_N.sum() == 1.0
+    assert collate([cut]).samples == 2
 
 
 def test_a_sample_without_a_trained_token_is_left_out():
     silent = changed(group([1, 0]), 0, loss_mask=np.zeros(5, np.bool_))
-    assert collated([silent], [[1.0, -1.0]]).uids == (SampleId(0, 1),)
+    assert collate([silent]).uids == (SampleId(0, 1),)
 
 
 def test_the_first_token_of_a_sequence_is_never_trained():
     everything = changed(group([1], texts=["x"], of=ASKED), 0, loss_mask=np.ones(3, np.bool_))
-    batch = collated([everything], [[1.0]])
+    batch = collate([everything])
     assert batch.loss_mask_N.tolist() == [False, True, True]
-    assert batch.weights_N.tolist() == [0, 0.5, 0.5]
-
-
-def test_an_advantage_may_be_given_for_every_token_and_counts_only_where_trained():
-    per_token = np.array([9.0, np.nan, 0.25, 0.75])
-    batch = collated([group([1], texts=["xy"], of=ASKED)], [[per_token]])
-    assert batch.advantages_N.tolist() == [0, 0, 0.25, 0.75]
-
-
-BAD_ADVANTAGES = [
-    ([[1.0, 2.0], [1.0]], "gave 2 lists for 1 groups"),
-    ([[1.0]], "gave 1 values for group 0, which has 2 members"),
-    ([[1.0, np.zeros(9)]], r"sample g0.1 has the shape \(9,\), and the sample 5 tokens"),
-    ([[float("nan"), 0.0]], r"sample g0.0 is not finite"),
-    ([[0.0, float("inf")]], r"sample g0.1 is not finite"),
-]
-
-
-@pytest.mark.parametrize(("advantages", "message"), BAD_ADVANTAGES)
-def test_advantages_that_do_not_fit_are_refused(advantages: Any, message: str):
-    with pytest.raises(DataError, match=message) as caught:
-        collated([group([1, 0])], advantages)
-    assert caught.value.fix
+    assert weights_of(batch) == [0, 0.5, 0.5]
 
 
 def test_nothing_to_train_on_is_an_error_that_says_why():
     cut = changed(group([None, 1]), 1, stop=StopReason.LENGTH)
     with pytest.raises(DataError, match=r"none of 2 samples in 1 groups.*1 failed scores, 1 trunc"):
-        collated([cut], [[0.0, 0.0]], drop_truncated=True)
+        collate([cut], chosen=lambda of: [not sample.truncated for sample in of.samples])
     with pytest.raises(DataError, match="none of 0 samples in 0 groups"):
-        collated([], [])
+        collate([])
 
 
 def test_the_arrays_of_a_batch_may_be_written_so_that_torch_takes_them_as_they_are():
-    batch = collated([group([1])], [[1.0]])
-    arrays = [getattr(batch, spec.name) for spec in fields(Batch) if spec.name != "uids"]
-    assert all(array.flags.writeable for array in arrays if array is not None)
+    batch = collate([group([1])])
+    arrays = [getattr(batch, spec.name) for spec in fields(Batch)]
+    assert all(array.flags.writeable for array in arrays if isinstance(array, np.ndarray))
+
+
+def example(*ids: int, trained: int) -> tuple[Any, Any]:
+    """The last `trained` of these tokens are to imitate."""
+    return np.array(ids, np.int32), np.arange(len(ids)) >= len(ids) - trained
 
 
 def test_examples_become_a_batch_of_groups_of_one():
     examples = [
-        (np.array([1, 5, 6], np.int32), np.array([False, True, True])),
-        (np.array([1, 7], np.int32), np.array([False, True])),
-        (np.array([1, 8], np.int32), np.array([False, False])),
+        [example(1, 5, 6, trained=2)],
+        [example(1, 7, trained=1)],
+        [example(1, 8, trained=0)],
     ]
     batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=4, first=40)
     assert batch.token_ids_N.tolist() == [1, 5, 6, 1, 7]
@@ -159,9 +161,22 @@ def test_examples_become_a_batch_of_groups_of_one():
     assert set(batch.versions_N.tolist()) == {NOT_SAMPLED}
 
 
+def test_a_pair_of_examples_is_a_group_whose_second_answer_has_a_negative_advantage():
+    pairs = [
+        [example(1, 5, 6, trained=2), example(1, 7, trained=1)],
+        [example(1, 8, trained=1), example(1, 9, 9, trained=2)],
+    ]
+    batch = examples_to_batch(pairs, aggregation=token_mean, max_tokens=4, first=3)
+    assert batch.uids == (SampleId(3, 0), SampleId(3, 1), SampleId(4, 0), SampleId(4, 1))
+    assert batch.group_B.tolist() == [3, 3, 4, 4]
+    assert batch.advantages_N.tolist() == [0, 1, 1, 0, -1, 0, 1, 0, -1, -1]
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, -1, 1, -1]
+
+
 def test_examples_with_nothing_to_train_on_or_of_two_lengths_are_refused():
     ids = np.array([1, 2], np.int32)
     with pytest.raises(DataError, match="none of the 1 examples"):
-        examples_to_batch([(ids, np.zeros(2, np.bool_))], aggregation=token_mean, max_tokens=4)
-    with pytest.raises(DataError, match="example 0 has 2 ids and 3 marks"):
-        examples_to_batch([(ids, np.ones(3, np.bool_))], aggregation=token_mean, max_tokens=4)
+        examples_to_batch([[(ids, np.zeros(2, np.bool_))]], aggregation=token_mean, max_tokens=4)
+    with pytest.raises(DataError, match=r"example g0\.0 has 2 ids and 3 marks"):
+        examples_to_batch([[(ids, np.ones(3, np.bool_))]], aggregation=token_mean, max_tokens=4)

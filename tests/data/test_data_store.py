@@ -33,7 +33,7 @@ def assert_same_groups(left: list[Group], right: list[Group]) -> None:
         assert (a.uid, a.prompt, a.started) == (b.uid, b.prompt, b.started)
         for one, other in zip(a.members, b.members, strict=True):
             np.testing.assert_equal(score_fields(one.score), score_fields(other.score))
-            for name in ("uid", "prompt", "temperature", "stop", "text"):
+            for name in ("uid", "prompt", "temperature", "stop", "text", "states"):
                 assert getattr(one.sample, name) == getattr(other.sample, name)
             for name in TOKEN_FIELDS:
                 mine, theirs = getattr(one.sample, name), getattr(other.sample, name)
@@ -49,12 +49,15 @@ def varied_groups() -> list[Group]:
     asked = Prompt("d/7", "d", (Turn("system", "s"), Turn("user", "q\n\u00fc")), {"n": [1, None]})
     first = group([1, None], uid=3, of=asked, started=2, texts=["yes", ""])
     member = first.members[0]
-    score = Score(0.1 + 0.2, {"length": -1e-300}, ScoreStatus.OK, "fine", 0.25)
+    score = Score(
+        0.1 + 0.2, {"length": -1e-300}, ScoreStatus.OK, "fine", 0.25, turns=(0.1, -1e-300)
+    )
     sample = replace(
         member.sample,
         logprobs=member.sample.logprobs.astype(np.float64) / 3,
         temperature=0.7,
         stop=StopReason.LENGTH,
+        states=("at the door", "\u00fc"),
     )
     members = (replace(member, sample=sample, score=score), first.members[1])
     return [replace(first, members=members), group([0], uid=9, of=prompt("x", answer={"a": 1.5}))]
@@ -131,7 +134,14 @@ def whole_batch() -> Batch:
         versions_N=np.array([-1, 3, 3], np.int32),
         advantages_N=np.array([0.0, 0.1, 0.2]),
         weights_N=np.array([0.0, 0.5, 0.5]),
+        scores_B=np.array([1.0, -0.1]),
+        component_N=np.array([0, 1, 1], np.int8),
+        kl_weights_N=np.array([0.0, 0.1, 0.2]),
         old_logprobs_N=np.array([0.0, np.nan, -1.0], np.float32),
+        teacher_ids_NK=np.array([[1, 2], [3, 4], [5, 6]], np.int32),
+        teacher_top_NK=np.array([[-1, -2], [-3, -4], [-5, -np.inf]], np.float32),
+        last_values_B=np.array([0.5, 0.25]),
+        version=9,
     )
 
 
@@ -139,13 +149,15 @@ def test_a_batch_comes_back_bit_for_bit_and_what_is_absent_stays_absent(tmp_path
     batch = whole_batch()
     save_batch(tmp_path / "b.npz", batch)
     loaded = load_batch(tmp_path / "b.npz")
-    assert loaded.uids == batch.uids
+    assert (loaded.uids, loaded.version) == (batch.uids, 9)
     assert loaded.reference_logprobs_N is None
     for spec in fields(Batch):
         mine, theirs = getattr(batch, spec.name), getattr(loaded, spec.name)
         if isinstance(mine, np.ndarray):
-            assert mine.dtype == theirs.dtype
+            assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
             assert mine.tobytes() == theirs.tobytes()
+        else:
+            assert mine == theirs
 
 
 def test_one_kind_of_file_is_not_taken_for_the_other(tmp_path: Path):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rollick.algorithms.losses import LossInputs, TokenLoss, ppo
+from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.objective import Loss
 from rollick.config.losses import PpoLoss
 from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of
+from rollick.testing.batches import random_batch, recipe_of, weighed
 from rollick.testing.tiny import save_tiny
 from rollick.train.local import LocalStrategy
 
@@ -29,8 +30,8 @@ def _learner(folder: Path, device: str, **sections: dict[str, Any]) -> LocalStra
     return LocalStrategy(recipe_of(folder, **sections), device=device)
 
 
-def _loss(inputs: LossInputs) -> TokenLoss:
-    return ppo(inputs, PpoLoss(dual_clip=0))
+def _loss(inputs: LossInputs) -> Loss:
+    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def _train(learner: LocalStrategy, seed: int) -> float:

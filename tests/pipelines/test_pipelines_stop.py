@@ -12,7 +12,7 @@ from rollick.config.load import LoadedRecipe
 from rollick.data.store import load_batch
 from rollick.errors import CheckpointError, RollickError, StuckError
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines import rl, sft
+from rollick.pipelines import rl, supervised
 from rollick.pipelines.base import RunObjects, Session
 from rollick.pipelines.folder import RunFolder
 from rollick.pipelines.run import run_recipe
@@ -107,7 +107,7 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
     async def fails(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    for module in (rl, sft):
+    for module in (rl, supervised):
         monkeypatch.setattr(module, "evaluate_prompts", fails)
     loaded = toy("evaluate.at_end=true", **(imitating() if pipeline == "sft" else {}))
     with pytest.raises(StuckError, match="an engine does not answer"):

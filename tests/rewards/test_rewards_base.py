@@ -174,6 +174,19 @@ def test_a_score_with_a_bad_number_inside_is_a_failure():
     assert "part 'style'" in read_answer(Score(1.0, parts={"style": math.inf})).detail
 
 
+def test_a_score_keeps_what_each_turn_earned():
+    score = read_answer(Score(1.5, turns=(np.float32(0.5), True, 0)))
+    assert score.turns == (0.5, 1.0, 0.0)
+    assert all(type(turn) is float for turn in score.turns)
+
+
+@pytest.mark.parametrize("turns", [(0.5, math.nan), (math.inf,), (0.5, None)])
+def test_a_turn_that_earned_no_finite_number_is_a_failure(turns: Any):
+    score = read_answer(Score(1.0, turns=turns))
+    assert score.status is ScoreStatus.FAILED
+    assert "not all finite numbers" in score.detail
+
+
 def test_a_reward_may_say_itself_that_it_failed():
     score = read_answer(Score.failed("judge is down"))
     assert (score.status, score.detail) == (ScoreStatus.FAILED, "judge is down")
@@ -214,6 +227,24 @@ def test_scores_are_summed_with_their_weights_and_kept_as_parts():
         detail="style: wordy",
         seconds=3.0,
     )
+
+
+def test_turns_are_summed_with_the_weights_of_their_rewards_turn_by_turn():
+    scores = {
+        "moves": Score(3.0, turns=(1.0, 2.0)),
+        "speed": Score(0.5, turns=(0.5, 0.0)),
+        "goal": Score(1.0),
+    }
+    total = combine(scores, {"moves": 2.0, "speed": -1.0, "goal": 1.0})
+    assert total.value == 6 - 0.5 + 1
+    assert total.turns == (2 - 0.5, 4.0)
+
+
+def test_rewards_that_count_different_turns_make_a_failure():
+    scores = {"moves": Score(1.0, turns=(1.0, 0.0)), "speed": Score(1.0, turns=(1.0,))}
+    total = combine(scores, {"moves": 1.0, "speed": 1.0})
+    assert total.status is ScoreStatus.FAILED
+    assert "number of turns: moves 2, speed 1" in total.detail
 
 
 def test_one_failed_reward_makes_the_whole_score_failed_and_never_a_number():

@@ -66,6 +66,10 @@ def act(completion, folder=""):
 def loaded(completion):
     return not {"torch", "ray", "transformers", "pydantic"} & set(sys.modules)
 
+def moves(completion):
+    from rollick.types import Score
+    return Score(1.5, turns=(0.5, 0.25))
+
 def surroundings(cwd, path):
     return os.getcwd() == cwd and path in sys.path
 '''
@@ -161,6 +165,15 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
     assert score.value == 1 + 5 + 1 + 1 + 1
     assert light.value == 1, "the child imports none of the large libraries"
     assert same.value == 1, "the child has the folder and the import path of its parent"
+
+
+async def test_what_each_turn_earned_comes_back_from_the_child_weighed(folder: Path):
+    rewards = {"moves": "mine.py:moves", "length": "mine.py:length"}
+    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
+        score = await pool.score(
+            attempt("abcd"), [RewardSpec(name="moves", weight=2), RewardSpec(name="length")]
+        )
+    assert (score.value, score.turns) == (3 + 4, (1.0, 0.5))
 
 
 async def test_many_callers_each_get_their_own_score_through_two_children(folder: Path):

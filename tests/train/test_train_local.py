@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollick.algorithms.losses import LossInputs, TokenLoss, dppo_tv, ppo
+from rollick.algorithms.losses import LossInputs, dppo_tv, ppo
+from rollick.algorithms.objective import Loss
 from rollick.config.losses import DppoTvLoss, PpoLoss
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
 from rollick.models.attention import PackedLayout
 from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of
+from rollick.testing.batches import random_batch, recipe_of, weighed
 from rollick.testing.tiny import save_tiny
 from rollick.train.local import LocalStrategy
 from rollick.types import NOT_SAMPLED, SampleId
@@ -36,8 +37,8 @@ def strategy_of(folder: Path, **sections: dict[str, Any]) -> LocalStrategy:
     return LocalStrategy(recipe_of(folder, **sections))
 
 
-def policy_loss(inputs: LossInputs) -> TokenLoss:
-    return ppo(inputs, PpoLoss(dual_clip=0))
+def policy_loss(inputs: LossInputs) -> Loss:
+    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def gradient(strategy: LocalStrategy, *batches: Batch) -> torch.Tensor:
@@ -96,22 +97,22 @@ def test_the_gradient_is_that_of_a_plain_transformers_model(folder: Path):
 def test_at_the_first_step_the_ratio_to_the_own_log_probs_is_one(folder: Path):
     seen: list[torch.Tensor] = []
 
-    def record(inputs: LossInputs) -> TokenLoss:
+    def record(inputs: LossInputs) -> Loss:
         seen.append((inputs.logprobs_T - inputs.old_T).exp())
         return policy_loss(inputs)
 
     strategy = strategy_of(folder, algorithm={"correction": "none"})
     batch = random_batch(LENGTHS)
-    strategy.forward_backward(batch.with_old_logprobs(strategy.logprobs(batch)), record)
-    strategy.forward_backward(batch, record)
-    torch.testing.assert_close(torch.cat(seen), torch.ones(76), rtol=0, atol=1e-6)
+    strategy.forward_backward(replace(batch, old_logprobs_N=strategy.logprobs(batch)), record)
+    torch.testing.assert_close(torch.cat(seen), torch.ones(38), rtol=0, atol=1e-6)
 
 
 def test_on_its_own_log_probs_a_policy_has_no_mismatch(folder: Path):
     strategy = strategy_of(folder)
     batch = random_batch(LENGTHS)
     report = strategy.forward_backward(
-        replace(batch, logprobs_N=strategy.logprobs(batch)), lambda i: dppo_tv(i, DppoTvLoss())
+        replace(batch, logprobs_N=strategy.logprobs(batch)),
+        lambda inputs: weighed(inputs, dppo_tv(inputs, DppoTvLoss())),
     )
     assert report.sums["mismatch_kl"] == pytest.approx(0, abs=1e-6)
     assert report.maxima["max_abs_dp"] == pytest.approx(0, abs=1e-6)
@@ -138,17 +139,17 @@ def test_a_model_with_other_layers_than_attention_is_refused(folder: Path, tmp_p
         strategy_of(tmp_path)
 
 
-def test_with_bypass_the_behaviour_stands_for_the_old_policy(folder: Path):
+def test_where_nobody_computed_the_old_policy_the_behaviour_stands_for_it(folder: Path):
     seen: list[LossInputs] = []
 
-    def record(inputs: LossInputs) -> TokenLoss:
+    def record(inputs: LossInputs) -> Loss:
         seen.append(inputs)
         return policy_loss(inputs)
 
     strategy = strategy_of(folder, algorithm={"correction": "bypass"})
     batch = random_batch([5, 5])
     strategy.forward_backward(batch, record)
-    strategy.forward_backward(batch.with_old_logprobs(batch.logprobs_N - 1), record)
+    strategy.forward_backward(replace(batch, old_logprobs_N=batch.logprobs_N - 1), record)
     assert torch.equal(seen[0].old_T, seen[0].behaviour_T)
     torch.testing.assert_close(seen[1].old_T, seen[1].behaviour_T - 1)
     assert seen[0].reference_T is None
@@ -164,11 +165,102 @@ def test_the_report_sums_over_all_micro_batches(folder: Path):
         for tokens in (10_000, 10)
     ]
     assert reports[0].tokens == reports[1].tokens == sum(LENGTHS) - 2 * len(LENGTHS)
-    assert {"loss", "entropy", "mismatch_kl", "clip_share"} <= reports[0].sums.keys()
+    assert {"entropy", "mismatch_kl", "clip_share"} <= reports[0].sums.keys()
     for name, value in reports[0].sums.items():
         assert reports[1].sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5)
     assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-5)
     assert reports[1].maxima["max_abs_dp"] == pytest.approx(reports[0].maxima["max_abs_dp"])
+
+
+def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens(folder: Path):
+    seen: list[LossInputs] = []
+
+    def record(inputs: LossInputs) -> Loss:
+        seen.append(inputs)
+        return policy_loss(inputs)
+
+    strategy = strategy_of(folder)
+    batch = random_batch([4, 5], prompt=3)  # counted: tokens 3; 7, 8
+    numbers_N = np.arange(batch.tokens, dtype=np.float64)
+    ids_NK = (np.arange(2 * batch.tokens, dtype=np.int32) % 60).reshape(-1, 2)
+    strategy.forward_backward(
+        replace(
+            batch,
+            group_B=np.array([7, 3], np.int32),
+            version=5,
+            versions_N=np.where(batch.loss_mask_N, 2, NOT_SAMPLED).astype(np.int32),
+            scores_B=np.array([0.25, -1.0]),
+            component_N=np.repeat(np.array([1, 0], np.int8), batch.lengths_B),
+            reference_logprobs_N=-numbers_N,
+            kl_weights_N=numbers_N + 10,
+            entropy_weights_N=numbers_N + 20,
+            teacher_ids_NK=ids_NK,
+            teacher_top_NK=np.stack([-numbers_N, -numbers_N - 1], axis=1),
+        ),
+        record,
+    )
+    [inputs] = seen  # the longer sample is first
+    assert inputs.reference_T is not None
+    assert inputs.reference_T.tolist() == [-7, -8, -3]
+    assert inputs.teacher_TK is not None
+    assert inputs.teacher_TK.tolist() == [[-7, -8], [-8, -9], [-3, -4]]
+    assert inputs.student_TK is not None
+    assert inputs.student_TK.shape == (3, 2)
+    assert inputs.student_TK.requires_grad
+    assert inputs.entropy_T is not None
+    assert inputs.entropy_T.requires_grad
+    given = {
+        "scores_T": [-1, -1, 0.25],
+        "pair_T": [0, 0, 1],
+        "age_T": [3, 3, 3],
+        "component_T": [0, 0, 1],
+        "kl_weights_T": [17, 18, 13],
+        "entropy_weights_T": [27, 28, 23],
+    }
+    assert {name: getattr(inputs, name).tolist() for name in given} == given
+
+
+def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_themselves(
+    folder: Path,
+):
+    """Where the teacher's likeliest token is the drawn one, both speak of the same number."""
+    seen: list[LossInputs] = []
+
+    def record(inputs: LossInputs) -> Loss:
+        seen.append(inputs)
+        return policy_loss(inputs)
+
+    strategy = strategy_of(folder)
+    batch = random_batch([6, 7])
+    strategy.forward_backward(
+        replace(batch, teacher_ids_NK=batch.token_ids_N[:, None].copy()), record
+    )
+    [inputs] = seen
+    assert inputs.student_TK is not None
+    torch.testing.assert_close(inputs.student_TK[:, 0], inputs.logprobs_T, rtol=0, atol=1e-6)
+
+
+def test_a_batch_that_asks_for_no_entropy_gives_the_loss_none(folder: Path):
+    """Its graph over the whole vocabulary is not kept for nothing."""
+    seen: list[LossInputs] = []
+
+    def record(inputs: LossInputs) -> Loss:
+        seen.append(inputs)
+        return policy_loss(inputs)
+
+    strategy_of(folder).forward_backward(random_batch([5]), record)
+    assert seen[0].entropy_T is None
+    assert seen[0].student_TK is None
+
+
+@pytest.mark.parametrize(("pipeline", "parts"), [("dpo", [2, 2]), ("sft", [1, 1, 1, 1])])
+def test_only_a_loss_of_pairs_keeps_pairs_in_one_micro_batch(
+    folder: Path, pipeline: str, parts: list[int]
+):
+    recipe = recipe_of(folder, pipeline=pipeline, train={"tokens_per_microbatch": 6})
+    strategy = LocalStrategy(recipe)
+    cut = strategy._microbatches(random_batch([4, 5, 6, 7]))
+    assert [len(part) for part in cut] == parts
 
 
 def test_tokens_that_nobody_drew_have_no_mismatch(folder: Path):
@@ -219,7 +311,7 @@ def test_a_step_on_a_positive_advantage_makes_the_tokens_likelier(folder: Path):
     batch = replace(batch, advantages_N=np.ones_like(batch.advantages_N))
     before = strategy.logprobs(batch)
     for _ in range(3):
-        fresh = batch.with_old_logprobs(strategy.logprobs(batch))
+        fresh = replace(batch, old_logprobs_N=strategy.logprobs(batch))
         strategy.forward_backward(fresh, policy_loss)
         strategy.step()
     assert strategy.logprobs(batch)[batch.loss_mask_N].mean() > before[batch.loss_mask_N].mean()

@@ -1,6 +1,7 @@
 """The learner: how one batch becomes optimizer steps, and what it reports of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from rollick.algorithms.objective import build_objective
 from rollick.data.batch import Batch
+from rollick.errors import ConfigError
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.train.local import LocalStrategy
 from rollick.train.strategy import LossReport, OptimReport
@@ -39,9 +41,11 @@ class FakeStrategy:
         return next(self._steps)
 
 
-def learner(strategy: Any, folder: Path, **train: Any) -> LearnerWorker:
-    recipe = recipe_of(folder, train=train)
-    return LearnerWorker(strategy, build_objective(recipe.objective), recipe)
+def learner(
+    strategy: Any, folder: Path, *, sections: dict[str, Any] | None = None, **train: Any
+) -> LearnerWorker:
+    recipe = recipe_of(folder, train=train, **(sections or {}))
+    return LearnerWorker(strategy, build_objective(recipe.algorithms), recipe)
 
 
 def plain(count: int) -> FakeStrategy:
@@ -73,6 +77,33 @@ def test_every_sample_is_in_one_minibatch_where_they_do_not_divide(tiny_folder: 
     assert sorted(uid for part in strategy.parts for uid in part.uids) == sorted(batch.uids)
     total = sum(part.weights_N.sum() for part in strategy.parts)
     assert total == pytest.approx(3 * batch.weights_N.sum())
+
+
+def test_a_minibatch_is_scaled_in_every_part_of_its_loss(tiny_folder: Path) -> None:
+    strategy, batch = plain(2), random_batch([5, 5, 5, 5])
+    batch = replace(batch, kl_weights_N=batch.weights_N / 2, entropy_weights_N=batch.weights_N / 4)
+    learner(strategy, tiny_folder, minibatches=2).train(batch)
+    for name, whole in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
+        sums = [getattr(part, name).sum() for part in strategy.parts]
+        assert sums == pytest.approx([whole, whole])
+
+
+def test_a_loss_of_pairs_has_whole_pairs_in_its_minibatches(tiny_folder: Path) -> None:
+    strategy, batch = plain(2), random_batch([5, 6, 7, 8, 5, 6])
+    pairs = {"pipeline": "dpo"}
+    learner(strategy, tiny_folder, sections=pairs, minibatches=2).train(batch)
+    assert [part.group_B.tolist() for part in strategy.parts] == [[0, 0, 2, 2], [1, 1]]
+
+
+def test_a_batch_without_the_old_log_probs_that_the_recipe_needs_is_refused(
+    tiny_folder: Path,
+) -> None:
+    """Else mu would stand for them in silence, and the correction would correct nothing."""
+    strategy = plain(1)
+    sections = {"algorithm": {"loss": "ppo", "correction": "token_tis"}}
+    with pytest.raises(ConfigError, match="has no log-probs of it"):
+        learner(strategy, tiny_folder, sections=sections).train(random_batch([5]))
+    assert strategy.parts == []
 
 
 def test_there_are_no_more_minibatches_than_samples(tiny_folder: Path) -> None:
@@ -121,7 +152,7 @@ def test_weights_have_changed_unless_every_step_was_skipped(
 
 def test_a_real_step_moves_the_weights_and_writes_what_it_holds(tiny_folder: Path) -> None:
     recipe = recipe_of(tiny_folder, train={"optimizer": {"lr": 1e-2}, "minibatches": 2})
-    worker = LearnerWorker(LocalStrategy(recipe), build_objective(recipe.objective), recipe)
+    worker = LearnerWorker(LocalStrategy(recipe), build_objective(recipe.algorithms), recipe)
     before = worker.fingerprint()
     batch = random_batch([6, 7, 8, 9])
     report = worker.train(batch)

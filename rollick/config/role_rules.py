@@ -1,0 +1,109 @@
+"""Rules about the roles of a run: their devices, and what a reference, critic or teacher is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.algorithm_rules import rl_algorithms
+from rollick.config.devices import Device, parse_devices
+from rollick.config.rules import Context, Findings, rule
+from rollick.config.schema import CriticConfig, TeacherConfig
+from rollick.config.section import CustomPart
+from rollick.errors import ConfigError
+
+TRAINED = ("policy", "critic")
+
+
+@rule("devices", "train.strategy", "run.deterministic")
+def _devices_suit_the_roles(context: Context) -> Findings:
+    for role, text in context.recipe.devices.model_dump().items():
+        try:
+            parsed = parse_devices(text) if text is not None else None
+        except ConfigError as error:
+            yield context.problem(f"devices.{role}", error.message, error.fix)
+        else:
+            yield from _check_devices(context, role, parsed) if parsed else ()
+
+
+def _check_devices(context: Context, role: str, devices: tuple[Device, ...]) -> Findings:
+    recipe = context.recipe
+    path = f"devices.{role}"
+    kinds = {device.kind for device in devices}
+    if len(kinds) > 1:
+        message = "mixes CPU workers and GPUs in one role"
+        yield context.problem(path, message, "use one kind for each role")
+    elif recipe.run.deterministic and kinds != {"cpu"}:
+        message = "run.deterministic is bit for bit on the CPU only"
+        yield context.problem(path, message, "use cpu, or run.deterministic=false")
+    if role in TRAINED and recipe.train.strategy == "local" and len(devices) != 1:
+        message = f"strategy local trains on one device, and this is {len(devices)}"
+        yield context.problem(path, message, f"use one, such as {_spell(devices[0])}")
+
+
+def _spell(device: Device) -> str:
+    return str(device) if device.kind == "cpu" else str(device.index)
+
+
+@rule("pipeline", "algorithm", "data.domains", "devices")
+def _devices_are_of_roles_that_work(context: Context) -> Findings:
+    recipe = context.recipe
+    distils = recipe.needs("teacher") or recipe.needs("teacher_top")
+    for role, is_needed, reason, fix in (
+        ("reference", recipe.needs("reference"), "nothing looks at a reference", "add a KL"),
+        ("critic", recipe.needs("values"), "no advantage asks for values", "use advantage gae"),
+        ("teacher", distils, "nothing is distilled", "use pipeline distill"),
+    ):
+        if getattr(recipe.devices, role) is not None and not is_needed:
+            yield context.problem(
+                f"devices.{role}", f"has no effect: {reason}", f"{fix}, or remove it"
+            )
+
+
+@rule("pipeline", "algorithm", "data.domains", "critic", "run.steps")
+def _the_critic_is_used(context: Context) -> Findings:
+    recipe = context.recipe
+    if not recipe.needs("values"):
+        if recipe.critic != CriticConfig():
+            message = "has no effect: no advantage asks for values"
+            yield context.problem("critic", message, "use advantage gae, or remove it")
+    elif recipe.critic.warmup_steps >= recipe.run.steps:
+        message = f"{recipe.critic.warmup_steps} leaves no step of {recipe.run.steps} to the policy"
+        yield context.problem("critic.warmup_steps", message, "lower it, or raise run.steps")
+
+
+@rule("pipeline", "teacher")
+def _there_is_a_teacher_to_learn_from(context: Context) -> Findings:
+    if context.recipe.teacher is not None:
+        return
+    fix = "give its folder or hub name as teacher.path"
+    if context.recipe.pipeline == "distill":
+        yield context.problem("teacher", "pipeline distill needs it", fix)
+    for path, algorithm in rl_algorithms(context, "advantage", "loss", "correction"):
+        for part, name in _taught_parts(algorithm):
+            message = f"{name} needs a teacher, and the recipe has none"
+            yield context.problem((*path, part), message, fix)
+
+
+def _taught_parts(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """(part, name) of what looks at a teacher."""
+    for part in ("advantage", "loss", "correction"):
+        section = getattr(algorithm, part)
+        asks = isinstance(section, CustomPart) and "teacher" in section.needs
+        if asks or section.name in ("opd", "distillation"):
+            yield part, section.name
+
+
+@rule("pipeline", "algorithm", "data.domains", "teacher")
+def _the_teacher_is_used(context: Context) -> Findings:
+    recipe, teacher = context.recipe, context.recipe.teacher
+    if teacher is None or recipe.needs("teacher_top"):
+        return
+    default = TeacherConfig(path=teacher.path)
+    if not recipe.needs("teacher"):
+        message = "has no effect: nothing is distilled"
+        fix = "use pipeline distill, the advantage opd or the loss distillation, or remove it"
+        yield context.problem("teacher", message, fix)
+    elif teacher.top_k != default.top_k:
+        message = f"{teacher.top_k} has no effect: only the loss distillation looks at them"
+        yield context.problem("teacher.top_k", message, "remove it")

@@ -1,0 +1,358 @@
+"""Advantages with a value per turn: step returns and GiGPO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.algorithms.objective import resolve_advantage
+from rollick.algorithms.returns import turns_of
+from rollick.algorithms.turns import (
+    gigpo,
+    gigpo_of_turns,
+    over_turns,
+    segment_returns,
+    states_of,
+    step_return,
+    turn_rewards,
+)
+from rollick.config.advantages import GigpoAdvantage, StepReturnAdvantage
+from rollick.config.algorithm import AlgorithmConfig
+from rollick.errors import DataError
+from rollick.testing.fakes import annotated, group, mask_of, masked_group
+from rollick.types import Annotations, Group, Score, StopReason
+
+exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+Step = tuple[str, float]
+"""The state before a turn, and what the turn earned."""
+STEPS = st.tuples(st.sampled_from("abc"), st.integers(-3, 3).map(float))
+
+
+def episodes(*samples: Sequence[Step] | None, uid: int = 0) -> Group:
+    """One member for each list of turns, which have two tokens each; None is one that failed."""
+    masks = ["...." + "xx." * (1 if steps is None else len(steps)) for steps in samples]
+    whole = masked_group([0 if steps is not None else None for steps in samples], *masks, uid=uid)
+    members = tuple(
+        member
+        if steps is None
+        else replace(
+            member,
+            sample=replace(member.sample, states=tuple(state for state, _ in steps)),
+            score=Score(
+                sum(reward for _, reward in steps), turns=tuple(reward for _, reward in steps)
+            ),
+        )
+        for member, steps in zip(whole.members, samples, strict=True)
+    )
+    return replace(whole, members=members)
+
+
+def by_turn(found: Any, groups: Sequence[Group]) -> list[list[list[float]]]:
+    """One value a turn; the same for all its tokens, 0 outside turns."""
+    answer: list[list[list[float]]] = []
+    for row, whole in zip(found, groups, strict=True):
+        answer.append([])
+        for value, member in zip(row, whole.members, strict=True):
+            mask_T = member.sample.loss_mask
+            value_T = np.broadcast_to(value, mask_T.shape)
+            if not member.score.ok:
+                assert not value_T.any()
+                answer[-1].append([])
+                continue
+            spans = turns_of(mask_T)
+            assert not value_T[~mask_T].any()
+            assert all(len(set(value_T[span].tolist())) == 1 for span in spans)
+            answer[-1].append([float(value_T[span.start]) for span in spans])
+    return answer
+
+
+def returns_by_loops(rewards: Sequence[float], gamma: float) -> list[float]:
+    return [
+        sum(gamma ** (later - now) * rewards[later] for later in range(now, len(rewards)))
+        for now in range(len(rewards))
+    ]
+
+
+def norm(values: list[float]) -> list[float]:
+    if len(values) < 2 or min(values) == max(values):
+        return [0.0] * len(values)
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return [(value - mean) / (std + 1e-6) for value in values]
+
+
+def test_a_turns_return_is_discounted_between_turns_and_never_inside_one():
+    assert segment_returns([1, 0, 4], gamma=0.5) == [2, 2, 4]
+    assert segment_returns([], gamma=0.5) == []
+    values = over_turns([2, 2, 4], mask_of(".xx.x..xxx"))
+    assert values.tolist() == [0, 2, 2, 0, 2, 0, 0, 4, 4, 4]
+
+
+def test_step_return_of_a_group_by_hand():
+    whole = episodes([("a", 1), ("b", 0), ("c", 4)], None, [("a", -2)])
+    found = step_return([whole], StepReturnAdvantage(gamma=0.5, whiten=False))
+    assert by_turn(found, [whole]) == [[[2, 2, 4], [], [-2]]]
+
+
+def test_step_returns_are_whitened_over_the_turns_of_the_batch_each_counted_once():
+    # returns 1, 1 and -2 of one group and 4 of the other: mean 1, squares 9 + 9 over n - 1 = 3
+    batch = [episodes([("a", 0), ("b", 1)], [("a", -2)]), episodes([("a", 4)], None, uid=1)]
+    found = by_turn(step_return(batch, StepReturnAdvantage()), batch)
+    std = math.sqrt(18 / 3) + 1e-6
+    assert found[0] == [pytest.approx([0, 0]), pytest.approx([-3 / std])]
+    assert found[1] == [pytest.approx([3 / std]), []]
+
+
+def test_a_score_without_turns_belongs_to_the_last_one_and_a_penalty_to_its_own():
+    whole = masked_group([5], "....xx.x")
+    assert turn_rewards(whole.members[0]) == [0, 5]
+    said = Annotations(penalty=np.array([math.inf, 0, 0, 0, 1, 1, math.nan, 0]))
+    taxed = annotated(masked_group([3], "....xx.x"), said)
+    assert turn_rewards(taxed.members[0]) == [-2, 5]
+
+
+@exhaustive
+@given(rewards=st.lists(st.floats(-5, 5), max_size=6), gamma=st.sampled_from([0.0, 0.5, 1.0]))
+def test_turn_returns_agree_with_a_plain_loop(rewards: list[float], gamma: float):
+    expected = returns_by_loops(rewards, gamma)
+    assert segment_returns(rewards, gamma=gamma) == pytest.approx(expected, abs=1e-12)
+
+
+@exhaustive
+@given(
+    batch=st.lists(
+        st.lists(st.none() | st.lists(STEPS, min_size=1, max_size=4), min_size=1, max_size=3),
+        max_size=3,
+    ),
+    gamma=st.sampled_from([0.0, 0.5, 1.0]),
+    whiten=st.booleans(),
+)
+def test_step_returns_of_groups_agree_with_plain_loops(
+    batch: list[list[list[Step] | None]], gamma: float, whiten: bool
+):
+    groups = [episodes(*samples, uid=uid) for uid, samples in enumerate(batch)]
+    options = StepReturnAdvantage(gamma=gamma, whiten=whiten)
+    expected = [
+        [returns_by_loops([r for _, r in steps], gamma) if steps else [] for steps in samples]
+        for samples in batch
+    ]
+    if whiten:
+        flat = iter(norm([x for samples in expected for of in samples for x in of]))
+        expected = [[[next(flat) for _ in of] for of in samples] for samples in expected]
+    found = by_turn(step_return(groups, options), groups)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == [pytest.approx(values, abs=1e-9) for values in wanted]
+
+
+@pytest.mark.parametrize("advantage", ["step_return", "segment_return", "gigpo"])
+@pytest.mark.parametrize(
+    "whole",
+    [
+        episodes([("a", 5)]),
+        episodes([("a", 0.1)], [("a", 0.1)], [("a", 0.1)]),
+        episodes(None, None),
+        masked_group([1, 1], "....x", "....x"),
+        masked_group([1, 2], "....", "...."),
+    ],
+    ids=["group of one", "equal", "failed", "one token", "empty mask"],
+)
+def test_without_anything_to_compare_all_is_exactly_zero(advantage: str, whole: Group):
+    found = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))([whole])
+    assert all(not np.asarray(value).any() for value in found[0])
+    cut = tuple(replace(m, sample=replace(m.sample, stop=StopReason.LENGTH)) for m in whole.members)
+    truncated = replace(whole, members=cut)
+    found = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))([truncated])
+    assert all(not np.asarray(value).any() for value in found[0])
+
+
+def test_a_wrong_number_of_turns_is_refused():
+    with pytest.raises(DataError, match="3 values for the 2 turns"):
+        over_turns([1, 2, 3], mask_of("x.x"))
+
+
+def test_gigpo_by_hand():
+    # Episode returns 1 and 0. "door" is met by both with step returns 0.5 and 0; the other
+    # states once each, so they have nothing to be compared with.
+    found = gigpo_of_turns(
+        [[0, 1], [0, 0]], [["door", "hall"], ["door", "cellar"]], gamma=0.5, step_weight=2
+    )
+    one, half = 0.5 / (math.sqrt(0.5) + 1e-6), 0.25 / (math.sqrt(0.125) + 1e-6)
+    assert found[0] == pytest.approx([one + 2 * half, one])
+    assert found[1] == pytest.approx([-one - 2 * half, -one])
+
+
+@exhaustive
+@given(
+    steps=st.lists(
+        st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3)), max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_gigpo_agrees_with_plain_loops(steps: list[list[tuple[str, int]]]):
+    rewards = [[float(reward) for _, reward in sample] for sample in steps]
+    states = [[state for state, _ in sample] for sample in steps]
+    found = gigpo_of_turns(rewards, states, gamma=0.5, episode_weight=0.5, step_weight=2)
+    episodes = norm([sum(of) for of in rewards])
+    returns = [returns_by_loops(of, 0.5) for of in rewards]
+    for sample, of_sample in enumerate(states):
+        for turn, state in enumerate(of_sample):
+            alike = [
+                (s, t)
+                for s, of in enumerate(states)
+                for t, other in enumerate(of)
+                if other == state
+            ]
+            step = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            expected = 0.5 * episodes[sample] + 2 * step
+            assert found[sample][turn] == pytest.approx(expected, abs=1e-9)
+
+
+def test_equal_states_of_different_tasks_are_not_compared():
+    # The same two keys in another task, with other returns: nothing of the first task changes.
+    states = [["start"], ["start"]]
+    alone = gigpo_of_turns([[1.0], [0.0]], states, gamma=1)
+    other = gigpo_of_turns([[100.0], [50.0]], states, gamma=1)
+    merged = gigpo_of_turns([[1.0], [0.0], [100.0], [50.0]], states * 2, gamma=1)
+    assert alone[0][0] > 0 > alone[1][0]
+    assert alone[0] == pytest.approx(other[0], rel=1e-4)
+    assert merged[0][0] < 0  # what the mistake would look like
+
+
+@pytest.mark.parametrize(
+    ("rewards", "states"),
+    [([[1.0, 2.0]], [["a", "b"]]), ([[1.0], [1.0]], [["a"], ["a"]]), ([[], []], [[], []])],
+    ids=["group of one", "equal", "no turns"],
+)
+def test_gigpo_without_anything_to_compare_is_exactly_zero(
+    rewards: list[list[float]], states: list[list[str]]
+):
+    assert gigpo_of_turns(rewards, states, gamma=1) == [[0.0] * len(of) for of in rewards]
+
+
+def test_gigpo_refuses_states_that_do_not_fit_the_rewards():
+    with pytest.raises(DataError, match="one state for each reward"):
+        gigpo_of_turns([[1.0, 2.0]], [["a"]], gamma=1)
+
+
+def test_gigpo_of_a_group_by_hand():
+    # as in test_gigpo_by_hand, with a failed member, and another task with the same states
+    whole = episodes([("door", 0), ("hall", 1)], None, [("door", 0), ("cellar", 0)])
+    other = episodes([("door", 100), ("hall", 0)], [("door", 50)], uid=1)
+    options = GigpoAdvantage(gamma=0.5, step_weight=2)
+    found = by_turn(gigpo([whole, other], options), [whole, other])
+    one, half = 0.5 / (math.sqrt(0.5) + 1e-6), 0.25 / (math.sqrt(0.125) + 1e-6)
+    assert found[0][0] == pytest.approx([one + 2 * half, one])
+    assert found[0][1] == []
+    assert found[0][2] == pytest.approx([-one - 2 * half, -one])
+    assert by_turn(gigpo([whole], options), [whole]) == found[:1]
+
+
+@exhaustive
+@given(
+    samples=st.lists(st.none() | st.lists(STEPS, max_size=4), min_size=1, max_size=4),
+    episode=st.sampled_from([0.0, 0.5]),
+    step=st.sampled_from([0.0, 2.0]),
+)
+def test_gigpo_of_groups_agrees_with_plain_loops(
+    samples: list[list[Step] | None], episode: float, step: float
+):
+    whole = episodes(*samples)
+    options = GigpoAdvantage(gamma=0.5, episode_weight=episode, step_weight=step)
+    judged = [steps for steps in samples if steps is not None]
+    totals = norm([sum(reward for _, reward in steps) for steps in judged])
+    returns = [returns_by_loops([reward for _, reward in steps], 0.5) for steps in judged]
+    expected: list[list[float]] = []
+    for sample, steps in enumerate(judged):
+        expected.append([])
+        for turn, (state, _) in enumerate(steps):
+            alike = [
+                (s, t)
+                for s, other in enumerate(judged)
+                for t, (key, _) in enumerate(other)
+                if key == state
+            ]
+            compared = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            expected[-1].append(episode * totals[sample] + step * compared)
+    known = iter(expected)
+    wanted = [[] if steps is None else next(known) for steps in samples]
+    [found] = by_turn(gigpo([whole], options), [whole])
+    assert found == [pytest.approx(values, abs=1e-9) for values in wanted]
+
+
+@exhaustive
+@given(
+    samples=st.lists(st.lists(STEPS, min_size=2, max_size=2), min_size=2, max_size=4),
+    shift=st.integers(-4, 4),
+    factor=st.sampled_from([0.25, 4.0]),
+)
+def test_gigpo_of_equally_long_episodes_does_not_depend_on_shift_and_scale(
+    samples: list[list[Step]], shift: int, factor: float
+):
+    def found(factor: float, shift: float) -> list[float]:
+        # A turn's return is shifted by as much as all others from its state only if the number of
+        # turns after it is the same: states carry their turn.
+        whole = episodes(
+            *(
+                [(f"{state}{turn}", reward * factor + shift) for turn, (state, reward) in steps]
+                for steps in map(enumerate, samples)
+            )
+        )
+        [rows] = by_turn(gigpo([whole], GigpoAdvantage(epsilon=1e-12)), [whole])
+        return [value for turns in rows for value in turns]
+
+    plain = found(1, 0)
+    assert found(factor, shift) == pytest.approx(plain, abs=1e-6)
+    by_group = np.array(plain).reshape(-1, 2)
+    assert by_group.sum(0).tolist() == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_a_sample_of_one_turn_begins_in_the_state_that_its_prompt_describes():
+    whole = group([1, 0])
+    assert states_of(whole.members[0]) == states_of(whole.members[1]) == ("toy/0",)
+    options = GigpoAdvantage(step_weight=3)
+    found = by_turn(gigpo([whole], options), [whole])
+    one = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert found[0] == [pytest.approx([4 * one]), pytest.approx([-4 * one])]
+
+
+@pytest.mark.parametrize(
+    ("states", "message"), [((), "2 turns and 0 states"), (("a",) * 3, "2 turns and 3 states")]
+)
+def test_gigpo_says_which_sample_has_no_states(states: tuple[str, ...], message: str):
+    whole = masked_group([1], "....x.x")
+    [member] = whole.members
+    member = replace(member, sample=replace(member.sample, states=states))
+    with pytest.raises(DataError, match=rf"sample g0.0 has {message}"):
+        gigpo([replace(whole, members=(member,))], GigpoAdvantage())
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "value"),
+    [
+        ("step_return", "gamma", 0.5),
+        ("step_return", "whiten", False),
+        ("step_return", "epsilon", 5.0),
+        ("gigpo", "gamma", 0.5),
+        ("gigpo", "episode_weight", 0.5),
+        ("gigpo", "step_weight", 0.5),
+        ("gigpo", "epsilon", 5.0),
+    ],
+)
+def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
+    part: str, option: str, value: object
+):
+    batch = [episodes([("a", 1), ("b", 1), ("c", 0)], [("a", 2)], [("b", 0), ("a", 3)])]
+
+    def first(**options: object) -> object:
+        config = AlgorithmConfig.model_validate({"advantage": {"name": part, **options}})
+        return by_turn(resolve_advantage(config)(batch), batch)
+
+    assert first() != first(**{option: value})

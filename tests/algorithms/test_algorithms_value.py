@@ -1,0 +1,100 @@
+"""The loss of a critic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.algorithms.value import ValueInputs, value
+from rollick.config.losses import ValueLoss
+from rollick.config.names import resolve
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def inputs(values: list[float], *, old: list[float], returns: list[float]) -> ValueInputs:
+    ones_T = torch.ones(len(values), dtype=torch.float64)
+    return ValueInputs(doubles(*values).requires_grad_(), doubles(*old), doubles(*returns), ones_T)
+
+
+def random_inputs(seed: int, tokens: int = 12) -> ValueInputs:
+    draw = torch.Generator().manual_seed(seed)
+    values, old, returns = torch.randn(3, tokens, generator=draw, dtype=torch.float64).tolist()
+    return inputs(values, old=old, returns=returns)
+
+
+def gradient_of(at: ValueInputs, options: ValueLoss) -> list[float]:
+    [gradient] = torch.autograd.grad(value(at, options).loss_T.sum(), at.values_T)
+    return gradient.tolist()
+
+
+def test_it_is_reachable_by_name():
+    assert resolve("value_losses", ValueLoss().name) is value
+
+
+def test_the_value_loss_by_hand():
+    # V_old 0, clip 0.2: inside; beyond and right (no gradient); beyond and wrong
+    at = inputs([0.1, 1.0, -1.0], old=[0, 0, 0], returns=[1, 1, 1])
+    loss = value(at, ValueLoss(clip=0.2))
+    assert loss.loss_T.tolist() == pytest.approx([0.81 / 2, 0.64 / 2, 4 / 2])
+    assert gradient_of(at, ValueLoss(clip=0.2)) == pytest.approx([-0.9, 0, -2])
+    sums = {name: total.item() for name, total in loss.sums.items()}
+    assert sums == pytest.approx(
+        {"value_error": 0.81 + 0 + 4, "value_clip_share": 1, "value": 0.1, "return": 3}
+    )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(*[st.floats(-5, 5)] * 3, st.floats(0.01, 2))
+def test_the_value_loss_is_the_formula_and_never_below_the_plain_square(
+    v: float, old: float, r: float, clip: float
+):
+    loss = value(inputs([v], old=[old], returns=[r]), ValueLoss(clip=clip)).loss_T.item()
+    near = min(max(v, old - clip), old + clip)
+    assert loss == pytest.approx(max((v - r) ** 2, (near - r) ** 2) / 2)
+    assert loss >= (v - r) ** 2 / 2 - 1e-12
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.integers(0, 500), st.floats(0.01, 1), st.floats(0.01, 1))
+def test_a_wider_clip_never_raises_the_loss(seed: int, first: float, second: float):
+    at, (narrow, wide) = random_inputs(seed), sorted((first, second))
+    tight, loose = (value(at, ValueLoss(clip=clip)).loss_T for clip in (narrow, wide))
+    assert (loose <= tight + 1e-12).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gradient_of_the_value_loss_is_right(seed: int):
+    at = random_inputs(seed)
+
+    def loss(values_T: torch.Tensor) -> torch.Tensor:
+        return value(replace(at, values_T=values_T), ValueLoss()).loss_T
+
+    assert torch.autograd.gradcheck(loss, (at.values_T,))
+
+
+def test_a_value_that_is_its_return_has_neither_loss_nor_gradient():
+    at = inputs([0.5], old=[0.5], returns=[0.5])
+    assert value(at, ValueLoss()).loss_T.tolist() == [0]
+    assert gradient_of(at, ValueLoss()) == [0]
+
+
+def test_no_tokens_give_nothing():
+    loss = value(random_inputs(0, tokens=0), ValueLoss())
+    assert loss.loss_T.shape == (0,)
+    assert all(total.item() == 0 for total in loss.sums.values())
+
+
+@pytest.mark.parametrize("v", [-1e6, 0.0, 1e6])
+@pytest.mark.parametrize("r", [-1e6, 0.0, 1e6])
+def test_values_far_from_their_returns_are_finite(v: float, r: float):
+    at = inputs([v], old=[0], returns=[r])
+    assert math.isfinite(value(at, ValueLoss()).loss_T.item())
+    assert math.isfinite(gradient_of(at, ValueLoss())[0])

@@ -1,0 +1,95 @@
+"""Recipes that are right, beside each rule that refuses the wrong ones (bad_recipes.txt)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.config.check import check_recipe
+from rollick.config.load import recipe_from_dict
+
+SUMS = {"source": "object:rows", "rewards": ["exact_match"]}
+TEACHER = {"path": "big"}
+OPD = {"advantage": "opd"}
+LATE = {"max_staleness": 1}
+
+
+def problems(**sections: Any) -> list[str]:
+    data = sections.pop("data", {"domains": {"sums": SUMS}})
+    recipe = {"model": {"path": "tiny"}, "data": data, **sections}
+    loaded = recipe_from_dict(recipe, objects={"rows"}, base=Path.cwd())
+    return [str(problem) for problem in check_recipe(loaded, objects={"rows"})]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"kl": {"coefficient": 0.1, "form": "k1", "place": "reward"}}},
+        {"algorithm": {"kl": {"coefficient": 0.1, "form": "k2", "max_ratio": 2}}},
+        {"algorithm": {"kl": {"coefficient": 0.1, "controller": "adaptive", "target": 0.1}}},
+        {"algorithm": {"advantage": "gdpo", "shaping": {"difficulty": [0.1, 0.9]}}},
+        {"algorithm": {"shaping": {"length_limit": "max_tokens", "length_weight": 2}}},
+        {"algorithm": "ppo", "critic": {"warmup_steps": 5}, "devices": {"critic": "cpu"}},
+        {
+            "algorithm": {"advantage": "reinforce"},
+            "rollout": {"group_size": 1, "drop_no_signal": False},
+        },
+        {"algorithm": {"kl": {"coefficient": 0.1}}, "devices": {"reference": "cpu"}},
+    ],
+    ids=str,
+)
+def test_settings_that_have_an_effect_are_taken(sections: dict[str, Any]) -> None:
+    assert problems(**sections) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train"),
+    [
+        ({"loss": "ppo"}, {}),
+        ({"loss": "ppo", "correction": "opsm"}, {}),
+        ({"loss": "ppo", "correction": {"name": "decoupled", "old": "interpolated"}}, {}),
+        ({"loss": "ppo", "correction": "decoupled"}, {"minibatches": 2}),
+        ({"loss": "ppo", "correction": "none"}, {"epochs": 2}),
+        ({"loss": "dppo_tv", "correction": "none"}, {}),
+    ],
+    ids=str,
+)
+def test_stale_tokens_are_trained_on_where_something_bounds_them(
+    algorithm: dict[str, Any], train: dict[str, Any]
+) -> None:
+    assert problems(algorithm=algorithm, train=train, rollout=LATE) == []
+
+
+def test_without_staleness_the_ratio_to_the_old_policy_needs_no_bound() -> None:
+    assert problems(algorithm={"loss": "ppo", "correction": "token_tis"}) == []
+
+
+def test_a_domain_that_learns_from_a_teacher_alone_needs_no_reward() -> None:
+    domains = {"sums": SUMS, "taught": {"source": "object:rows", "algorithm": OPD}}
+    rollout = {"drop_no_signal": False}
+    assert problems(data={"domains": domains}, rollout=rollout, teacher=TEACHER) == []
+
+
+def test_an_algorithm_that_no_domain_uses_is_not_judged() -> None:
+    own = {**SUMS, "algorithm": {"advantage": "reinforce"}}
+    rollout = {"group_size": 1, "drop_no_signal": False}
+    assert problems(data={"domains": {"sums": own}}, rollout=rollout) == []
+
+
+@pytest.mark.parametrize("loss", ["dpo", {"name": "ipo", "beta": 0.5}])
+def test_pairs_are_learned_from_by_dpo_and_ipo(loss: Any) -> None:
+    pairs = {"source": "object:rows", "chosen": "good", "rejected": "bad"}
+    devices = {"reference": "cpu"}
+    data = {"domains": {"pairs": pairs}}
+    assert problems(pipeline="dpo", data=data, algorithm={"loss": loss}, devices=devices) == []
+    assert problems(pipeline="dpo", data=data) == []
+
+
+def test_completions_are_distilled_on_by_any_divergence() -> None:
+    data = {"domains": {"sums": {"source": "object:rows", "completion": "answer"}}}
+    loss = {"name": "distillation", "divergence": "skewed_reverse", "skew": 0.2}
+    sections = {"algorithm": {"loss": loss, "aggregation": "fixed_length"}, "teacher": TEACHER}
+    assert problems(pipeline="distill", data=data, **sections) == []
+    assert problems(pipeline="distill", data=data, teacher={**TEACHER, "top_k": 8}) == []

@@ -1,0 +1,175 @@
+"""DPO and IPO over a tiny model: pairs of given answers, a frozen reference, no rollout."""
+
+import json
+from collections.abc import Callable
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rollick.algorithms.aggregation import prompt_mean
+from rollick.config.load import LoadedRecipe
+from rollick.data.chat import ChatCodec
+from rollick.data.collate import examples_to_batch
+from rollick.errors import DataError
+from rollick.models.load import load_tokenizer
+from rollick.observe.metrics import is_documented, read_metrics
+from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.run import run_recipe
+from rollick.train.local import LocalStrategy
+from rollick.types import Turn
+
+Toy = Callable[..., LoadedRecipe]
+LETTERS = "abcdefgh"
+# Each answer is good for one prompt and bad for another, so that the prompt has to be looked at.
+ROWS = [
+    {"prompt": f"say {own}", "good": own * 2, "bad": other * 2}
+    for own, other in zip(LETTERS, LETTERS[1:] + LETTERS[:1], strict=True)
+]
+PAIRS = {"source": "object:rows", "chosen": "good", "rejected": "bad"}
+SWAPPED = {"source": "object:rows", "chosen": "bad", "rejected": "good"}
+
+
+def recipe_of(toy: Toy, *overrides: str, **options: Any) -> LoadedRecipe:
+    data = options.pop("data", {"domains": {"letters": PAIRS}})
+    return toy(
+        "run.deterministic=true",
+        "train.optimizer.lr=2e-3",
+        "train.batch_size=8",
+        *overrides,
+        pipeline="dpo",
+        data=data,
+        rollout={},
+        **options,
+    )
+
+
+def run(loaded: LoadedRecipe, *, resume: bool = False, rows: Any = ROWS) -> RunResult:
+    rewards = {"reward": lambda completion: float(len(completion) > 1)}
+    return run_recipe(
+        loaded, objects=RunObjects(prompts={"rows": rows}, rewards=rewards), resume=resume
+    )
+
+
+def figures(result: RunResult) -> list[dict[str, float]]:
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def learner_of(result: RunResult) -> Path:
+    return sorted((result.folder / "checkpoints").glob("step-*"))[-1] / "learner"
+
+
+def margins(loaded: LoadedRecipe, result: RunResult) -> npt.NDArray[np.float64]:
+    """How much more the trained model prefers "good" to "bad" than the start model does, by row."""
+    codec = ChatCodec(load_tokenizer(loaded.recipe.model), "chat")
+    batch = examples_to_batch(
+        [
+            [
+                codec.encode_example([Turn("user", row["prompt"])], row[key])
+                for key in ("good", "bad")
+            ]
+            for row in ROWS
+        ],
+        aggregation=prompt_mean,
+        max_tokens=3,
+    )
+    strategy = LocalStrategy(loaded.recipe)
+    before_N = strategy.logprobs(batch)
+    strategy.load(learner_of(result))
+    gained_N = (strategy.logprobs(batch) - before_N) * batch.advantages_N
+    return np.bincount(np.repeat(batch.group_B, batch.lengths_B), weights=gained_N)
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy) -> RunResult:
+    return run(recipe_of(toy, steps=20))
+
+
+def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult) -> None:
+    first, last = figures(whole)[0], figures(whole)[-1]
+    # The policy starts as its own reference: every margin is 0.
+    assert first["train/mean/margin"] == first["train/mean/preferred"] == 0
+    assert first["train/loss"] == pytest.approx(log(2))
+    assert last["train/mean/preferred"] > 0.9
+    assert last["train/loss"] < 0.5 * first["train/loss"]
+    assert (margins(recipe_of(toy), whole) > 0).mean() > 0.9
+
+
+def test_swapped_labels_push_the_other_way(toy: Toy) -> None:
+    loaded = recipe_of(toy, steps=20, data={"domains": {"letters": SWAPPED}})
+    result = run(loaded)
+    assert figures(result)[-1]["train/mean/preferred"] > 0.9
+    assert (margins(loaded, result) < 0).mean() > 0.9
+
+
+def test_ipo_brings_the_margin_to_the_one_that_it_asks_for(toy: Toy) -> None:
+    loaded = recipe_of(toy, algorithm={"loss": {"name": "ipo", "beta": 0.25}}, steps=40)
+    result = run(loaded)
+    assert margins(loaded, result) == pytest.approx(np.full(8, 1 / (2 * 0.25)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "deterministic", "share_prefix"),
+    [(30, "true", "true"), (30, "false", "false"), (10, "false", "true")],
+)
+def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
+    toy: Toy, whole: RunResult, tokens: int, deterministic: str, share_prefix: str
+) -> None:
+    """There is room for three answers, or for less than two. An answer that is cut off from its
+    pair would have another margin."""
+    options = [
+        f"train.tokens_per_microbatch={tokens}",
+        f"run.deterministic={deterministic}",
+        f"train.share_prefix={share_prefix}",
+    ]
+    small = figures(run(recipe_of(toy, *options, steps=3)))
+    for row, other in zip(small, figures(whole)[:3], strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
+        assert row["train/mean/margin"] == pytest.approx(other["train/mean/margin"], rel=1e-3)
+    assert small[2]["train/mean/margin"] > 0.5
+
+
+def test_minibatches_are_made_of_whole_pairs(toy: Toy) -> None:
+    result = run(recipe_of(toy, "train.minibatches=3", "train.epochs=2", steps=4))
+    assert figures(result)[-1]["train/mean/preferred"] > 0.5
+    assert figures(result)[0]["train/tokens"] == 2 * 8 * 6
+
+
+def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy) -> None:
+    through = run(recipe_of(toy, steps=4, name="dpo_through"))
+    run(recipe_of(toy, steps=2, name="dpo_halved"))
+    halved = run(recipe_of(toy, steps=4, name="dpo_halved"), resume=True)
+    assert figures(halved) == figures(through)
+    assert contents(learner_of(halved)) == contents(learner_of(through))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_metric_is_documented(whole: RunResult) -> None:
+    logged = {name for row in read_metrics(whole.folder / "metrics.jsonl") for name in row}
+    assert {name for name in logged - {"step"} if not is_documented(name)} == set()
+
+
+def test_it_validates_by_generating(toy: Toy) -> None:
+    held_out = {"source": "object:rows", "rewards": ["object:reward"]}
+    data = {"domains": {"letters": PAIRS}, "validation": {"held_out": held_out}}
+    options = ["evaluate.every=2", "evaluate.at_end=true", "evaluate.at_start=true"]
+    result = run(recipe_of(toy, *options, steps=3, data=data))
+    rows = figures(result)
+    assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2, 3]
+    kept = (result.folder / "validation.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [0] * 8 + [2] * 8 + [3] * 8
+
+
+def test_a_row_without_a_preference_is_left_out(toy: Toy) -> None:
+    alike = {"prompt": "say a", "good": "a", "bad": "a"}
+    with pytest.raises(DataError, match=r"1 of the 9 rows.*1 no_preference"):
+        run(recipe_of(toy, steps=1), rows=[*ROWS, alike])
+    loaded = recipe_of(toy, "data.max_bad_rows=0.2", steps=1)
+    assert run(loaded, rows=[*ROWS, alike]).step == 1
