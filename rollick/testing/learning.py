@@ -131,8 +131,8 @@ one makes a full step of the first stale sample that differs.
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"critic": {"optimizer": FAST}},
-    # Its length penalty falls on every answer that does not stop: room to stop, time to learn it.
-    "dapo": {"sampling": {"max_tokens": 8}, "steps": 80},
+    # Its length penalty falls on every answer that runs to the limit: room to stop before it.
+    "dapo": {"sampling": {"max_tokens": 20}, "steps": 50},
 }
 """What a preset needs beside the toy's own settings."""
 

@@ -121,11 +121,7 @@ def _gradients(loss: Loss, inputs: LossInputs, options: Any) -> list[torch.Tenso
     leaves = [inputs.logprobs_T, inputs.student_TK, inputs.entropy_T]
     known = [leaf for leaf in leaves if leaf is not None]
     assert total.requires_grad, "the loss has no gradient: it must look at logprobs_T"
-    found: Sequence[Any] = torch.autograd.grad(total, known, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for leaf, gradient in zip(known, found, strict=True)
-    ]
+    return list(torch.autograd.grad(total, known, allow_unused=True, materialize_grads=True))
 
 
 def random_groups() -> list[Group]:

@@ -1,0 +1,142 @@
+"""How long one step of the native engine takes, by what is in it: records and a fitted model.
+
+    python benchmarks/engine_steps.py [--device cpu] [--shape tiny] [--out steps.jsonl]
+
+Sequences of log-normal length run until the last one has ended, so the batch goes from full to
+one. Each step is recorded with its batch, the tokens in its cache, the tokens it prefilled, and its
+seconds; benchmarks/scheduler.py takes its engine from a fit of such records.
+Weights are random: speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from engine_native import SHAPES, make_model
+
+from rollick.config.schema import InferConfig
+from rollick.infer.native.engine import NativeEngine
+from rollick.infer.native.runner import Runner, Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.load import empty_model, share_parameters
+from rollick.types import Request, SampleId, Sampling, frozen_array
+
+PROMPT_TOKENS = 128
+GROUP_SIZE = 8
+MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine."""
+
+    batch: int
+    kv_tokens: int
+    prefill_tokens: int
+    seconds: float
+
+
+def recording(runner: Runner, steps: list[Step]) -> None:
+    """Let the runner note each of its steps."""
+    plain = runner.step
+
+    def step():
+        prefilled, begun = runner.prefilled_tokens, perf_counter()
+        finished = plain()
+        seconds = perf_counter() - begun
+        batch = runner.rows.count
+        kv_tokens = int(runner.rows.length[:batch].sum())
+        steps.append(Step(batch, kv_tokens, runner.prefilled_tokens - prefilled, seconds))
+        return finished
+
+    runner.step = step
+
+
+async def record(shape_name: str, sequences: int, *, median: int, device: str) -> list[Step]:
+    shape = SHAPES[shape_name]
+    model = make_model(shape, device=device)
+    if device != "cpu":
+        model = model.to(torch.bfloat16)
+    module = empty_model(model.config, attention=CACHED)
+    share_parameters(module, model)
+    infer = InferConfig(slots=sequences, max_length=MAX_LENGTH)
+    engine = NativeEngine.around(
+        module, infer, device=device, deterministic=False, shared=True, stops=Stops(())
+    )
+    random = np.random.default_rng(0)
+    lengths = np.exp(np.log(median) + 0.9 * random.standard_normal(sequences)).astype(int)
+    lengths = np.clip(lengths, 4, MAX_LENGTH - PROMPT_TOKENS - 1)
+    groups = -(-sequences // GROUP_SIZE)
+    prompts = random.integers(1, shape.vocabulary, (groups, PROMPT_TOKENS)).astype(np.int32)
+
+    async def run(count: int, limit: int) -> None:
+        requests = [
+            Request(
+                SampleId(number // GROUP_SIZE, number % GROUP_SIZE),
+                frozen_array(prompts[number // GROUP_SIZE], np.int32),
+                Sampling(max_tokens=min(int(lengths[number]), limit)),
+                stream=number,
+            )
+            for number in range(count)
+        ]
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    await run(sequences, 4)
+    steps: list[Step] = []
+    recording(engine.runner, steps)
+    await run(sequences, MAX_LENGTH)
+    await engine.close()
+    return steps
+
+
+def fit(steps: list[Step]) -> dict[str, float]:
+    """Least squares of relative errors; terms that come out negative are left out one by one."""
+    names = ["base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s"]
+    table = np.array([[1.0, s.batch, s.kv_tokens, s.prefill_tokens] for s in steps])
+    seconds = np.array([s.seconds for s in steps])
+    kept = list(range(4))
+    while True:
+        found = np.linalg.lstsq(table[:, kept] / seconds[:, None], np.ones(len(steps)), rcond=None)
+        if (found[0] >= 0).all():
+            break
+        del kept[int(np.argmin(found[0]))]
+    values = dict.fromkeys(names, 0.0) | {
+        names[place]: float(value) for place, value in zip(kept, found[0], strict=True)
+    }
+    predicted = table @ np.array([values[name] for name in names])
+    errors = np.abs(predicted / seconds - 1)
+    total = float(predicted.sum() / seconds.sum() - 1)
+    return values | {"median_error": float(np.median(errors)), "total_error": total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--median", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    steps: list[Step] = []
+    for sequences in options.sequences:
+        steps += asyncio.run(
+            record(options.shape, sequences, median=options.median, device=options.device)
+        )
+    if options.out:
+        lines = [json.dumps(asdict(step)) for step in steps]
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    facts = {"device": options.device, "shape": options.shape, "steps": len(steps), **fit(steps)}
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()
