@@ -140,14 +140,14 @@ def run_demo(
     console.print(f"making a tiny model, warming it up on {WARM_UP} examples of each task")
     model = save_tiny(home / "model", seed=seed, alphabet=ALPHABET, **MODEL)
     warm = run_recipe(
-        recipe_from_dict(_warm_up(model, home, seed), objects=DOMAINS),
+        recipe_from_dict(warm_up_recipe(model, home, seed), objects=DOMAINS),
         objects=RunObjects(prompts=tasks.warm_up),
     )
     policy = export_run(warm.folder, home / "warm")
     console.print("reinforcement learning on Ray")
-    objects = _objects(tasks)
+    objects = run_objects(tasks)
     run = run_recipe(
-        recipe_from_dict(_rl(policy, home, seed, control=control), objects=objects.names),
+        recipe_from_dict(rl_recipe(policy, home, seed, control=control), objects=objects.names),
         objects=objects,
     )
     if run.interrupted:
@@ -163,7 +163,8 @@ def run_demo(
     return result
 
 
-def _warm_up(model: Path, home: Path, seed: int) -> dict[str, Any]:
+def warm_up_recipe(model: Path, home: Path, seed: int) -> dict[str, Any]:
+    """SFT on the solved examples."""
     domains = {n: {"source": f"object:{n}", "completion": "answer"} for n in DOMAINS}
     return {
         "pipeline": "sft",
@@ -180,7 +181,8 @@ def _warm_up(model: Path, home: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def _rl(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]:
+def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]:
+    """RL on both domains, from the warmed-up policy."""
     rewards = {"letters": "object:letters_in_order", "digits": "object:largest_first"}
     return {
         "run": {"name": "rl", "folder": str(home), "steps": 120, "seed": seed, "threads": 1},
@@ -204,7 +206,8 @@ def _rl(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]
     }
 
 
-def _objects(tasks: Tasks) -> RunObjects:
+def run_objects(tasks: Tasks) -> RunObjects:
+    """The prompts and rewards that `rl_recipe` names."""
     held_out = {f"held_out_{name}": rows for name, rows in tasks.held_out.items()}
     return RunObjects(
         prompts={**tasks.training, **held_out},

@@ -1,0 +1,148 @@
+"""Synchronous against asynchronous, for real: the demo's task on Ray, the same work and cores.
+
+    python benchmarks/async_demo.py [--json] [--seeds 0 1 2] [--steps 120] [--latency 0.3]
+
+Learner and engine are two processes with one thread each, and every score takes `latency` seconds
+longer than the reward itself, as a judge over the network would. The only difference is
+rollout.max_staleness. Each pair of runs starts from the same warmed-up model; both make the same
+number of updates on the same number of samples (asserted). The score is that of held-out prompts,
+greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rollick.config.load import recipe_from_dict
+from rollick.observe.metrics import read_metrics
+from rollick.pipelines.base import RunObjects, open_session
+from rollick.pipelines.inspect import export_run
+from rollick.pipelines.rlvr import open_pipeline
+from rollick.pipelines.run import run_recipe
+from rollick.testing import demo
+from rollick.testing.tiny import save_tiny
+from rollick.types import Sample, Score
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its wall-clock without start and validation, and how well it ended."""
+
+    seed: int
+    staleness: float
+    seconds: float
+    step_seconds: float
+    samples: float
+    score: float
+    age_max: float
+    curve: list[float]
+
+
+def warm_model(seed: int, home: Path, tasks: demo.Tasks) -> Path:
+    model = save_tiny(home / "model", seed=seed, alphabet=demo.ALPHABET, **demo.MODEL)
+    recipe = demo.warm_up_recipe(model, home, seed)
+    warm = run_recipe(
+        recipe_from_dict(recipe, objects=demo.DOMAINS), objects=RunObjects(prompts=tasks.warm_up)
+    )
+    return export_run(warm.folder, home / "warm")
+
+
+def rl_recipe(
+    policy: Path, home: Path, *, seed: int, staleness: float, steps: int
+) -> dict[str, Any]:
+    recipe = demo.rl_recipe(policy, home, seed, control=False)
+    recipe["run"] |= {"name": f"staleness-{staleness:g}", "steps": steps}
+    recipe["rollout"] |= {"max_staleness": staleness}
+    recipe["devices"] = {"policy": "cpu:0", "generators": "cpu:1"}
+    recipe["evaluate"] = {"every": 0, "at_end": True}
+    recipe["observe"] = {"sinks": [], "live": "off"}
+    return recipe
+
+
+async def train(recipe: dict[str, Any], objects: RunObjects, *, latency: float) -> Path:
+    loaded = recipe_from_dict(recipe, objects=objects.names)
+    async with open_session(loaded, objects=objects) as session:
+        plain = session.score
+
+        async def slow_score(sample: Sample) -> Score:
+            score = await plain(sample)
+            await asyncio.sleep(latency)
+            return score
+
+        session.score = slow_score
+        async with open_pipeline(session) as pipeline:
+            result = await pipeline.run()
+    return result.folder
+
+
+def measure(folder: Path, *, seed: int, staleness: float) -> Run:
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "rollout/samples" in row]
+    seconds = [row["time/step"] - row.get("time/validate", 0.0) for row in rows]
+    return Run(
+        seed=seed,
+        staleness=staleness,
+        seconds=sum(seconds),
+        step_seconds=sorted(seconds)[len(seconds) // 2],
+        samples=sum(row["rollout/samples"] for row in rows),
+        score=rows[-1]["eval/pass@1"],
+        age_max=max(row["rollout/age_max"] for row in rows),
+        curve=[row["score/trained"] for row in rows],
+    )
+
+
+def compare(seed: int, *, steps: int, latency: float, staleness: float) -> tuple[Run, Run]:
+    tasks = demo.make_tasks(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        policy = warm_model(seed, home, tasks)
+        objects = demo.run_objects(tasks)
+        runs: list[Run] = []
+        for lag in (0.0, staleness):
+            recipe = rl_recipe(policy, home, seed=seed, staleness=lag, steps=steps)
+            begun = time.perf_counter()
+            found = asyncio.run(train(recipe, objects, latency=latency))
+            runs.append(measure(found, seed=seed, staleness=lag))
+            print(f"seed {seed} staleness {lag:g}: {time.perf_counter() - begun:.0f} s", flush=True)
+    assert runs[0].samples == runs[1].samples, "both must train on the same number of samples"
+    return runs[0], runs[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--latency", type=float, default=0.3)
+    parser.add_argument("--staleness", type=float, default=1)
+    options = parser.parse_args()
+    pairs = [
+        compare(seed, steps=options.steps, latency=options.latency, staleness=options.staleness)
+        for seed in options.seeds
+    ]
+    sync = [pair[0].score for pair in pairs]
+    half = 1.96 * stdev(sync) / len(sync) ** 0.5 if len(sync) > 1 else 0.0
+    facts = {
+        "speedup": min(slow.seconds / fast.seconds for slow, fast in pairs),
+        "speedups": [slow.seconds / fast.seconds for slow, fast in pairs],
+        "latency_share": options.latency / max(slow.step_seconds for slow, _ in pairs),
+        "sync_score": mean(sync),
+        "sync_interval": [mean(sync) - half, mean(sync) + half],
+        "async_score": mean(pair[1].score for pair in pairs),
+        "runs": [asdict(run) for pair in pairs for run in pair],
+    }
+    if options.json:
+        print(json.dumps(facts))
+        return
+    print(json.dumps({name: value for name, value in facts.items() if name != "runs"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
