@@ -230,6 +230,93 @@ def replay(
 
 
 @app.command()
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run's folder; none: this machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Say how a run is: who waits for whom, whether it lives, and what to do."""
+    from rich.console import Console
+
+    from rollick.observe.doctor import environment_table, render
+    from rollick.pipelines.doctor import environment_facts, examine
+
+    if run is None:
+        facts = environment_facts(probe=True)
+        shown = environment_table(facts)
+    else:
+        diagnosis = examine(run)
+        facts, shown = diagnosis.to_json(), render(diagnosis)
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        Console().print(shown, soft_wrap=True)
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; by default trace.json in the run.")
+    ] = None,
+) -> None:
+    """Write every sample's timeline as JSON that ui.perfetto.dev opens."""
+    from rollick.observe.timeline import write_timeline
+
+    path = out or run / "trace.json"
+    timeline = write_timeline(run, path)
+    typer.echo(
+        f"{path}: {len(timeline.lives)} samples, {timeline.trained} trained, "
+        f"{timeline.seconds:.4g} s; open it at https://ui.perfetto.dev"
+    )
+
+
+@app.command()
+def simulate(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    load: Annotated[
+        Path | None, typer.Option(help="YAML: work, devices and faults.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps that are measured.")] = None,
+    engines: Annotated[int | None, typer.Option(help="Engines, one on a device.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Samples that an engine decodes at once.")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="median,tail of a turn's tokens, or a file of lengths.")
+    ] = None,
+    failures: Annotated[
+        list[str] | None, typer.Option(help="ENGINE@SECONDS[-SECONDS]: lost, and back again.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="A PNG of the timeline to write.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Run a recipe's schedule on a virtual clock, with simulated engines, rewards and trainer."""
+    from rollick.config.load import load_recipe
+    from rollick.config.scenario import plan_scenario
+    from rollick.observe.picture import draw_timeline
+    from rollick.rollout.bubbles import describe
+    from rollick.rollout.simulate import complete, simulate_timeline
+
+    loaded = load_recipe(recipe, overrides or ())
+    told = {"steps": steps, "engines": engines, "slots": slots}
+    scenario = complete(
+        plan_scenario(loaded.recipe, load, lengths=lengths, failures=failures or (), **told)
+    )
+    report, timeline = simulate_timeline(scenario)
+    if picture is not None:
+        slots = scenario.devices.generators * scenario.devices.slots
+        title = f"step {report.step_s:.3g} s, slots {report.slots_used:.0%} in use"
+        draw_timeline(picture, timeline.points, timeline.phases, slots=slots, title=title)
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        typer.echo("\n".join(f"{name:<16}{text}" for name, text in describe(report)))
+
+
+@app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
     control: Annotated[

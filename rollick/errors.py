@@ -58,8 +58,16 @@ class EngineError(RollickError):
     """An engine was asked for what it cannot do, or failed while generating."""
 
 
+class EngineLost(EngineError):
+    """An engine is gone, with all that it was generating; others can take it over."""
+
+
 class StuckError(RollickError):
     """Nothing moved within a deadline; says who waits for whom."""
+
+
+class NoSignalError(StuckError):
+    """No group of a step can be trained on: all that were tried scored alike. Nothing hangs."""
 
 
 class MissingExtra(RollickError):

@@ -141,7 +141,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot that an engine pushes with its results; never asked for."""
+    """A snapshot that an engine pushes with its results; never asked for.
+
+    What an engine does not know stays 0: without `kv_capacity` nobody can say how full it is.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -149,6 +152,11 @@ class EngineLoad:
     generated_tokens: int = 0
     busy_seconds: float = 0.0
     version: int = 0
+    kv_tokens: int = 0
+    """Tokens that the cache holds for requests under way."""
+    kv_capacity: int = 0
+    preempted: int = 0
+    """Requests thrown out of the cache for lack of room, counted since the engine started."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

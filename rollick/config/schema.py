@@ -170,6 +170,23 @@ class RolloutConfig(Section):
     """Samples of each prompt."""
     max_staleness: Annotated[float, Field(ge=0)] = 0
     """Policy versions a token may lag when trained on. 0 is strictly on-policy."""
+    staleness_rule: Literal["must_take", "drop_stale", "mask_stale_tokens", "first_finished"] = (
+        "must_take"
+    )
+    """What happens to groups that would become too old: the batch waits for them (the only rule
+    without a bias), they are dropped, their old tokens are masked, or whoever is first is taken."""
+    surplus_groups: NonNegative = 0
+    """Groups in flight beyond that, of which the slowest are dropped (first_finished only)."""
+    spare_samples: NonNegative = 0
+    """Samples started in each group beyond group_size; the slowest are aborted. Favours short
+    answers."""
+    longest_first: bool = False
+    """Of the samples that wait for an engine, send those first that are expected to be longest."""
+    at_publish: Literal["continue", "move"] = "continue"
+    """What happens to running samples when a version is published: they go on where they are, or
+    are aborted and go on wherever there is most room. Every token keeps its version."""
+    engine_queue: Annotated[float, Field(ge=0)] = 1.0
+    """Requests sent to an engine beyond its slots, as a part of them, so that none falls idle."""
     drop_no_signal: bool = True
     """Drop groups whose scores are all alike, and refill them one for one."""
     min_spread: Annotated[float, Field(ge=0)] = 1e-8
@@ -362,6 +379,9 @@ class ObserveConfig(Section):
     """Samples written to samples.jsonl at each step."""
     dump_steps: tuple[NonNegative, ...] = ()
     """Steps whose groups and batch are dumped for `rollick replay`."""
+    trace_mb: Annotated[float, Field(ge=0)] = 64
+    """Megabytes of the newest samples' timelines that are kept for `rollick trace`; 0 keeps none.
+    A sample takes about 200 bytes, and 100 for each further turn."""
 
 
 SUPERVISED_LOSSES: Mapping[str, tuple[SftLoss | DpoLoss | IpoLoss | DistillationLoss, ...]] = {

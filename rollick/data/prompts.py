@@ -77,6 +77,7 @@ class PromptStream:
         self._drawn = dict.fromkeys(self._domains, 0)
         self._credit = dict.fromkeys(self._domains, 0.0)
         self._orders: dict[tuple[str, int], Sequence[int]] = {}
+        self._by_uid: dict[str, Prompt] = {}
         # Places of an epoch's order whose prompts are not retired; good until the next `learn`.
         self._live: dict[tuple[str, int], Sequence[int]] = {}
 
@@ -126,9 +127,22 @@ class PromptStream:
         position, prompt = next(self._ahead(domain))
         if self._selection.order == "near_half":
             prompt = self._near_half(domain, position) or prompt
-            self._curriculum.begin(prompt.uid)
-        self._drawn[domain.name] = position + 1
-        return prompt
+        return self._draw(domain, position, prompt)
+
+    def find(self, uid: str) -> Prompt:
+        """The prompt of this uid, drawn in place of the one that is next: what comes after it is
+        what would have come anyway. So a run that was killed draws the same prompts again."""
+        if not self._by_uid:
+            self._by_uid = {prompt.uid: prompt for prompt in self.all()}
+        prompt = self._by_uid.get(uid)
+        if prompt is None:
+            raise DataError(
+                f"prompt {uid!r}, which the run had drawn before it was stopped, is not there",
+                fix="put the old rows back, or start a new run",
+            )
+        domain = self._pick_domain()
+        position, _ = next(self._ahead(domain))
+        return self._draw(domain, position, prompt)
 
     def judged(self, group: Group) -> None:
         """Every group of a drawn prompt is told here once it is scored, trained on or dropped."""
@@ -214,6 +228,12 @@ class PromptStream:
                     f"the saved run drew its prompts with {key}={state[key]}, this one {value}",
                     fix=f"resume with {key}={state[key]}, or start a new run",
                 )
+
+    def _draw(self, domain: _Domain, position: int, prompt: Prompt) -> Prompt:
+        if self._selection.order == "near_half":
+            self._curriculum.begin(prompt.uid)
+        self._drawn[domain.name] = position + 1
+        return prompt
 
     def _pick_domain(self) -> _Domain:
         """Smooth weighted round robin: each domain earns its share, the richest one pays."""

@@ -42,12 +42,22 @@ def cache_folder() -> Path:
 
 def probe_bf16(*, trial: str = _TRIAL) -> bool:
     """Whether a child process survives a bfloat16 product; asked once per boot."""
-    kept = cache_folder() / f"bf16-{_boot_id()}.txt"
-    if kept.is_file():
-        return kept.read_text() == "works"
+    known = known_bf16()
+    if known is not None:
+        return known
     works = _survives(trial, {})
-    _write_whole(kept, "works" if works else "crashes")
+    _write_whole(_kept(), "works" if works else "crashes")
     return works
+
+
+def known_bf16() -> bool | None:
+    """What a probe found since the last boot; None if there was none."""
+    kept = _kept()
+    return kept.read_text() == "works" if kept.is_file() else None
+
+
+def _kept() -> Path:
+    return cache_folder() / f"bf16-{_boot_id()}.txt"
 
 
 def safe_environment() -> dict[str, str]:

@@ -41,15 +41,18 @@ from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
 from rollick.data.store import load_groups, save_batch, save_groups
-from rollick.errors import CheckpointError, RollickError
+from rollick.errors import CheckpointError, NoSignalError, RollickError, StuckError
 from rollick.models.load import load_tokenizer
 from rollick.models.probe import safe_environment
 from rollick.observe.live import LiveView, Stopwatch
 from rollick.observe.metrics import MetricLog
 from rollick.observe.sinks import open_sink
+from rollick.observe.trace import Trace
+from rollick.pipelines.doctor import reporting, tell_stuck
 from rollick.pipelines.folder import RunFolder, open_folder
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
+from rollick.rollout.scheduler import Rollout
 from rollick.types import Group, PolicyVersion, RewardFn, RoleName, Sample, Score
 from rollick.weights.sync import Publisher
 from rollick.workers.generator import RemoteEngine, open_engines
@@ -101,9 +104,17 @@ class Session:
         self.stop = asyncio.Event()
         self.watch = Stopwatch()
         self.phase_name = "start"
+        self.began_at = self.phase_since = time.time()
+        self.rollouts: list[Rollout] = []
+        self.trace = Trace(
+            folder.path,
+            clock=asyncio.get_running_loop().time,
+            limit_bytes=round(self.recipe.observe.trace_mb * 1e6),
+        )
         self.step = 0
         self.saved_step: int | None = None
         self.skipped_in_a_row: dict[RoleName, int] = {}
+        self._told: StuckError | None = None
         self.version = PolicyVersion(0)
         self.group: WorkerGroup
         self.engines: list[RemoteEngine]
@@ -117,16 +128,40 @@ class Session:
     @asynccontextmanager
     async def phase(self, name: str) -> AsyncGenerator[None]:
         """Times a phase, shows it, and brings residency to what it needs."""
-        begun = time.perf_counter()
-        self.phase_name = name
+        now = asyncio.get_running_loop().time
+        begun = now()
+        self.phase_name, self.phase_since = name, time.time()
         plan = self.residency.plans.get(name)
         for role in self.group.device_map.roles:
             self.view.role(role, name if plan and role in plan.phase.uses else "-")
         await self.residency.enter(name)
         try:
-            yield
+            with self._telling_a_hang():
+                yield
         finally:
-            self.watch.add(name, time.perf_counter() - begun)
+            self.watch.add(name, now() - begun)
+            self.trace.phase(name, begun, now(), step=self.step + 1)
+
+    @contextmanager
+    def follow(self, rollout: Rollout) -> Generator[None]:
+        """While the block runs, the run's report of who waits for whom is about this rollout."""
+        self.rollouts.append(rollout)
+        try:
+            with self._telling_a_hang():
+                yield
+        finally:
+            self.rollouts.remove(rollout)
+
+    @contextmanager
+    def _telling_a_hang(self) -> Generator[None]:
+        """A hang is told where it is found, while the tasks still are where they hang."""
+        try:
+            yield
+        except StuckError as error:
+            if error is not self._told and not isinstance(error, NoSignalError):
+                self._told = error
+                tell_stuck(self, error)
+            raise
 
     async def until_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The work's result; None if a signal cut it short.
@@ -157,6 +192,7 @@ class Session:
         groups: Sequence[Group] = (),
     ) -> None:
         """A checkpoint: the state of what learns, the pipeline's facts, finished samples."""
+        self.trace.flush(step=self.step)
         loop = asyncio.get_running_loop()
         state = json.dumps({"version": self.version, **facts})
 
@@ -228,6 +264,7 @@ class Session:
     def forget_after(self, step: int) -> None:
         """Remove what was recorded of later steps, which will be made again."""
         self.log.resume_at(step)
+        self.trace.forget_after(step)
         self.folder.forget_after(step)
 
     async def score(self, sample: Sample) -> Score:
@@ -295,6 +332,8 @@ async def open_session(
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(open_folder(recipe, resume=resume))
         session = Session(loaded, folder, objects)
+        await stack.enter_async_context(reporting(session))
+        stack.callback(session.trace.flush)
         session.codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
         session.log = MetricLog(folder.path, _sinks(recipe, folder.path))
         stack.callback(session.log.close)
@@ -313,7 +352,7 @@ async def open_session(
             session.engines = await stack.enter_async_context(open_engines(session.group))
             session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
         session.publisher = Publisher(session.group)
-        session.residency = Residency(session.group, _plans(recipe, device_map))
+        session.residency = Residency(session.group, _plans(recipe, device_map), session.engines)
         title = f"{recipe.pipeline} {recipe.run.name}"
         session.view = stack.enter_context(
             LiveView(title, recipe.run.steps, mode=recipe.observe.live)

@@ -27,7 +27,7 @@ from rollick.errors import CheckpointError, ConfigError, RollickError
 from rollick.pipelines.base import Session, open_session
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts
-from rollick.rollout.episode import run_episode, stream_of
+from rollick.rollout.episode import Episode, OneEngine, single_turn
 from rollick.train.local import LocalStrategy
 from rollick.types import FloatArray, Group, PolicyVersion, Sample, Sampling
 from rollick.workers.learner import TrainReport
@@ -197,20 +197,16 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
 async def _generate_again(session: Session, groups: Sequence[Group]) -> list[Sample]:
     config, seed = session.recipe.sampling, session.recipe.run.seed
     sampling = Sampling(config.temperature, config.max_tokens, stop=config.stop)
-    engines = session.engines
+    answer = single_turn(session.codec, sampling, seed=seed)
+    ways = [OneEngine(engine) for engine in session.engines]
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(
-                run_episode(
-                    sample.uid,
-                    group.prompt,
-                    engine=engines[group.uid % len(engines)],
-                    codec=session.codec,
-                    sampling=sampling,
-                    stream=stream_of(seed, "train", sample.uid),
-                )
-            )
+            tasks.create_task(_sample(answer, sample, ways[group.uid % len(ways)]))
             for group in groups
             for sample in group.samples
         ]
     return [task.result() for task in running]
+
+
+async def _sample(answer: Episode, sample: Sample, way: OneEngine) -> Sample:
+    return await answer(sample.uid, sample.prompt, way)

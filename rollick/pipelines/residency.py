@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from rollick.cluster.devices import PhasePlan, Seat
 from rollick.cluster.group import WorkerGroup
+from rollick.workers.generator import RemoteEngine, lost_ranks
 
 
 class Residency:
@@ -16,8 +17,15 @@ class Residency:
     the learner's parameters stays paused from before the optimizer step until the commit.
     """
 
-    def __init__(self, group: WorkerGroup, plans: Mapping[str, PhasePlan]) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        plans: Mapping[str, PhasePlan],
+        engines: Sequence[RemoteEngine] = (),
+    ) -> None:
+        """`engines` are the generators; those that are lost are left alone."""
         self.group = group
+        self.engines = engines
         self.plans = plans
         self.paused: frozenset[int] = frozenset()
         self.asleep: frozenset[Seat] = frozenset()
@@ -34,6 +42,7 @@ class Residency:
         self.paused, self.asleep = pauses, asleep
 
     async def _each(self, method: str, seats: Set[Seat]) -> None:
+        seats = seats - {Seat("generators", rank) for rank in lost_ranks(self.engines)}
         try:
             async with asyncio.TaskGroup() as tasks:
                 for role, rank in sorted(seats):

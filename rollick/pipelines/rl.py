@@ -8,6 +8,7 @@ separated are one device map. Neither shows here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,15 +18,21 @@ from rollick.data.batch import Batch
 from rollick.data.collate import collate
 from rollick.data.prompts import PromptStream
 from rollick.data.store import samples_to_rows, save_batch, save_groups
-from rollick.errors import RollickError
+from rollick.errors import RollickError, WorkerError
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
 from rollick.pipelines.credit import Credit
 from rollick.pipelines.evaluate import EvalReport, summarise
-from rollick.rollout.scheduler import Rollout, sample_all
+from rollick.rollout.journal import Journal
+from rollick.rollout.lag import LagMeter
+from rollick.rollout.once import sample_all
+from rollick.rollout.scheduler import Rollout
 from rollick.types import Group, PolicyVersion, Prompt, Sampling
 from rollick.workers.critic import CriticReport
+from rollick.workers.generator import ask_for_life, lost_ranks
 from rollick.workers.learner import TrainReport
+
+LOG = logging.getLogger("rollick")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,21 @@ class StepReport:
 class RLPipeline(HasSession):
     """Runs steps over an open session and rollout."""
 
-    def __init__(self, session: Session, rollout: Rollout, prompts: PromptStream) -> None:
+    def __init__(
+        self,
+        session: Session,
+        rollout: Rollout,
+        *,
+        prompts: PromptStream,
+        journal: Journal,
+        lag: LagMeter,
+    ) -> None:
         self.session = session
         self.recipe = session.recipe
         self.rollout = rollout
         self.prompts = prompts
+        self.journal = journal
+        self.lag = lag
         self.validation = session.open_prompts(validation=True).all()
         self.credit = Credit(self.recipe, base=session.base)
         self.credit_means: dict[str, float] = {}
@@ -71,7 +88,10 @@ class RLPipeline(HasSession):
         """Waits until the ledger gives a batch of groups. What was judged on the way, dropped
         groups too, counts in the choice of prompts from the next step on."""
         groups = await self.rollout.take()
+        self.journal.flush()
         self.prompts.learn()
+        uids = [sample.uid for group in groups for sample in group.samples]
+        self.session.trace.taken(uids, step=self.session.step + 1)
         return groups
 
     @phase("train_critic")
@@ -97,13 +117,21 @@ class RLPipeline(HasSession):
     @phase("publish")
     async def publish(self, groups: Sequence[Group], report: TrainReport | None) -> None:
         """Engines sample the new policy; a step that changed nothing publishes nothing new."""
+        moves = False
         if report is not None and report.changed:
             self.session.version = PolicyVersion(self.session.version + 1)
-            await self.session.publisher.publish(self.session.version)
-        if self.session.step + 1 == self.recipe.run.steps:
+            moves = self.recipe.rollout.at_publish == "move"
+            if moves:
+                await self.rollout.interrupt()
+            await publish_version(self.session)
+        is_last = self.session.step + 1 == self.recipe.run.steps
+        if is_last:
             self.rollout.pause_admission()
         self.rollout.trained(groups, self.session.version)
+        self.session.trace.trained(self.session.version, step=self.session.step + 1)
         self.rollout.published(self.session.version)
+        if moves and not is_last:
+            self.rollout.resume_admission()
 
     @phase("validate")
     async def validate(self) -> EvalReport:
@@ -155,6 +183,7 @@ class RLPipeline(HasSession):
             | credit
             | self.credit.metrics
             | self.prompts.metrics()
+            | {"controller/engines": float(len(self.rollout.fleet.engines))}
         )
 
     async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -176,6 +205,7 @@ class RLPipeline(HasSession):
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Add times, version and speed to the metrics of a step, and write and show them."""
         metrics |= self.session.watch.finish()
+        metrics["controller/lag_ms"] = self.lag.take_ms()
         metrics["version"] = float(self.session.version)
         if "rollout/tokens" in metrics:
             metrics["speed/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step"]
@@ -203,12 +233,32 @@ class RLPipeline(HasSession):
 
     async def save(self, metrics: dict[str, float]) -> None:
         """A checkpoint of the whole run. Ledger, cursor and samples are of one moment."""
+        rollout = self.rollout.state()
+        self.journal.mark(self.session.step, started=rollout["ledger"]["next"])
         facts = {
-            "rollout": self.rollout.state(),
+            "rollout": rollout,
             "prompts": self.prompts.state(),
             "credit": self.credit.state(),
         }
         await self.session.save(facts, metrics, groups=self.rollout.untrained())
+
+
+async def publish_version(session: Session) -> None:
+    """All engines that live take the session's version; one that dies over it is left out."""
+    engines, version = session.engines, session.version
+    lost = lost_ranks(engines)
+    try:
+        await session.publisher.publish(version, without=lost)
+    except WorkerError:
+        # Who did not answer is asked for; if all do, the failure is not that of a lost engine.
+        await ask_for_life(engines)
+        known, lost = lost, lost_ranks(engines)
+        if lost == known or len(lost) == len(engines):
+            raise
+        await session.publisher.publish(version, without=lost)
+    if lost:
+        named = ", ".join(str(rank) for rank in sorted(lost))
+        LOG.warning("version %d was published without the lost generators %s", version, named)
 
 
 def keep_evaluation(session: Session, step: int, report: EvalReport) -> None:
@@ -231,11 +281,12 @@ async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalR
         prompts,
         samples=config.samples,
         sampling=sampling,
-        engines=session.engines,
+        engines=[engine for engine in session.engines if not engine.lost],
         codec=session.codec,
         score=session.score_held_out,
         seed=session.recipe.run.seed,
         stuck_after_s=session.recipe.run.stuck_after_s,
         progress=lambda done, total: session.view.role("generators", f"validate {done}/{total}"),
+        follow=session.follow,
     )
     return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from rollick.algorithms.selection import judge_group
 from rollick.config.load import LoadedRecipe
+from rollick.data.prompts import PromptStream
 from rollick.pipelines.base import RunObjects, RunResult, Session, open_session
 from rollick.pipelines.rl import RLPipeline
+from rollick.rollout.journal import Journal, open_journal
+from rollick.rollout.lag import LagMeter
 from rollick.rollout.scheduler import Rollout
 from rollick.types import Sampling
 
@@ -34,11 +37,34 @@ async def open_pipeline(session: Session, *, resume: bool = False) -> AsyncGener
     prompts = session.open_prompts()
     if checkpoint:
         prompts.restore(state["prompts"])
+    with open_journal(
+        session.folder.path / "ledger.jsonl",
+        resume=resume,
+        step=checkpoint.step if checkpoint else None,
+        started=state["rollout"]["ledger"]["next"] if checkpoint else 0,
+    ) as journal:
+        async with (
+            # Models that run in this process hold it up, as they must.
+            LagMeter.open(
+                lambda: session.phase_name, warn=session.recipe.cluster.backend != "inline"
+            ) as lag,
+            open_rollout(session, prompts, journal=journal, state=state) as rollout,
+        ):
+            pipeline = RLPipeline(session, rollout, prompts=prompts, journal=journal, lag=lag)
+            if checkpoint:
+                pipeline.credit.restore(state["credit"])
+            with session.follow(rollout):
+                yield pipeline
+
+
+def open_rollout(
+    session: Session, prompts: PromptStream, *, journal: Journal, state: Mapping[str, Any]
+) -> AbstractAsyncContextManager[Rollout]:
+    """The rollout of the training prompts; `state` is the checkpoint's, or empty."""
     recipe = session.recipe
-    rollout_config = recipe.rollout
-    sampling = recipe.sampling
-    async with Rollout.open(
-        config=rollout_config,
+    config, sampling = recipe.rollout, recipe.sampling
+    return Rollout.open(
+        config=config,
         sampling=Sampling(
             temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop
         ),
@@ -46,15 +72,15 @@ async def open_pipeline(session: Session, *, resume: bool = False) -> AsyncGener
         engines=session.engines,
         codec=session.codec,
         score=session.score,
-        signal=partial(judge_group, min_spread=rollout_config.min_spread),
+        signal=partial(judge_group, min_spread=config.min_spread),
         judged=prompts.judged,
         seed=recipe.run.seed,
         stuck_after_s=recipe.run.stuck_after_s,
         version=session.version,
         state=state.get("rollout"),
         groups=state.get("groups", ()),
-    ) as rollout:
-        pipeline = RLPipeline(session, rollout, prompts)
-        if checkpoint:
-            pipeline.credit.restore(state["credit"])
-        yield pipeline
+        started=journal.started,
+        find_prompt=prompts.find,
+        record=journal.record,
+        span=session.trace.span,
+    )

@@ -110,6 +110,11 @@ class RewardPool:
             finally:
                 await pool._close(lanes)
 
+    @property
+    def under_way(self) -> int:
+        """Samples whose score somebody waits for."""
+        return len(self._unanswered)
+
     async def score(self, sample: Sample, specs: Sequence[RewardSpec]) -> Score:
         """The weighted score of a sample. Waits for a child; failures come as a status.
 

@@ -1,13 +1,15 @@
-"""One sample's life on an engine: prompt -> Request -> Completion -> Sample (a single turn).
+"""One sample's life: prompt -> generations, with whatever lies between -> Sample.
 
-Owns how a prompt becomes token ids and how drawn tokens become a Sample. Does not score, count or
-choose engines.
+An episode is a coroutine that asks for generations one after another. It occupies an engine only
+while it generates: between two turns, in an environment or a tool, the place is another's. Owns how
+a prompt becomes token ids and how drawn tokens become a Sample. Does not score, count or choose
+engines; those it asks for through an Access.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -23,13 +25,39 @@ from rollick.types import (
     Sample,
     SampleId,
     Sampling,
-    StopReason,
     Turn,
     stable_hash,
 )
 
-Resume = Callable[[], Awaitable[Engine | None]]
-"""Waits until an aborted sample may go on, and says on which engine; None: it may not."""
+
+class Access(Protocol):
+    """What an episode may ask of the rollout."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits for an engine and for the whole generation: one that somebody aborts goes on,
+        perhaps elsewhere, with the tokens that it has."""
+        ...
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Names what the sample does between generations (`tool search`), for who waits for it."""
+        ...
+
+
+Episode = Callable[[SampleId, Prompt, Access], Awaitable[Sample]]
+
+
+class OneEngine:
+    """Access to one engine and nothing else: no queue, and an aborted generation ends there."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._engine.generate(request)
+
+    @contextmanager
+    def doing(self, what: str) -> Generator[None]:
+        yield
 
 
 class ChatCodec(Protocol):
@@ -59,36 +87,25 @@ def stream_of(seed: int, purpose: str, uid: SampleId) -> int:
     return stable_hash(seed, purpose, uid.group, uid.index)
 
 
-async def run_episode(
-    uid: SampleId,
-    prompt: Prompt,
-    *,
-    engine: Engine,
-    codec: ChatCodec,
-    sampling: Sampling,
-    stream: int,
-    resume: Resume | None = None,
-) -> Sample:
-    """Consumes a prompt, produces a sample; waits for the engine.
+def single_turn(
+    codec: ChatCodec, sampling: Sampling, *, seed: int, purpose: str = "train"
+) -> Episode:
+    """The episode of a prompt that is answered once."""
 
-    With `resume`, a generation that somebody aborted goes on where it stopped, its tokens kept;
-    without it, the sample ends there with status ABORTED.
-    """
-    prompt_ids = codec.encode_prompt(prompt.turns)
-    request = Request(uid, prompt_ids, sampling, stream, group=uid.group)
-    completion = await engine.generate(request)
-    while completion.stop is StopReason.ABORTED and resume is not None:
-        next_engine = await resume()
-        if next_engine is None:
-            break
-        completion = await next_engine.generate(replace(request, continue_from=completion))
-    return make_sample(
-        prompt,
-        prompt_ids,
-        completion=completion,
-        temperature=sampling.temperature,
-        text=codec.decode(completion.token_ids),
-    )
+    async def answer(uid: SampleId, prompt: Prompt, access: Access) -> Sample:
+        prompt_ids = codec.encode_prompt(prompt.turns)
+        stream = stream_of(seed, purpose, uid)
+        request = Request(uid, prompt_ids, sampling, stream, group=uid.group)
+        completion = await access.generate(request)
+        return make_sample(
+            prompt,
+            prompt_ids,
+            completion=completion,
+            temperature=sampling.temperature,
+            text=codec.decode(completion.token_ids),
+        )
+
+    return answer
 
 
 def make_sample(

@@ -1,106 +1,79 @@
 """The ledger: which groups and samples are where, and which batch may be trained on next.
 
 A pure state machine: no asyncio, no clock, no model. It owns the ids, the staleness rule and the
-conservation law; the scheduler asks it and acts.
+conservation law; the scheduler asks it and acts. The states are in groups.py, the rules in
+rules.py, the number of places in pacing.py, the records and their sums in book.py.
 
-    sample   WAITING -> RUNNING -> SCORING -> DONE
-    group    OPEN -> COMPLETE -> TAKEN -> trained
-             OPEN or COMPLETE -> dropped, with a reason
-
-Trained and dropped groups leave the ledger; only their numbers are kept. A *place* is what a group
-occupies from its start until it is trained or dropped. There are B * (1 + K) places, for B groups
-in a step and staleness K.
+Trained and dropped groups leave the ledger; only their numbers are kept. Each transition costs
+O(1), a question in vain O(max_staleness); only a batch that is given costs O(groups in flight).
+Where a transition makes samples useless, it returns their ids: they are to be taken from the queue
+or aborted, and must not be told of again.
 """
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from math import ceil
-from typing import Any, cast
+from typing import Any
 
 from rollick.errors import CheckpointError
-from rollick.types import PolicyVersion, Prompt, SampleId, Turn
+from rollick.rollout.book import Book
+from rollick.rollout.events import (
+    Completed,
+    Dropped,
+    Event,
+    Parked,
+    SampleDone,
+    Started,
+    Trained,
+    Unparked,
+)
+from rollick.rollout.groups import (
+    ENDED,
+    GroupState,
+    LedgerError,
+    LiveGroup,
+    Removed,
+    SampleState,
+    Taken,
+    Wait,
+    group_from_json,
+    refuse_other_size,
+)
+from rollick.rollout.pacing import Pacing
+from rollick.rollout.rules import Rule, Staleness, count_places
+from rollick.rollout.tally import Counts, Tally
+from rollick.types import PolicyVersion, Prompt, SampleId
+
+__all__ = [
+    "Counts",
+    "GroupState",
+    "Ledger",
+    "LedgerError",
+    "LiveGroup",
+    "Removed",
+    "Rule",
+    "SampleState",
+    "Taken",
+    "Tally",
+    "Wait",
+]
 
 
-class LedgerError(AssertionError):
-    """A transition that cannot happen: an error of ours, not of the user's."""
-
-
-class SampleState(StrEnum):
-    """Where one sample of a group is."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SCORING = "scoring"
-    DONE = "done"
-
-
-class GroupState(StrEnum):
-    """Where a group is; what was trained or dropped is not in the ledger any more."""
-
-    OPEN = "open"
-    COMPLETE = "complete"
-    TAKEN = "taken"
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """One sample that a batch waits for."""
-
-    uid: SampleId
-    state: SampleState
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """The conservation law of one kind: submitted = trained + dropped + waiting + running.
-
-    Of samples, `running` are being generated or scored, and `waiting` wait for an engine or, being
-    done, for their training. Of groups, `running` are open and `waiting` wait for their training.
-    """
-
-    submitted: int
-    trained: int
-    dropped: int
-    waiting: int
-    running: int
-
-    @property
-    def balanced(self) -> bool:
-        return self.submitted == self.trained + self.dropped + self.waiting + self.running
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Where everything that was ever submitted is now."""
-
-    groups: Tally
-    samples: Tally
-    dropped_by_reason: Mapping[str, int]
-
-
-@dataclass(slots=True)
-class LiveGroup:
-    """A group that has a place."""
-
-    uid: int
-    prompt: Prompt
-    started: PolicyVersion
-    samples: list[SampleState]
-    state: GroupState = GroupState.OPEN
-    done: int = field(default=0)
+def _tell_nobody(event: Event) -> None:
+    """Where no log is kept."""
 
 
 class Ledger:
     """Admits groups within the staleness budget and says which of them make the next batch.
 
+    `spares` samples more than `group_size` are started in each group; it is complete with the
+    first `group_size`. `surplus` groups more are in flight under the rule first_finished.
     `count_down` gives the ids -1, -2, … instead of 0, 1, …, so that an evaluation beside a training
-    never has a sample of the same name on an engine.
+    never has a sample of the same name on an engine. `record` is told every transition that the
+    log keeps.
     """
 
     def __init__(
@@ -109,331 +82,328 @@ class Ledger:
         group_size: int,
         max_staleness: float = 0,
         *,
+        spares: int = 0,
+        rule: Rule | str = Rule.MUST_TAKE,
+        surplus: int = 0,
         drops_allowed: int | None = None,
         count_down: bool = False,
+        record: Callable[[Event], None] = _tell_nobody,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.group_size = group_size
+        self.spares = spares
         self.horizon = ceil(max_staleness)
-        # Rounded, since 10 * (1 + 0.1) is a little more than 11 in floating point.
-        self.places = ceil(round(groups_per_step * (1 + max_staleness), 9))
-        self._drops_allowed = drops_allowed
+        self.rule = Rule(rule)
+        if surplus and self.rule is not Rule.FIRST_FINISHED:
+            raise LedgerError(f"the rule {self.rule} knows no surplus, but it is {surplus}")
+        self._staleness = Staleness(self.rule, self.horizon, groups_per_step)
+        places = count_places(groups_per_step, max_staleness, surplus=surplus)
+        self._pacing = Pacing(places, drops_allowed=drops_allowed)
+        self._book = Book()
+        self._promised: deque[tuple[int, str]] = deque()
         self._count_down = count_down
-        self._live: dict[int, LiveGroup] = {}  # in the order of their start
-        self._next = 0
-        self._trained = 0
-        self._dropped: Counter[str] = Counter()
-        self._drops_in_step = 0
-        self._in_state: Counter[GroupState] = Counter()
-        self._published = PolicyVersion(0)
-        # Places that open only when version `_held_until` is published.
-        self._held = 0
-        self._held_until = PolicyVersion(0)
+        self._record = record
+
+    @property
+    def places(self) -> int:
+        """Groups that may be in flight at once."""
+        return self._pacing.places
 
     @property
     def drops_in_step(self) -> int:
-        """Groups dropped since the last batch was taken."""
-        return self._drops_in_step
+        """Groups that the caller dropped since the last batch was taken."""
+        return self._pacing.drops_in_step
 
     @property
     def complete_groups(self) -> int:
-        return self._in_state[GroupState.COMPLETE]
+        return self._book.totals.groups[GroupState.COMPLETE]
+
+    @property
+    def parked_groups(self) -> int:
+        return len(self._book.parked)
 
     @property
     def held_until(self) -> PolicyVersion | None:
         """The version whose publishing opens places, if some are held for one."""
-        return self._held_until if self._held else None
+        return self._pacing.held_until
 
     @property
     def exhausted(self) -> bool:
         """Whether no batch can ever come: nothing is in flight and nothing may be refilled."""
-        return not self._live and not self._held and not self.may_start()
+        coming = self._book.live or self._pacing.is_holding or self.may_start() or self.may_resume()
+        return not coming
+
+    @property
+    def promised(self) -> str | None:
+        """The uid of the prompt that the next group must have, as before a kill; None: any."""
+        return self._promised[0][1] if self._promised else None
 
     def group(self, uid: int) -> LiveGroup:
-        """The record of a group that has a place."""
-        if uid not in self._live:
-            raise LedgerError(f"group {uid} is not in the ledger")
-        return self._live[uid]
+        """The record of a group that has a place or is parked."""
+        return self._book.parked[uid] if uid in self._book.parked else self._book.placed(uid)
 
     def live(self) -> list[LiveGroup]:
         """All groups that have a place, in the order of their start."""
-        return list(self._live.values())
+        return list(self._book.live.values())
+
+    def parked(self) -> list[LiveGroup]:
+        """All groups that were put off, in that order."""
+        return list(self._book.parked.values())
+
+    def is_wanted(self, uid: SampleId) -> bool:
+        """Whether something is still to come from a sample; False if it was cancelled."""
+        group = self._book.live.get(uid.group)
+        return group is not None and group.samples[uid.index] not in ENDED
+
+    def deadline(self, uid: int) -> PolicyVersion:
+        """The version at which a group must be trained, or else it is too old."""
+        return PolicyVersion(self._book.placed(uid).started + self.horizon)
+
+    def oldest_allowed(self, version: PolicyVersion) -> PolicyVersion:
+        """A token of an earlier version is too old for the batch of `version`."""
+        return self._staleness.oldest_allowed(version)
 
     def may_start(self) -> bool:
-        """started - trained - dropped < B * (1 + K).
+        """started - trained - dropped - parked < B * (1 + K); see pacing.py for what is held."""
+        return self._pacing.has_place(len(self._book.live))
 
-        A place opened by training is held until the new version is published: a group that started
-        in between would draw its first tokens from the old version and count as one of the new.
-        A drop beyond the allowance keeps its place until the step is over.
-        """
-        return len(self._live) + self._held + self._unreplaced() < self.places
+    def may_resume(self) -> bool:
+        """Whether a parked group may start again."""
+        return bool(self._book.parked) and self._pacing.has_place_again(len(self._book.live))
 
     def start_group(self, prompt: Prompt, version: PolicyVersion) -> int:
         """Give a place to a group; its samples wait. Ids count up and are never used again."""
+        book, size = self._book, self.group_size + self.spares
         if not self.may_start():
-            raise LedgerError(f"no place for a group: {len(self._live)} of {self.places} taken")
-        newest = next(reversed(self._live.values())).started if self._live else version
-        if version < newest:
-            raise LedgerError(f"a group cannot start at version {version} after one at {newest}")
-        uid = -1 - self._next if self._count_down else self._next
-        self._next += 1
-        waiting = [SampleState.WAITING] * self.group_size
-        self._live[uid] = LiveGroup(uid, prompt, version, waiting)
-        self._in_state[GroupState.OPEN] += 1
+            raise LedgerError(f"no place for a group: {len(book.live)} of {self.places} taken")
+        number = book.totals.submitted
+        uid = -1 - number if self._count_down else number
+        if self._promised and self._promised[0] != (uid, prompt.uid):
+            raise LedgerError(
+                f"prompt {prompt.uid} cannot start as group {uid}: before the kill it was prompt "
+                f"{self.promised}"
+            )
+        book.add(LiveGroup(uid, prompt, version, [SampleState.WAITING] * size))
+        if self._promised:
+            self._promised.popleft()
+        self._record(Started(uid, prompt.uid, prompt.domain, version, size))
         return uid
 
     def sample_started(self, uid: SampleId) -> None:
-        self._advance(uid, SampleState.WAITING, SampleState.RUNNING)
+        self._book.advance(uid, SampleState.WAITING, SampleState.RUNNING)
+
+    def sample_lost(self, uid: SampleId) -> None:
+        """Its engine is gone: it waits again, under the same id."""
+        self._book.advance(uid, SampleState.RUNNING, SampleState.WAITING)
 
     def sample_finished(self, uid: SampleId) -> None:
-        self._advance(uid, SampleState.RUNNING, SampleState.SCORING)
+        self._book.advance(uid, SampleState.RUNNING, SampleState.SCORING)
 
     def sample_scored(self, uid: SampleId) -> bool:
-        """Returns whether it was the last of its group, which can then complete or be dropped."""
-        group = self._advance(uid, SampleState.SCORING, SampleState.DONE)
+        """Returns whether its group has enough now, and must be completed or dropped."""
+        if self._book.placed(uid.group).done == self.group_size:
+            raise LedgerError(f"group {uid.group} has enough samples without {uid}")
+        group = self._book.advance(uid, SampleState.SCORING, SampleState.DONE)
         group.done += 1
+        self._record(SampleDone(*uid))
         return group.done == self.group_size
 
-    def complete(self, uid: int) -> None:
-        group = self.group(uid)
+    def complete(self, uid: int) -> tuple[SampleId, ...]:
+        """The group waits for its training. Returns the samples that it does without."""
+        group = self._book.placed(uid)
         if group.done != self.group_size:
             raise LedgerError(f"group {uid} has {group.done} of {self.group_size} samples")
-        self._move(group, GroupState.OPEN, GroupState.COMPLETE)
+        surplus = self._book.complete(group)
+        self._record(Completed(uid))
+        return surplus
 
-    def drop(self, uid: int, reason: str) -> None:
-        """Take a group out. Its place is free at once, so that the refill is one for one."""
-        group = self.group(uid)
-        if group.state is GroupState.TAKEN:
-            raise LedgerError(f"group {uid} is in a batch, so it cannot be dropped")
-        self._in_state[group.state] -= 1
-        del self._live[uid]
-        self._dropped[reason] += 1
-        self._drops_in_step += 1
+    def drop(self, uid: int, reason: str) -> tuple[SampleId, ...]:
+        """Take a group out. Its place is free at once, so that the refill is one for one.
+
+        Returns its samples still under way.
+        """
+        cancelled = self._drop(self._book.placed(uid), reason)
+        self._pacing.drops_in_step += 1
+        return cancelled
 
     def forgive_drops(self) -> None:
         """Drops so far do not count against the allowance of the step under way."""
-        self._drops_in_step = 0
+        self._pacing.drops_in_step = 0
 
-    def take(self, version: PolicyVersion, count: int | None = None) -> list[int] | None:
-        """The batch of the step that starts at `version`, in the order of ids; None means: wait.
+    def defer(self, uid: int) -> tuple[SampleId, ...]:
+        """Put a group off to a round of long samples: it keeps its id and gives its place back.
 
-        It contains every group whose time is up (see `_required`) and, for the rest, the complete
-        groups with the lowest ids. It has fewer than `count` groups only where the drop allowance
-        is spent and nothing is open any more.
+        Returns its samples under way. All its samples, the done ones too, wait for the new start:
+        tokens drawn before it may be too old by then. A caller that keeps some must compare their
+        versions with `oldest_allowed`.
+        """
+        under_way = self._book.park(self._book.placed(uid))
+        self._record(Parked(uid))
+        return under_way
+
+    def resume_parked(self, version: PolicyVersion, count: int | None = None) -> tuple[int, ...]:
+        """Start parked groups again, at most `count`, while there are places; returns their ids.
+
+        They start at `version` now, so that the bound on ages holds for them as for all.
+        """
+        resumed: list[int] = []
+        while self.may_resume() and (count is None or len(resumed) < count):
+            uid = self._book.unpark(version)
+            self._record(Unparked(uid, version))
+            resumed.append(uid)
+        return tuple(resumed)
+
+    def take(self, version: PolicyVersion, count: int | None = None) -> Taken | None:
+        """The batch of the step that starts at `version`; None means: wait.
+
+        Under must_take it contains every group whose time is up (see rules.py) and, for the rest,
+        the complete groups that started first. It has fewer than `count` groups only where the
+        drop allowance is spent and nothing is open any more.
         """
         count = self.groups_per_step if count is None else count
         if not 0 < count <= self.groups_per_step:
             raise LedgerError(f"a batch has 1 to {self.groups_per_step} groups, not {count}")
-        if self._in_state[GroupState.TAKEN]:
+        if self._book.totals.groups[GroupState.TAKEN]:
             raise LedgerError("the batch before must be trained first")
-        complete = self.complete_groups
-        if not complete or (complete < count and not self._is_spent()):
+        if not self._is_ready(version, count):
             return None
-        batch, short = self._choose(version, count)
-        if short:
-            return None
+        batch = self._choose(version, count)
         for group in batch:
-            self._move(group, GroupState.COMPLETE, GroupState.TAKEN)
-        # What was dropped and not replaced stays empty until this batch is trained and published.
-        self._hold(self._unreplaced(), PolicyVersion(version + 1))
-        self._drops_in_step = 0
-        return [group.uid for group in batch]
+            self._book.take(group)
+        late = self._drop_late(version, taken=True)
+        left = len(self._book.live) - len(batch)
+        shut = self._staleness.shut_places(self.places, batch=len(batch), left=left)
+        self._pacing.end_step(version, shut=shut)
+        uids = sorted((group.uid for group in batch), key=abs)
+        return Taken(tuple(uids), late.dropped, late.cancelled)
 
     def waits_for(self, version: PolicyVersion, count: int | None = None) -> list[Wait]:
-        """The samples without which the batch of `version` cannot be taken, in the order of ids."""
+        """The samples without which the batch of `version` cannot be taken, as groups started."""
         count = self.groups_per_step if count is None else count
-        batch, short = self._choose(version, count)
-        limit = len(self._live) if len(batch) < count else short
+        latest = self._staleness.waits_until(self._book.cohorts, version, count=count)
+        if latest is None:
+            return []
+        oldest = self._staleness.oldest_counted(version)
         return [
             Wait(SampleId(group.uid, index), state)
-            for group in islice(self._live.values(), limit)
-            if group.state is GroupState.OPEN
+            for group in self._book.live.values()
+            if group.state is GroupState.OPEN and oldest <= group.started <= latest
             for index, state in enumerate(group.samples)
-            if state is not SampleState.DONE
+            if state not in ENDED
         ]
 
     def trained(self, uids: Sequence[int], version: PolicyVersion) -> None:
         """The taken groups were trained on, which made `version` (the old one if skipped)."""
         for uid in uids:
-            group = self.group(uid)
-            if group.state is not GroupState.TAKEN:
-                raise LedgerError(f"group {uid} is {group.state}, so it cannot have been trained")
-            self._in_state[GroupState.TAKEN] -= 1
-            del self._live[uid]
-        self._trained += len(uids)
-        self._hold(len(uids), version)
+            self._book.train(self._book.placed(uid))
+        self._pacing.hold(len(uids), version)
         self._release()
+        self._record(Trained(tuple(uids), version))
 
-    def published(self, version: PolicyVersion) -> None:
-        """All engines draw from `version` now; the places that waited for it open."""
-        if version < self._published:
-            raise LedgerError(f"version {version} comes after version {self._published}")
-        self._published = version
+    def published(self, version: PolicyVersion) -> Removed:
+        """All engines draw from `version` now; the places that waited for it open.
+
+        Under drop_stale, what is too old for it is dropped here at once.
+        """
+        self._pacing.publish(version)
+        late = self._drop_late(version, taken=False)
         self._release()
+        return late
 
     def counts(self) -> Counts:
-        size = self.group_size
-        dropped = self._dropped.total()
-        running = sum(
-            state in (SampleState.RUNNING, SampleState.SCORING)
-            for group in self._live.values()
-            if group.state is GroupState.OPEN
-            for state in group.samples
-        )
-        open_groups = self._in_state[GroupState.OPEN]
-        held = self._in_state[GroupState.COMPLETE] + self._in_state[GroupState.TAKEN]
-        waiting = len(self._live) * size - running
-        return Counts(
-            Tally(self._next, self._trained, dropped, held, open_groups),
-            Tally(self._next * size, self._trained * size, dropped * size, waiting, running),
-            dict(self._dropped),
-        )
+        return self._book.totals.counts()
 
     def check(self) -> None:
-        """Assert the conservation law and that the running totals agree with the records."""
-        counts = self.counts()
-        if not (counts.groups.balanced and counts.samples.balanced):
-            raise LedgerError(f"the law of conservation is broken: {counts}")
-        if Counter(group.state for group in self._live.values()) != +self._in_state:
-            raise LedgerError(f"totals {self._in_state} differ from the records")
-        for group in self._live.values():
-            done = group.samples.count(SampleState.DONE)
-            if done != group.done or (
-                group.state is not GroupState.OPEN and done < len(group.samples)
-            ):
-                raise LedgerError(f"group {group.uid} is {group.state} with {done} samples done")
+        """Assert the conservation law and that the running sums agree with the records."""
+        self._book.check(self.group_size)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON. The samples themselves are saved by the caller."""
         return {
-            "next": self._next,
-            "trained": self._trained,
-            "dropped": dict(self._dropped),
-            "drops_in_step": self._drops_in_step,
-            "published": int(self._published),
-            "groups": [_group_to_json(group) for group in self._live.values()],
+            "next": self._book.totals.submitted,
+            "drops_in_step": self._pacing.drops_in_step,
+            "published": int(self._pacing.published),
+            **self._book.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, started: Iterable[tuple[int, str]] = ()) -> None:
         """Take over a saved state: what was in flight waits again, under the same ids; a batch that
-        was taken and not trained is complete again."""
-        if self._next:
-            raise LedgerError("only a ledger that has started nothing can be restored")
-        for saved in state["groups"]:
-            group = _group_from_json(saved)
-            if len(group.samples) != self.group_size:
-                raise CheckpointError(
-                    f"rollout.group_size is {self.group_size}, but group {group.uid} of the "
-                    f"checkpoint has {len(group.samples)} samples",
-                    fix=f"resume with rollout.group_size={len(group.samples)}",
-                )
-            self._live[group.uid] = group
-            self._in_state[group.state] += 1
-        self._next = state["next"]
-        self._trained = state["trained"]
-        self._dropped = Counter(state["dropped"])
-        self._drops_in_step = state["drops_in_step"]
-        self._published = PolicyVersion(state["published"])
+        was taken and not trained is complete again.
 
-    def _choose(self, version: PolicyVersion, count: int) -> tuple[list[LiveGroup], int]:
-        """The best batch of what is complete, and how many of the first live groups lie in the
-        first rule that it breaks (0 if it breaks none)."""
-        required = self._required(version)
-        size = max([count, *(needed for _, needed in required)])
-        complete = (g for g in self._live.values() if g.state is GroupState.COMPLETE)
-        # Lowest ids first: no other choice has more groups in any of the prefixes.
-        batch = list(islice(complete, size))
-        picked = {group.uid for group in batch}
-        for prefix, needed in required:
-            if sum(uid in picked for uid in islice(self._live, prefix)) < needed:
-                return batch, prefix
-        return batch, 0
-
-    def _required(self, version: PolicyVersion) -> list[tuple[int, int]]:
-        """The must-take rule, as pairs (p, n): n of the first p live groups must be in the batch.
-
-        With C = ceil(K), every group that started at a version <= v - C must be in the batch of
-        version v. So that this never asks for more than B groups, the batches before must leave at
-        most j * B groups for the j next ones: of the N groups that started at <= v - C + j, at
-        least N - j * B are in this batch. j = 0 is the rule itself.
+        `started` are the groups, with the uids of their prompts, that the log knows after the
+        checkpoint: the next groups will have to be these (see `promised`).
         """
-        started = [group.started for group in self._live.values()]
-        required: list[tuple[int, int]] = []
-        steps_ahead = min(self.horizon, len(started) // self.groups_per_step)
-        for ahead in range(steps_ahead + 1):
-            latest = version - self.horizon + ahead
-            prefix = sum(start <= latest for start in started)
-            needed = prefix - ahead * self.groups_per_step
-            if needed > 0:
-                required.append((prefix, needed))
-        return required
+        book = self._book
+        if book.totals.submitted:
+            raise LedgerError("only a ledger that has started nothing can be restored")
+        promised = _promises(started, next_uid=state["next"])
+        groups = [group_from_json(saved) for saved in (*state["groups"], *state["parked"])]
+        for group in groups:
+            refuse_other_size(group, group_size=self.group_size, spares=self.spares)
+        for group in groups:
+            book.adopt(group)
+        book.completed.update(dict.fromkeys(state["completed"]))
+        book.totals.restore(state, submitted=state["next"])
+        self._promised.extend(promised)
+        self._pacing.drops_in_step = state["drops_in_step"]
+        self._pacing.published = PolicyVersion(state["published"])
 
-    def _is_spent(self) -> bool:
-        """Whether nothing more will complete in this step, since drops are no longer refilled."""
-        return (
-            self._unreplaced() > 0 and not self._in_state[GroupState.OPEN] and not self.may_start()
+    def _is_ready(self, version: PolicyVersion, count: int) -> bool:
+        counted = self._staleness.counted(self._book.cohorts, version)
+        if not counted.complete:
+            return False
+        if counted.complete < count:
+            # Only if nothing more will complete in this step, since drops are not refilled.
+            if counted.live > counted.complete or self.may_start() or not self._pacing.unreplaced:
+                return False
+            count = counted.complete
+        return self._staleness.waits_until(self._book.cohorts, version, count=count) is None
+
+    def _choose(self, version: PolicyVersion, count: int) -> list[LiveGroup]:
+        """The batch, given that there is one."""
+        book = self._book
+        if self.rule is Rule.FIRST_FINISHED:
+            return [book.live[uid] for uid in islice(book.completed, count)]
+        size = self._staleness.batch_size(book.cohorts, version, count=count)
+        oldest = self._staleness.oldest_counted(version)
+        # The first to start come first: no other choice leaves less for the next batches.
+        complete = (
+            group
+            for group in book.live.values()
+            if group.state is GroupState.COMPLETE and group.started >= oldest
         )
+        return list(islice(complete, size))
 
-    def _unreplaced(self) -> int:
-        if self._drops_allowed is None:
-            return 0
-        return max(0, self._drops_in_step - self._drops_allowed)
+    def _drop_late(self, version: PolicyVersion, *, taken: bool) -> Removed:
+        """Drop what the rule drops. It is refilled, whatever the allowance of drops."""
+        before = self._staleness.dropped_before(version, taken=taken)
+        late: list[LiveGroup] = []
+        for group in self._book.live.values():
+            if group.started >= before:
+                break
+            if group.state is not GroupState.TAKEN:
+                late.append(group)
+        reason = self._staleness.drop_reason
+        cancelled = [uid for group in late for uid in self._drop(group, reason)]
+        return Removed(tuple((group.uid, reason) for group in late), tuple(cancelled))
 
-    def _hold(self, places: int, until: PolicyVersion) -> None:
-        self._held += places
-        self._held_until = until
+    def _drop(self, group: LiveGroup, reason: str) -> tuple[SampleId, ...]:
+        under_way = self._book.drop(group, reason)
+        self._record(Dropped(group.uid, reason))
+        return under_way
 
     def _release(self) -> None:
-        if self._held_until <= self._published and not self._in_state[GroupState.TAKEN]:
-            self._held = 0
+        if not self._book.totals.groups[GroupState.TAKEN]:
+            self._pacing.release()
 
-    def _advance(self, uid: SampleId, old: SampleState, new: SampleState) -> LiveGroup:
-        group = self.group(uid.group)
-        if group.samples[uid.index] is not old:
-            raise LedgerError(
-                f"sample {uid} is {group.samples[uid.index]}, so it cannot become {new}"
+
+def _promises(started: Iterable[tuple[int, str]], *, next_uid: int) -> list[tuple[int, str]]:
+    """Those not in the checkpoint, which must follow on it without a gap."""
+    promises = [(uid, prompt) for uid, prompt in started if uid >= next_uid]
+    for expected, (uid, _) in enumerate(promises, start=next_uid):
+        if uid != expected:
+            raise CheckpointError(
+                f"the ledger's log goes on with group {uid} where group {expected} should be",
+                fix="resume from a checkpoint of this log, or move the log away to go on without",
             )
-        group.samples[uid.index] = new
-        return group
-
-    def _move(self, group: LiveGroup, old: GroupState, new: GroupState) -> None:
-        if group.state is not old:
-            raise LedgerError(f"group {group.uid} is {group.state}, so it cannot become {new}")
-        group.state = new
-        self._in_state[old] -= 1
-        self._in_state[new] += 1
-
-
-def _group_to_json(group: LiveGroup) -> dict[str, Any]:
-    prompt = group.prompt
-    return {
-        "uid": group.uid,
-        "started": int(group.started),
-        "state": GroupState.OPEN if group.state is GroupState.OPEN else GroupState.COMPLETE,
-        "done": [n for n, state in enumerate(group.samples) if state is SampleState.DONE],
-        "size": len(group.samples),
-        "prompt": {
-            "uid": prompt.uid,
-            "domain": prompt.domain,
-            "turns": [[turn.role, turn.content] for turn in prompt.turns],
-            # What JSON does not know (a date, say) becomes text, as in data/store.py.
-            "row": json.loads(json.dumps(dict(prompt.row), default=str)),
-        },
-    }
-
-
-def _group_from_json(saved: Mapping[str, Any]) -> LiveGroup:
-    told = saved["prompt"]
-    turns = cast("list[list[str]]", told["turns"])
-    prompt = Prompt(
-        uid=told["uid"],
-        domain=told["domain"],
-        turns=tuple(Turn(role, content) for role, content in turns),
-        row=told["row"],
-    )
-    done = set(cast("list[int]", saved["done"]))
-    samples = [
-        SampleState.DONE if index in done else SampleState.WAITING for index in range(saved["size"])
-    ]
-    state, started = GroupState(saved["state"]), PolicyVersion(saved["started"])
-    return LiveGroup(saved["uid"], prompt, started, samples, state, len(done))
+    return promises

@@ -5,22 +5,13 @@ Each says who or what is the trouble, with its values, and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 from rollick.config.schema import RolloutConfig
-from rollick.errors import RewardError, StuckError
-from rollick.rollout.ledger import LedgerError, SampleState, Wait
+from rollick.errors import NoSignalError, RewardError, StuckError
+from rollick.rollout.groups import LedgerError
 from rollick.rollout.stats import StepWindow, token_ages
-from rollick.types import Group, PolicyVersion, SampleId
-
-NAMED_WAITS = 4
-"""Samples that a message about a wait names; the others are counted."""
-DOING = {
-    SampleState.WAITING: "waiting for an engine",
-    SampleState.RUNNING: "generating",
-    SampleState.SCORING: "being scored",
-}
+from rollick.types import Group, PolicyVersion
 
 
 def check_scores(window: StepWindow, config: RolloutConfig, *, step: int) -> None:
@@ -50,10 +41,10 @@ def check_ages(batch: Sequence[Group], version: PolicyVersion, *, oldest_allowed
         )
 
 
-def no_signal_error(window: StepWindow) -> StuckError:
+def no_signal_error(window: StepWindow) -> NoSignalError:
     """No group of a step can be trained on, and the allowance of drops is spent."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in window.dropped.items())
-    return StuckError(
+    return NoSignalError(
         f"all {window.dropped.total()} groups of the last step scored alike: mean score "
         f"{window.mean_score:.3g} (dropped: {reasons})",
         fix="near 0 the task is too hard or the reward never fires: try easier prompts, a larger "
@@ -66,17 +57,3 @@ def stuck_error(who: str, *, step: int, stuck_after_s: float) -> StuckError:
         f"step {step} waits for {who}; nothing moved for {stuck_after_s:g} s",
         fix="look at the engine or reward that holds it, or raise run.stuck_after_s",
     )
-
-
-def name_waits(waits: Sequence[Wait], since: Mapping[SampleId, float], *, now: float) -> str:
-    """`group 37: sample 3 generating for 310 s, sample 5 being scored for 12 s`."""
-    named: list[str] = []
-    for group, members in groupby(waits[:NAMED_WAITS], key=lambda wait: wait.uid.group):
-        doing = [
-            f"sample {wait.uid.index} {DOING[wait.state]} for {now - since[wait.uid]:.3g} s"
-            for wait in members
-        ]
-        named.append(f"group {group}: {', '.join(doing)}")
-    if len(waits) > NAMED_WAITS:
-        named.append(f"and {len(waits) - NAMED_WAITS} more samples")
-    return "; ".join(named)

@@ -2,6 +2,10 @@
 
 Two sets of samples are told apart: all that were scored since the batch before (dropped groups
 included, so that the mean score is that of the policy and not of what was selected), and the batch.
+
+A staleness rule that drops groups makes the batch another sample of the policy's answers than it
+would be without. How much is measured: what was kept against all that ended, kept or shed. What was
+cancelled on its way has no length and no score yet; it is counted, since the measure misses it.
 """
 
 from __future__ import annotations
@@ -48,6 +52,18 @@ class RolloutStats:
     age_max: int = 0
     wait_seconds: float = 0.0
     """How long the batch was waited for."""
+    kept_length: float = float("nan")
+    """Mean drawn tokens of a sample of the batch."""
+    shed_length: float = float("nan")
+    """The same of the ended samples in groups that a staleness rule dropped."""
+    length_bias: float = 0.0
+    """Mean of the kept minus that of the kept and the shed."""
+    shed_score: float = float("nan")
+    score_bias: float = 0.0
+    cancelled: int = 0
+    """Samples cancelled on their way: spares, and those of dropped groups."""
+    masked_tokens: int = 0
+    """Tokens of the batch that are too old to be trained on (mask_stale_tokens)."""
 
     def metrics(self) -> dict[str, float]:
         """Under the names that observe/metrics.py documents."""
@@ -62,6 +78,15 @@ class RolloutStats:
             "rollout/failed_scores": self.failed_scores / max(1, self.scored),
             "rollout/age_max": self.age_max,
             "rollout/age_mean": self.age_mean,
+            "rollout/bias/length": self.length_bias,
+            "rollout/bias/length_kept": self.kept_length,
+            "rollout/bias/length_shed": self.shed_length,
+            "rollout/bias/score": self.score_bias,
+            "rollout/bias/score_kept": self.trained_score,
+            "rollout/bias/score_shed": self.shed_score,
+            "rollout/cancelled": self.cancelled,
+            "rollout/cancelled_share": self.cancelled / max(1, self.cancelled + self.scored),
+            "rollout/masked_tokens": self.masked_tokens,
             "time/sample_generate": self.generate_seconds,
             "time/sample_reward": self.reward_seconds,
         }
@@ -84,6 +109,10 @@ class StepWindow:
         self.generate_seconds = 0.0
         self.reward_seconds = 0.0
         self.dropped: Counter[str] = Counter()
+        self.cancelled = 0
+        self.masked_tokens = 0
+        self.shed_lengths: list[int] = []
+        self.shed_scores: list[float] = []
         self._scores: defaultdict[str, list[float]] = defaultdict(list)
 
     @property
@@ -103,6 +132,11 @@ class StepWindow:
             self.failed += 1
             self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
 
+    def shed(self, members: Sequence[ScoredSample]) -> None:
+        """These ended, and a staleness rule dropped their group."""
+        self.shed_lengths += [member.sample.response_length for member in members]
+        self.shed_scores += [member.score.value for member in members if member.score.ok]
+
     def state(self) -> dict[str, Any]:
         """The sums, as JSON."""
         scores = {name: list(values) for name, values in self._scores.items()}
@@ -119,6 +153,8 @@ class StepWindow:
     ) -> RolloutStats:
         """The figures of the step that trains `batch` at `version`."""
         members = [member for group in batch for member in group.members]
+        lengths = [member.sample.response_length for member in members]
+        scores = [member.score.value for member in members if member.score.ok]
         ages = token_ages(batch, version)
         count = self.scored or float("nan")
         return RolloutStats(
@@ -133,11 +169,18 @@ class StepWindow:
             reward_seconds=self.reward_seconds / count,
             mean_score=self.mean_score,
             mean_score_by_domain={name: _mean(scores) for name, scores in self._scores.items()},
-            trained_score=_mean([m.score.value for m in members if m.score.ok]),
+            trained_score=_mean(scores),
             dropped=dict(self.dropped),
-            age_mean=_mean(ages.tolist()),
+            age_mean=float(ages.mean()) if len(ages) else float("nan"),
             age_max=int(ages.max(initial=0)),
             wait_seconds=wait_s,
+            kept_length=_mean(lengths),
+            shed_length=_mean(self.shed_lengths),
+            length_bias=_bias(lengths, self.shed_lengths),
+            shed_score=_mean(self.shed_scores),
+            score_bias=_bias(scores, self.shed_scores),
+            cancelled=self.cancelled,
+            masked_tokens=self.masked_tokens,
         )
 
 
@@ -151,3 +194,8 @@ def token_ages(
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _bias(kept: Sequence[float], shed: Sequence[float]) -> float:
+    """Exactly 0 where nothing was shed."""
+    return _mean(kept) - _mean([*kept, *shed]) if shed else 0.0

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from rollick.errors import EngineError
+from rollick.errors import EngineError, EngineLost
 from rollick.infer.engine import Capability, WeightStream
+from rollick.rollout.fleet import Want
 from rollick.types import (
     NOT_SAMPLED,
     Annotations,
@@ -72,7 +73,8 @@ class FakeEngine:
     `reply` gives the whole response (text, or token ids), cut at max_tokens; `seconds` the time
     that drawing it takes, spread evenly over its tokens (`math.inf` hangs). Each token carries the
     version at which it was drawn and the log-prob `logprob`. `fail_with` is raised by every later
-    generate once it is set. What was asked is in `requests` and `aborted`.
+    generate once it is set; `lose` ends what runs too. What was asked is in `requests` and
+    `aborted`.
     """
 
     def __init__(
@@ -104,6 +106,10 @@ class FakeEngine:
     def capabilities(self) -> frozenset[Capability]:
         return frozenset({Capability.SLEEP, Capability.SHARED_WEIGHTS, Capability.DETERMINISTIC})
 
+    @property
+    def lost(self) -> bool:
+        return isinstance(self.fail_with, EngineLost)
+
     async def generate(self, request: Request) -> Completion:
         if self.fail_with is not None:
             raise self.fail_with
@@ -116,7 +122,7 @@ class FakeEngine:
             if self._free.locked():
                 await _first_of(self._free_slot(), draw.aborted.wait())
             if draw.aborted.is_set():
-                return _completion(request, draw, StopReason.ABORTED)
+                return self._abort(request, draw)
             async with self._free:
                 return await self._draw(request, draw)
         finally:
@@ -126,6 +132,12 @@ class FakeEngine:
         if uid in self._pending:
             self.aborted.append(uid)
             self._pending[uid].aborted.set()
+
+    def lose(self) -> None:
+        """From now on it is gone, with all that it was generating."""
+        self.fail_with = EngineLost("the fake engine is gone")
+        for draw in self._pending.values():
+            draw.aborted.set()
 
     async def pause(self) -> None:
         self._going.clear()
@@ -180,13 +192,18 @@ class FakeEngine:
         for token in wanted[len(draw.token_ids) :]:
             await self._tick(draw, seconds / len(wanted))
             if draw.aborted.is_set():
-                return _completion(request, draw, StopReason.ABORTED)
+                return self._abort(request, draw)
             draw.token_ids.append(token)
             draw.logprobs.append(self._logprob)
             draw.versions.append(self._version)
             self.generated_tokens += 1
         stop = StopReason.LENGTH if len(whole) > len(wanted) else StopReason.STOP
         return _completion(request, draw, stop)
+
+    def _abort(self, request: Request, draw: _Draw) -> Completion:
+        if self.fail_with is not None:
+            raise self.fail_with
+        return _completion(request, draw, StopReason.ABORTED)
 
     async def _tick(self, draw: _Draw, seconds: float) -> None:
         """The time of one token; ends early when the request is aborted."""
@@ -198,6 +215,26 @@ class FakeEngine:
                     await draw.aborted.wait()
             except TimeoutError:
                 pass
+
+
+class FakeFollower:
+    """Who follows a sample (access.Follower): keeps what it was told in `told`."""
+
+    def __init__(self) -> None:
+        self.goes_on = True
+        self.told: list[str] = []
+
+    def want(self, request: Request) -> Want:
+        return Want(deadline=0, tokens=1)
+
+    def note(self, what: str) -> None:
+        self.told.append(what)
+
+    def placed(self, engine: int) -> None:
+        self.told.append(f"on {engine}")
+
+    def lost(self) -> None:
+        self.told.append("lost")
 
 
 async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:

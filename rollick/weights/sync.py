@@ -11,6 +11,8 @@ must be paused from before the optimizer step until the commit; the residency pl
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from rollick.cluster.group import WorkerGroup
 from rollick.types import PolicyVersion
 from rollick.weights.channels.host import WeightManifest, remove_weights
@@ -24,13 +26,17 @@ class Publisher:
         self.group = group
         self.plan = plan_publish(group.device_map)
 
-    async def publish(self, version: PolicyVersion) -> None:
-        """Returns when every engine samples `version`; if one cannot verify it, nobody does."""
-        if self.plan.copied:
+    async def publish(self, version: PolicyVersion, *, without: Set[int] = frozenset()) -> None:
+        """Returns when every engine samples `version`; if one cannot verify it, nobody does.
+
+        `without` are generators that are lost. To publish a version once more does no harm.
+        """
+        copied = tuple(rank for rank in self.plan.copied if rank not in without)
+        if copied:
             manifest: WeightManifest = await self.group.call("policy", "write_weights", version)
             try:
-                await self._each(self.plan.copied, "receive", manifest)
-                await self._each(self.plan.copied, "commit", version)
+                await self._each(copied, "receive", manifest)
+                await self._each(copied, "commit", version)
             finally:
                 remove_weights(manifest)
         await self._each(self.plan.shared, "commit_shared", version)

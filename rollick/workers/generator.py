@@ -7,12 +7,15 @@ load.
 
     RemoteEngine.generate --submit([...])--> GeneratorWorker --> Engine.generate
     RemoteEngine  <--drain() [completions], load--  GeneratorWorker
+
+A line that breaks makes the engine lost, for good: what it had goes to others, and what is
+published is published without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -23,7 +26,7 @@ from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.chat import ChatCodec
-from rollick.errors import EngineError, RollickError, WorkerError
+from rollick.errors import EngineError, EngineLost, RollickError, WorkerError
 from rollick.infer.engine import Capability, Engine, WeightStream
 from rollick.models.load import load_end_ids, load_tokenizer
 from rollick.types import (
@@ -40,6 +43,8 @@ from rollick.workers.learner import LearnerWorker
 
 DRAIN_S = 20.0
 """A drain with nothing ready answers empty after this long, so that no call is unbounded."""
+ANSWER_S = 10.0
+"""A host that gives no sign of life within this time is lost."""
 
 Drained = tuple[list[tuple[SampleId, Completion | RollickError]], EngineLoad]
 
@@ -147,9 +152,12 @@ class RemoteEngine:
         self.snapshot = load
         self.broken: RollickError | None = None
 
+    @property
+    def lost(self) -> bool:
+        return self.broken is not None
+
     async def generate(self, request: Request) -> Completion:
-        if self.broken is not None:
-            raise self.broken
+        self._check()
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         if request.uid in self.waiting:
             raise EngineError(f"sample {request.uid} is already being generated")
@@ -228,7 +236,14 @@ class RemoteEngine:
         self.broken = self.broken or error
         for future in self.waiting.values():
             if not future.done():
-                future.set_exception(self.broken)
+                future.set_exception(_again(self.broken))
+
+    def lose(self, error: Exception) -> None:
+        """The line broke: end everything with an EngineLost that says why."""
+        why, fix = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, RollickError):
+            why, fix = error.message, error.fix
+        self.fail(EngineLost(f"generator {self.rank} is lost: {why}", fix=fix))
 
     def _settle(self, uid: SampleId, result: Completion | RollickError) -> None:
         future = self.waiting.get(uid)
@@ -239,7 +254,12 @@ class RemoteEngine:
         else:
             future.set_result(result)
 
+    def _check(self) -> None:
+        if self.broken is not None:
+            raise _again(self.broken)
+
     async def _call(self, method: str, *args: Any) -> Any:
+        self._check()
         return await self.group.call("generators", method, *args, rank=self.rank)
 
 
@@ -249,7 +269,7 @@ async def open_engines(group: WorkerGroup) -> AsyncGenerator[list[RemoteEngine]]
     described = await group.broadcast("generators", "describe")
     engines = [RemoteEngine(group, rank, *about) for rank, about in enumerate(described)]
     lines = [
-        asyncio.create_task(_line(engine, loop()), name=f"generator {engine.rank}")
+        asyncio.create_task(_line(engine, loop), name=f"generator {engine.rank}")
         for engine in engines
         for loop in (engine.send_requests, engine.take_results)
     ]
@@ -263,15 +283,37 @@ async def open_engines(group: WorkerGroup) -> AsyncGenerator[list[RemoteEngine]]
             engine.fail(WorkerError(f"the line to generator {engine.rank} was closed"))
 
 
-async def _line(engine: RemoteEngine, work: Any) -> None:
+async def _line(engine: RemoteEngine, work: Callable[[], Awaitable[None]]) -> None:
     try:
-        await work
-    except RollickError as error:
-        engine.fail(error)
+        await work()
     except Exception as error:
         # The boundary of a background task: who waits on the line must learn that it is gone.
-        kind = type(error).__name__
-        engine.fail(WorkerError(f"the line to generator {engine.rank} broke: {kind}: {error}"))
+        engine.lose(error)
+
+
+def lost_ranks(engines: Iterable[RemoteEngine]) -> frozenset[int]:
+    """The generators that are known to be lost."""
+    return frozenset(engine.rank for engine in engines if engine.lost)
+
+
+async def ask_for_life(engines: Iterable[RemoteEngine]) -> None:
+    """Waits for a sign of life of every engine; those that give none in time are lost."""
+
+    async def ask(engine: RemoteEngine) -> None:
+        try:
+            await engine.group.call("generators", "describe", rank=engine.rank, timeout_s=ANSWER_S)
+        except RollickError as error:
+            engine.lose(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for engine in engines:
+            if not engine.lost:
+                tasks.create_task(ask(engine))
+
+
+def _again(error: RollickError) -> RollickError:
+    """One instance for each who waits: a raised error collects the traceback of its reader."""
+    return type(error)(error.message, fix=error.fix)
 
 
 def _nothing_drawn(request: Request) -> Completion:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -265,6 +266,7 @@ async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
         codec=FakeCodec(),
         score_held_out=score,
         view=SimpleNamespace(role=lambda *shown: None),
+        follow=lambda rollout: nullcontext(),
     )
     await evaluate_prompts(session, [prompt(uid="toy/0"), prompt(uid="toy/1")])
     asked = {request.sampling for request in engine.requests}

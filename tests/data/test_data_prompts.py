@@ -280,3 +280,27 @@ def test_a_source_without_a_usable_row_names_the_columns_it_has():
 def test_a_source_without_rows_is_an_error():
     with pytest.raises(DataError, match=r"object:toy .domain 'toy'. has no rows"):
         stream_of([])
+
+
+def test_a_prompt_that_is_found_stands_in_the_place_of_the_next():
+    rows = {"a": [f"a{n}" for n in range(6)], "b": [f"b{n}" for n in range(6)]}
+    plain, again = stream_of(rows, seed=3), stream_of(rows, seed=3)
+    order = drawn(plain, 8)
+    assert [again.find(uid).uid for uid in ("b/5", "a/0", order[2])] == ["b/5", "a/0", order[2]]
+    assert drawn(again, 5) == order[3:]
+    assert again.state() == plain.state()
+
+
+def test_of_a_found_prompt_it_is_known_that_it_is_under_way():
+    rows = [f"p{n}" for n in range(6)]
+    plain, again = (
+        stream_of(rows, selection={"order": "near_half", "window": 3}) for _ in range(2)
+    )
+    order = drawn(plain, 4)
+    assert [again.find(uid).uid for uid in order] == order
+    assert again.state() == plain.state()
+
+
+def test_a_prompt_that_is_not_there_cannot_be_found():
+    with pytest.raises(DataError, match="prompt 'toy/9', which the run had drawn"):
+        stream_of(["a"]).find("toy/9")

@@ -35,7 +35,10 @@ def figures(result: RunResult) -> list[dict[str, float]]:
     """The metrics of each step, without what depends on the clock."""
     lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows: list[dict[str, float]] = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "controller/lag"))}
+        for row in rows
+    ]
 
 
 def newest(result: RunResult) -> Path:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from rollick.errors import EngineError
-from rollick.rollout.episode import RememberingCodec, run_episode, stream_of
-from rollick.testing.fakes import FakeCodec, FakeEngine, group, prompt, sample
+from rollick.rollout.access import SampleAccess
+from rollick.rollout.episode import OneEngine, RememberingCodec, single_turn, stream_of
+from rollick.rollout.fleet import Fleet, Want
+from rollick.testing.fakes import FakeCodec, FakeEngine, FakeFollower, group, prompt, sample
 from rollick.types import (
     NOT_SAMPLED,
     PolicyVersion,
@@ -22,16 +24,21 @@ from rollick.types import (
 UID = SampleId(3, 1)
 
 
-def episode(engine, *, resume=None, max_tokens=8):
-    return run_episode(
-        UID,
-        prompt("hi?"),
-        engine=engine,
-        codec=FakeCodec(),
-        sampling=Sampling(temperature=0.7, max_tokens=max_tokens),
-        stream=5,
-        resume=resume,
-    )
+def answered_by(access, *, max_tokens=8):
+    sampling = Sampling(temperature=0.7, max_tokens=max_tokens)
+    return single_turn(FakeCodec(), sampling, seed=1)(UID, prompt("hi?"), access)
+
+
+def episode(engine, *, max_tokens=8):
+    return answered_by(OneEngine(engine), max_tokens=max_tokens)
+
+
+def access_to(*engines):
+    """What a rollout gives a sample; its first place is on the first engine."""
+    fleet = Fleet(engines, launch=lambda uid, engine: None)
+    fleet.submit(UID, Want(deadline=0, tokens=1))
+    fleet.open()
+    return fleet, SampleAccess(UID, fleet, granted=0, follower=FakeFollower())
 
 
 async def tokens(engine, count):
@@ -54,7 +61,7 @@ async def test_a_sample_has_the_prompt_and_then_the_drawn_tokens():
     arrays = (made.token_ids, made.logprobs, made.versions, made.loss_mask)
     assert not any(array.flags.writeable for array in arrays)
     assert engine.requests[0].group == 3
-    assert engine.requests[0].stream == 5
+    assert engine.requests[0].stream == stream_of(1, "train", UID)
 
 
 async def test_a_sample_that_reaches_the_token_limit_is_truncated():
@@ -63,7 +70,7 @@ async def test_a_sample_that_reaches_the_token_limit_is_truncated():
     assert made.truncated
 
 
-async def test_an_aborted_sample_keeps_its_tokens_and_ends_there_unless_it_is_resumed():
+async def test_with_one_engine_an_aborted_sample_ends_there():
     engine = FakeEngine(seconds=math.inf, reply=lambda request: "abcd")
     async with asyncio.TaskGroup() as tasks:
         pending = tasks.create_task(episode(engine))
@@ -78,14 +85,14 @@ async def test_an_aborted_sample_goes_on_elsewhere_with_the_versions_of_all_its_
     first = FakeEngine(seconds=0.2, reply=lambda request: "abcd")
     second = FakeEngine(reply=lambda request: "abcd", version=7)
 
-    async def resume():
-        return second
-
     async with asyncio.TaskGroup() as tasks:
-        pending = tasks.create_task(episode(first, resume=resume))
+        fleet, access = access_to(first, second)
+        pending = tasks.create_task(answered_by(access))
         await tokens(first, 2)
+        fleet.remove(0)
         await first.abort(UID)
     carried = second.requests[0].continue_from
+    assert second.requests[0].stream == first.requests[0].stream
     assert carried is not None
     kept = len(carried.token_ids)
     assert kept >= 2

@@ -6,7 +6,16 @@ from datetime import date
 import pytest
 
 from rollick.errors import CheckpointError
-from rollick.rollout.ledger import GroupState, Ledger, LedgerError, SampleState, Wait
+from rollick.rollout.events import (
+    Completed,
+    Dropped,
+    Parked,
+    SampleDone,
+    Started,
+    Trained,
+    Unparked,
+)
+from rollick.rollout.ledger import GroupState, Ledger, LedgerError, Rule, SampleState, Taken, Wait
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
 
@@ -39,7 +48,8 @@ def complete(ledger: Ledger, *uids: int) -> None:
 
 
 def take(ledger: Ledger, version: int, count: int | None = None) -> list[int] | None:
-    return ledger.take(PolicyVersion(version), count)
+    taken = ledger.take(PolicyVersion(version), count)
+    return None if taken is None else list(taken.uids)
 
 
 def train(ledger: Ledger, uids: list[int], version: int) -> None:
@@ -210,7 +220,7 @@ def test_counts_tell_where_every_sample_is():
 def test_check_finds_a_group_that_got_lost():
     ledger = Ledger(2, 1)
     fill(ledger)
-    ledger._live.popitem()
+    ledger._book.live.popitem()
     with pytest.raises(LedgerError, match="conservation"):
         ledger.check()
 
@@ -300,3 +310,265 @@ def test_ids_can_count_down_so_that_evaluation_never_meets_training():
     assert fill(ledger) == [-1, -2, -3]
     complete(ledger, -3, -1, -2)
     assert take(ledger, 0) == [-1, -2, -3]
+
+
+def test_a_lost_sample_waits_again_under_the_same_id():
+    ledger = Ledger(1, 2)
+    fill(ledger)
+    lost = SampleId(0, 1)
+    ledger.sample_started(lost)
+    ledger.sample_lost(lost)
+    assert ledger.group(0).samples == [SampleState.WAITING, SampleState.WAITING]
+    assert ledger.counts().samples.running == 0
+    complete(ledger, 0)
+    with pytest.raises(LedgerError, match="cannot become waiting"):
+        ledger.sample_lost(lost)
+
+
+def test_a_group_with_spares_is_complete_with_the_first_members_and_cancels_the_others():
+    ledger = Ledger(1, 2, spares=2)
+    fill(ledger)
+    ledger.sample_started(SampleId(0, 3))
+    for index, enough in ((2, False), (0, True)):
+        ledger.sample_started(SampleId(0, index))
+        ledger.sample_finished(SampleId(0, index))
+        assert ledger.sample_scored(SampleId(0, index)) == enough
+    assert ledger.complete(0) == (SampleId(0, 1), SampleId(0, 3))
+    assert ledger.group(0).samples == [
+        SampleState.DONE,
+        SampleState.CANCELLED,
+        SampleState.DONE,
+        SampleState.CANCELLED,
+    ]
+    assert not ledger.is_wanted(SampleId(0, 3))
+    counts = ledger.counts()
+    assert counts.dropped_samples == {"surplus": 2}
+    assert (counts.groups.dropped, counts.samples.dropped, counts.samples.waiting) == (0, 2, 2)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert ledger.counts().samples.trained == 2
+    ledger.check()
+
+
+def test_a_group_that_has_enough_takes_no_further_sample():
+    ledger = Ledger(1, 1, spares=1)
+    fill(ledger)
+    run(ledger, 0)
+    ledger.sample_started(SampleId(0, 1))
+    ledger.sample_finished(SampleId(0, 1))
+    with pytest.raises(LedgerError, match="enough samples without"):
+        ledger.sample_scored(SampleId(0, 1))
+
+
+def test_a_dropped_group_names_the_samples_to_abort_and_counts_each_sample_once():
+    ledger = Ledger(1, 1, spares=2)
+    fill(ledger)
+    run(ledger, 0)
+    assert ledger.drop(0, "no_signal") == (SampleId(0, 1), SampleId(0, 2))
+    assert fill(ledger) == [1]
+    run(ledger, 1)
+    ledger.complete(1)
+    assert ledger.drop(1, "no_signal") == ()
+    assert ledger.counts().dropped_samples == {"no_signal": 4, "surplus": 2}
+    assert ledger.counts().dropped_by_reason == {"no_signal": 2}
+
+
+def test_drop_stale_waits_for_nobody_and_drops_what_the_new_version_makes_too_old():
+    ledger = Ledger(2, 1, 1, rule="drop_stale")
+    fill(ledger)
+    ledger.sample_started(SampleId(0, 0))
+    complete(ledger, 1, 2)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert fill(ledger, version=1) == [4, 5]
+    complete(ledger, 3, 4, 5)
+    assert take(ledger, 1) == [3, 4], "must_take would wait for group 0"
+    ledger.trained([3, 4], PolicyVersion(2))
+    removed = ledger.published(PolicyVersion(2))
+    assert removed.dropped == ((0, "stale"),)
+    assert removed.cancelled == (SampleId(0, 0),)
+    assert fill(ledger, version=2) == [6, 7, 8], "two were trained and one is refilled"
+    assert ledger.drops_in_step == 0, "the allowance is for groups without signal"
+
+
+def test_drop_stale_never_takes_a_complete_group_that_is_too_old():
+    ledger = Ledger(1, 1, rule=Rule.DROP_STALE)
+    fill(ledger)
+    complete(ledger, 0)
+    assert take(ledger, 1) is None
+    assert waits(ledger, 1) == []
+    assert ledger.published(PolicyVersion(1)).dropped == ((0, "stale"),)
+
+
+def test_mask_stale_tokens_takes_old_groups_whenever_they_are_complete():
+    ledger = Ledger(1, 1, 1, rule="mask_stale_tokens")
+    assert fill(ledger) == [0, 1]
+    for version, uid in ((0, 1), (1, 2), (2, 3)):
+        complete(ledger, uid)
+        train(ledger, take(ledger, version) or [], version + 1)
+        fill(ledger, version=version + 1)
+    complete(ledger, 4, 0)
+    assert take(ledger, 3) == [0]
+    assert ledger.oldest_allowed(PolicyVersion(3)) == 2
+
+
+def test_first_finished_takes_what_completes_first_and_drops_the_rest():
+    ledger = Ledger(2, 1, rule="first_finished", surplus=2)
+    assert fill(ledger) == [0, 1, 2, 3]
+    ledger.sample_started(SampleId(0, 0))
+    complete(ledger, 3, 1, 2)
+    assert ledger.take(PolicyVersion(0)) == Taken(
+        (1, 3), dropped=((0, "surplus"), (2, "surplus")), cancelled=(SampleId(0, 0),)
+    )
+    assert not ledger.may_start(), "a group of version 0 would be too old for the next batch"
+    train(ledger, [1, 3], 1)
+    assert fill(ledger, version=1) == [4, 5, 6, 7]
+
+
+def test_first_finished_with_staleness_drops_only_what_is_too_old_for_the_next_batch():
+    ledger = Ledger(1, 1, 1, rule="first_finished", surplus=1)
+    assert fill(ledger) == [0, 1, 2]
+    complete(ledger, 2, 0)
+    assert ledger.take(PolicyVersion(0)) == Taken((2,))
+    train(ledger, [2], 1)
+    assert fill(ledger, version=1) == [3]
+    assert ledger.take(PolicyVersion(1)) == Taken((0,), ((1, "surplus"),), (SampleId(1, 0),))
+    assert fill(ledger, version=1) == [4], "its place is free at once"
+
+
+def test_only_first_finished_knows_a_surplus():
+    with pytest.raises(LedgerError, match="no surplus"):
+        Ledger(1, 1, surplus=1)
+
+
+def test_a_place_that_was_empty_when_a_batch_was_taken_stays_so_until_the_next_version():
+    ledger = Ledger(2, 1, 1)
+    complete(ledger, *start(ledger, 1))
+    assert take(ledger, 0, 1) == [0]
+    assert start(ledger, 2) == [1, 2]
+    assert not ledger.may_start(), "three groups of version 0 are too many for the batch of 1"
+    train(ledger, [0], 1)
+    assert fill(ledger, version=1) == [3, 4]
+
+
+def test_a_deferred_group_gives_its_place_back_and_starts_again_under_the_same_id():
+    ledger = Ledger(2, 2)
+    fill(ledger)
+    run(ledger, 0)
+    ledger.sample_started(SampleId(1, 1))
+    assert ledger.defer(1) == (SampleId(1, 0), SampleId(1, 1))
+    assert ledger.defer(0) == ()
+    assert fill(ledger) == [2, 3]
+    counts = ledger.counts()
+    assert (counts.groups.waiting, counts.groups.running) == (2, 2)
+    assert (counts.samples.waiting, counts.samples.running) == (8, 0)
+    assert ledger.resume_parked(PolicyVersion(0)) == (), "there is no place"
+    complete(ledger, 2, 3)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert ledger.resume_parked(PolicyVersion(1), 1) == (1,)
+    assert ledger.resume_parked(PolicyVersion(1)) == (0,)
+    assert ledger.deadline(0) == 1
+    assert ledger.group(0).samples == [SampleState.WAITING] * 2, "its old samples are too old"
+    complete(ledger, 0, 1)
+    assert take(ledger, 1) == [0, 1]
+    ledger.check()
+
+
+def test_only_an_open_group_can_be_deferred():
+    ledger = Ledger(2, 1)
+    fill(ledger)
+    complete(ledger, 0)
+    ledger.defer(1)
+    for uid, state in ((0, "is complete"), (1, "is parked")):
+        with pytest.raises(LedgerError, match=state):
+            ledger.defer(uid)
+    assert ledger.group(1).state is GroupState.PARKED
+    with pytest.raises(LedgerError, match="is parked"):
+        ledger.deadline(1)
+
+
+def test_a_parked_group_may_use_a_place_that_is_not_refilled():
+    ledger = Ledger(2, 1, drops_allowed=0)
+    fill(ledger)
+    ledger.defer(0)
+    assert fill(ledger) == [2]
+    ledger.drop(1, "no_signal")
+    ledger.drop(2, "no_signal")
+    assert not ledger.may_start()
+    assert not ledger.exhausted, "group 0 can still come"
+    assert ledger.resume_parked(PolicyVersion(0)) == (0,)
+
+
+def test_a_deadline_is_the_last_version_whose_batch_can_hold_the_group():
+    ledger = Ledger(1, 1, 1.5)
+    start(ledger, version=3)
+    assert ledger.deadline(0) == 5
+
+
+def test_a_restored_ledger_knows_spares_parked_groups_and_the_order_of_completion():
+    ledger = Ledger(2, 1, 1, spares=1, rule="first_finished")
+    fill(ledger)
+    complete(ledger, 3, 0, 1)
+    ledger.defer(2)
+    restored = Ledger(2, 1, 1, spares=1, rule="first_finished")
+    restored.restore(json.loads(json.dumps(ledger.state())))
+    assert restored.counts() == ledger.counts()
+    assert restored.group(3).samples == [SampleState.DONE, SampleState.CANCELLED]
+    assert [group.uid for group in restored.parked()] == [2]
+    assert take(restored, 0) == [0, 3], "the first two to complete"
+
+
+def test_after_a_restore_the_groups_of_the_log_start_again_with_the_same_prompts():
+    before = Ledger(3, 1)
+    start(before, 1)
+    state = before.state()
+    ledger = Ledger(3, 1)
+    ledger.restore(state, started=[(0, "toy/0"), (1, "toy/7"), (2, "toy/4")])
+    assert ledger.promised == "toy/7"
+    with pytest.raises(LedgerError, match="before the kill it was prompt toy/7"):
+        start(ledger)
+    for uid, name in ((1, "toy/7"), (2, "toy/4")):
+        assert ledger.start_group(prompt(uid=name), PolicyVersion(0)) == uid
+    assert ledger.promised is None
+
+
+def test_a_log_that_does_not_follow_on_the_checkpoint_is_refused():
+    with pytest.raises(CheckpointError, match="group 1 where group 0 should be"):
+        Ledger(2, 1).restore(Ledger(2, 1).state(), started=[(1, "toy/1")])
+
+
+def test_the_ledger_tells_every_transition_that_a_log_keeps():
+    told = []
+    ledger = Ledger(1, 1, record=told.append)
+    fill(ledger)
+    ledger.defer(0)
+    ledger.resume_parked(PolicyVersion(0))
+    ledger.drop(0, "no_signal")
+    fill(ledger)
+    complete(ledger, 1)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert told == [
+        Started(0, "toy/0", "toy", 0, 1),
+        Parked(0),
+        Unparked(0, 0),
+        Dropped(0, "no_signal"),
+        Started(1, "toy/0", "toy", 0, 1),
+        SampleDone(1, 0),
+        Completed(1),
+        Trained((1,), 1),
+    ]
+
+
+def test_a_question_in_vain_does_not_look_at_every_group(monkeypatch):
+    ledger = Ledger(50, 1, 1)
+    fill(ledger)
+    complete(ledger, *range(40, 90))
+    train(ledger, take(ledger, 0) or [], 1)
+    fill(ledger, version=1)
+    complete(ledger, *range(100, 150))
+    assert ledger.complete_groups == 50
+
+    class Unreadable(dict):
+        def values(self):
+            raise AssertionError("all groups were read")
+
+    monkeypatch.setattr(ledger._book, "live", Unreadable(ledger._book.live))
+    assert take(ledger, 1) is None

@@ -1,16 +1,27 @@
-"""Laws of the ledger under any order of events (Hypothesis)."""
+"""Laws of the ledger under any order of events: random histories, drawn and shrunk by Hypothesis.
+
+A history is a shape of ledger and a string of bytes; two bytes are one move: which of those that
+are possible, and with what. Starts, completions, losses, drops, parks, takes, trainings, publishes,
+saves and kills come in any order. Every token's version is followed beside the ledger.
+"""
 
 import json
+from copy import deepcopy
+from dataclasses import dataclass
 from math import ceil
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollick.rollout.ledger import GroupState, Ledger, SampleState
+from rollick.rollout.events import Marked, Restored
+from rollick.rollout.ledger import GroupState, Ledger, Rule, SampleState
+from rollick.rollout.log import Log, audit, since_checkpoint
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
 
+HISTORIES = 1000
+"""Over all rules, in the quick tests; ten times as many in the slow ones."""
 NEXT = {
     SampleState.WAITING: "sample_started",
     SampleState.RUNNING: "sample_finished",
@@ -18,122 +29,344 @@ NEXT = {
 }
 
 
-class LedgerMachine(RuleBasedStateMachine):
-    """Starts, runs, drops, takes, trains, skips and restores in any order."""
+@dataclass(frozen=True)
+class Shape:
+    rule: Rule
+    groups: int
+    size: int
+    spares: int
+    staleness: float
+    surplus: int
+    drops_allowed: int | None
 
-    @initialize(
+
+def shapes(rule):
+    return st.builds(
+        Shape,
+        rule=st.just(rule),
         groups=st.integers(1, 3),
         size=st.integers(1, 2),
+        spares=st.integers(0, 2),
         staleness=st.sampled_from([0, 0.5, 1, 2, 2.5]),
+        surplus=st.integers(0, 2) if rule is Rule.FIRST_FINISHED else st.just(0),
         drops_allowed=st.sampled_from([None, 0, 2]),
     )
-    def begin(self, groups, size, staleness, drops_allowed):
-        self.shape = (groups, size, staleness)
-        self.drops_allowed = drops_allowed
-        self.ledger = Ledger(*self.shape, drops_allowed=drops_allowed)
-        self.horizon = ceil(staleness)
-        self.version = 0
+
+
+@dataclass
+class Told:
+    """What a run knows beside its ledger, and what a kill takes back to the checkpoint."""
+
+    version: int
+    step: int
+    started: int
+    ended: dict[int, str]
+    first_token: dict[SampleId, int]
+    completed: list[int]
+
+
+class History:
+    def __init__(self, shape):
+        self.shape = shape
+        self.horizon = ceil(shape.staleness)
+        self.events = []
+        self.ledger = self.new_ledger()
+        self.told = Told(0, 0, 0, {}, {}, [])
         self.batch: list[int] = []
-        self.seen: set[int] = set()
-        self.ended: set[int] = set()
+        self.made: int | None = None  # a version that was trained and is not published
+        self.prompt_of: dict[int, str] = {}
+        self.life = 0
+        self.saved = (json.dumps(self.ledger.state()), deepcopy(self.told))
+
+    def new_ledger(self):
+        shape = self.shape
+        return Ledger(
+            shape.groups,
+            shape.size,
+            shape.staleness,
+            spares=shape.spares,
+            rule=shape.rule,
+            surplus=shape.surplus,
+            drops_allowed=shape.drops_allowed,
+            record=self.events.append,
+        )
+
+    def play(self, moves):
+        for which, with_what in zip(moves[::2], moves[1::2], strict=False):
+            possible = self.possible()
+            possible[which % len(possible)](with_what)
+            self.check()
+        self.check_log()
+        self.drain()
+
+    def possible(self):
+        ledger, idle = self.ledger, not self.batch and self.made is None
+        moves = []
+        if ledger.may_start():
+            moves += [self.start] * 6
+        if self.open_groups():
+            moves += [self.advance] * 12 + [self.drop, self.defer]
+        if self.running():
+            moves += [self.lose]
+        if idle:
+            moves += [self.take] * 4
+        if self.batch:
+            moves += [self.train] * 6
+        if self.made is not None:
+            moves += [self.publish] * 6
+        if ledger.may_resume():
+            moves += [self.resume]
+        return [*moves, self.save, self.kill]
 
     def open_groups(self):
         return [group for group in self.ledger.live() if group.state is GroupState.OPEN]
 
-    @rule()
-    def start(self):
-        while self.ledger.may_start():
-            uid = self.ledger.start_group(prompt(), PolicyVersion(self.version))
-            assert uid not in self.seen
-            self.seen.add(uid)
+    def running(self):
+        return [
+            SampleId(group.uid, index)
+            for group in self.open_groups()
+            for index, state in enumerate(group.samples)
+            if state is SampleState.RUNNING
+        ]
 
-    @precondition(lambda self: self.open_groups())
-    @rule(data=st.data(), whole=st.booleans())
-    def advance(self, data, whole):
-        group = data.draw(st.sampled_from(self.open_groups()))
-        todo = [n for n, state in enumerate(group.samples) if state in NEXT]
-        for index in todo if whole else todo[:1]:
-            while group.samples[index] in NEXT:
-                move = getattr(self.ledger, NEXT[group.samples[index]])
-                move(SampleId(group.uid, index))
+    def start(self, with_what):
+        for _ in range(1 + with_what % 8):
+            if not self.ledger.may_start():
+                break
+            name = self.ledger.promised or f"life {self.life}, group {self.told.started}"
+            uid = self.ledger.start_group(prompt(uid=name), PolicyVersion(self.told.version))
+            assert uid == self.told.started, "an id was left out or used again"
+            assert self.prompt_of.setdefault(uid, name) == name, "a kill changed a group's prompt"
+            self.told.started += 1
+
+    def advance(self, with_what):
+        groups = self.open_groups()
+        whole, which = with_what % 2, with_what // 2
+        group = groups[which % len(groups)]
+        under_way = group.under_way()
+        order = under_way[which % len(under_way) :] + under_way[: which % len(under_way)]
+        for uid in order if whole else order[:1]:
+            while group.samples[uid.index] in NEXT:
+                self.step_sample(group, uid)
                 if not whole:
                     break
-        if group.done == len(group.samples):
-            self.ledger.complete(group.uid)
+            if group.state is not GroupState.OPEN:
+                return
 
-    @precondition(lambda self: self.open_groups())
-    @rule(data=st.data())
-    def drop(self, data):
-        group = data.draw(st.sampled_from(self.open_groups()))
-        could_start, drops = self.ledger.may_start(), self.ledger.drops_in_step
-        self.ledger.drop(group.uid, "no_signal")
-        self.ended.add(group.uid)
-        if not could_start and not self.ledger.held_until:
-            refilled = self.drops_allowed is None or drops < self.drops_allowed
-            assert self.ledger.may_start() == refilled
-
-    @precondition(lambda self: not self.batch)
-    @rule()
-    def take(self):
-        version = PolicyVersion(self.version)
-        live = {group.uid: group for group in self.ledger.live()}
-        batch = self.ledger.take(version)
-        if batch is None:
-            waits = self.ledger.waits_for(version)
-            assert waits or self.ledger.may_start() or self.ledger.held_until or not live
+    def step_sample(self, group, uid):
+        move = NEXT[group.samples[uid.index]]
+        if move == "sample_started":
+            self.told.first_token.setdefault(uid, self.told.version)
+        enough = getattr(self.ledger, move)(uid)
+        if not enough:
             return
-        assert len(batch) <= self.shape[0], "a batch is never larger than a step"
-        must = {u for u, group in live.items() if group.started <= self.version - self.horizon}
-        assert must <= set(batch)
-        assert all(self.version - live[uid].started <= self.horizon for uid in batch)
+        under_way = group.under_way()
+        assert len(under_way) == self.shape.spares
+        assert self.ledger.complete(group.uid) == under_way
+        assert not any(self.ledger.is_wanted(spare) for spare in under_way)
+        self.told.completed.append(group.uid)
+
+    def lose(self, with_what):
+        running = self.running()
+        uid = running[with_what % len(running)]
+        self.ledger.sample_lost(uid)
+        assert self.ledger.group(uid.group).samples[uid.index] is SampleState.WAITING
+
+    def drop(self, with_what):
+        ledger, allowed = self.ledger, self.shape.drops_allowed
+        groups = [group for group in ledger.live() if group.state is not GroupState.TAKEN]
+        group = groups[with_what % len(groups)]
+        could_start, drops = ledger.may_start(), ledger.drops_in_step
+        full = len(ledger.live()) == ledger.places
+        under_way = group.under_way()
+        assert ledger.drop(group.uid, "no_signal") == under_way
+        self.end(group.uid, "no_signal")
+        if full:
+            refilled = allowed is None or drops < allowed
+            assert ledger.may_start() == refilled, "the refill is one for one"
+        assert could_start <= ledger.may_start()
+
+    def defer(self, with_what):
+        groups = self.open_groups()
+        group = groups[with_what % len(groups)]
+        under_way = group.under_way()
+        assert self.ledger.defer(group.uid) == under_way
+        assert group.state is GroupState.PARKED
+        for index in range(len(group.samples)):
+            self.told.first_token.pop(SampleId(group.uid, index), None)
+
+    def resume(self, with_what):
+        waiting = [group.uid for group in self.ledger.parked()]
+        version = PolicyVersion(self.told.version)
+        resumed = self.ledger.resume_parked(version, 1 + with_what % 2)
+        assert list(resumed) == waiting[: len(resumed)]
+        assert resumed
+        assert all(self.ledger.group(uid).started == version for uid in resumed)
+
+    def take(self, with_what):
+        ledger, version = self.ledger, PolicyVersion(self.told.version)
+        count = 1 if with_what % 4 == 0 else None
+        live = {group.uid: group for group in ledger.live()}
+        under_way = {uid: group.under_way() for uid, group in live.items()}
+        complete = ledger.complete_groups
+        taken = ledger.take(version, count)
+        if taken is None:
+            coming = ledger.may_start() or ledger.may_resume() or ledger.waits_for(version, count)
+            assert coming or ledger.exhausted
+            if self.shape.rule in (Rule.MASK_STALE_TOKENS, Rule.FIRST_FINISHED):
+                assert complete < (count or self.shape.groups), "nothing waits for the old"
+            return
+        batch = list(taken.uids)
+        assert 0 < len(batch) <= self.shape.groups
         assert batch == sorted(batch)
-        assert not self.ended & set(batch)
+        if len(batch) < (count or self.shape.groups):
+            assert self.shape.drops_allowed is not None
+            assert complete == len(batch)
+        dropped = [uid for uid, _ in taken.dropped]
+        assert taken.cancelled == tuple(uid for gone in dropped for uid in under_way[gone])
+        self.check_rule(batch, dropped, live)
+        for uid, reason in taken.dropped:
+            self.end(uid, reason)
         self.batch = batch
 
-    @precondition(lambda self: self.batch)
-    @rule(skipped=st.booleans())
-    def train(self, skipped):
-        self.version += not skipped
-        self.ledger.trained(self.batch, PolicyVersion(self.version))
-        self.ended |= set(self.batch)
+    def check_rule(self, batch, dropped, live):
+        oldest = self.told.version - self.horizon
+        due = {uid for uid, group in live.items() if group.started <= oldest}
+        if self.shape.rule is Rule.MUST_TAKE:
+            assert due <= set(batch)
+        if self.shape.rule is Rule.FIRST_FINISHED:
+            assert batch == sorted(self.told.completed[: len(batch)])
+            assert set(dropped) == due - set(batch)
+        else:
+            assert not dropped, "what is stale was dropped when the version was published"
+        if self.shape.rule is not Rule.MASK_STALE_TOKENS:
+            firsts = [first for uid, first in self.told.first_token.items() if uid.group in batch]
+            assert all(first >= oldest for first in firsts), "a token is too old"
+
+    def train(self, with_what):
+        self.made = self.told.version + (with_what % 4 != 0)
+        self.ledger.trained(self.batch, PolicyVersion(self.made))
+        for uid in self.batch:
+            self.end(uid, "trained")
         self.batch = []
-        self.ledger.published(PolicyVersion(self.version))
 
-    @precondition(lambda self: not self.batch)
-    @rule()
-    def kill_and_restore(self):
-        restored = Ledger(*self.shape, drops_allowed=self.drops_allowed)
-        restored.restore(json.loads(json.dumps(self.ledger.state())))
-        restored.published(PolicyVersion(self.version))
-        assert [g.uid for g in restored.live()] == [g.uid for g in self.ledger.live()]
-        assert restored.complete_groups == self.ledger.complete_groups
-        self.ledger = restored
+    def publish(self, with_what):
+        made, self.made = self.made, None
+        live = {group.uid: group for group in self.ledger.live()}
+        under_way = {uid: group.under_way() for uid, group in live.items()}
+        removed = self.ledger.published(PolicyVersion(made))
+        self.told.version = made
+        stale = [uid for uid, group in live.items() if group.started < made - self.horizon]
+        expected = stale if self.shape.rule is Rule.DROP_STALE else []
+        assert removed.dropped == tuple((uid, "stale") for uid in expected)
+        assert removed.cancelled == tuple(uid for gone in expected for uid in under_way[gone])
+        for uid in expected:
+            self.end(uid, "stale")
+        assert self.ledger.held_until is None, "with a version, its places open"
 
-    @invariant()
-    def nothing_is_lost(self):
-        self.ledger.check()
-        counts = self.ledger.counts().groups
-        assert counts.submitted == len(self.seen)
-        assert counts.trained + counts.dropped == len(self.ended)
+    def end(self, uid, how):
+        assert uid not in self.told.ended, "a group ends once"
+        self.told.ended[uid] = how
+        if uid in self.told.completed:
+            self.told.completed.remove(uid)
 
-    @invariant()
-    def the_budget_holds(self):
-        assert len(self.ledger.live()) <= self.shape[0] * (1 + self.horizon)
-        assert len(self.ledger.live()) <= self.ledger.places
+    def save(self, with_what):
+        if self.batch or self.made is not None:
+            return
+        self.told.step += 1
+        state = self.ledger.state()
+        self.events.append(Marked(self.told.step, state["next"]))
+        self.saved = (json.dumps(state), deepcopy(self.told))
 
-    @invariant()
-    def no_live_group_is_older_than_the_bound(self):
-        if not self.batch:
-            starts = [group.started for group in self.ledger.live()]
-            assert all(self.version - start <= self.horizon for start in starts)
+    def kill(self, with_what):
+        """Back to the checkpoint, with the groups that the log has after it."""
+        self.check_log()
+        state, told = json.loads(self.saved[0]), deepcopy(self.saved[1])
+        resumed = since_checkpoint(Log(tuple(self.events)), told.step)
+        after = range(state["next"], len(self.prompt_of))
+        assert resumed.pairs[-len(after) or len(resumed.pairs) :] == tuple(
+            (uid, self.prompt_of[uid]) for uid in after
+        )
+        self.events.append(Restored(told.step))
+        self.ledger = self.new_ledger()
+        self.ledger.restore(state, started=resumed.pairs)
+        self.ledger.published(PolicyVersion(told.version))
+        self.told, self.batch, self.made = told, [], None
+        self.life += 1
+        done = {
+            SampleId(group.uid, index)
+            for group in self.ledger.live()
+            for index, state in enumerate(group.samples)
+            if state is SampleState.DONE
+        }
+        told.first_token = {uid: told.first_token[uid] for uid in done}
+        assert self.ledger.counts().samples.running == 0, "what was in flight waits again"
+
+    def check(self):
+        ledger = self.ledger
+        ledger.check()
+        counts = ledger.counts()
+        assert counts.groups.submitted == self.told.started
+        assert counts.samples.submitted == self.told.started * (self.shape.size + self.shape.spares)
+        trained = sum(how == "trained" for how in self.told.ended.values())
+        assert counts.groups.trained == trained
+        assert counts.samples.trained == trained * self.shape.size
+        assert counts.groups.dropped == len(self.told.ended) - trained
+        assert len(ledger.live()) <= ledger.places
+        if self.shape.rule is not Rule.MASK_STALE_TOKENS and not self.batch:
+            starts = [group.started for group in ledger.live()]
+            assert all(self.told.version - start <= self.horizon for start in starts)
+
+    def check_log(self):
+        """The log alone, and the checkpoint with the log after it, tell what the ledger tells."""
+        log, counts = Log(tuple(self.events)), self.ledger.counts()
+        since = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
+        for told in (audit(log), since):
+            assert told.groups == counts.groups
+            assert told.dropped_by_reason == counts.dropped_by_reason
+            assert told.dropped_samples == counts.dropped_samples
+            assert told.samples.trained == counts.samples.trained
+            assert told.samples.waiting == counts.samples.waiting + counts.samples.running
+
+    def drain(self):
+        """No deadlock: if every sample ends and none is dropped any more, batches come."""
+        batches = 0
+        for _ in range(40):
+            if self.batch:
+                self.train(1)
+            if self.made is not None:
+                self.publish(0)
+            if self.ledger.exhausted:
+                self.ledger.forgive_drops()
+            while self.ledger.may_resume():
+                self.resume(1)
+            self.start(7)
+            for _ in self.open_groups():
+                self.advance(1)
+            self.take(1)
+            self.check()
+            batches += bool(self.batch)
+            if batches == 3:
+                return
+        raise AssertionError("no batch comes any more")
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-test_the_laws_hold_under_any_order_of_events = LedgerMachine.TestCase
+def play_histories(rule, count):
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+    @given(shape=shapes(rule), moves=st.binary(min_size=60, max_size=200))
+    def play(shape, moves):
+        History(shape).play(moves)
+
+    play()
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_the_laws_hold_in_every_history(rule):
+    play_histories(rule, HISTORIES // len(Rule))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rule", Rule)
+def test_the_laws_hold_in_ten_times_as_many_histories(rule):
+    play_histories(rule, 10 * HISTORIES // len(Rule))

@@ -4,16 +4,19 @@ import asyncio
 import json
 import math
 import random
+import re
 from contextlib import asynccontextmanager
 from itertools import count
 
 import pytest
 
 from rollick.config.schema import RolloutConfig
-from rollick.errors import CheckpointError, EngineError, RewardError, StuckError
+from rollick.errors import CheckpointError, EngineError, EngineLost, RewardError, StuckError
 from rollick.observe.metrics import is_documented
 from rollick.rollout.ledger import LedgerError
-from rollick.rollout.scheduler import Rollout, sample_all
+from rollick.rollout.log import Log, audit
+from rollick.rollout.once import sample_all
+from rollick.rollout.scheduler import Rollout
 from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
 from rollick.types import PolicyVersion, SampleId, Sampling, Score
 
@@ -42,7 +45,8 @@ def spread(group):
 @asynccontextmanager
 async def opened(engines, *, score=by_index, signal=spread, prompts=None, **settings):
     """A rollout of 2 groups of 2 unless told otherwise."""
-    ways = {name: settings.pop(name) for name in ("version", "state", "groups") if name in settings}
+    names = ("version", "state", "groups", "started", "find_prompt", "record", "judged", "episode")
+    ways = {name: settings.pop(name) for name in names if name in settings}
     stuck_after_s = settings.pop("stuck_after_s", 20.0)
     config = RolloutConfig(**{"groups_per_step": 2, "group_size": 2, **settings})
     async with Rollout.open(
@@ -271,7 +275,7 @@ async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
 async def test_a_wait_that_is_too_long_names_whom_it_waits_for():
     engine = FakeEngine(seconds=by_uid({(1, 1): math.inf}))
     with pytest.raises(
-        StuckError, match=r"step 1 waits for group 1: sample 1 generating for 0.\d+ s"
+        StuckError, match=r"step 1 waits for group 1: sample 1 generating on engine 0 for 0.\d+ s"
     ):
         async with opened([engine], stuck_after_s=0.1) as rollout:
             await rollout.take()
@@ -468,6 +472,214 @@ async def test_interrupted_samples_go_on_with_their_tokens_after_admission_resum
     assert 4 <= drawn < 16
     assert engine.generated_tokens == 16
     assert len(engine.requests) == 8
+
+
+async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions():
+    """Group 1 runs on a slow engine when version 1 is published, and goes on with a quick one."""
+    slow = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 0): 2.0, (1, 1): 2.0}))
+    quick = FakeEngine(reply=lambda request: "abcd")
+    async with opened([slow], max_staleness=1, groups_per_step=1) as rollout:
+        first = await rollout.take()
+        await until(lambda: slow.generated_tokens >= 8 + 2)
+        rollout.fleet.add(quick)
+        await rollout.interrupt()
+        rollout.fleet.remove(0)
+        drawn = slow.generated_tokens - 8
+        await train(rollout, first, [quick])
+        rollout.resume_admission()
+        (second,) = await rollout.take()
+        stats = rollout.stats()
+    carried = {r.uid: len(r.continue_from.token_ids) for r in quick.requests if r.uid.group == 1}
+    assert (second.uid, second.started) == (1, 0)
+    assert sum(carried.values()) == drawn
+    for moved in second.samples:
+        kept = carried[moved.uid]
+        assert kept < 4
+        assert moved.versions[2:].tolist() == [0] * kept + [1] * (4 - kept)
+        assert moved.text == "abcd"
+    assert stats.age_max == 1
+
+
+async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
+    engine = FakeEngine(seconds=math.inf)
+    async with opened([engine], stuck_after_s=1.0) as rollout:
+        await rollout.interrupt()
+        assert engine.requests == []
+        assert rollout.fleet.on() == {}
+        rollout.resume_admission()
+        await until(lambda: len(engine.requests) == 4)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_what_a_lost_engine_had_is_trained_on_under_the_same_ids_and_none_doubled(staleness):
+    engines = [FakeEngine(seconds=0.02, slots=2) for _ in range(3)]
+    events, trained = [], []
+    async with opened(
+        engines, max_staleness=staleness, groups_per_step=4, record=events.append
+    ) as rollout:
+        for step in range(6):
+            if step in (1, 3):
+                await until(lambda: engines[0].load().running > 0)
+                engines.pop(0).lose()
+            groups = await rollout.take()
+            trained += [s.uid for group in groups for s in group.samples]
+            await train(rollout, groups, engines)
+            rollout.ledger.check()
+        counts = rollout.ledger.counts()
+        assert len(rollout.fleet.engines) == 1
+    assert len(trained) == len(set(trained)) == 48
+    assert counts.groups.trained == 24
+    assert counts.groups.dropped == 0
+    assert audit(Log(tuple(events))).groups.trained == 24
+
+
+async def test_the_loss_of_all_engines_ends_the_run():
+    engine = FakeEngine(seconds=math.inf)
+
+    async def run():
+        async with opened([engine]) as rollout:
+            await until(lambda: len(engine.requests) == 4)
+            engine.lose()
+            await rollout.take()
+
+    with pytest.raises(EngineLost, match="the fake engine is gone"):
+        await run()
+    assert only_this_task()
+
+
+async def test_an_engine_that_joins_later_gets_work():
+    first, second = FakeEngine(seconds=math.inf, slots=1), FakeEngine(slots=1)
+    async with opened([first], engine_queue=0, groups_per_step=3) as rollout:
+        await until(lambda: len(first.requests) == 1)
+        rollout.fleet.add(second)
+        await until(lambda: len(second.requests) == 5)
+    assert {r.uid for r in second.requests}.isdisjoint({r.uid for r in first.requests})
+
+
+async def test_the_wait_for_an_engine_that_hangs_names_it_among_others():
+    hangs = FakeEngine(seconds=math.inf, slots=1)
+    with pytest.raises(StuckError, match=r"group 0: sample 1 generating on engine 1 for"):
+        async with opened(
+            [FakeEngine(slots=1), hangs], engine_queue=0, stuck_after_s=0.1
+        ) as rollout:
+            await rollout.take()
+
+
+async def test_a_wait_names_the_tool_that_a_sample_is_in():
+    async def searches(uid, of, access):
+        with access.doing("tool search"):
+            await asyncio.sleep(math.inf)
+
+    async with opened([FakeEngine()], episode=searches, groups_per_step=1) as rollout:
+        await until(lambda: "tool search" in rollout.waits())
+        assert re.fullmatch(
+            r"group 0: sample 0 in tool search for \S+ s, sample 1 in tool search for \S+ s",
+            rollout.waits(),
+        )
+        rollout.pause_admission()
+        assert rollout.waits().endswith("; groups to start, but admission is paused")
+
+
+async def test_spares_that_were_not_needed_are_counted():
+    """Of three samples the first two make the group; the third never ends."""
+    engine = FakeEngine(seconds=by_uid({(0, 2): math.inf, (1, 0): math.inf}))
+    async with opened([engine], spare_samples=1) as rollout:
+        groups = await rollout.take()
+        stats = rollout.stats()
+        await until(lambda: engine.load().running == 0)
+        assert rollout.fleet.on() == {}
+    assert [[s.uid.index for s in group.samples] for group in groups] == [[0, 1], [1, 2]]
+    assert stats.cancelled == 2
+    assert stats.metrics()["rollout/cancelled_share"] == pytest.approx(2 / 6)
+    assert stats.length_bias == 0
+
+
+async def test_the_bias_of_dropping_stale_groups_is_measured():
+    """Group 1 takes two versions for its second sample, so that it is dropped with its first."""
+    letters = {0: "aa", 1: "bbbbbbbb"}
+    engine = FakeEngine(
+        reply=lambda request: letters.get(request.uid.group, "cccc"),
+        seconds=by_uid({(1, 1): math.inf}),
+    )
+    judged = []
+    async with opened(
+        [engine],
+        max_staleness=1,
+        staleness_rule="drop_stale",
+        groups_per_step=1,
+        judged=lambda group: judged.append((group.uid, len(group.members))),
+    ) as rollout:
+        for _ in range(2):
+            await train(rollout, await rollout.take(), [engine])
+        (group,) = await rollout.take()
+        stats = rollout.stats()
+        counts = rollout.ledger.counts()
+    assert counts.dropped_by_reason == {"stale": 1}
+    assert stats.dropped == {"stale": 1}
+    assert (stats.kept_length, stats.shed_length) == (4, 8)
+    # Kept: 4, 4; shed: 8 (score 0).
+    assert stats.length_bias == pytest.approx(4 - 16 / 3)
+    assert (stats.trained_score, stats.shed_score) == (0.5, 0)
+    assert stats.score_bias == pytest.approx(0.5 - 1 / 3)
+    assert stats.cancelled == 1
+    assert (1, 0) in judged
+    assert group.uid not in (0, 1)
+    assert all(is_documented(name) for name in stats.metrics())
+
+
+async def test_masked_tokens_are_counted():
+    engine = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 1): 0.2}))
+    async with opened(
+        [engine], staleness_rule="mask_stale_tokens", max_staleness=0.5, group_size=2
+    ) as rollout:
+        masked = trained = 0
+        for _ in range(6):
+            groups = await rollout.take()
+            masked += rollout.stats().masked_tokens
+            trained += sum(int(s.loss_mask.sum()) for group in groups for s in group.samples)
+            await asyncio.sleep(0.06)
+            await train(rollout, groups, [engine])
+    assert masked > 0
+    assert masked + trained == 6 * 2 * 2 * 4
+
+
+async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_ones_follow():
+    """The checkpoint knows groups 0 and 1; the log has 2 and 3 beside them."""
+    engine = FakeEngine()
+    async with opened([engine]) as rollout:
+        groups = await rollout.take()
+        state, saved = rollout.state(), rollout.untrained()
+        await train(rollout, groups, [engine])
+    found = []
+
+    def find(uid):
+        found.append(uid)
+        return prompt(uid=uid)
+
+    again = FakeEngine()
+    pairs = [(0, "toy/0"), (1, "toy/1"), (2, "old/2"), (3, "old/3")]
+    async with opened(
+        [again], state=state, groups=saved, started=pairs, find_prompt=find
+    ) as rollout:
+        batches = []
+        for _ in range(3):
+            batch = await rollout.take()
+            batches.append([(group.uid, group.prompt.uid) for group in batch])
+            await train(rollout, batch, [again])
+    assert batches[0] == [(0, "toy/0"), (1, "toy/1")]
+    assert batches[1] == [(2, "old/2"), (3, "old/3")]
+    assert batches[2] == [(4, "toy/0"), (5, "toy/1")]
+    assert found == ["old/2", "old/3"]
+
+
+async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
+    async with opened(
+        [FakeEngine()],
+        started=[(0, "old/0")],
+        find_prompt=lambda uid: prompt(uid=uid),
+    ) as rollout:
+        groups = await rollout.take()
+    assert [group.prompt.uid for group in groups] == ["old/0", "toy/0"]
 
 
 async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids():

@@ -15,6 +15,8 @@ from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.testing.toys import toy_recipe
 
 DETERMINISTIC = "run.deterministic=true"
+CLOCKED = ("time/", "speed/", "controller/lag")
+"""Metrics that depend on the clock."""
 
 
 def test_one_process_and_ray_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
@@ -84,4 +86,4 @@ def _figures(folder: Path) -> list[dict[str, float]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "speed/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]

@@ -16,13 +16,19 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import EngineError, WorkerError
+from rollick.errors import EngineError, EngineLost, WorkerError
 from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import FakeEngine
 from rollick.types import Completion, PolicyVersion, Request, SampleId, Sampling, StopReason
 from rollick.weights.channels.host import remove_weights, write_weights
 from rollick.workers import generator
-from rollick.workers.generator import GeneratorWorker, RemoteEngine, open_engines
+from rollick.workers.generator import (
+    GeneratorWorker,
+    RemoteEngine,
+    ask_for_life,
+    lost_ranks,
+    open_engines,
+)
 
 CLUSTER = ClusterConfig(backend="inline", call_timeout_s=30)
 Calls = list[str]
@@ -217,10 +223,54 @@ async def test_a_line_that_breaks_fails_what_waits_and_what_comes_later_with_the
         engine.group.call = broken  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(3)))
         for task in (*waiting, late):
-            with pytest.raises(WorkerError, match="generator 0 died"):
+            with pytest.raises(EngineLost, match="generator 0 is lost: generator 0 died"):
                 await asyncio.wait_for(task, 5)
-        with pytest.raises(WorkerError, match="generator 0 died"):
+        with pytest.raises(EngineLost, match="generator 0 is lost: generator 0 died"):
             await engine.generate(request(4))
+
+
+async def test_an_engine_that_is_lost_stays_lost_and_answers_at_once() -> None:
+    fake = FakeEngine()
+    async with remote(fake) as (engine, calls):
+        assert not engine.lost
+        engine.lose(WorkerError("the host is gone", fix="see its log"))
+        for method in (engine.generate(request()), engine.pause(), engine.abort(SampleId(0, 0))):
+            with pytest.raises(EngineLost, match="generator 0 is lost: the host is gone") as lost:
+                await method
+            assert lost.value.fix == "see its log"
+        assert lost_ranks([engine]) == {0}
+        assert calls == []
+
+
+async def test_one_who_waits_on_a_lost_engine_gets_an_error_of_its_own() -> None:
+    fake = FakeEngine(seconds=math.inf)
+    async with remote(fake) as (engine, _):
+        tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(2)]
+        await until(lambda: len(fake.requests) == 2)
+        engine.lose(WorkerError("the host is gone"))
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in errors] == [EngineLost, EngineLost]
+    assert errors[0] is not errors[1]
+
+
+async def test_an_engine_that_gives_no_sign_of_life_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generator, "ANSWER_S", 0.05)
+    hangs = False
+
+    async def describe(self: GeneratorWorker) -> Any:
+        await asyncio.sleep(math.inf if hangs else 0)
+        return self.engine.capabilities, self.engine.load()
+
+    monkeypatch.setattr(GeneratorWorker, "describe", describe)
+    async with remote(FakeEngine()) as (engine, _):
+        await ask_for_life([engine])
+        assert not engine.lost
+        hangs = True
+        await ask_for_life([engine])
+        with pytest.raises(EngineLost, match=r"did not finish 'describe' within 0\.05 s"):
+            await engine.generate(request())
 
 
 async def test_a_cancellation_stays_one_when_the_line_is_broken() -> None:
@@ -308,5 +358,5 @@ async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_wait
         engine.group.call = broken  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(1)))
         for waiting in (task, late):
-            with pytest.raises(WorkerError, match="TypeError: cannot be pickled"):
+            with pytest.raises(EngineLost, match="TypeError: cannot be pickled"):
                 await asyncio.wait_for(waiting, 5)

@@ -1,0 +1,337 @@
+"""The trace: what is kept of every sample's life, and the picture that is made of it."""
+
+import json
+import logging
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick import LoadedRecipe, RunResult
+from rollick.config.schema import RolloutConfig
+from rollick.errors import RollickError
+from rollick.observe.metrics import read_metrics
+from rollick.observe.timeline import (
+    ENGINES,
+    SAMPLES,
+    TRAINER,
+    Timeline,
+    assign_lanes,
+    build_timeline,
+    stage_of,
+    trace_events,
+    write_timeline,
+)
+from rollick.observe.trace import CHUNK, OLDER, TRACE, Trace, read_trace
+from rollick.pipelines.base import open_session
+from rollick.rollout.scheduler import Rollout
+from rollick.rollout.waits import BETWEEN_TURNS, SCORING, WAITING, generating
+from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
+from rollick.types import Sample, SampleId, Sampling, Score
+
+Run = Callable[..., RunResult]
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_trace(folder: Path, *, limit: int = 1_000_000) -> tuple[Trace, Clock]:
+    clock = Clock()
+    return Trace(folder, clock=clock, limit_bytes=limit, zero=1000.0), clock
+
+
+def told(timeline: Timeline) -> dict[str, list[tuple[str, str, float, float]]]:
+    """Each sample's stretches: stage, detail, begin and end in seconds."""
+    return {
+        str(life.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in life.stretches]
+        for life in timeline.lives
+    }
+
+
+@pytest.fixture
+def two_samples(tmp_path: Path) -> Path:
+    """A group of two that is trained in step 1: the second is done two seconds after the first."""
+    trace, clock = open_trace(tmp_path)
+    for index, seconds in ((0, 1.0), (1, 3.0)):
+        uid = SampleId(7, index)
+        trace.span(uid, WAITING, 10.0, 11.0)
+        trace.span(uid, generating(4), 11.0, 11.0 + seconds)
+        trace.span(uid, SCORING, 11.0 + seconds, 11.5 + seconds)
+    clock.now = 15.0
+    trace.taken([SampleId(7, 0), SampleId(7, 1)], step=1)
+    trace.phase("generate", 10.0, 15.0, step=1)
+    trace.phase("train", 15.0, 16.0, step=1)
+    clock.now = 17.0
+    trace.trained(1, step=1)
+    return tmp_path
+
+
+def test_the_words_of_the_rollout_are_stages_of_a_timeline() -> None:
+    words = [WAITING, generating(3), SCORING, BETWEEN_TURNS, "in tool search"]
+    stages = [stage_of(word) for word in words]
+    assert [s.stage for s in stages] == [
+        "queued",
+        "generate",
+        "reward",
+        "environment",
+        "environment",
+    ]
+    assert [s.engine for s in stages] == [None, 3, None, None, None]
+    assert stages[-1].detail == "tool search"
+
+
+def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samples: Path) -> None:
+    lives = told(build_timeline(read_trace(two_samples)))
+    assert lives["g7.0"] == [
+        ("queued", "", 0, 1),
+        ("generate", "", 1, 2),
+        ("reward", "", 2, 2.5),
+        ("waiting", "for its group", 2.5, 4.5),
+        ("waiting", "for its batch", 4.5, 5),
+        ("trained", "", 5, 7),
+    ]
+    assert lives["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
+
+
+def test_a_batch_that_was_taken_and_not_trained_ends_with_its_wait(tmp_path: Path) -> None:
+    trace, clock = open_trace(tmp_path)
+    trace.span(SampleId(0, 0), SCORING, 0.0, 1.0)
+    clock.now = 2.0
+    trace.taken([SampleId(0, 0)], step=1)
+    trace.flush()
+    timeline = build_timeline(read_trace(tmp_path))
+    assert told(timeline) == {
+        "g0.0": [("reward", "", 0, 1), ("waiting", "for its batch", 1, 2)],
+    }
+    assert timeline.trained == 0
+
+
+def test_the_sessions_of_a_run_are_put_on_one_clock(tmp_path: Path) -> None:
+    for zero, index in ((1000.0, 0), (1060.0, 1)):
+        trace = Trace(tmp_path, clock=Clock(), limit_bytes=10**6, zero=zero)
+        trace.span(SampleId(0, index), SCORING, 5.0, 6.0)
+        trace.flush()
+    lives = told(build_timeline(read_trace(tmp_path)))
+    assert lives == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
+
+
+def test_the_lowest_lane_that_is_free_is_taken() -> None:
+    assert assign_lanes([(0, 4), (1, 2), (2, 3), (2, 9), (4, 5)]) == [1, 2, 2, 3, 1]
+
+
+def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
+    limit = 40_000
+    trace, _ = open_trace(tmp_path, limit=limit)
+    for number in range(20 * CHUNK):
+        trace.span(SampleId(number, 0), WAITING, number, number + 1.0)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 60 * CHUNK
+    trace.flush()
+    kept = [span[0] for row in read_trace(tmp_path) for span in row.get("spans", ())]
+    assert kept == list(range(kept[0], 20 * CHUNK))
+    assert kept[0] > 0
+
+
+def test_a_trace_that_is_off_writes_nothing_and_still_knows_who_last_moved(tmp_path: Path) -> None:
+    trace, _ = open_trace(tmp_path, limit=0)
+    for number in range(2 * CHUNK):
+        trace.span(SampleId(number, 0), generating(1), 0.0, float(number))
+    trace.taken([SampleId(0, 0)], step=1)
+    trace.phase("train", 0.0, 1.0, step=1)
+    trace.trained(1, step=1)
+    assert list(tmp_path.iterdir()) == []
+    assert trace.moved == trace.ended[generating(1)] == 2 * CHUNK - 1
+
+
+def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace, _ = open_trace(tmp_path / "absent")
+    with caplog.at_level(logging.WARNING, "rollick"):
+        for number in range(3 * CHUNK):
+            trace.span(SampleId(number, 0), WAITING, 0.0, 1.0)
+    assert [record.message[:16] for record in caplog.records] == ["the trace is off"]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
+    whole = read_trace(two_samples)
+    with (two_samples / TRACE).open("a") as file:
+        file.write('{"step":2,"zero":1000.0,"spans":[[8,0,"wai')
+    assert read_trace(two_samples) == whole
+
+
+def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
+    trace, _ = open_trace(tmp_path)
+    for step in (1, 2, 3):
+        trace.phase("train", step, step + 0.5, step=step)
+        trace.flush()
+    (tmp_path / TRACE).rename(tmp_path / OLDER)
+    trace.phase("train", 4.0, 4.5, step=4)
+    trace.flush()
+    trace.forget_after(2)
+    assert [row["step"] for row in read_trace(tmp_path)] == [1, 2]
+
+
+def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RollickError, match="has no trace"):
+        write_timeline(tmp_path, tmp_path / "out.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arrow_leads_from_each_sample_to_its_training_step(two_samples: Path) -> None:
+    events = list(trace_events(build_timeline(read_trace(two_samples))))
+    starts = [event for event in events if event["ph"] == "s"]
+    ends = [event for event in events if event["ph"] == "f"]
+    assert [e["id"] for e in starts] == [e["id"] for e in ends] == [1, 2]
+    [train] = [e for e in events if e["ph"] == "X" and e["name"] == "train 1"]
+    for start, end in zip(starts, ends, strict=True):
+        [begun] = [e for e in slices_at(events, start) if e["cat"] == "trained"]
+        assert begun["args"]["step"] == 1
+        assert slices_at(events, end) == [train]
+
+
+def slices_at(events: list[dict[str, Any]], mark: dict[str, Any]) -> list[dict[str, Any]]:
+    """The slices on the mark's track that hold its moment."""
+    return [
+        event
+        for event in events
+        if event["ph"] == "X"
+        and (event["pid"], event["tid"]) == (mark["pid"], mark["tid"])
+        and event["ts"] <= mark["ts"] < event["ts"] + event["dur"]
+    ]
+
+
+def check_format(events: list[dict[str, Any]]) -> None:
+    """What the trace event format asks of the kinds of events that are used."""
+    lanes: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    named = {e["pid"] for e in events if e["name"] == "process_name"}
+    for event in events:
+        assert event["ph"] in ("X", "M", "s", "f")
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["pid"] in named
+        if event["ph"] == "M":
+            continue
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            lane = lanes[event["pid"], event["tid"]]
+            lane.append((event["ts"], event["ts"] + event["dur"]))
+    for lane in lanes.values():
+        lane.sort()
+        pairs = pairwise(lane)
+        assert all(end <= begin for (_, end), (begin, _) in pairs)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_every_trained_sample_of_a_run_has_its_whole_timeline(
+    run_toy: Run, tmp_path: Path, staleness: int
+) -> None:
+    options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2"]
+    result = run_toy(*options, steps=3)
+    timeline = write_timeline(result.folder, tmp_path / "trace.json")
+    said = json.loads((tmp_path / "trace.json").read_text())
+    events = said["traceEvents"]
+    check_format(events)
+    assert {e["pid"] for e in events} == {TRAINER, SAMPLES, ENGINES, ENGINES + 1}
+
+    trained = [life for life in timeline.lives if life.step is not None]
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    for step, row in enumerate(rows, 1):
+        assert sum(life.step == step for life in trained) == row["rollout/samples"] > 0
+    for life in trained:
+        stages = [stretch.stage for stretch in life.stretches]
+        assert stages[:3] == ["queued", "generate", "reward"]
+        assert stages[-1] == "trained"
+        pairs = pairwise(life.stretches)
+        assert all(before.end == after.begin for before, after in pairs)
+    assert sum(e["ph"] == "s" for e in events) == len(trained)
+
+
+def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
+    run_toy(name="traced_twice", steps=2)
+    result = run_toy(name="traced_twice", steps=4, resume=True)
+    timeline = build_timeline(read_trace(result.folder))
+    assert sorted({life.step for life in timeline.lives if life.step is not None}) == [1, 2, 3, 4]
+    assert [p.step for p in timeline.phases if p.name == "train"] == [1, 2, 3, 4]
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    assert timeline.trained == sum(row["rollout/samples"] for row in rows)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_steps_that_are_made_again_are_traced_once_and_whole(run_toy: Run, staleness: int) -> None:
+    options = [
+        f"rollout.max_staleness={staleness}",
+        "devices.generators=cpu:1",
+        "checkpoint.every=1",
+        "checkpoint.keep_last=4",
+        "evaluate.every=1",
+    ]
+    name = f"again{staleness}"
+    folder = run_toy(*options, name=name, steps=4).folder
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+    run_toy(*options, name=name, steps=4, resume=True)
+    timeline = build_timeline(read_trace(folder))
+    assert [p.step for p in timeline.phases if p.name == "train"] == [1, 2, 3, 4]
+    rows = read_metrics(folder / "metrics.jsonl")
+    for step, row in enumerate(rows, 1):
+        trained = [life for life in timeline.lives if life.step == step]
+        assert len(trained) == row["rollout/samples"]
+        stages = [[stretch.stage for stretch in life.stretches] for life in trained]
+        assert all(of_one[0] == "queued" and "reward" in of_one for of_one in stages)
+
+
+async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_forgotten(
+    toy: Callable[..., LoadedRecipe],
+) -> None:
+    async with open_session(toy()) as session:
+        session.step = 1
+        session.trace.phase("validate", 0.0, 1.0, step=2)
+        session.trace.span(SampleId(5, 0), SCORING, 1.0, 2.0)
+        await session.save({}, {})
+        session.trace.span(SampleId(6, 0), SCORING, 3.0, 4.0)
+        session.trace.flush()
+        session.forget_after(1)
+        kept = [span[0] for row in read_trace(session.folder.path) for span in row["spans"]]
+    assert kept == [5]
+
+
+async def test_a_sample_that_is_not_wanted_any_more_has_its_last_stretch() -> None:
+    told: list[tuple[SampleId, str]] = []
+
+    async def score(sample: Sample) -> Score:
+        return Score(1.0)
+
+    async with Rollout.open(
+        config=RolloutConfig(
+            groups_per_step=1, group_size=1, spare_samples=1, drop_no_signal=False
+        ),
+        prompts=prompt,
+        engines=[FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)],
+        score=score,
+        seed=0,
+        stuck_after_s=5.0,
+        codec=FakeCodec(),
+        sampling=Sampling(),
+        span=lambda uid, what, begin, end: told.append((uid, what)),
+    ) as rollout:
+        await rollout.take()
+    assert [what for uid, what in told if uid == (0, 1)] == [WAITING, generating(0)]
+
+
+def test_a_run_can_go_without_a_trace(run_toy: Run) -> None:
+    result = run_toy("observe.trace_mb=0", steps=1)
+    assert not (result.folder / TRACE).exists()

@@ -1,0 +1,163 @@
+"""Generators that die on the way: the run goes on with the others, and says so."""
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rollick.config.load import LoadedRecipe
+from rollick.errors import EngineLost, WorkerError
+from rollick.pipelines.base import open_session
+from rollick.pipelines.rl import RLPipeline, publish_version
+from rollick.pipelines.rlvr import open_pipeline
+from rollick.rollout.log import audit, read_log
+from rollick.types import Group, PolicyVersion
+
+Toy = Callable[..., LoadedRecipe]
+
+APART = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
+
+
+def drawn_at(groups: Sequence[Group]) -> set[int]:
+    """The versions of all tokens that are trained on."""
+    samples = [sample for group in groups for sample in group.samples]
+    return {version for s in samples for version in s.versions[s.loss_mask].tolist()}
+
+
+@asynccontextmanager
+async def opened(loaded: LoadedRecipe) -> AsyncGenerator[RLPipeline]:
+    async with open_session(loaded) as session, open_pipeline(session) as pipeline:
+        yield pipeline
+
+
+def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -> list[str]:
+    """From now on the host of a generator answers none of the methods (none given: no call at
+    all); returns what was tried."""
+    transport = pipeline.session.group._transport
+    send: Callable[..., Awaitable[Any]] = transport.send
+    tried: list[str] = []
+
+    async def cut(host: Any, call: Any, shared: Any) -> Any:
+        if host.roles.get("generators") != rank or (methods and call.method not in methods):
+            return await send(host, call, shared)
+        tried.append(call.method)
+        raise WorkerError(f"{host} died")
+
+    transport.send = cut  # type: ignore[method-assign]
+    return tried
+
+
+async def test_a_run_goes_on_without_a_generator_that_died(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(toy(*APART, "rollout.max_staleness=1")) as pipeline:
+        await pipeline.step()
+        cut_off(pipeline, 1)
+        for _ in range(3):
+            report = await pipeline.step()
+            assert len(report.groups) == 4
+        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        assert pipeline.session.version == 4
+        assert pipeline.measure(report)["controller/engines"] == 1
+        assert drawn_at(report.groups) <= {2, 3}
+        pipeline.rollout.ledger.check()
+        folder = pipeline.session.folder.path
+    assert audit(read_log(folder / "ledger.jsonl")).groups.trained == 16
+    assert "engine 1 is lost" in caplog.text
+    assert "version 4 was published without the lost generators 1" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["receive", "commit"])
+async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method: str) -> None:
+    async with opened(toy(*APART)) as pipeline:
+        tried = cut_off(pipeline, 1, methods=(method, "describe"))
+        await pipeline.step()
+        assert tried == [method, "describe"]
+        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        report = await pipeline.step()
+        assert drawn_at(report.groups) == {1}
+
+
+async def test_a_publish_that_fails_although_all_generators_live_is_an_error(toy: Toy) -> None:
+    async with opened(toy(*APART)) as pipeline:
+        cut_off(pipeline, 1, methods=("receive",))
+        pipeline.session.version = PolicyVersion(1)
+        with pytest.raises(WorkerError, match="died"):
+            await publish_version(pipeline.session)
+        assert not any(engine.lost for engine in pipeline.session.engines)
+
+
+async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
+    async def run() -> None:
+        async with opened(toy(*APART)) as pipeline:
+            await pipeline.step()
+            for rank in (0, 1):
+                cut_off(pipeline, rank)
+            await pipeline.step()
+
+    with pytest.raises(EngineLost, match="died"):
+        await run()
+
+
+async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> None:
+    async with opened(toy(*APART)) as pipeline:
+        await pipeline.step()
+        cut_off(pipeline, 0)
+        await pipeline.step()
+        assert [engine.lost for engine in pipeline.session.engines] == [True, False]
+        assert len((await pipeline.validate()).groups) == 8
+
+
+@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1-2"], ids=["colocated", "apart"])
+async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
+    toy: Toy, generators: str
+) -> None:
+    options = ("rollout.max_staleness=1", "rollout.at_publish=move", "infer.slots=1")
+    places = (f"devices.generators={generators}", "rollout.drop_no_signal=false")
+    sizes = ("rollout.groups_per_step=2", "rollout.group_size=2", "sampling.max_tokens=12")
+    moved = 0
+    async with opened(toy(*options, *places, *sizes, steps=6)) as pipeline:
+        interrupt = pipeline.rollout.interrupt
+
+        async def count_moved() -> None:
+            nonlocal moved
+            moved += len(pipeline.rollout.fleet.on())
+            await interrupt()
+            assert pipeline.rollout.fleet.on() == {}
+
+        pipeline.rollout.interrupt = count_moved  # type: ignore[method-assign]
+        mixed = 0
+        for step in range(4):
+            report = await pipeline.step()
+            for sample in (s for group in report.groups for s in group.samples):
+                versions = sample.versions[sample.loss_mask]
+                assert (versions[1:] >= versions[:-1]).all()
+                assert step - 1 <= versions.min() <= versions.max() <= step
+                mixed += len(set(versions.tolist())) > 1
+    assert moved > 0
+    assert mixed > 0
+
+
+@pytest.mark.slow
+async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
+    options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
+    async with opened(toy(*APART, *options, steps=20)) as pipeline:
+        await pipeline.step()
+        host = pipeline.session.group.device_map.host_of("generators", 1)
+        os.kill(pipeline.session.group._transport.pids[host.index], signal.SIGKILL)  # type: ignore
+        trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
+        assert len(trained) == 48
+        assert len(set(trained)) == 12
+        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        assert math.isfinite(pipeline.lag.take_ms())
+
+
+async def _uids(pipeline: RLPipeline) -> list[Any]:
+    async with asyncio.timeout(60):
+        report = await pipeline.step()
+    return [sample.uid for group in report.groups for sample in group.samples]

@@ -1,0 +1,519 @@
+"""The whole rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
+
+A history is a shape (rule, sizes, lengths, failures) and a list of moves: steps, publishes that
+move samples, engines that are lost and join, pauses, checkpoints and kills. What the rollout may
+never do is checked after each move, from outside: with the samples it gives and the log it writes.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.config.schema import RolloutConfig
+from rollick.errors import NoSignalError
+from rollick.rollout.episode import make_sample
+from rollick.rollout.events import Dropped, Marked, Restored, Started
+from rollick.rollout.ledger import Rule
+from rollick.rollout.log import Log, audit, since_checkpoint
+from rollick.rollout.scheduler import Rollout
+from rollick.rollout.simulated import Latencies, Lengths, SimulatedEngine, SimulatedReward, StepTime
+from rollick.rollout.virtual import run_virtual
+from rollick.rollout.workload import uniform
+from rollick.testing.fakes import prompt
+from rollick.types import PolicyVersion, Request, Sampling, frozen_array
+
+HISTORIES = 400
+"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own laws
+have a thousand more."""
+LONGEST = 24
+PROMPT = frozen_array([1, 2, 3, 4], np.int32)
+SAMPLING = Sampling(max_tokens=LONGEST)
+MOVES = {
+    "step": 8,
+    "step and move": 2,
+    "skip": 1,
+    "wait": 3,
+    "interrupt": 1,
+    "pause": 1,
+    "lose": 2,
+    "join": 2,
+    "save": 3,
+    "kill": 1,
+    "kill with a batch": 1,
+    "kill before the publish": 1,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    rule: Rule
+    groups: int
+    size: int
+    spares: int
+    staleness: float
+    surplus: int
+    drops: float
+    drops_allowed: int
+    failed: float
+    turns: int
+    engines: int
+    slots: int
+    kv_capacity: int
+    longest_first: bool
+    tail: float
+    seed: int
+
+    @property
+    def config(self):
+        return RolloutConfig(
+            groups_per_step=self.groups,
+            group_size=self.size,
+            max_staleness=self.staleness,
+            staleness_rule=self.rule.value,
+            surplus_groups=self.surplus,
+            spare_samples=self.spares,
+            longest_first=self.longest_first,
+            max_drops_per_step=self.drops_allowed,
+            max_failed_scores=1,
+        )
+
+
+def shapes(rule):
+    return st.builds(
+        Shape,
+        rule=st.just(rule),
+        groups=st.integers(1, 3),
+        size=st.integers(1, 3),
+        spares=st.integers(0, 2),
+        staleness=st.sampled_from([0, 0.5, 1, 2, 3]),
+        surplus=st.integers(0, 2) if rule is Rule.FIRST_FINISHED else st.just(0),
+        drops=st.sampled_from([0, 0.2, 0.5]),
+        drops_allowed=st.sampled_from([0, 2]),
+        failed=st.sampled_from([0, 0.3]),
+        turns=st.integers(1, 3),
+        engines=st.integers(1, 3),
+        slots=st.integers(1, 4),
+        kv_capacity=st.sampled_from([0, 128]),
+        longest_first=st.booleans(),
+        tail=st.sampled_from([1, 4, 20]),
+        seed=st.integers(0, 1000),
+    )
+
+
+def moves():
+    names = [name for name, weight in MOVES.items() for _ in range(weight)]
+    return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 7)), min_size=4, max_size=12)
+
+
+class Killed(Exception):
+    """The run ends here, as if by a kill -9."""
+
+
+@dataclass
+class Told:
+    """What is known beside the rollout, and what a kill takes back to the checkpoint."""
+
+    version: int
+    step: int
+    trained: list[int]
+
+
+class History:
+    def __init__(self, shape):
+        self.shape = shape
+        self.horizon = ceil(shape.staleness)
+        self.drops = shape.drops
+        self.lengths = Lengths.log_normal(shape.seed, median=4, tail=shape.tail, max_tokens=LONGEST)
+        self.environment = Latencies.log_normal(shape.seed, median_s=0.5, tail=10)
+        rewards = Latencies.log_normal(shape.seed, median_s=0.3, tail=10, purpose="reward")
+        self.reward = SimulatedReward(rewards, seed=shape.seed, failed=shape.failed)
+        self.events = []
+        self.batches = []
+        self.told = Told(0, 0, [])
+        self.saved = (None, [], deepcopy(self.told))
+        self.prompt_of: dict[int, str] = {}
+        self.engines = []
+        self.life = self.drawn = self.owed = 0
+        self.is_dead = True
+        self.rollout = None
+        self.seen = Counter()
+
+    async def play(self, moves):
+        """All moves, in as many lives as there are kills."""
+        left = list(moves)
+        while left:
+            try:
+                await self.live(left)
+            except Killed:
+                self.come_back()
+        await self.drain()
+        return self.events, self.batches, asyncio.get_running_loop().time()
+
+    async def live(self, left):
+        async with self.opened():
+            while left:
+                name, number = left.pop(0)
+                self.seen[name] += 1
+                await getattr(self, name.replace(" ", "_"))(number)
+                self.check()
+
+    async def drain(self):
+        """No deadlock: whatever happened before, if nothing is dropped any more, batches come."""
+        self.drops = 0.0
+        for _ in range(2):
+            try:
+                async with self.opened():
+                    for _ in range(3):
+                        await self.step(1)
+                        self.check()
+                    return
+            except Killed:
+                # The checkpoint was of a step in which too much had been dropped.
+                self.come_back()
+        raise AssertionError("no batch comes any more")
+
+    def opened(self):
+        """The rollout of one life, from the last checkpoint on."""
+        state, groups, told = self.saved
+        self.told = deepcopy(told)
+        self.engines = [self.new_engine() for _ in range(self.shape.engines)]
+        started = since_checkpoint(Log(tuple(self.events)), told.step).pairs
+        self.record(Restored(told.step))
+        return Opened(
+            self,
+            Rollout.open(
+                config=self.shape.config,
+                prompts=self.next_prompt,
+                engines=self.engines,
+                score=self.reward.score,
+                seed=0,
+                stuck_after_s=1000,
+                episode=self.episode,
+                signal=self.signal,
+                version=told.version,
+                state=None if state is None else json.loads(state),
+                groups=groups,
+                started=started,
+                find_prompt=lambda uid: prompt(uid=uid),
+                record=self.record,
+            ),
+        )
+
+    def new_engine(self):
+        return SimulatedEngine(
+            StepTime(0.1, per_sequence_s=0.01, per_prefill_token_s=0.001),
+            lambda request: self.lengths.tokens(request.uid, request.stream),
+            slots=self.shape.slots,
+            kv_capacity=self.shape.kv_capacity,
+            speed=1 + len(self.engines) % 3,
+            version=self.told.version,
+        )
+
+    def next_prompt(self):
+        self.drawn += 1
+        return prompt(uid=f"life {self.life}, draw {self.drawn}")
+
+    async def episode(self, uid, of, access):
+        """Some turns, with an environment between them; a turn's length follows from its id."""
+        drawn = []
+        for turn in range(self.shape.turns):
+            if turn:
+                with access.doing("environment"):
+                    await asyncio.sleep(self.environment.seconds(uid, turn))
+            before = np.concatenate([PROMPT, *(one.token_ids for one in drawn)], dtype=np.int32)
+            request = Request(uid, before, SAMPLING, stream=turn, group=uid.group)
+            drawn.append(await access.generate(request))
+        whole = replace(
+            drawn[-1],
+            token_ids=np.concatenate([one.token_ids for one in drawn]),
+            logprobs=np.concatenate([one.logprobs for one in drawn]),
+            versions=np.concatenate([one.versions for one in drawn]),
+        )
+        return make_sample(of, PROMPT, completion=whole, temperature=1.0, text="")
+
+    def signal(self, group):
+        chance = uniform(self.shape.seed, "drop", group.uid)
+        return "no_signal" if chance < self.drops else None
+
+    def record(self, event):
+        """The log, which ends with a kill. A drop is refilled before anything else happens."""
+        if self.is_dead and not isinstance(event, Restored | Started):
+            return
+        self.events.append(event)
+        self.seen["dropped as " + event.reason if isinstance(event, Dropped) else ""] += 1
+        match event:
+            case Started(group, name):
+                assert self.prompt_of.setdefault(group, name) == name, "a kill changed a prompt"
+                self.owed = max(0, self.owed - 1)
+            case Dropped(_, "no_signal"):
+                ledger = self.rollout.ledger
+                allowed = self.shape.config.drops_allowed
+                self.owed += ledger.drops_in_step < allowed and self.rollout.fleet.is_open
+            case _:
+                assert self.owed == 0, "a dropped group was not refilled at once"
+
+    async def step(self, number, *, moves=False, skips=False):
+        try:
+            groups = await self.take(None if number else 1)
+        except NoSignalError:
+            await self.give_up()
+        made = PolicyVersion(self.told.version + (not skips))
+        await asyncio.sleep(0.3 * number)
+        if moves:
+            await self.rollout.interrupt()
+            assert self.rollout.fleet.on() == {}
+        self.rollout.trained(groups, made)
+        await self.publish(made)
+        self.told.trained += [group.uid for group in groups]
+        if moves:
+            self.rollout.resume_admission()
+
+    async def publish(self, version):
+        for engine in self.engines:
+            await engine.commit_shared(version)
+        self.rollout.published(version)
+        self.told.version = version
+
+    async def give_up(self):
+        """As a pipeline does when no group has a signal: it saves, and is resumed."""
+        self.rollout.forgive_step()
+        await self.save(0)
+        raise Killed
+
+    async def take(self, count=None):
+        groups = await self.rollout.take(count)
+        self.batches.append([(group.uid, [s.uid.index for s in group.samples]) for group in groups])
+        self.check_batch(groups, count)
+        return groups
+
+    async def step_and_move(self, number):
+        await self.step(number, moves=True)
+
+    async def skip(self, number):
+        await self.step(number, skips=True)
+
+    async def wait(self, number):
+        await asyncio.sleep(0.7 * number)
+
+    async def interrupt(self, number):
+        await self.rollout.interrupt()
+        assert self.rollout.fleet.on() == {}
+        await asyncio.sleep(0.3 * number)
+        self.rollout.resume_admission()
+
+    async def pause(self, number):
+        self.rollout.pause_admission()
+        before = self.rollout.ledger.counts().groups.submitted
+        await asyncio.sleep(0.3 * number)
+        assert self.rollout.ledger.counts().groups.submitted == before
+        self.rollout.resume_admission()
+
+    async def lose(self, number):
+        if len(self.engines) > 1:
+            lost = self.engines.pop(number % len(self.engines))
+            lost.fail_at(asyncio.get_running_loop().time())
+            await asyncio.sleep(0)
+
+    async def join(self, number):
+        if len(self.engines) < 4:
+            engine = self.new_engine()
+            self.engines.append(engine)
+            self.rollout.fleet.add(engine)
+
+    async def save(self, number):
+        self.told.step += 1
+        state = self.rollout.state()
+        self.events.append(Marked(self.told.step, state["ledger"]["next"]))
+        self.saved = (json.dumps(state), self.rollout.untrained(), deepcopy(self.told))
+
+    async def kill(self, number):
+        await asyncio.sleep(0.7 * number)
+        raise Killed
+
+    async def kill_with_a_batch(self, number):
+        try:
+            await self.take()
+        except NoSignalError:
+            await self.give_up()
+        raise Killed
+
+    async def kill_before_the_publish(self, number):
+        try:
+            groups = await self.take()
+        except NoSignalError:
+            await self.give_up()
+        self.rollout.trained(groups, PolicyVersion(self.told.version + 1))
+        await asyncio.sleep(0.3 * number)
+        raise Killed
+
+    def come_back(self):
+        self.life += 1
+        self.owed = 0
+
+    def check_batch(self, groups, count):
+        """Completeness, and the bound on ages, token by token."""
+        shape, version = self.shape, self.told.version
+        uids = [group.uid for group in groups]
+        assert uids == sorted(set(uids))
+        assert not set(uids) & set(self.told.trained), "a group is trained once"
+        full = len(groups) >= (count or shape.groups)
+        assert full or self.rollout.ledger.held_until is not None, "a batch is whole"
+        assert len(groups) <= shape.groups
+        for group in groups:
+            assert len(group.members) == shape.size
+            assert len({s.uid.index for s in group.samples}) == shape.size
+            for member in group.members:
+                self.check_sample(group, member, oldest=version - self.horizon)
+        assert self.rollout.stats().age_max <= self.horizon
+
+    def check_sample(self, group, member, *, oldest):
+        sample = member.sample
+        assert sample.uid.group == group.uid
+        turns = range(self.shape.turns)
+        wanted = sum(self.lengths.tokens(sample.uid, turn) for turn in turns)
+        assert sample.response_length == wanted, "aborts and losses neither cut nor double"
+        versions = sample.versions[len(PROMPT) :]
+        assert (np.diff(versions) >= 0).all()
+        assert versions.max() <= self.told.version
+        trained = sample.versions[sample.loss_mask]
+        self.seen["drawn by two versions"] += len(set(versions)) > 1
+        self.seen["as old as it may be"] += self.horizon > 0 and oldest in trained
+        assert (trained >= oldest).all(), "a token is too old"
+        if self.shape.rule is not Rule.MASK_STALE_TOKENS:
+            assert len(trained) == (wanted if member.score.ok else 0)
+
+    def check(self):
+        """The law of conservation, in the ledger and over the log; all places are used."""
+        ledger = self.rollout.ledger
+        ledger.check()
+        counts = ledger.counts()
+        told = audit(Log(tuple(self.events)))
+        assert told.groups == counts.groups
+        assert told.dropped_samples == counts.dropped_samples
+        assert (
+            told.samples.trained
+            == counts.samples.trained
+            == (len(self.told.trained) * self.shape.size)
+        )
+        assert len(ledger.live()) <= ledger.places
+        assert not (self.rollout.fleet.is_open and ledger.may_start()), "a place is empty"
+        under_way = sorted(uid for live in ledger.live() for uid in live.under_way())
+        assert sorted(self.rollout._lives.doing(under_way)) == under_way
+        assert set(self.rollout.fleet.on()) <= set(under_way) | self.rollout_leavers()
+
+    def rollout_leavers(self):
+        """Samples that are being cancelled: their engine has not let go of them yet."""
+        names = {task.get_name() for task in asyncio.all_tasks() if task.cancelling()}
+        return {uid for uid in self.rollout.fleet.on() if str(uid) in names}
+
+
+class Opened:
+    """The block of one life: after a kill nothing more is told."""
+
+    def __init__(self, history, rollout):
+        self.history = history
+        self.block = rollout
+
+    async def __aenter__(self):
+        history = self.history
+        history.rollout = await self.block.__aenter__()
+        history.is_dead = False
+        history.check()
+
+    async def __aexit__(self, *error):
+        history = self.history
+        history.is_dead = True
+        await self.block.__aexit__(*error)
+        assert history.rollout.fleet.on() == {}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def play(shape, moves):
+    history = History(shape)
+    return run_virtual(history.play(moves)), history.seen
+
+
+def draw_histories(rule, count, run):
+    bounds = settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+    )
+    bounds(given(shape=shapes(rule), moves=moves())(run))()
+
+
+def play_histories(rule, count):
+    """Plays them, and checks that they had everything in them that they are meant to have."""
+    seen = Counter()
+    draw_histories(rule, count, lambda shape, moves: seen.update(play(shape, moves)[1]))
+    wanted = {*MOVES, "drawn by two versions", "as old as it may be", "dropped as no_signal"}
+    reasons = {Rule.DROP_STALE: "dropped as stale", Rule.FIRST_FINISHED: "dropped as surplus"}
+    wanted |= {reasons[rule]} if rule in reasons else set()
+    assert wanted - {name for name, times in seen.items() if times} == set()
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_a_rollout_keeps_the_laws_in_every_history(rule):
+    play_histories(rule, HISTORIES // len(Rule))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rule", Rule)
+def test_a_rollout_keeps_the_laws_in_ten_times_as_many_histories(rule):
+    play_histories(rule, 10 * HISTORIES // len(Rule))
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_the_same_history_twice_is_identical(rule):
+    def run(shape, moves):
+        assert play(shape, moves) == play(shape, moves)
+
+    draw_histories(rule, HISTORIES // 40, run)
+
+
+def test_without_staleness_the_batches_are_those_of_a_plain_synchronous_loop():
+    """Ids, order and lengths, with drops that are refilled and slow samples that are waited for."""
+    shape = Shape(
+        rule=Rule.MUST_TAKE,
+        groups=4,
+        size=3,
+        spares=0,
+        staleness=0,
+        surplus=0,
+        drops=0.4,
+        drops_allowed=0,
+        failed=0.1,
+        turns=2,
+        engines=3,
+        slots=2,
+        kv_capacity=0,
+        longest_first=True,
+        tail=20,
+        seed=7,
+    )
+    history = History(shape)
+    steps = [("step", number % 3 + 1) for number in range(20)]
+    _, batches, _ = run_virtual(history.play(steps))
+
+    plain, uid = [], 0
+    for _ in range(20):
+        batch = []
+        while len(batch) < shape.groups:
+            if uniform(shape.seed, "drop", uid) >= shape.drops:
+                batch.append((uid, [*range(shape.size)]))
+            uid += 1
+        plain.append(batch)
+    assert batches[:20] == plain
+    assert history.seen["dropped as no_signal"] > 20
+    assert history.seen["drawn by two versions"] == 0

@@ -1,0 +1,154 @@
+"""The waiting requests: their order as a table, and the queue as a sorted list."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.rollout.queue import RequestQueue
+from rollick.types import SampleId
+
+
+def drain(queue):
+    """All that waits, in order, by group number."""
+    popped = []
+    while (uid := queue.pop()) is not None:
+        popped.append(uid.group)
+    return popped
+
+
+def put(queue, group, *, deadline=0, tokens=1.0, order="oldest", started=False):
+    queue.push(SampleId(group, 0), deadline=deadline, tokens=tokens, order=order, started=started)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"deadline": 3}, {"deadline": 4}),
+        ({"deadline": 3}, {"deadline": 4, "started": True}),
+        ({"deadline": 3, "started": True}, {"deadline": 3}),
+        ({"started": True, "tokens": 1, "order": "longest"}, {"tokens": 9, "order": "longest"}),
+        ({"tokens": 9, "order": "longest"}, {"tokens": 8, "order": "longest"}),
+        ({"deadline": 1, "tokens": 8, "order": "longest"}, {"deadline": 2, "tokens": 9}),
+    ],
+)
+def test_the_deadline_goes_first_then_what_has_started_then_the_longest(first, second):
+    # The ids speak for the second, so that only the rule can put the first one first.
+    queue = RequestQueue()
+    put(queue, 1, **second)
+    put(queue, 2, **first)
+    assert drain(queue) == [2, 1]
+
+
+def test_of_equals_the_smaller_id_goes_first_whatever_the_order_they_came_in():
+    queue = RequestQueue()
+    for uid in (SampleId(2, 0), SampleId(1, 1), SampleId(1, 0)):
+        queue.push(uid, deadline=0, tokens=5.0, order="longest")
+    assert [queue.pop() for _ in range(3)] == [SampleId(1, 0), SampleId(1, 1), SampleId(2, 0)]
+
+
+def test_oldest_first_takes_no_notice_of_the_length():
+    queue = RequestQueue()
+    put(queue, 1, tokens=1)
+    put(queue, 2, tokens=9)
+    assert drain(queue) == [1, 2]
+
+
+def test_an_empty_queue_gives_none():
+    queue = RequestQueue()
+    assert queue.pop() is None
+    assert len(queue) == 0
+
+
+def test_the_first_that_fits_is_taken_and_the_others_keep_their_places():
+    queue = RequestQueue()
+    for group in range(4):
+        put(queue, group)
+    assert queue.pop(lambda uid: uid.group >= 2) == SampleId(2, 0)
+    assert drain(queue) == [0, 1, 3]
+
+
+def test_nothing_is_taken_if_nothing_fits():
+    queue = RequestQueue()
+    put(queue, 1)
+    assert queue.pop(lambda _: False) is None
+    assert SampleId(1, 0) in queue
+
+
+def test_only_the_next_few_are_asked_whether_they_fit():
+    queue, asked = RequestQueue(lookahead=3), []
+    for group in range(10):
+        put(queue, group)
+    assert queue.pop(lambda uid: bool(asked.append(uid.group))) is None
+    assert asked == [0, 1, 2]
+    assert len(queue) == 10
+
+
+def test_what_was_removed_is_not_given_and_may_come_again():
+    queue = RequestQueue()
+    put(queue, 1)
+    put(queue, 2)
+    assert queue.remove(SampleId(1, 0))
+    assert not queue.remove(SampleId(1, 0))
+    assert SampleId(1, 0) not in queue
+    assert len(queue) == 1
+    put(queue, 1, deadline=9)
+    assert drain(queue) == [2, 1]
+
+
+def test_what_is_pushed_again_gets_its_new_place_and_is_there_once():
+    queue = RequestQueue()
+    put(queue, 1, deadline=1)
+    put(queue, 2, deadline=2)
+    put(queue, 1, deadline=3)
+    assert len(queue) == 2
+    assert drain(queue) == [2, 1]
+
+
+def test_removed_requests_do_not_pile_up():
+    queue = RequestQueue()
+    put(queue, 0, deadline=-1)
+    for group in range(1, 2000):
+        put(queue, group)
+        put(queue, group, deadline=1)
+        queue.remove(SampleId(group, 0))
+    assert len(queue._heap) < 100
+    for group in range(1, 2000):
+        put(queue, group)
+    for group in range(1, 2000):
+        queue.remove(SampleId(group, 0))
+    assert len(queue._heap) < 100
+    assert drain(queue) == [0]
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "push", "pop", "pop even", "remove"]),
+        st.builds(SampleId, st.integers(0, 7), st.integers(0, 2)),
+        st.integers(0, 2),
+        st.sampled_from([1.0, 2.0, 3.0]),
+        st.sampled_from(["oldest", "longest"]),
+        st.booleans(),
+    ),
+    max_size=120,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(events=EVENTS)
+def test_in_any_order_of_events_the_queue_is_a_sorted_list(events):
+    queue, sorted_list = RequestQueue(), {}
+    for event, uid, deadline, tokens, order, started in events:
+        if event == "push":
+            queue.push(uid, deadline=deadline, tokens=tokens, order=order, started=started)
+            length = -tokens if order == "longest" else 0
+            sorted_list[uid] = (deadline, not started, length, uid)
+        elif event == "remove":
+            assert queue.remove(uid) == (sorted_list.pop(uid, None) is not None)
+        else:
+            even = event == "pop even"
+            fitting = [entry for entry in sorted_list.values() if not even or not entry[3].index]
+            expected = min(fitting)[3] if fitting else None
+            assert queue.pop((lambda found: not found.index) if even else None) == expected
+            sorted_list.pop(expected, None)
+        assert len(queue) == len(sorted_list)
+        assert (uid in queue) == (uid in sorted_list)

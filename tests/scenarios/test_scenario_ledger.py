@@ -1,0 +1,110 @@
+"""A run that is killed in the middle of a step goes on with the same groups; its log adds up."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.rollout.events import Dropped, Marked, Restored, Started, Trained
+from rollick.rollout.log import Log, audit, history, read_log
+from rollick.testing.toys import toy_recipe
+
+REWARD = """
+import time
+def slow(completion, answer):
+    time.sleep(0.02)
+    return sum(map(ord, completion)) % 5
+"""
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
+    tiny_folder: Path, tmp_path: Path, staleness: int
+) -> None:
+    (tmp_path / "own.py").write_text(REWARD)
+    domain = {
+        "source": "rollick.testing.toys:letter_rows",
+        "rewards": [f"{tmp_path / 'own.py'}:slow"],
+    }
+    sections = toy_recipe(tiny_folder, tmp_path, name="killed", steps=6)
+    sections["data"] = {"domains": {"letters": domain}, "selection": {"order": "near_half"}}
+    options = [f"rollout.max_staleness={staleness}", "checkpoint.every=2"]
+    recipe = recipe_from_dict(sections, overrides=options).recipe
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    path = tmp_path / "killed" / "ledger.jsonl"
+
+    before = _kill_in_the_step_after_a_checkpoint(file, path)
+    assert sum(isinstance(event, Trained) for event in before.events) < 6
+    whole = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
+    assert _run(file, "--resume").wait(90) == 0
+    after = read_log(path)
+
+    marks = [e for e in before.events if isinstance(e, Marked)]
+    checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in whole][-1]
+    (restored,) = (e for e in after.events if isinstance(e, Restored))
+    assert restored == Restored(checkpoint.step)
+    prompts = {e.group: e.prompt for e in before.events if isinstance(e, Started)}
+    at = after.events.index(restored)
+    again = {e.group: e.prompt for e in after.events[at:] if isinstance(e, Started)}
+    in_flight = {group: name for group, name in prompts.items() if group >= checkpoint.started}
+    assert in_flight
+    assert in_flight.items() <= again.items()
+    assert min(again) == checkpoint.started
+
+    counted = history(after)
+    trained = [uid for e in counted if isinstance(e, Trained) for uid in e.groups]
+    assert len(trained) == len(set(trained)) == 6 * 4
+    counts = audit(after)
+    assert counts.groups.trained == 24
+    assert counts.groups.dropped == sum(isinstance(e, Dropped) for e in counted)
+    saved = tmp_path / "killed" / "checkpoints" / "step-000006" / "state.json"
+    state = json.loads(saved.read_text())["rollout"]["ledger"]
+    assert audit(after, step=6, state=state).groups == counts.groups
+
+
+def test_validation_leaves_nothing_in_the_log(run_toy: Run) -> None:
+    options = ["evaluate.at_start=true", "evaluate.every=1", "rollout.drop_no_signal=false"]
+    result = run_toy(*options, steps=2)
+    log = read_log(result.folder / "ledger.jsonl")
+    assert (result.folder / "validation.jsonl").exists()
+    assert all(event.group >= 0 for event in log.events if isinstance(event, Started))
+    assert audit(log).groups.trained == 2 * 4
+
+
+def _run(recipe: Path, *options: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "rollick.cli", "train", str(recipe), *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+
+def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> Log:
+    """What the log had in it when the run was killed."""
+    process = _run(recipe)
+    deadline = time.monotonic() + 90
+    try:
+        while not _is_in_a_step(path):
+            assert time.monotonic() < deadline, "the run did not get that far in time"
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        return read_log(path)
+    finally:
+        process.kill()
+
+
+def _is_in_a_step(path: Path) -> bool:
+    """Whether groups have started after the first checkpoint that is whole."""
+    if not (path.parent / "checkpoints" / "step-000002").exists():
+        return False
+    events = read_log(path).events
+    marks = [n for n, event in enumerate(events) if isinstance(event, Marked)]
+    return bool(marks) and any(isinstance(event, Started) for event in events[marks[-1] :])

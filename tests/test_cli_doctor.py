@@ -1,0 +1,325 @@
+"""`rollick doctor` and `rollick trace`: a run that hangs, one that died, one that ended."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick import LoadedRecipe, RunResult
+from rollick.checkpoint import RunLock
+from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.errors import ConfigError, StuckError
+from rollick.observe.doctor import (
+    QUIET_AFTER_S,
+    SILENT_AFTER_S,
+    Finding,
+    Situation,
+    diagnose,
+    duration,
+    read_situation,
+    write_situation,
+)
+from rollick.pipelines.base import RunObjects
+from rollick.pipelines.doctor import environment_facts, examine
+from rollick.pipelines.run import run_recipe
+from rollick.testing.toys import toy_recipe
+
+Toy = Callable[..., LoadedRecipe]
+
+HANGS = """
+import time
+
+def hangs(completion):
+    time.sleep(300)
+"""
+HEAVY = "{'torch', 'ray', 'transformers', 'datasets'}"
+
+
+def situation(**changes: Any) -> Situation:
+    """A run in the middle of its third step, at second 1000."""
+    plain = Situation(
+        name="toy",
+        pipeline="rlvr",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        process_start=1,
+        written_at=1000.0,
+        began_at=900.0,
+        step=2,
+        steps=4,
+        version=2,
+        phase="generate",
+        phase_since=690.0,
+        stuck_after_s=600.0,
+        waits_for="group 37: sample 3 in tool search for 310 s",
+    )
+    return replace(plain, **changes)
+
+
+def ask(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollick.cli", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.fixture(scope="module")
+def hanging(
+    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A run in a process of its own whose reward does not answer, and its folder."""
+    base = tmp_path_factory.mktemp("hanging")
+    (base / "hangs.py").write_text(HANGS)
+    recipe = toy_recipe(tiny_folder, base, name="hangs", steps=2)
+    recipe["data"]["domains"]["letters"]["rewards"] = ["hangs.py:hangs"]
+    del recipe["data"]["validation"]
+    loaded = recipe_from_dict(recipe, overrides=["rollout.reward_timeout_s=200"], base=base)
+    (base / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    command = [sys.executable, "-m", "rollick.cli", "train", str(base / "recipe.yaml")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not is_scoring(base / "hangs"):
+            assert time.monotonic() < deadline, "the run did not come to its reward"
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.05)
+        yield base / "hangs", process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def is_scoring(folder: Path) -> bool:
+    said = read_situation(folder)
+    return said is not None and "being scored" in said.waits_for
+
+
+def test_the_doctor_names_who_a_hanging_run_waits_for(
+    hanging: tuple[Path, subprocess.Popen[bytes]],
+) -> None:
+    folder, process = hanging
+    told = ask("doctor", folder)
+    assert told.returncode == 0, told.stderr
+    assert f"running (process {process.pid} on {socket.gethostname()})" in told.stdout
+    assert "step 1 waits for group 0: sample 0 being scored for " in told.stdout
+    assert "; and 12 more samples" in told.stdout
+    assert "rewards: 16 under way, 0 done" in told.stdout
+    assert "no checkpoint yet" in told.stdout
+
+
+def test_the_doctor_tells_programs_the_same(
+    hanging: tuple[Path, subprocess.Popen[bytes]],
+) -> None:
+    told = json.loads(ask("doctor", hanging[0], "--json").stdout)
+    assert told["state"] == "running"
+    [engine] = told["situation"]["engines"]
+    assert (engine["in_flight"], engine["limit"]) == (0, 16)
+    assert 0 <= engine["last_answer_s"] < 120
+    assert told["environment"]["torch"][0].isdigit()
+
+
+def test_the_report_is_renewed_while_the_run_hangs(
+    hanging: tuple[Path, subprocess.Popen[bytes]],
+) -> None:
+    first = read_situation(hanging[0])
+    deadline = time.monotonic() + 20
+    while (later := read_situation(hanging[0])) == first:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert first is not None
+    assert later is not None
+    assert later.quiet_s > first.quiet_s
+    assert later.written_at - first.written_at >= 1.9
+
+
+def test_the_doctor_says_that_a_killed_run_is_dead_and_how_to_go_on(
+    hanging: tuple[Path, subprocess.Popen[bytes]],
+) -> None:
+    folder, process = hanging
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    told = ask("doctor", folder).stdout
+    assert f"dead: process {process.pid} on {socket.gethostname()} is gone" in told
+    assert "when it last reported: step 1 waits for group 0" in told
+    assert "the same command with --resume goes on from its beginning" in told
+
+
+def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hangs(completion: str) -> float:
+        time.sleep(300)
+        return 0.0
+
+    domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
+    loaded = toy("run.stuck_after_s=1", data={"domains": {"letters": domain}})
+    with caplog.at_level(logging.ERROR, "rollick"), pytest.raises(StuckError, match="step 1 waits"):
+        run_recipe(loaded, objects=RunObjects(rewards={"reward": hangs}))
+    folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
+    stacks = (folder / "stuck.txt").read_text()
+    assert "step 1 waits for group 0: sample 0 being scored for 1" in stacks
+    tasks, threads = stacks.split("\nthreads\n")
+    assert "\ng0.0\n" in tasks
+    assert "RewardPool.score" in tasks.split("\ng0.0\n")[1].split("\ng0.1\n")[0]
+    assert "most recent call first" in threads
+    assert "step 1 waits for group 0: sample 0 being scored" in caplog.text
+    diagnosis = examine(folder)
+    assert diagnosis.state == "failed"
+    assert "step 1 waits for group 0" in diagnosis.headline
+    assert "stuck.txt" in diagnosis.advice
+
+
+def test_a_hang_in_validation_is_told_while_its_samples_still_hang(toy: Toy) -> None:
+    def hangs(completion: str) -> float:
+        time.sleep(300)
+        return 0.0
+
+    source = "rollick.testing.toys:letter_rows"
+    trained = {"source": source, "rewards": ["rollick.testing.toys:says_letter"]}
+    held_out = {"source": source, "rewards": ["object:reward"]}
+    data = {"domains": {"letters": trained}, "validation": {"letters": held_out}}
+    loaded = toy("run.stuck_after_s=1", "evaluate.at_start=true", data=data)
+    with pytest.raises(StuckError):
+        run_recipe(loaded, objects=RunObjects(rewards={"reward": hangs}))
+    folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
+    stacks = (folder / "stuck.txt").read_text()
+    assert "the validation of step 0 waits for group -1: sample 0 being scored" in stacks
+    assert "\ng-1.0\n" in stacks
+
+
+def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy) -> None:
+    domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
+    loaded = toy("rollout.max_drops_per_step=2", data={"domains": {"letters": domain}})
+    with pytest.raises(StuckError, match="scored alike"):
+        run_recipe(loaded, objects=RunObjects(rewards={"reward": lambda completion: 1.0}))
+    folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
+    assert not (folder / "stuck.txt").exists()
+    assert examine(folder).state == "failed"
+
+
+def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunResult]) -> None:
+    folder = run_toy(steps=1).folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with RunLock(folder):
+        told = ask("doctor", folder).stdout
+    assert "finished " in told
+    assert "step 1 of 1 done, version 1" in told
+    assert "last checkpoint: step 1, " in told
+    lock = folder / "run.lock"
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert {k: v for k, v in after.items() if k != lock} == {
+        k: v for k, v in before.items() if k != lock
+    }
+
+
+def test_the_trace_of_a_run_is_written_where_one_says(
+    run_toy: Callable[..., RunResult], tmp_path: Path
+) -> None:
+    folder = run_toy(steps=1).folder
+    told = ask("trace", folder, "--out", tmp_path / "out.json")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith(f"{tmp_path / 'out.json'}: ")
+    assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_a_run(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = toy(steps=1)
+    folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
+    (folder / "waits.json.new").mkdir(parents=True)
+    assert run_recipe(loaded).step == 1
+    assert "waits.json was not kept up to date" in caplog.text
+    diagnosis = examine(folder)
+    assert diagnosis.state == "unknown"
+    assert "step 1 was logged" in diagnosis.headline
+
+
+def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
+    told = ask("doctor", tmp_path / "nothing")
+    assert told.returncode == 2
+    assert "nothing is not a run's folder" in told.stderr
+    assert "Traceback" not in told.stderr
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        examine(tmp_path)
+
+
+def test_the_doctor_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("")
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print(sorted({HEAVY} & {{*sys.modules}})))
+sys.argv = ['rollick', 'doctor', {str(tmp_path)!r}]
+from rollick.cli import main
+main()
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "alive", "later", "state", "said"),
+    [
+        ({}, True, 1, "running", "step 3 waits for group 37: sample 3 in tool search for 310 s"),
+        ({"phase": "start"}, True, 1, "starting", "workers and models are being opened"),
+        ({"phase": "train"}, True, 1, "running", "step 3 is in its phase train for 310 s"),
+        ({"quiet_s": QUIET_AFTER_S + 1}, True, 1, "quiet", "ends by itself after 10 min"),
+        ({}, True, SILENT_AFTER_S + 1, "silent", "its event loop is blocked"),
+        ({}, None, SILENT_AFTER_S + 1, "silent", "has not reported for 16 s"),
+        ({}, False, 3, "died", "it last reported 3 s ago, step 2 of 4 done"),
+        ({"outcome": "interrupted"}, False, 3, "interrupted", "goes on from that checkpoint"),
+        ({"outcome": "failed", "error": "no space"}, False, 3, "failed", "no space"),
+        ({"outcome": "finished", "step": 4}, False, 7200, "finished", "finished 120 min ago"),
+    ],
+)
+def test_what_a_run_says_is_judged(
+    changes: dict[str, Any], alive: bool | None, later: float, state: str, said: str
+) -> None:
+    found = Finding(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
+    diagnosis = diagnose(situation(**changes), found, now=1000.0 + later)
+    assert diagnosis.state == state
+    assert said in "\n".join(diagnosis.lines())
+
+
+def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("")
+    write_situation(tmp_path, situation(written_at=time.time()))
+    assert examine(tmp_path).state == "died"
+
+
+def test_a_run_on_another_machine_is_judged_by_its_reports(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("")
+    for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
+        write_situation(tmp_path, situation(host="elsewhere", written_at=written_at))
+        assert examine(tmp_path).state == state
+
+
+def test_a_situation_is_read_as_it_was_written_and_junk_is_nothing(tmp_path: Path) -> None:
+    write_situation(tmp_path, situation())
+    assert read_situation(tmp_path) == situation()
+    (tmp_path / "waits.json").write_text('{"name": "toy"}')
+    assert read_situation(tmp_path) is None
+
+
+def test_what_the_machine_is_can_be_told_at_once() -> None:
+    facts = environment_facts()
+    assert set(facts) >= {"python", "torch", "ray", "transformers", "cpus", "gpus"}
+    assert all(facts.values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.25, "0.25 s"), (310, "310 s"), (1200, "20 min"), (86_400, "24 h"), (259_200, "3 days")],
+)
+def test_a_duration_is_told_in_the_unit_that_people_use(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
