@@ -276,9 +276,7 @@ def trace(
 def simulate(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    load: Annotated[
-        Path | None, typer.Option(help="YAML: work, devices and faults.")
-    ] = None,
+    load: Annotated[Path | None, typer.Option(help="YAML: work, devices and faults.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps that are measured.")] = None,
     engines: Annotated[int | None, typer.Option(help="Engines, one on a device.")] = None,
     slots: Annotated[
