@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
@@ -26,6 +26,7 @@ from rollick.infer.native.engine import NativeEngine
 from rollick.infer.native.runner import Runner, Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.load import empty_model, share_parameters
+from rollick.rollout.workload import StepRecord, fit_step_time
 from rollick.types import Request, SampleId, Sampling, frozen_array
 
 PROMPT_TOKENS = 128
@@ -33,17 +34,7 @@ GROUP_SIZE = 8
 MAX_LENGTH = 2048
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of the engine."""
-
-    batch: int
-    kv_tokens: int
-    prefill_tokens: int
-    seconds: float
-
-
-def recording(runner: Runner, steps: list[Step]) -> None:
+def recording(runner: Runner, steps: list[StepRecord]) -> None:
     """Let the runner note each of its steps."""
     plain = runner.step
 
@@ -53,13 +44,13 @@ def recording(runner: Runner, steps: list[Step]) -> None:
         seconds = perf_counter() - begun
         batch = runner.rows.count
         kv_tokens = int(runner.rows.length[:batch].sum())
-        steps.append(Step(batch, kv_tokens, runner.prefilled_tokens - prefilled, seconds))
+        steps.append(StepRecord(batch, kv_tokens, runner.prefilled_tokens - prefilled, seconds))
         return finished
 
     runner.step = step
 
 
-async def record(shape_name: str, sequences: int, *, median: int, device: str) -> list[Step]:
+async def record(shape_name: str, sequences: int, *, median: int, device: str) -> list[StepRecord]:
     shape = SHAPES[shape_name]
     model = make_model(shape, device=device)
     if device != "cpu":
@@ -89,31 +80,11 @@ async def record(shape_name: str, sequences: int, *, median: int, device: str) -
         await asyncio.gather(*(engine.generate(request) for request in requests))
 
     await run(sequences, 4)
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     recording(engine.runner, steps)
     await run(sequences, MAX_LENGTH)
     await engine.close()
     return steps
-
-
-def fit(steps: list[Step]) -> dict[str, float]:
-    """Least squares of relative errors; terms that come out negative are left out one by one."""
-    names = ["base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s"]
-    table = np.array([[1.0, s.batch, s.kv_tokens, s.prefill_tokens] for s in steps])
-    seconds = np.array([s.seconds for s in steps])
-    kept = list(range(4))
-    while True:
-        found = np.linalg.lstsq(table[:, kept] / seconds[:, None], np.ones(len(steps)), rcond=None)
-        if (found[0] >= 0).all():
-            break
-        del kept[int(np.argmin(found[0]))]
-    values = dict.fromkeys(names, 0.0) | {
-        names[place]: float(value) for place, value in zip(kept, found[0], strict=True)
-    }
-    predicted = table @ np.array([values[name] for name in names])
-    errors = np.abs(predicted / seconds - 1)
-    total = float(predicted.sum() / seconds.sum() - 1)
-    return values | {"median_error": float(np.median(errors)), "total_error": total}
 
 
 def main() -> None:
@@ -126,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     for sequences in options.sequences:
         steps += asyncio.run(
             record(options.shape, sequences, median=options.median, device=options.device)
@@ -134,8 +105,10 @@ def main() -> None:
     if options.out:
         lines = [json.dumps(asdict(step)) for step in steps]
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    facts = {"device": options.device, "shape": options.shape, "steps": len(steps), **fit(steps)}
-    print(json.dumps(facts))
+    fit = fit_step_time(steps)
+    errors = {"mean_error": fit.mean_error, "worst_error": fit.worst_error}
+    about = {"device": options.device, "shape": options.shape, "steps": fit.records}
+    print(json.dumps({**about, **asdict(fit.step_time), **errors}))
 
 
 if __name__ == "__main__":

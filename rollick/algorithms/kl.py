@@ -65,7 +65,3 @@ def adaptive_coefficient(
     """
     error = min(max(observed / target - 1, -0.2), 0.2)
     return max(coefficient * (1 + error * samples / horizon), 0.0)
-
-
-FORMS = {"k1": k1, "k2": k2, "k3": k3}
-"""Estimators by the name that a recipe gives them."""

@@ -21,7 +21,7 @@ import torch
 from rollick.algorithms.advantages import AdvantageFn, Advantages, Gae
 from rollick.algorithms.aggregation import AggregationFn
 from rollick.algorithms.correction import interpolated_old
-from rollick.algorithms.kl import FORMS, bounded_ratio
+from rollick.algorithms.kl import bounded_ratio
 from rollick.algorithms.losses import LossInputs, TokenLoss, entropy
 from rollick.config.advantages import ShapingConfig
 from rollick.config.algorithm import AlgorithmConfig
@@ -124,6 +124,7 @@ class _Component:
 
     algorithm: AlgorithmConfig
     loss: Callable[[LossInputs], TokenLoss]
+    kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     correct: Correct | None
 
     def __call__(self, inputs: LossInputs) -> Loss:
@@ -160,7 +161,7 @@ class _Component:
         """The estimate of each token, weighted by pi / mu: on-policy that is 1, off-policy the
         tokens would else tell of the KL where mu goes and not where pi goes."""
         reference_T = _given(inputs.reference_T, "reference log-prob").detach()
-        kl_T = FORMS[self.algorithm.kl.form](inputs.logprobs_T, reference_T)
+        kl_T = self.kl(inputs.logprobs_T, reference_T)
         ratio_T = bounded_ratio(inputs.logprobs_T.detach(), inputs.behaviour_T)
         return ratio_T.clamp(max=self.algorithm.kl.max_ratio) * kl_T
 
@@ -176,6 +177,7 @@ def _component(algorithm: AlgorithmConfig, base: Path | None) -> _Component:
     return _Component(
         algorithm=algorithm,
         loss=_bind("losses", algorithm.loss, base),
+        kl=resolve("kl_forms", algorithm.kl.form),
         correct=resolve_correction(algorithm, base=base) if algorithm.interpolates_old else None,
     )
 

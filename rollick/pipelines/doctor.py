@@ -41,6 +41,7 @@ from rollick.observe.doctor import (
     write_situation,
 )
 from rollick.observe.metrics import read_metrics
+from rollick.rollout.waits import generating
 
 if TYPE_CHECKING:
     from rollick.pipelines.base import Session
@@ -122,7 +123,7 @@ def _engines(rollout: Rollout, ended: dict[str, float], now: float) -> tuple[Eng
     views: list[EngineView] = []
     for number, engine in rollout.fleet.engines.items():
         load, limit = engine.load(), rollout.fleet.limit(number)
-        answered = ended.get(f"generating on engine {number}")
+        answered = ended.get(generating(number))
         views.append(
             EngineView(
                 engine=number,

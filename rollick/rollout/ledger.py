@@ -119,10 +119,6 @@ class Ledger:
         return self._book.totals.groups[GroupState.COMPLETE]
 
     @property
-    def parked_groups(self) -> int:
-        return len(self._book.parked)
-
-    @property
     def held_until(self) -> PolicyVersion | None:
         """The version whose publishing opens places, if some are held for one."""
         return self._pacing.held_until

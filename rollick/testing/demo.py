@@ -12,11 +12,9 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rollick.algorithms.advantages import Advantages, dr_grpo
 from rollick.config.advantages import DrGrpoAdvantage
@@ -28,6 +26,7 @@ from rollick.observe.tables import Console, evaluation_table, side_console
 from rollick.pipelines.base import RunObjects
 from rollick.pipelines.inspect import export_run
 from rollick.pipelines.run import run_recipe
+from rollick.testing.learning import shuffle_scores
 from rollick.testing.tiny import save_tiny
 from rollick.types import Group
 
@@ -97,12 +96,7 @@ def _in_place(completion: str, answer: str) -> float:
 
 def shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
     """The control: every score goes to a sample drawn by lot, so there is nothing to learn."""
-    members = [member for group in groups for member in group.members]
-    order = np.random.default_rng(groups[0].uid).permutation(len(members))
-    shuffled = iter(
-        [replace(m, score=members[o].score) for m, o in zip(members, order, strict=True)]
-    )
-    mixed = [replace(g, members=tuple(next(shuffled) for _ in g.members)) for g in groups]
+    mixed = shuffle_scores(groups, seed=groups[0].uid)
     return dr_grpo(mixed, DrGrpoAdvantage())
 
 
