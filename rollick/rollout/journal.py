@@ -76,7 +76,7 @@ def open_journal(
     goes_on = bool(known.events) and (step is not None or not _has_mark(known, BEGINNING))
     if not goes_on:
         path.unlink(missing_ok=True)
-    log = LedgerLog.open(path)
+    log = LedgerLog.open(path, known=known if goes_on else Log(()))
     if goes_on:
         log.append(Restored(step or BEGINNING))
     elif step is not None:

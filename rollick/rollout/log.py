@@ -75,10 +75,15 @@ class LedgerLog:
         self._has_mark = False
 
     @classmethod
-    def open(cls, path: Path) -> LedgerLog:
-        """Go on with the log at `path`, or begin one. A torn tail is cut off."""
+    def open(cls, path: Path, *, known: Log | None = None) -> LedgerLog:
+        """Go on with the log at `path`, or begin one. A torn tail is cut off.
+
+        `known` is what the file holds, where the caller has just read it.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = read_log(path).bytes if path.exists() else 0
+        if known is None:
+            known = read_log(path) if path.exists() else Log(())
+        kept = known.bytes
         file = path.open("ab", buffering=0)
         if file.tell() > kept:
             file.truncate(kept)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollick.algorithms.kl import (
-    FORMS,
     MAX_LOG_RATIO,
     adaptive_coefficient,
     binary_kl,
@@ -21,6 +20,7 @@ from rollick.algorithms.kl import (
     k2,
     k3,
 )
+from rollick.config.names import NAMES, resolve
 
 
 def logs(*probabilities: float) -> torch.Tensor:
@@ -62,22 +62,22 @@ def test_the_mean_gradient_of_k1_is_zero_which_is_why_it_is_refused_in_a_loss():
     assert gradient.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("form", sorted(NAMES["kl_forms"]))
 def test_gradients_are_right(form: str):
     log_p = torch.tensor([-0.1, -2.0, -7.0], dtype=torch.float64, requires_grad=True)
     log_q = torch.tensor([-0.2, -1.0, -3.0], dtype=torch.float64)
 
     def estimate(p: torch.Tensor) -> torch.Tensor:
-        return FORMS[form](p, log_q)
+        return resolve("kl_forms", form)(p, log_q)
 
     assert torch.autograd.gradcheck(estimate, (log_p,))
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("form", sorted(NAMES["kl_forms"]))
 @pytest.mark.parametrize(("p", "q"), [(-1000.0, 0.0), (0.0, -1000.0), (-1000.0, -1000.0)])
 def test_far_apart_policies_give_finite_values_and_gradients(form: str, p: float, q: float):
     log_p = torch.tensor([p], requires_grad=True)
-    value = FORMS[form](log_p, torch.tensor([q]))
+    value = resolve("kl_forms", form)(log_p, torch.tensor([q]))
     [gradient] = torch.autograd.grad(value.sum(), log_p)
     assert torch.isfinite(value).all()
     assert torch.isfinite(gradient).all()
