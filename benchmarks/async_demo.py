@@ -5,9 +5,10 @@
 
 Learner and engine are two processes with one thread each, and every score takes `latency` seconds
 longer than the reward itself, as a judge over the network would: at least 30 % of a synchronous
-step (asserted). Groups without signal are kept. The only difference is rollout.max_staleness. Each pair of runs starts from the same warmed-up model; both make the same
-number of updates on the same number of samples (asserted). The score is that of held-out prompts,
-greedy; the synchronous runs' interval is Student's, 95 %, over the seeds.
+step (asserted). Groups without signal are kept. The only difference is rollout.max_staleness. Each
+pair of runs starts from the same warmed-up model; both make the same number of updates on the same
+number of samples (asserted). The score is that of held-out prompts, greedy; the synchronous runs'
+interval is Student's, 95 %, over the seeds.
 """
 
 from __future__ import annotations
