@@ -190,13 +190,20 @@ def table(load: Load, split: int, map_: Callable[..., Iterable[Report]]) -> list
         ("+ engines have a queue of their own", ours.change(rollout={"longest_first": False})),
         ("+ longest first = ours", ours),
         ("ours, at a publish samples move", ours.change(rollout={"at_publish": "move"})),
-        ("ours, at a publish caches are kept (flagged)", ours.change(devices={"keep_cache": True})),
+        ("ours, at a publish caches are kept", ours.change(rollout={"at_publish": "keep"})),
         ("biased: 2 spare samples a group", ours.change(rollout={"spare_samples": 2})),
         ("biased: drop_stale", ours.change(rollout={"staleness_rule": "drop_stale"})),
         (
             "biased: first_finished, surplus 1/4 of a batch",
             ours.change(rollout={
                 "staleness_rule": "first_finished",
+                "surplus_groups": load.scenario.rollout.groups_per_step // 4,
+            }),
+        ),
+        (
+            "all trained, order biased: long_rounds, surplus 1/4 of a batch",
+            ours.change(rollout={
+                "staleness_rule": "long_rounds",
                 "surplus_groups": load.scenario.rollout.groups_per_step // 4,
             }),
         ),

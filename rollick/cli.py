@@ -21,6 +21,7 @@ from rollick.errors import ConfigError, RollickError
 
 if TYPE_CHECKING:
     from rollick.config.plugins import Plugin
+    from rollick.config.scenario import Scenario
     from rollick.config.schema import DomainConfig, Recipe
 
 app = typer.Typer(
@@ -276,6 +277,10 @@ def trace(
 def simulate(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="A run whose lengths and times are taken."),
+    ] = None,
     load: Annotated[Path | None, typer.Option(help="YAML: work, devices and faults.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps that are measured.")] = None,
     engines: Annotated[int | None, typer.Option(help="Engines, one on a device.")] = None,
@@ -298,11 +303,9 @@ def simulate(
     from rollick.rollout.bubbles import describe
     from rollick.rollout.simulate import complete, simulate_timeline
 
-    loaded = load_recipe(recipe, overrides or ())
+    base, said = _scenario(load_recipe(recipe, overrides or ()).recipe, run)
     told = {"steps": steps, "engines": engines, "slots": slots}
-    scenario = complete(
-        plan_scenario(loaded.recipe, load, lengths=lengths, failures=failures or (), **told)
-    )
+    scenario = complete(plan_scenario(base, load, lengths=lengths, failures=failures or (), **told))
     report, timeline = simulate_timeline(scenario)
     if picture is not None:
         slots = scenario.devices.generators * scenario.devices.slots
@@ -311,7 +314,20 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
-        typer.echo("\n".join(f"{name:<16}{text}" for name, text in describe(report)))
+        typer.echo("\n".join(f"{name:<16}{text}" for name, text in [*said, *describe(report)]))
+
+
+def _scenario(recipe: Recipe, run: Path | None) -> tuple[Scenario, list[tuple[str, str]]]:
+    """What the recipe says, with the times of a run where one is given, and what was fitted."""
+    from rollick.config.scenario import scenario_of_recipe
+
+    scenario = scenario_of_recipe(recipe)
+    if run is None:
+        return scenario, []
+    from rollick.pipelines.calibrate import calibrate_run
+
+    calibration = calibrate_run(run)
+    return calibration.apply(scenario), calibration.describe()
 
 
 @app.command()

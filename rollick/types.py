@@ -137,6 +137,14 @@ class Completion:
     versions: IntArray
     stop: StopReason
     seconds: float = 0.0
+    """From its arrival at the engine to its end, those of `queued_s` and `prefill_s` included."""
+    queued_s: float = 0.0
+    """Until it had a place there."""
+    prefill_s: float = 0.0
+    """From then until its first token."""
+    kept_cache: BoolArray | None = None
+    """Which tokens were drawn over a cache that an older version had computed, all or part of it;
+    None: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +167,21 @@ class EngineLoad:
     """Requests thrown out of the cache for lack of room, counted since the engine started."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One measured step of an engine: its sequences, the tokens in their cache, the prefilled ones,
+    its time."""
+
+    batch: int
+    kv_tokens: int
+    prefill_tokens: int
+    seconds: float
+    at: float = 0.0
+    """The wall clock's second at which it began; 0: not known."""
+    longest: int = 0
+    """Tokens of its longest sequence; 0: not known."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One attempt at a prompt, token by token. All arrays have the length of the sequence.
@@ -178,6 +201,9 @@ class Sample:
     text: str
     states: tuple[str, ...] = ()
     """A key of the state before each turn, where somebody gave one: equal keys, equal states."""
+    kept_cache: BoolArray | None = None
+    """Tokens drawn over a cache that an older version had computed (rollout.at_publish: keep);
+    None: none. Their log-prob is the one that they were drawn with, of no single version."""
 
     @property
     def length(self) -> int:
@@ -186,6 +212,10 @@ class Sample:
     @property
     def response_length(self) -> int:
         return int(np.count_nonzero(self.versions != NOT_SAMPLED))
+
+    @property
+    def kept_cache_tokens(self) -> int:
+        return 0 if self.kept_cache is None else int(np.count_nonzero(self.kept_cache))
 
     @property
     def truncated(self) -> bool:

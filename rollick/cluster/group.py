@@ -29,6 +29,10 @@ class Transport(Protocol):
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None: ...
 
+    async def restart(self, host: HostSpec) -> None:
+        """Put a new, empty host where one was; what is left of the old one ends."""
+        ...
+
     def share(self, args: tuple[Any, ...]) -> Any:
         """Make arguments ready to be sent more than once at the cost of one copy."""
         ...
@@ -49,12 +53,19 @@ class InlineTransport:
     """Hosts in this process, on the current event loop."""
 
     def __init__(self, hosts: Sequence[HostSpec], *, threads: int) -> None:
-        self._hosts = {
-            spec.index: Host(spec, device=_inline_device(spec), threads=threads) for spec in hosts
-        }
+        self._threads = threads
+        self._hosts = {spec.index: self._make(spec) for spec in hosts}
+
+    def _make(self, spec: HostSpec) -> Host:
+        return Host(spec, device=_inline_device(spec), threads=self._threads)
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         await self._hosts[host.index].build(roles)
+
+    async def restart(self, host: HostSpec) -> None:
+        old, self._hosts[host.index] = self._hosts[host.index], self._make(host)
+        with suppress(RollickError):
+            await old.close()
 
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
@@ -94,6 +105,7 @@ class WorkerGroup:
         self.call_timeout_s = call_timeout_s
         self._transport = transport
         self._hosts = {seat: host for host in device_map.hosts() for seat in host.seats}
+        self._roles: Sequence[RoleSpec] = ()
         self._closed = False
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
@@ -102,7 +114,20 @@ class WorkerGroup:
         if missing:
             raise WorkerError(f"no RoleSpec says how to build {', '.join(sorted(missing))}")
         hosts = self.device_map.hosts()
+        self._roles = roles
         await _together([self._build_host(host, roles) for host in hosts])
+
+    def stands_alone(self, role: RoleName, rank: int) -> bool:
+        """Whether the host of a rank has no other role, so that it can be restarted by itself."""
+        return len(self._hosts[Seat(role, rank)].seats) == 1
+
+    async def restart(self, role: RoleName, rank: int) -> None:
+        """A new host for a rank that stands alone, with its role built anew."""
+        host = self._hosts[Seat(role, rank)]
+        if self._closed or not self.stands_alone(role, rank):
+            raise WorkerError(f"{host} cannot be restarted for its {role} alone")
+        await self._transport.restart(host)
+        await self._build_host(host, [spec for spec in self._roles if spec.role == role])
 
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         try:

@@ -18,9 +18,10 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -96,8 +97,12 @@ class HostActor:
 class RayTransport:
     """One Ray actor for each host. Made by `open`."""
 
-    def __init__(self, actors: Mapping[int, Any], *, owns_ray: bool) -> None:
-        self._actors = actors
+    def __init__(
+        self, cluster: ClusterConfig, *, create: Callable[[HostSpec], Any], owns_ray: bool
+    ) -> None:
+        self._cluster = cluster
+        self._create = create
+        self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
         self.pids: dict[int, int] = {}
         """Process id of each host, by index."""
@@ -113,22 +118,27 @@ class RayTransport:
     ) -> RayTransport:
         """Waits until every actor is placed; fails with PlacementError after place_timeout_s."""
         owns_ray = start_ray(cluster.address)
-        transport = cls({}, owns_ray=owns_ray)
+        variables = worker_environment(threads=threads, env=env)
+        create = partial(_create_actor, cluster=cluster, threads=threads, variables=variables)
+        transport = cls(cluster, create=create, owns_ray=owns_ray)
         try:
             if owns_ray:
                 check_totals(hosts, cluster)
-            variables = worker_environment(threads=threads, env=env)
-            transport._actors = {
-                host.index: _create_actor(host, cluster, threads=threads, variables=variables)
-                for host in hosts
-            }
-            await transport._wait_placed(hosts, cluster)
+            transport._actors = {host.index: create(host) for host in hosts}
+            await transport._wait_placed(hosts)
         except BaseException:
             transport._kill()
             raise
         return transport
 
-    async def _wait_placed(self, hosts: Sequence[HostSpec], cluster: ClusterConfig) -> None:
+    async def restart(self, host: HostSpec) -> None:
+        """The old process is killed, if it is there; waits until the new one is placed."""
+        ray.kill(self._actors[host.index], no_restart=True)
+        self._actors[host.index] = self._create(host)
+        await self._wait_placed([host])
+
+    async def _wait_placed(self, hosts: Sequence[HostSpec]) -> None:
+        cluster = self._cluster
         waiting = {host.index: host for host in hosts}
         answers = {host.index: self._actors[host.index].place.remote() for host in hosts}
         try:
@@ -257,7 +267,7 @@ def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str
 
 
 def _create_actor(
-    host: HostSpec, cluster: ClusterConfig, *, threads: int, variables: Mapping[str, str]
+    host: HostSpec, *, cluster: ClusterConfig, threads: int, variables: Mapping[str, str]
 ) -> Any:
     on_gpu = host.device.kind == "cuda"
     kind: Any = ray.remote(HostActor)

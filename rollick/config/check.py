@@ -11,11 +11,15 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from rollick.config import algorithm_rules, name_rules, pipeline_rules, role_rules
+from rollick.config.names import NAMES
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
 
 if TYPE_CHECKING:
     from rollick.config.load import LoadedRecipe
+
+KEEPS_CACHE = ("native",)
+"""Engines of our table with the capability; one of another package is asked when the run opens."""
 
 RULE_MODULES = (name_rules, pipeline_rules, algorithm_rules, role_rules)
 """Modules that have rules besides this one: importing them registers those."""
@@ -67,6 +71,20 @@ def _training_samples_have_full_support(context: Context) -> Findings:
         yield context.problem("sampling.temperature", message, fix)
 
 
+@rule("rollout.surplus_groups", "rollout.staleness_rule", "rollout.max_staleness")
+def _a_surplus_is_used(context: Context) -> Findings:
+    rollout = context.recipe.rollout
+    name, surplus = rollout.staleness_rule, rollout.surplus_groups
+    if surplus and name not in ("first_finished", "long_rounds"):
+        message = f"{surplus} has no effect: {name} waits for no surplus"
+        fix = "use rollout.staleness_rule=long_rounds or first_finished, or remove it"
+        yield context.problem("rollout.surplus_groups", message, fix)
+    if name == "long_rounds" and not surplus and rollout.max_staleness == 0:
+        message = "long_rounds has no effect: with max_staleness 0 and no surplus no group is late"
+        fix = "set rollout.surplus_groups, such as a quarter of groups_per_step"
+        yield context.problem("rollout.staleness_rule", message, fix)
+
+
 @rule("evaluate.samples", "evaluate.pass_k", "evaluate.temperature")
 def _validation_has_the_samples_it_reports_on(context: Context) -> Findings:
     evaluate = context.recipe.evaluate
@@ -104,6 +122,19 @@ def _deterministic_mode_has_its_engine(context: Context) -> Findings:
     if recipe.run.deterministic and recipe.infer.engine != "native":
         message = f"deterministic mode needs the native engine, not {recipe.infer.engine}"
         yield context.problem("infer.engine", message, "use native")
+
+
+@rule("infer.engine", "rollout.at_publish", "rollout.max_staleness")
+def _caches_are_kept_by_an_engine_that_can(context: Context) -> Findings:
+    recipe, path = context.recipe, "rollout.at_publish"
+    if recipe.rollout.at_publish != "keep":
+        return
+    if recipe.infer.engine in NAMES["engines"] and recipe.infer.engine not in KEEPS_CACHE:
+        message = f"the engine {recipe.infer.engine} cannot keep caches over a publish"
+        yield context.problem(path, message, "use continue, or infer.engine=native")
+    if recipe.rollout.max_staleness == 0:
+        message = "keep has no effect: with max_staleness 0 no sample runs when one is published"
+        yield context.problem(path, message, "raise rollout.max_staleness, or remove it")
 
 
 @rule("infer.max_length", "sampling.max_tokens", "evaluate.max_tokens")

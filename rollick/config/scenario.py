@@ -48,6 +48,8 @@ class LatencyConfig(Section):
     """The 99.9th percentile, as a multiple of the median."""
     max_s: NonNegativeSeconds = 0.0
     """A time-out: none takes longer. 0 is no limit."""
+    trace: tuple[NonNegativeSeconds, ...] = ()
+    """Recorded seconds, each as likely as the others; they replace median and tail."""
 
 
 class WorkConfig(Section):
@@ -88,6 +90,10 @@ class StepTimeConfig(Section):
     """For each token in the cache."""
     per_prefill_token_s: NonNegativeSeconds = 2e-5
     """For each token that is prefilled."""
+    prefill_base_s: NonNegativeSeconds = 0.0
+    """For a step that prefills anything."""
+    padded: bool = False
+    """Whether every sequence counts with as many cached tokens as the longest one has."""
 
 
 class DeviceConfig(Section):
@@ -104,8 +110,6 @@ class DeviceConfig(Section):
     """Sequences that an engine decodes at once."""
     kv_tokens: NonNegative = 0
     """Tokens that an engine's cache holds; 0 is no limit."""
-    keep_cache: bool = False
-    """At a publish running samples keep their cache, instead of computing it anew."""
     speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Speeds of the engines, repeated as often as needed: [1, 0.5] makes every second one slow."""
     step_time: StepTimeConfig = StepTimeConfig()
@@ -116,6 +120,13 @@ class DeviceConfig(Section):
     """Device-seconds to train on one token."""
     publish_s: NonNegativeSeconds = 0.0
     """Seconds to bring new weights to the engines, which pause meanwhile."""
+    call_s: NonNegativeSeconds = 0.0
+    """Seconds that a request and its answer are on the way between controller and engine."""
+    contention: Annotated[float, Field(ge=1)] = 1.0
+    """How many times longer training and an engine's steps take while both go on: above 1 where
+    they share cores or memory."""
+    controller_s: NonNegativeSeconds = 0.0
+    """Seconds of the controller's own work after a publish, in which nothing starts or ends."""
 
     @property
     def count(self) -> int:
@@ -184,7 +195,7 @@ def scenario_of_recipe(recipe: Recipe) -> Scenario:
 
 
 def plan_scenario(
-    recipe: Recipe,
+    scenario: Scenario,
     load: Path | None = None,
     *,
     lengths: str | None = None,
@@ -193,8 +204,7 @@ def plan_scenario(
     engines: int | None = None,
     slots: int | None = None,
 ) -> Scenario:
-    """What the recipe says, then the load file, then single values where they are given."""
-    scenario = scenario_of_recipe(recipe)
+    """What the scenario says, then the load file, then single values where they are given."""
     if load is not None:
         scenario = read_scenario(load, base=scenario)
     said: dict[str, Any] = {"devices": {}, "work": {}}

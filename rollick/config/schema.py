@@ -170,21 +170,34 @@ class RolloutConfig(Section):
     """Samples of each prompt."""
     max_staleness: Annotated[float, Field(ge=0)] = 0
     """Policy versions a token may lag when trained on. 0 is strictly on-policy."""
-    staleness_rule: Literal["must_take", "drop_stale", "mask_stale_tokens", "first_finished"] = (
-        "must_take"
-    )
-    """What happens to groups that would become too old: the batch waits for them (the only rule
-    without a bias), they are dropped, their old tokens are masked, or whoever is first is taken."""
+    staleness_rule: Literal[
+        "must_take", "drop_stale", "mask_stale_tokens", "first_finished", "long_rounds"
+    ] = "must_take"
+    """What happens to groups that would become too old: the batch waits for them (must_take, the
+    only rule without any bias), they are dropped, their old tokens are masked, whoever is first is
+    taken and the slowest are dropped (first_finished), or these are put off to a round of long
+    samples (long_rounds). With long_rounds every prompt is trained on, and a group that was put off
+    draws with the same random numbers again, so that what was long stays long; but short answers
+    come earlier and long ones in batches of their own, what was drawn before is thrown away, and at
+    the end of a run fewer than groups_per_step groups, long ones, are left over."""
     surplus_groups: NonNegative = 0
-    """Groups in flight beyond that, of which the slowest are dropped (first_finished only)."""
+    """Groups in flight beyond that, of which the slowest are dropped (first_finished) or put off
+    (long_rounds)."""
     spare_samples: NonNegative = 0
     """Samples started in each group beyond group_size; the slowest are aborted. Favours short
     answers."""
     longest_first: bool = False
     """Of the samples that wait for an engine, send those first that are expected to be longest."""
-    at_publish: Literal["continue", "move"] = "continue"
-    """What happens to running samples when a version is published: they go on where they are, or
-    are aborted and go on wherever there is most room. Every token keeps its version."""
+    at_publish: Literal["continue", "move", "keep"] = "continue"
+    """What happens to running samples when a version is published: they compute their cache anew
+    and go on where they are (continue), are aborted and go on wherever there is most room (move),
+    or go on over the cache that they have (keep). Every token keeps its version. keep saves the
+    computing, but its tokens are drawn by new weights over keys and values of old ones, which is no
+    policy that ever was: their log-prob is the one that they were drawn with, so that corrections
+    by importance hold, and they are flagged (Sample.kept_cache, rollout/kept_cache_tokens)."""
+    engine_restarts: NonNegative = 3
+    """Times in a run that a lost engine is replaced: a new process, with the current weights before
+    it gets work. Engines that share a process with another role are not."""
     engine_queue: Annotated[float, Field(ge=0)] = 1.0
     """Requests sent to an engine beyond its slots, as a part of them, so that none falls idle."""
     drop_no_signal: bool = True
@@ -381,7 +394,10 @@ class ObserveConfig(Section):
     """Steps whose groups and batch are dumped for `rollick replay`."""
     trace_mb: Annotated[float, Field(ge=0)] = 64
     """Megabytes of the newest samples' timelines that are kept for `rollick trace`; 0 keeps none.
-    A sample takes about 200 bytes, and 100 for each further turn."""
+    A sample takes about 300 bytes, and 200 for each further turn."""
+    engine_steps: bool = False
+    """Write what `rollick simulate --from` learns from to engine_steps.jsonl: the engines' steps,
+    lengths, training times. At most some 200 kilobytes for each training step and engine."""
 
 
 SUPERVISED_LOSSES: Mapping[str, tuple[SftLoss | DpoLoss | IpoLoss | DistillationLoss, ...]] = {

@@ -64,6 +64,8 @@ def save_groups(path: Path, groups: Sequence[Group]) -> None:
         ],
     }
     arrays = {name: _concatenated(getattr(s, name) for s in samples) for name in TOKEN_FIELDS}
+    kept = [s.kept_cache for s in samples if s.kept_cache is not None]
+    arrays["kept_cache"] = np.concatenate([*kept, np.empty(0, np.bool_)])
     _write(path, "groups", arrays=arrays, about=about)
 
 
@@ -72,7 +74,7 @@ def load_groups(path: Path) -> list[Group]:
     arrays, about = _read(path, "groups")
     prompts = [_prompt_from_json(entry) for entry in about["prompts"]]
     groups: list[Group] = []
-    start = 0
+    start = kept = 0
     for entry in about["groups"]:
         members: list[ScoredSample] = []
         for member in entry["members"]:
@@ -81,6 +83,10 @@ def load_groups(path: Path) -> list[Group]:
                 name: frozen_array(arrays[name][start:stop], member["dtypes"][name])
                 for name in TOKEN_FIELDS
             }
+            if member["kept_cache"]:
+                flags = arrays["kept_cache"][kept : kept + member["length"]]
+                tokens["kept_cache"] = frozen_array(flags, np.bool_)
+                kept += member["length"]
             members.append(_member_from_json(member, tokens, prompts))
             start = stop
         version = PolicyVersion(entry["started"])
@@ -194,6 +200,7 @@ def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str
         "uid": list(sample.uid),
         "prompt": places[id(sample.prompt)],
         "length": sample.length,
+        "kept_cache": sample.kept_cache is not None,
         "dtypes": {name: getattr(sample, name).dtype.str for name in TOKEN_FIELDS},
         "temperature": float(sample.temperature),
         "stop": sample.stop.value,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollick.types import (
     Completion,
@@ -17,6 +17,7 @@ from rollick.types import (
     PolicyVersion,
     Request,
     SampleId,
+    StepRecord,
 )
 
 WeightStream = Iterable[tuple[str, Any]]
@@ -30,6 +31,7 @@ class Capability(StrEnum):
     SHARED_WEIGHTS = "shared_weights"
     DETERMINISTIC = "deterministic"
     CUT_SUPPORT = "cut_support"
+    KEEP_CACHE = "keep_cache"
 
 
 class Engine(Protocol):
@@ -53,14 +55,25 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def update(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> Fingerprint:
         """Take new weights: all or nothing. A fingerprint other than `expected` changes nothing
-        and raises WeightError."""
+        and raises WeightError.
+
+        Running requests compute their cache anew, or, with `keep_cache` (a capability), go on over
+        the old one: the tokens that they draw from then on are flagged (Completion.kept_cache).
+        What begins later never finds anything that an older version computed.
+        """
         ...
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
-        """The learner wrote the shared parameters in place: they are `version` from now on."""
+    async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
+        """The learner wrote the shared parameters in place: they are `version` from now on.
+        `keep_cache`: as in `update`."""
         ...
 
     async def sleep(self) -> None:
@@ -74,3 +87,16 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class RecordsSteps(Protocol):
+    """An engine that can say what each of its steps had to do and how long it took."""
+
+    def record_steps(self, most: int) -> None:
+        """Keep a record of each step from now on, the newest `most`."""
+        ...
+
+    def take_steps(self) -> list[StepRecord]:
+        """The steps since the last call, oldest first."""
+        ...

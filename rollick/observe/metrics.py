@@ -42,8 +42,18 @@ METRICS: Mapping[str, str] = {
     "they have no length and no score, so that the bias figures miss them",
     "rollout/cancelled_share": "these as a share of them and the scored samples",
     "rollout/masked_tokens": "tokens of the batch too old to be trained on (mask_stale_tokens)",
+    "rollout/kept_cache_tokens": "tokens of the batch drawn over a cache that an older version had "
+    "computed (at_publish: keep)",
+    "rollout/deferred": "groups put off to a long round when the batch was taken (long_rounds)",
+    "rollout/deferred_tokens": "tokens drawn for groups that were put off, and so in vain; counted "
+    "when their engines have let go of them, with max_staleness above 0 perhaps a step later",
+    "rollout/parked": "groups that wait for a long round",
+    "rollout/long_groups": "groups trained on that had been put off",
+    "rollout/long_length": "mean drawn tokens of their samples",
+    "rollout/other_length": "mean drawn tokens of the other samples trained on",
     "controller/lag_ms": "how late the controller's event loop was at most, in milliseconds",
     "controller/engines": "engines that answer",
+    "controller/engine_restarts": "lost engines that were replaced, since the run began or resumed",
     "train/loss": "the objective, aggregated over the batch",
     "train/grad_norm": "global gradient norm before clipping (largest of the step)",
     "train/lr": "learning rate of the last optimizer step",

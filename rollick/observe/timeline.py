@@ -10,9 +10,9 @@ Pure but for the writing. Tracks are "processes" with "threads" (the format's wo
 
 On one lane nothing overlaps: a lane is given to the next sample when the one before has ended. A
 flow (an arrow) goes from each trained sample to the training step that it was trained in.
-Stages: queued, prefill and generate (on an engine; one stretch with the engine's own queue where
-the engine does not tell them apart), environment, reward, waiting (for its group, then for its
-batch), trained.
+Stages: queued (for an engine, then on it), prefill (to the first token) and decode (on an engine;
+one stretch, decode, where the engine does not tell them apart), environment, reward, parked (put
+off to a long round), waiting (for its group, then for its batch), trained.
 """
 
 from __future__ import annotations
@@ -107,10 +107,14 @@ def stage_of(what: str) -> Stretch:
     """A stretch (without times) for what the rollout says that a sample does."""
     if what == "waiting for an engine":
         return Stretch("queued", 0, 0)
+    if what.startswith("queued on engine "):
+        return Stretch("queued", 0, 0, detail=what.removeprefix("queued "))
     if what == "being scored":
         return Stretch("reward", 0, 0)
+    if what == "parked":
+        return Stretch("parked", 0, 0)
     for words, stage in (
-        ("generating on engine ", "generate"),
+        ("generating on engine ", "decode"),
         ("prefilling on engine ", "prefill"),
     ):
         if what.startswith(words):

@@ -41,7 +41,8 @@ from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
 from rollick.data.store import load_groups, save_batch, save_groups
-from rollick.errors import CheckpointError, NoSignalError, RollickError, StuckError
+from rollick.errors import CheckpointError, ConfigError, NoSignalError, RollickError, StuckError
+from rollick.infer.engine import Capability
 from rollick.models.load import load_tokenizer
 from rollick.models.probe import safe_environment
 from rollick.observe.live import LiveView, Stopwatch
@@ -106,6 +107,8 @@ class Session:
         self.phase_name = "start"
         self.began_at = self.phase_since = time.time()
         self.rollouts: list[Rollout] = []
+        self.changing = asyncio.Lock()
+        """Held while the learner's weights are not those of `version`."""
         self.trace = Trace(
             folder.path,
             clock=asyncio.get_running_loop().time,
@@ -350,6 +353,7 @@ async def open_session(
         session.engines = []
         if device_map.ranks("generators"):
             session.engines = await stack.enter_async_context(open_engines(session.group))
+            _check_engines(recipe, session.engines)
             session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
         session.publisher = Publisher(session.group)
         session.residency = Residency(session.group, _plans(recipe, device_map), session.engines)
@@ -361,6 +365,16 @@ async def open_session(
             session.forget_after(-1)
         session.watch.finish()
         yield session
+
+
+def _check_engines(recipe: Recipe, engines: Sequence[RemoteEngine]) -> None:
+    """Refuse what only the engines themselves know that they cannot do."""
+    can = all(Capability.KEEP_CACHE in engine.capabilities for engine in engines)
+    if recipe.rollout.at_publish == "keep" and not can:
+        raise ConfigError(
+            f"rollout.at_publish=keep, but the engine {recipe.infer.engine} cannot keep caches",
+            fix="use continue or move",
+        )
 
 
 def _finite(score: float | None) -> float | None:

@@ -14,6 +14,9 @@ from rollick.config.schema import Recipe
 from rollick.errors import CheckpointError, ConfigError
 from rollick.observe.metrics import read_metrics, rewrite
 
+ENGINE_STEPS = "engine_steps.jsonl"
+"""What a calibration needs (observe.engine_steps); see calibrate.py."""
+
 
 class RunFolder:
     """The files of one run."""
@@ -37,7 +40,7 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Remove the samples of steps that will be made again."""
-        for name in ("samples.jsonl", "validation.jsonl"):
+        for name in ("samples.jsonl", "validation.jsonl", ENGINE_STEPS):
             if (self.path / name).exists():
                 rows = read_metrics(self.path / name)
                 rewrite(self.path / name, [row for row in rows if row["step"] <= step])

@@ -21,15 +21,18 @@ from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.errors import RollickError, WorkerError
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
+from rollick.pipelines.calibrate import record_row
 from rollick.pipelines.credit import Credit
 from rollick.pipelines.evaluate import EvalReport, summarise
+from rollick.pipelines.folder import ENGINE_STEPS
+from rollick.pipelines.revive import Revival
 from rollick.rollout.journal import Journal
 from rollick.rollout.lag import LagMeter
 from rollick.rollout.once import sample_all
 from rollick.rollout.scheduler import Rollout
 from rollick.types import Group, PolicyVersion, Prompt, Sampling
 from rollick.workers.critic import CriticReport
-from rollick.workers.generator import ask_for_life, lost_ranks
+from rollick.workers.generator import ask_for_life, lost_ranks, take_records
 from rollick.workers.learner import TrainReport
 
 LOG = logging.getLogger("rollick")
@@ -57,6 +60,7 @@ class RLPipeline(HasSession):
         prompts: PromptStream,
         journal: Journal,
         lag: LagMeter,
+        revival: Revival,
     ) -> None:
         self.session = session
         self.recipe = session.recipe
@@ -64,6 +68,7 @@ class RLPipeline(HasSession):
         self.prompts = prompts
         self.journal = journal
         self.lag = lag
+        self.revival = revival
         self.validation = session.open_prompts(validation=True).all()
         self.credit = Credit(self.recipe, base=session.base)
         self.credit_means: dict[str, float] = {}
@@ -79,8 +84,9 @@ class RLPipeline(HasSession):
         batch = await annotate(self, batch)
         batch, self.credit_means = self.credit.assign(groups, batch)
         critic = await self.train_critic(batch) if self.recipe.needs("values") else None
-        report = await self.train(batch)
-        await self.publish(groups, report)
+        async with self.session.changing:
+            report = await self.train(batch)
+            await self.publish(groups, report)
         return StepReport(groups, batch, report, critic)
 
     @phase("generate")
@@ -165,13 +171,28 @@ class RLPipeline(HasSession):
             session.step += 1
             metrics = await self.record(session.step, self.measure(report))
             self.keep(report)
+            if self.recipe.observe.engine_steps:
+                await self.keep_record(report)
             if every and session.step % every == 0:
                 with session.outliving_a_failed_save():
                     await self.save(metrics)
         stopped = session.step < steps
+        self.tell_parked()
         if stopped or session.saved_step != session.step:
             await self.save(metrics)
         return RunResult(session.folder.path, session.step, metrics, interrupted=stopped)
+
+    def tell_parked(self) -> None:
+        """At the end: the groups that were put off to a long round which has not come."""
+        parked = [group.uid for group in self.rollout.ledger.parked()]
+        if parked:
+            LOG.warning(
+                "%d groups were put off to a long round and are not trained on (the first is group "
+                "%d): they are in the checkpoint, and a resumed run with more steps goes on with "
+                "them",
+                len(parked),
+                parked[0],
+            )
 
     def measure(self, report: StepReport) -> dict[str, float]:
         """A finished step as metrics."""
@@ -183,7 +204,10 @@ class RLPipeline(HasSession):
             | credit
             | self.credit.metrics
             | self.prompts.metrics()
-            | {"controller/engines": float(len(self.rollout.fleet.engines))}
+            | {
+                "controller/engines": float(len(self.rollout.fleet.engines)),
+                "controller/engine_restarts": float(self.revival.restarts),
+            }
         )
 
     async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -220,6 +244,12 @@ class RLPipeline(HasSession):
         if step in observe.dump_steps:
             self.dump(f"step-{step:06d}", report.groups, report.batch)
 
+    async def keep_record(self, report: StepReport) -> None:
+        """What a calibration needs of the step; see calibrate.py."""
+        records = await take_records(self.session.engines)
+        row = record_row(self.session.step, report.groups, train=report.train, engines=records)
+        self.session.folder.append_rows(ENGINE_STEPS, [row])
+
     def dump_path(self, name: str) -> Path:
         path = self.session.folder.dumps / name
         path.mkdir(parents=True, exist_ok=True)
@@ -246,16 +276,17 @@ class RLPipeline(HasSession):
 async def publish_version(session: Session) -> None:
     """All engines that live take the session's version; one that dies over it is left out."""
     engines, version = session.engines, session.version
+    keep = session.recipe.rollout.at_publish == "keep"
     lost = lost_ranks(engines)
     try:
-        await session.publisher.publish(version, without=lost)
+        await session.publisher.publish(version, without=lost, keep_cache=keep)
     except WorkerError:
         # Who did not answer is asked for; if all do, the failure is not that of a lost engine.
         await ask_for_life(engines)
         known, lost = lost, lost_ranks(engines)
         if lost == known or len(lost) == len(engines):
             raise
-        await session.publisher.publish(version, without=lost)
+        await session.publisher.publish(version, without=lost, keep_cache=keep)
     if lost:
         named = ", ".join(str(rank) for rank in sorted(lost))
         LOG.warning("version %d was published without the lost generators %s", version, named)

@@ -11,6 +11,7 @@ from rollick.algorithms.selection import judge_group
 from rollick.config.load import LoadedRecipe
 from rollick.data.prompts import PromptStream
 from rollick.pipelines.base import RunObjects, RunResult, Session, open_session
+from rollick.pipelines.revive import Revival
 from rollick.pipelines.rl import RLPipeline
 from rollick.rollout.journal import Journal, open_journal
 from rollick.rollout.lag import LagMeter
@@ -49,8 +50,11 @@ async def open_pipeline(session: Session, *, resume: bool = False) -> AsyncGener
                 lambda: session.phase_name, warn=session.recipe.cluster.backend != "inline"
             ) as lag,
             open_rollout(session, prompts, journal=journal, state=state) as rollout,
+            Revival.open(session, rollout) as revival,
         ):
-            pipeline = RLPipeline(session, rollout, prompts=prompts, journal=journal, lag=lag)
+            pipeline = RLPipeline(
+                session, rollout, prompts=prompts, journal=journal, lag=lag, revival=revival
+            )
             if checkpoint:
                 pipeline.credit.restore(state["credit"])
             with session.follow(rollout):

@@ -23,7 +23,7 @@ class Follower(Protocol):
 
     @property
     def goes_on(self) -> bool:
-        """False when the rollout closes: nothing more is generated."""
+        """False when the rollout closes or nobody wants the sample: nothing more is generated."""
         ...
 
     def want(self, request: Request) -> Want: ...
@@ -31,6 +31,8 @@ class Follower(Protocol):
     def note(self, what: str) -> None: ...
 
     def placed(self, engine: int) -> None: ...
+
+    def drawn(self, request: Request, completion: Completion) -> None: ...
 
     def lost(self) -> None: ...
 
@@ -54,7 +56,7 @@ class SampleAccess:
             if completion.stop is not StopReason.ABORTED:
                 return completion
             request = replace(request, continue_from=completion)
-        raise asyncio.CancelledError(f"the rollout ended before {self._uid} did")
+        raise asyncio.CancelledError(f"{self._uid} is not to go on")
 
     @contextmanager
     def doing(self, what: str) -> Generator[None]:
@@ -76,18 +78,19 @@ class SampleAccess:
         return number
 
     async def _run(self, number: int, request: Request) -> Completion | None:
-        """None if it is to be asked for again: the engine was lost, or admission has closed since
-        the place was granted, so that an abort of everything would not find it there."""
+        """None if it is to be asked for again: the engine was lost, or admission has closed (or
+        the sample was put off) since the place was granted, so that an abort would not find it."""
         drawn = 0
         try:
-            if not self._fleet.is_open:
+            if not (self._fleet.is_open and self._follower.goes_on):
                 return None
             completion = await self._fleet.engine(number).generate(request)
             drawn = len(completion.token_ids)
+            self._follower.drawn(request, completion)
             return completion
         except EngineLost as error:
             self._fleet.remove(number, why=str(error))
-            if not self._fleet.engines:
+            if not (self._fleet.engines or self._fleet.expects_more()):
                 raise
             self._follower.lost()
             return None

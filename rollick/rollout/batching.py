@@ -51,12 +51,17 @@ class Job:
     """Tokens in all when it ends, those that it came with among them."""
     drawn: int = 0
     """Tokens it has, without those of the run under way."""
-    spans: tuple[tuple[int, int], ...] = ()
-    """Pairs (version, tokens) that this engine drew, in order, without the run under way."""
+    spans: tuple[tuple[int, int, bool], ...] = ()
+    """(version, tokens, whether over a cache that an older version computed) that this engine drew,
+    in order, without the run under way."""
     order: int = WAITING
     began: int = 0
     prefill: int = 0
     epoch: int = -1
+    entered_s: float = -1.0
+    """When it first had a slot; negative: not yet."""
+    first_s: float = -1.0
+    """When the first step after that ends."""
 
     @property
     def context(self) -> int:
@@ -78,7 +83,6 @@ class Batching:
         *,
         kv_capacity: int = 0,
         speed: float = 1.0,
-        keep_cache: bool = False,
         version: int = 0,
     ) -> None:
         self.slots = slots
@@ -88,12 +92,13 @@ class Batching:
         self.waiting: OrderedDict[Job, None] = OrderedDict()
         self.preempted = 0
         self._step_time = step_time
-        self._speed = speed
-        self._keep_cache = keep_cache
+        self.speed = speed
         self._prefixes = _Prefixes(slots * KEPT_PER_SLOT)
         self._leaving: list[Job] = []
         self._ending: list[tuple[int, int, Job]] = []
-        self._commits = [(0, version)]
+        self._fresh: list[Job] = []  # entered for the first time at the last boundary
+        # (step, version from then on, whether jobs that run then keep their cache)
+        self._commits = [(0, version, False)]
         self._orders = 0
         self._blocked = False
         # The last boundary, and what the cache holds there.
@@ -177,18 +182,23 @@ class Batching:
         self._plan = None
         self._since = now
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, *, keep_cache: bool = False) -> None:
         """From the next step on tokens are of `version`. Running jobs go on, with their cache
         computed anew, or kept (`keep_cache`). New jobs find no prefix of the old version."""
+        if keep_cache and version == self.version:
+            return
+        # What is to be computed anew at the next step is so by the new version.
+        keep_cache = keep_cache and not self._stale
         self.version = version
-        self._commits.append((self._step, version))
-        self._prefixes.forget(held=self._keep_cache)
-        if not self._keep_cache:
+        self._prefixes.forget(held=keep_cache)
+        self._commits.append((self._step, version, keep_cache))
+        if not keep_cache:
             self._invalidate()
 
     def free(self) -> None:
         """The cache's memory is gone: running jobs compute theirs anew."""
         self._prefixes.forget(held=False)
+        self._commits.append((self._step, self.version, False))
         self._invalidate()
 
     def kv_tokens(self, now: float) -> int:
@@ -240,6 +250,9 @@ class Batching:
         if drawn:
             self._recomputed += prefill
         self.running[job] = None
+        if job.entered_s < 0:
+            job.entered_s = self._since
+            self._fresh.append(job)
         heappush(self._ending, (self._step + job.wanted - drawn, self._orders, job))
 
     def _leave(self, job: Job, *, keep: bool) -> None:
@@ -270,13 +283,13 @@ class Batching:
     def _note_versions(self, job: Job) -> None:
         """Which version drew which of the run's tokens: a commit at step s holds after s."""
         upper = self._step
-        spans: tuple[tuple[int, int], ...] = ()
-        for step, version in reversed(self._commits):
+        spans: tuple[tuple[int, int, bool], ...] = ()
+        for step, version, kept in reversed(self._commits):
             if upper <= job.began:
                 break
             if step < upper:
                 lower = max(step, job.began)
-                spans = ((version, upper - lower), *spans)
+                spans = ((version, upper - lower, kept and step > job.began), *spans)
                 upper = lower
         job.spans += spans
 
@@ -290,16 +303,25 @@ class Batching:
         batch = len(self.running)
         if not batch:
             return None
-        time, speed = self._step_time, self._speed
-        self._lead = time.per_prefill_token_s * (self._prefill + self._stale) / speed
-        self._each = time.seconds(batch, self._kv) / speed
+        time, speed = self._step_time, self.speed
+        self._lead = time.prefill_seconds(self._prefill + self._stale) / speed
+        self._each = time.seconds(batch, self._kv_read(batch)) / speed
         self._growth = time.per_kv_token_s * batch / speed
+        for job in self._fresh:
+            job.first_s = self._since + self._lead + self._each
         while self._ending[0][1] != self._ending[0][2].order:
             heappop(self._ending)
         steps = self._ending[0][0] - self._step
         if self.kv_capacity:
             steps = min(steps, (self.kv_capacity - self._kv) // batch)
         return self._since + self._seconds(steps), self._step + steps
+
+    def _kv_read(self, batch: int) -> int:
+        """Tokens in the cache that the next step pays for. Either count grows by the batch with
+        each step."""
+        if not self._step_time.padded:
+            return self._kv
+        return batch * max(job.context + self._step - job.began for job in self.running)
 
     def _boundary_after(self, now: float) -> tuple[float, int]:
         """The end of the step that runs at `now`; `now` itself, if a step ends there."""
@@ -339,6 +361,7 @@ class Batching:
     def _count_tokens(self, steps: int) -> None:
         if steps:
             drawn = steps * len(self.running)
+            self._fresh.clear()
             self._step += steps
             self._kv += drawn
             self._generated += drawn

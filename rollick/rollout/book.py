@@ -51,9 +51,9 @@ class Book:
             self.parked[group.uid] = group
             return
         self.live[group.uid] = group
-        self.cohorts.started(group.started)
+        self.cohorts.started(group.started, long=group.deferred)
         if group.state is GroupState.COMPLETE:
-            self.cohorts.completed(group.started)
+            self.cohorts.completed(group.started, long=group.deferred)
 
     def advance(self, uid: SampleId, old: SampleState, new: SampleState) -> LiveGroup:
         """A sample goes from `old` to `new`."""
@@ -70,7 +70,7 @@ class Book:
         """Its samples under way become CANCELLED, and are returned."""
         self._move(group, GroupState.OPEN, GroupState.COMPLETE)
         self.completed[group.uid] = None
-        self.cohorts.completed(group.started)
+        self.cohorts.completed(group.started, long=group.deferred)
         surplus = group.under_way()
         for uid in surplus:
             self.advance(uid, group.samples[uid.index], SampleState.CANCELLED)
@@ -78,7 +78,7 @@ class Book:
 
     def take(self, group: LiveGroup) -> None:
         self._move(group, GroupState.COMPLETE, GroupState.TAKEN)
-        self.cohorts.left(group.started, complete=True)
+        self.cohorts.left(group.started, complete=True, long=group.deferred)
 
     def train(self, group: LiveGroup) -> None:
         if group.state is not GroupState.TAKEN:
@@ -90,20 +90,27 @@ class Book:
         """Returns its samples under way."""
         if group.state is GroupState.TAKEN:
             raise LedgerError(f"group {group.uid} is in a batch, so it cannot be dropped")
-        self.cohorts.left(group.started, complete=group.state is GroupState.COMPLETE)
+        is_complete = group.state is GroupState.COMPLETE
+        self.cohorts.left(group.started, complete=is_complete, long=group.deferred)
         self.totals.dropped(group, reason)
         self._forget(group)
         return group.under_way()
 
     def park(self, group: LiveGroup) -> tuple[SampleId, ...]:
-        """All its samples wait for a new start; returns those that were under way."""
-        self._move(group, GroupState.OPEN, GroupState.PARKED)
+        """All its samples but cancelled spares wait for a new start; returns those under way."""
+        is_complete = group.state is GroupState.COMPLETE
+        self._move(
+            group, GroupState.COMPLETE if is_complete else GroupState.OPEN, GroupState.PARKED
+        )
+        self.cohorts.left(group.started, complete=is_complete, long=group.deferred)
         under_way = group.under_way()
         for index, state in enumerate(group.samples):
-            self.totals.sample_moved(state, SampleState.WAITING)
-            group.samples[index] = SampleState.WAITING
+            if state is not SampleState.CANCELLED:
+                self.totals.sample_moved(state, SampleState.WAITING)
+                group.samples[index] = SampleState.WAITING
         group.done = 0
-        self.cohorts.left(group.started, complete=False)
+        group.deferred, group.judged = True, group.judged or is_complete
+        self.completed.pop(group.uid, None)
         self.parked[group.uid] = self.live.pop(group.uid)
         return under_way
 
@@ -114,7 +121,7 @@ class Book:
         group = self.live[uid] = self.parked.pop(uid)
         self._move(group, GroupState.PARKED, GroupState.OPEN)
         group.started = version
-        self.cohorts.started(version)
+        self.cohorts.started(version, long=True)
         return uid
 
     def refuse_older(self, version: PolicyVersion) -> None:

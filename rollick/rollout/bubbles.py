@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rollick.config.scenario import Scenario
 from rollick.rollout.stats import RolloutStats
 from rollick.rollout.usage import Usage
-from rollick.rollout.waits import GENERATING, SCORING
+from rollick.rollout.waits import SCORING, kind_of
 from rollick.rollout.work import Work, step_time_of
 from rollick.types import SampleId
 
@@ -68,7 +68,7 @@ class Bubbles:
         for uid, what, since, until in self._spans[last.group]:
             overlap = min(end, until) - max(begin, since)
             if uid == last and overlap > 0:
-                self.waits[GENERATING if what.startswith(GENERATING) else what] += overlap
+                self.waits[kind_of(what)] += overlap
 
     def forget(self, groups: Iterable[int]) -> None:
         for uid in groups:
@@ -163,6 +163,12 @@ class Report:
     score_bias: float
     dropped: Mapping[str, int]
     """Groups, by reason."""
+    deferred: int
+    """Groups put off to a long round."""
+    deferred_tokens: int
+    """Tokens that they had drawn."""
+    parked: int
+    """Groups that still wait for one; they count in the bias."""
     cancelled: int
     preempted: int
     recomputed: float
@@ -207,6 +213,9 @@ def make_report(scenario: Scenario, marks: Sequence[Mark], *, work: Work, bias: 
         length_bias=bias.length,
         score_bias=sum(mark.stats.score_bias for mark in done) / len(done),
         dropped=dict(dropped),
+        deferred=sum(mark.stats.deferred for mark in done),
+        deferred_tokens=sum(mark.stats.deferred_tokens for mark in done),
+        parked=last.stats.parked,
         cancelled=sum(mark.stats.cancelled for mark in done),
         preempted=used.preempted,
         recomputed=used.recomputed_tokens / max(1, used.generated_tokens),
@@ -267,6 +276,11 @@ def describe(report: Report) -> list[tuple[str, str]]:
         ("staleness", f"mean {report.age_mean:.2f}, most {report.age_max} versions"),
         ("bias", f"length {report.length_bias:+.2%}, score {report.score_bias:+.3g}"),
         ("dropped groups", dropped or "none"),
+        (
+            "put off",
+            f"{report.deferred} groups, with {report.deferred_tokens} tokens drawn in vain; "
+            f"{report.parked} still wait",
+        ),
         ("cancelled", f"{report.cancelled} samples; {report.preempted} thrown out of a cache"),
         ("recomputed", f"{report.recomputed:.1%} of the generated tokens"),
     ]

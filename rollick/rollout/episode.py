@@ -124,8 +124,11 @@ def make_sample(
     versions = np.full(before + drawn, NOT_SAMPLED, np.int32)
     versions[before:] = completion.versions
     loss_mask = np.arange(before + drawn) >= before
-    for array in (token_ids, logprobs, versions, loss_mask):
-        array.setflags(write=False)
+    kept = completion.kept_cache
+    kept_cache = None if kept is None else np.concatenate([np.zeros(before, np.bool_), kept])
+    for array in (token_ids, logprobs, versions, loss_mask, kept_cache):
+        if array is not None:
+            array.setflags(write=False)
     return Sample(
         uid=completion.uid,
         prompt=prompt,
@@ -136,4 +139,5 @@ def make_sample(
         temperature=temperature,
         stop=completion.stop,
         text=text,
+        kept_cache=kept_cache,
     )

@@ -11,25 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 from rollick.errors import EngineLost
 from rollick.infer.engine import Engine
-from rollick.rollout.queue import Order, RequestQueue
+from rollick.rollout.queue import Order, RequestQueue, Want
 from rollick.rollout.router import Router
 from rollick.types import SampleId
 
 LOG = logging.getLogger("rollick")
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a request asks for: its deadline, tokens that it may hold, whose cache it has."""
-
-    deadline: int
-    tokens: float
-    session: str | None = None
 
 
 class Fleet:
@@ -47,11 +37,12 @@ class Fleet:
         router.py and queue.py."""
         self.engines: dict[int, Engine] = {}
         self.is_open = False
+        self.expects_more: Callable[[], bool] = lambda: False
+        """Whether an engine may still join: then requests wait for it, if all others are lost."""
         self._router = Router(queue=queue)
         self._queue = RequestQueue()
         self._order: Order = order
         self._launch = launch
-        self._wants: dict[SampleId, Want] = {}
         self._asking: dict[SampleId, asyncio.Future[int]] = {}
         self._on: dict[SampleId, int] = {}
         self._empty = asyncio.Event()
@@ -102,19 +93,13 @@ class Fleet:
 
     def submit(self, uid: SampleId, want: Want) -> None:
         """A new sample waits; `launch` is called when an engine has a place. Call `pump` after."""
-        self._wants[uid] = want
-        self._queue.push(
-            uid, deadline=want.deadline, tokens=want.tokens, order=self._order, started=False
-        )
+        self._queue.push(uid, want, order=self._order)
 
     async def ask(self, uid: SampleId, want: Want) -> int:
         """A sample under way waits for an engine; returns its number."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._asking[uid] = future
-        self._wants[uid] = want
-        self._queue.push(
-            uid, deadline=want.deadline, tokens=want.tokens, order=self._order, started=True
-        )
+        self._queue.push(uid, want, order=self._order, started=True)
         self.pump()
         try:
             return await future
@@ -124,7 +109,6 @@ class Fleet:
 
     def withdraw(self, uid: SampleId) -> None:
         """A request that waits is not wanted any more; one that was just granted gives it back."""
-        self._wants.pop(uid, None)
         self._asking.pop(uid, None)
         if not self._queue.remove(uid) and uid in self._on:
             self.leave(uid, tokens=0)
@@ -134,10 +118,9 @@ class Fleet:
         number = self._on.pop(uid, None)
         if number is None:
             return
-        self._router.release(uid, tokens_drawn=tokens)
         engine = self.engines.get(number)
-        if engine is not None:
-            self._router.push(number, engine.load())
+        load = None if engine is None else engine.load()
+        self._router.release(uid, tokens_drawn=tokens, load=load)
         if not self._on:
             self._empty.set()
         self.pump()
@@ -163,10 +146,10 @@ class Fleet:
         """Send what the engines have room for."""
         queue, router = self._queue, self._router
         while self.is_open and len(queue) and router.has_room:
-            uid = queue.pop()
-            if uid is None:
+            first = queue.pop()
+            if first is None:
                 return
-            want = self._wants.pop(uid)
+            uid, want = first
             number = router.choose(uid, session=want.session, tokens=int(want.tokens))
             assert number is not None, "a router with room gives an engine"
             self._on[uid] = number
@@ -178,10 +161,12 @@ class Fleet:
 
     async def abort_all(self) -> None:
         """Ask every engine to end what it has of ours; those that cannot be reached are passed."""
+        await self.abort(self._on)
+
+    async def abort(self, on: Mapping[SampleId, int]) -> None:
+        """Ask engines to end these, each on the engine that has it."""
         aborts = [
-            self.engines[number].abort(uid)
-            for uid, number in self._on.items()
-            if number in self.engines
+            self.engines[number].abort(uid) for uid, number in on.items() if number in self.engines
         ]
         # An engine that cannot be reached has failed its requests too, and that is told there.
         await asyncio.gather(*aborts, return_exceptions=True)

@@ -16,13 +16,19 @@ from contextlib import contextmanager
 RARELY = (50_000, 50, 200)
 """See gc.set_threshold: new objects before a small collection, small ones before a middle one,
 middle ones before a full one."""
+OBJECTS = 32
+"""New objects for each sample in flight before a small collection: more than twice the 13 or so
+that a sample has, so that samples that come and go in equal numbers cause none, and few enough that
+garbage in cycles stays in proportion to what is in use."""
 
 
 @contextmanager
-def rare_collections() -> Generator[None]:
-    """Inside, collections are rare, at least as rare as outside; afterwards all is as before."""
+def rare_collections(samples: int = 0) -> Generator[None]:
+    """Inside, with that many samples in flight, collections are rare, at least as rare as outside;
+    afterwards all is as before."""
     before = gc.get_threshold()
-    gc.set_threshold(*(max(now, rarely) for now, rarely in zip(before, RARELY, strict=True)))
+    rarely = (max(RARELY[0], OBJECTS * samples), *RARELY[1:])
+    gc.set_threshold(*(max(now, then) for now, then in zip(before, rarely, strict=True)))
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
     sample   WAITING -> RUNNING -> SCORING -> DONE
              RUNNING -> WAITING (its engine is lost)    not DONE -> CANCELLED (its group has enough)
     group    OPEN -> COMPLETE -> TAKEN -> trained
-             OPEN -> PARKED -> OPEN                     OPEN or COMPLETE -> dropped, with a reason
+             OPEN or COMPLETE -> PARKED -> OPEN         OPEN or COMPLETE -> dropped, with a reason
 
 Owns no rule: what may happen when is the ledger's.
 """
@@ -58,6 +58,10 @@ class LiveGroup:
     samples: list[SampleState]
     state: GroupState = GroupState.OPEN
     done: int = field(default=0)
+    deferred: bool = False
+    """Whether it was parked, now or before."""
+    judged: bool = False
+    """Whether it was complete when it was parked: the second time is no news of its prompt."""
 
     def under_way(self) -> tuple[SampleId, ...]:
         """The samples from which something is still to come."""
@@ -78,19 +82,21 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Groups that a rule dropped, with the reason, and their samples that are to be aborted."""
+    """Groups that a rule dropped, with the reason, or deferred, and their samples under way."""
 
     dropped: tuple[tuple[int, str], ...] = ()
     cancelled: tuple[SampleId, ...] = ()
+    deferred: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A batch, in the order of ids, and what the rule dropped when it was taken."""
+    """A batch, in the order of ids, and what the rule dropped or deferred when it was taken."""
 
     uids: tuple[int, ...]
     dropped: tuple[tuple[int, str], ...] = ()
     cancelled: tuple[SampleId, ...] = ()
+    deferred: tuple[int, ...] = ()
 
 
 def group_to_json(group: LiveGroup) -> dict[str, Any]:
@@ -104,6 +110,8 @@ def group_to_json(group: LiveGroup) -> dict[str, Any]:
         "done": _indices(group, SampleState.DONE),
         "cancelled": _indices(group, SampleState.CANCELLED),
         "size": len(group.samples),
+        "deferred": group.deferred,
+        "judged": group.judged,
         "prompt": {
             "uid": prompt.uid,
             "domain": prompt.domain,
@@ -129,7 +137,9 @@ def group_from_json(saved: Mapping[str, Any]) -> LiveGroup:
         for index in cast("list[int]", saved[state]):
             samples[index] = state
     state, started = GroupState(saved["state"]), PolicyVersion(saved["started"])
-    return LiveGroup(saved["uid"], prompt, started, samples, state, len(saved["done"]))
+    group = LiveGroup(saved["uid"], prompt, started, samples, state, len(saved["done"]))
+    group.deferred, group.judged = saved["deferred"], saved["judged"]
+    return group
 
 
 def refuse_other_size(group: LiveGroup, *, group_size: int, spares: int) -> None:

@@ -43,7 +43,7 @@ from rollick.rollout.groups import (
     refuse_other_size,
 )
 from rollick.rollout.pacing import Pacing
-from rollick.rollout.rules import Rule, Staleness, count_places
+from rollick.rollout.rules import LAST_VERSION, SURPLUS_RULES, Rule, Staleness, count_places
 from rollick.rollout.tally import Counts, Tally
 from rollick.types import PolicyVersion, Prompt, SampleId
 
@@ -70,7 +70,7 @@ class Ledger:
     """Admits groups within the staleness budget and says which of them make the next batch.
 
     `spares` samples more than `group_size` are started in each group; it is complete with the
-    first `group_size`. `surplus` groups more are in flight under the rule first_finished.
+    first `group_size`. `surplus` groups more are in flight under first_finished and long_rounds.
     `count_down` gives the ids -1, -2, … instead of 0, 1, …, so that an evaluation beside a training
     never has a sample of the same name on an engine. `record` is told every transition that the
     log keeps.
@@ -94,11 +94,11 @@ class Ledger:
         self.spares = spares
         self.horizon = ceil(max_staleness)
         self.rule = Rule(rule)
-        if surplus and self.rule is not Rule.FIRST_FINISHED:
+        if surplus and self.rule not in SURPLUS_RULES:
             raise LedgerError(f"the rule {self.rule} knows no surplus, but it is {surplus}")
         self._staleness = Staleness(self.rule, self.horizon, groups_per_step)
         places = count_places(groups_per_step, max_staleness, surplus=surplus)
-        self._pacing = Pacing(places, drops_allowed=drops_allowed)
+        self._pacing = Pacing(places, surplus=surplus, drops_allowed=drops_allowed)
         self._book = Book()
         self._promised: deque[tuple[int, str]] = deque()
         self._count_down = count_down
@@ -117,6 +117,15 @@ class Ledger:
     @property
     def complete_groups(self) -> int:
         return self._book.totals.groups[GroupState.COMPLETE]
+
+    @property
+    def parked_groups(self) -> int:
+        return self._book.totals.groups[GroupState.PARKED]
+
+    @property
+    def in_long_round(self) -> bool:
+        """Whether groups that were parked are to be placed or are not in a batch yet."""
+        return self._pacing.to_place > 0 or self._book.cohorts.total.long > 0
 
     @property
     def held_until(self) -> PolicyVersion | None:
@@ -161,11 +170,12 @@ class Ledger:
 
     def may_start(self) -> bool:
         """started - trained - dropped - parked < B * (1 + K); see pacing.py for what is held."""
-        return self._pacing.has_place(len(self._book.live))
+        return self._pacing.has_place(len(self._book.live), in_long_round=self.in_long_round)
 
     def may_resume(self) -> bool:
-        """Whether a parked group may start again."""
-        return bool(self._book.parked) and self._pacing.has_place_again(len(self._book.live))
+        """Whether a parked group may start again; under long_rounds, as one of a round."""
+        waiting = self._pacing.to_place if self.rule is Rule.LONG_ROUNDS else len(self._book.parked)
+        return waiting > 0 and self._pacing.has_place_again(len(self._book.live))
 
     def start_group(self, prompt: Prompt, version: PolicyVersion) -> int:
         """Give a place to a group; its samples wait. Ids count up and are never used again."""
@@ -220,6 +230,7 @@ class Ledger:
         """
         cancelled = self._drop(self._book.placed(uid), reason)
         self._pacing.drops_in_step += 1
+        self._begin_round()
         return cancelled
 
     def forgive_drops(self) -> None:
@@ -233,18 +244,28 @@ class Ledger:
         tokens drawn before it may be too old by then. A caller that keeps some must compare their
         versions with `oldest_allowed`.
         """
-        under_way = self._book.park(self._book.placed(uid))
-        self._record(Parked(uid))
+        under_way = self._defer(self._book.placed(uid))
+        self._begin_round()
         return under_way
 
-    def resume_parked(self, version: PolicyVersion, count: int | None = None) -> tuple[int, ...]:
+    def resume_parked(
+        self,
+        version: PolicyVersion,
+        count: int | None = None,
+        *,
+        ready: Callable[[int], bool] = lambda uid: True,
+    ) -> tuple[int, ...]:
         """Start parked groups again, at most `count`, while there are places; returns their ids.
 
-        They start at `version` now, so that the bound on ages holds for them as for all.
+        They start at `version` now, so that the bound on ages holds for them as for all. The first
+        that is not `ready` (an engine still has a sample of it) and those behind it wait.
         """
-        resumed: list[int] = []
+        book, resumed = self._book, list[int]()
         while self.may_resume() and (count is None or len(resumed) < count):
-            uid = self._book.unpark(version)
+            if not ready(next(iter(book.parked))):
+                break
+            uid = book.unpark(version)
+            self._pacing.to_place = max(0, self._pacing.to_place - 1)
             self._record(Unparked(uid, version))
             resumed.append(uid)
         return tuple(resumed)
@@ -266,12 +287,13 @@ class Ledger:
         batch = self._choose(version, count)
         for group in batch:
             self._book.take(group)
-        late = self._drop_late(version, taken=True)
+        late = self._remove_late(version, taken=True)
         left = len(self._book.live) - len(batch)
         shut = self._staleness.shut_places(self.places, batch=len(batch), left=left)
         self._pacing.end_step(version, shut=shut)
+        self._begin_round()
         uids = sorted((group.uid for group in batch), key=abs)
-        return Taken(tuple(uids), late.dropped, late.cancelled)
+        return Taken(tuple(uids), late.dropped, late.cancelled, late.deferred)
 
     def waits_for(self, version: PolicyVersion, count: int | None = None) -> list[Wait]:
         """The samples without which the batch of `version` cannot be taken, as groups started."""
@@ -280,10 +302,12 @@ class Ledger:
         if latest is None:
             return []
         oldest = self._staleness.oldest_counted(version)
+        only_long = self.rule is Rule.LONG_ROUNDS and latest < LAST_VERSION
         return [
             Wait(SampleId(group.uid, index), state)
             for group in self._book.live.values()
             if group.state is GroupState.OPEN and oldest <= group.started <= latest
+            if group.deferred or not only_long
             for index, state in enumerate(group.samples)
             if state not in ENDED
         ]
@@ -302,7 +326,7 @@ class Ledger:
         Under drop_stale, what is too old for it is dropped here at once.
         """
         self._pacing.publish(version)
-        late = self._drop_late(version, taken=False)
+        late = self._remove_late(version, taken=False)
         self._release()
         return late
 
@@ -319,6 +343,7 @@ class Ledger:
             "next": self._book.totals.submitted,
             "drops_in_step": self._pacing.drops_in_step,
             "published": int(self._pacing.published),
+            "to_place": self._pacing.to_place,
             **self._book.state(),
         }
 
@@ -343,6 +368,8 @@ class Ledger:
         self._promised.extend(promised)
         self._pacing.drops_in_step = state["drops_in_step"]
         self._pacing.published = PolicyVersion(state["published"])
+        self._pacing.to_place = state["to_place"] if self.rule is Rule.LONG_ROUNDS else 0
+        self._begin_round()
 
     def _is_ready(self, version: PolicyVersion, count: int) -> bool:
         counted = self._staleness.counted(self._book.cohorts, version)
@@ -351,6 +378,8 @@ class Ledger:
         if counted.complete < count:
             # Only if nothing more will complete in this step, since drops are not refilled.
             if counted.live > counted.complete or self.may_start() or not self._pacing.unreplaced:
+                return False
+            if self._pacing.to_place:
                 return False
             count = counted.complete
         return self._staleness.waits_until(self._book.cohorts, version, count=count) is None
@@ -368,17 +397,25 @@ class Ledger:
             for group in book.live.values()
             if group.state is GroupState.COMPLETE and group.started >= oldest
         )
+        if self.rule is Rule.LONG_ROUNDS:
+            due = self._staleness.oldest_allowed(version)
+            complete = sorted(
+                complete, key=lambda group: not (group.deferred and group.started <= due)
+            )
         return list(islice(complete, size))
 
-    def _drop_late(self, version: PolicyVersion, *, taken: bool) -> Removed:
-        """Drop what the rule drops. It is refilled, whatever the allowance of drops."""
-        before = self._staleness.dropped_before(version, taken=taken)
+    def _remove_late(self, version: PolicyVersion, *, taken: bool) -> Removed:
+        """Drop or defer what is late. It is refilled, whatever the allowance of drops."""
+        before = self._staleness.late_before(version, taken=taken)
         late: list[LiveGroup] = []
         for group in self._book.live.values():
             if group.started >= before:
                 break
             if group.state is not GroupState.TAKEN:
                 late.append(group)
+        if self.rule is Rule.LONG_ROUNDS:
+            under_way = [uid for group in late for uid in self._defer(group)]
+            return Removed((), tuple(under_way), tuple(group.uid for group in late))
         reason = self._staleness.drop_reason
         cancelled = [uid for group in late for uid in self._drop(group, reason)]
         return Removed(tuple((group.uid, reason) for group in late), tuple(cancelled))
@@ -387,6 +424,17 @@ class Ledger:
         under_way = self._book.drop(group, reason)
         self._record(Dropped(group.uid, reason))
         return under_way
+
+    def _defer(self, group: LiveGroup) -> tuple[SampleId, ...]:
+        under_way = self._book.park(group)
+        self._record(Parked(group.uid))
+        return under_way
+
+    def _begin_round(self) -> None:
+        """The next places are for B parked groups, if there are so many and no round goes on."""
+        is_due = self.parked_groups >= self.groups_per_step
+        if self.rule is Rule.LONG_ROUNDS and is_due and not self.in_long_round:
+            self._pacing.to_place = self.groups_per_step
 
     def _release(self) -> None:
         if not self._book.totals.groups[GroupState.TAKEN]:

@@ -219,6 +219,9 @@ class _Followed:
     """One group, as the log tells of it."""
 
     size: int
+    """Its samples, without the spares that were cancelled."""
+    places: int
+    """With them."""
     state: GroupState = GroupState.OPEN
     done: set[int] = field(default_factory=set[int])
 
@@ -235,7 +238,7 @@ class _Replay:
 
     def begin_with(self, state: Mapping[str, Any]) -> None:
         for saved in (*state["groups"], *state["parked"]):
-            followed = _Followed(saved["size"] - len(saved["cancelled"]))
+            followed = _Followed(saved["size"] - len(saved["cancelled"]), saved["size"])
             followed.state, followed.done = GroupState(saved["state"]), set(saved["done"])
             self._groups[saved["uid"]] = followed
         self._submitted, self._submitted_samples = state["next"], state["submitted_samples"]
@@ -256,8 +259,9 @@ class _Replay:
                 _add(self._dropped, reason, 1)
                 _add(self._dropped_samples, reason, dropped.size)
             case Parked(group):
-                self._change(group, (GroupState.OPEN,), "parked").state = GroupState.PARKED
-                self._groups[group].done.clear()
+                parked = self._change(group, (GroupState.OPEN, GroupState.COMPLETE), "parked")
+                parked.state = GroupState.PARKED
+                parked.done.clear()
             case Unparked(group):
                 self._change(group, (GroupState.PARKED,), "unparked").state = GroupState.OPEN
             case Trained(groups):
@@ -290,14 +294,14 @@ class _Replay:
     def _start(self, event: Started) -> None:
         if event.group != self._submitted:
             raise _broken(f"group {event.group} started where {self._submitted} was the next")
-        self._groups[event.group] = _Followed(event.size)
+        self._groups[event.group] = _Followed(event.size, event.size)
         self._submitted += 1
         self._submitted_samples += event.size
 
     def _finish(self, group: int, index: int) -> None:
         followed = self._change(group, (GroupState.OPEN,), "given a sample")
-        if index in followed.done or not 0 <= index < followed.size:
-            raise _broken(f"sample {index} of {followed.size} of group {group} cannot be done")
+        if index in followed.done or not 0 <= index < followed.places:
+            raise _broken(f"sample {index} of {followed.places} of group {group} cannot be done")
         followed.done.add(index)
 
     def _complete(self, group: int) -> None:

@@ -1,7 +1,7 @@
 """Pacing: how many groups may have a place at once.
 
 A *place* is what a group occupies from its start until it is trained, dropped or parked. There are
-B * (1 + K) of them (and the surplus of the rule first_finished). Not all can be had at all times:
+B * (1 + K) of them, and the surplus of the rules that have one. Not all can be had at all times:
 
     held        a place opened by training is held until the new version is published: a group that
                 started in between would draw its first tokens from the old version and count as
@@ -9,6 +9,8 @@ B * (1 + K) of them (and the surplus of the rule first_finished). Not all can be
     shut        so is one that is empty when a batch is taken, where a group that starts at the
                 old version would come too late for the next batch (see rules.py)
     unreplaced  a drop beyond the step's allowance keeps its place until the step is over
+    long round  the next places belong to `to_place` parked groups; while one of these is in flight
+                the surplus stays empty, since everybody is waited for
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ from rollick.types import PolicyVersion
 class Pacing:
     """Counts places; knows nothing of the groups that have them but their number."""
 
-    def __init__(self, places: int, *, drops_allowed: int | None) -> None:
+    def __init__(self, places: int, *, surplus: int = 0, drops_allowed: int | None) -> None:
+        """`surplus` are among the places."""
         self.places = places
+        self.to_place = 0
+        self._surplus = surplus
         self.drops_in_step = 0
         self.published = PolicyVersion(0)
         self._drops_allowed = drops_allowed
@@ -44,9 +49,10 @@ class Pacing:
             return 0
         return max(0, self.drops_in_step - self._drops_allowed)
 
-    def has_place(self, live: int) -> bool:
+    def has_place(self, live: int, *, in_long_round: bool = False) -> bool:
         """Whether a new group may start beside `live` others."""
-        return live + self._held + self.unreplaced < self.places
+        empty = self._surplus if in_long_round else 0
+        return not self.to_place and live + self._held + self.unreplaced + empty < self.places
 
     def has_place_again(self, live: int) -> bool:
         """Whether a parked group may start again: it replaces no drop, so no allowance counts."""

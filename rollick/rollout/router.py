@@ -159,15 +159,7 @@ class Router:
         state = self._engines.get(engine)
         if state is None:
             return
-        old, state.load = state.load, load
-        if old.kv_capacity and load.kv_capacity:
-            self._adapt(state, old)
-        else:
-            state.grown, state.pressed = 0.0, False
-            state.start_limit(self._mean)
-        state.others = max(0, load.running + load.waiting - len(state.held))
-        state.left = state.left_tokens = 0
-        state.peak = len(state.held)
+        self._correct(state, load)
         self._rank(state)
 
     def choose(self, uid: SampleId, *, session: str | None, tokens: int) -> int | None:
@@ -189,14 +181,17 @@ class Router:
         self._remember(self._homes, uid.group, home if home and home.alive else state)
         return state.number
 
-    def release(self, uid: SampleId, *, tokens_drawn: int) -> None:
-        """A request ended, after this many tokens. Of no effect if its engine was removed."""
+    def release(self, uid: SampleId, *, tokens_drawn: int, load: EngineLoad | None = None) -> None:
+        """A request ended, after this many tokens; `load` is its engine's snapshot, if there is one
+        (see `push`). Of no effect if its engine was removed."""
         state = self._engine_of.pop(uid, None)
         if state is None:
             return
         state.tokens -= state.held.pop(uid)
         state.left += 1
         state.left_tokens += tokens_drawn
+        if load is not None:
+            self._correct(state, load)
         self._rank(state)
 
     def end_session(self, session: str) -> None:
@@ -227,6 +222,18 @@ class Router:
         while nothing is known of its size, 0 if it is not there."""
         state = self._engines.get(engine)
         return 0 if state is None else state.at_once
+
+    def _correct(self, state: _Engine, load: EngineLoad) -> None:
+        """Believe a snapshot: what is known of the engine's load, and its limit, follow it."""
+        old, state.load = state.load, load
+        if old.kv_capacity and load.kv_capacity:
+            self._adapt(state, old)
+        else:
+            state.grown, state.pressed = 0.0, False
+            state.start_limit(self._mean)
+        state.others = max(0, load.running + load.waiting - len(state.held))
+        state.left = state.left_tokens = 0
+        state.peak = len(state.held)
 
     def _place(self, group: int, session: str | None) -> _Engine | None:
         sticky = None if session is None else self._sessions.get(session)

@@ -12,6 +12,15 @@ With C = ceil(max_staleness), B groups a step and v the version at the start of 
     first_finished      `surplus` groups more are in flight; the batch is the first B that
                         completed. What could not be in the next batch any more is dropped
                         ("surplus"). Biased towards what is short.
+    long_rounds         there is a surplus and a batch when B groups are complete, of which the
+                        oldest are taken; what is late then is deferred, not dropped: parked, and
+                        started again with B - 1 others, as a long round that is waited for. Every
+                        prompt is trained on; only the order favours what is short.
+
+A long round begins when B groups are parked and the one before is over: they get the next places,
+before any new prompt. Until all of them are in a batch there is no surplus, and the batch of
+version v contains each of them that started again at <= v - C: so none is deferred twice. With
+max_staleness 0 the round is one batch, of these groups alone; above it, others go on beside them.
 
 Groups are counted by the version that they started at (a cohort), so that the question whether
 there is a batch costs O(C), however many groups are in flight.
@@ -41,6 +50,11 @@ class Rule(StrEnum):
     DROP_STALE = "drop_stale"
     MASK_STALE_TOKENS = "mask_stale_tokens"
     FIRST_FINISHED = "first_finished"
+    LONG_ROUNDS = "long_rounds"
+
+
+SURPLUS_RULES = frozenset({Rule.FIRST_FINISHED, Rule.LONG_ROUNDS})
+"""Rules under which more groups are in flight than the batches have room for."""
 
 
 def count_places(groups_per_step: int, max_staleness: float, *, surplus: int = 0) -> int:
@@ -51,10 +65,23 @@ def count_places(groups_per_step: int, max_staleness: float, *, surplus: int = 0
 
 @dataclass(slots=True)
 class Cohort:
-    """Groups that have a place and are not in a batch, and how many of them are complete."""
+    """Groups that have a place and are not in a batch, and how many of them are complete.
+
+    `long` and `long_complete` are those among them that were parked before.
+    """
 
     live: int = 0
     complete: int = 0
+    long: int = 0
+    long_complete: int = 0
+
+    def count(self, live: int, complete: int, *, long: bool) -> None:
+        """Add to the counts, or subtract."""
+        self.live += live
+        self.complete += complete
+        if long:
+            self.long += live
+            self.long_complete += complete
 
 
 class Cohorts:
@@ -64,20 +91,19 @@ class Cohorts:
         self.total = Cohort()
         self._of: dict[PolicyVersion, Cohort] = {}
 
-    def started(self, version: PolicyVersion) -> None:
-        self._of.setdefault(version, Cohort()).live += 1
-        self.total.live += 1
+    def started(self, version: PolicyVersion, *, long: bool = False) -> None:
+        self._of.setdefault(version, Cohort()).count(1, 0, long=long)
+        self.total.count(1, 0, long=long)
 
-    def completed(self, version: PolicyVersion) -> None:
-        self._of[version].complete += 1
-        self.total.complete += 1
+    def completed(self, version: PolicyVersion, *, long: bool = False) -> None:
+        self._of[version].count(0, 1, long=long)
+        self.total.count(0, 1, long=long)
 
-    def left(self, version: PolicyVersion, *, complete: bool) -> None:
+    def left(self, version: PolicyVersion, *, complete: bool, long: bool = False) -> None:
         """A group of that start version is in a batch, dropped or parked."""
         cohort = self._of[version]
         for counted in (cohort, self.total):
-            counted.live -= 1
-            counted.complete -= complete
+            counted.count(-1, -complete, long=long)
         if not cohort.live:
             del self._of[version]
 
@@ -89,13 +115,15 @@ class Cohorts:
     def until(self, latest: Iterable[PolicyVersion]) -> Iterator[Cohort]:
         """For each of the versions, which must rise, the sum of the cohorts up to it."""
         cohorts = deque(self._of.items())
-        live = complete = 0
+        live = complete = long = long_complete = 0
         for version in latest:
             while cohorts and cohorts[0][0] <= version:
                 cohort = cohorts.popleft()[1]
                 live += cohort.live
                 complete += cohort.complete
-            yield Cohort(live, complete)
+                long += cohort.long
+                long_complete += cohort.long_complete
+            yield Cohort(live, complete, long, long_complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +175,11 @@ class Staleness:
         """`count`, or more where the rule wants more."""
         return max([count, *(demand.needed for demand in self._demands(cohorts, version))])
 
-    def dropped_before(self, version: PolicyVersion, *, taken: bool) -> PolicyVersion:
-        """Groups that started earlier are dropped: when `version` is published, and when its batch
-        is `taken`."""
+    def late_before(self, version: PolicyVersion, *, taken: bool) -> PolicyVersion:
+        """Groups that started earlier are dropped or deferred: when `version` is published, and
+        when its batch is `taken`."""
         oldest = self.oldest_counted(version)
-        if self.rule is Rule.FIRST_FINISHED and taken:
+        if self.rule in SURPLUS_RULES and taken:
             # In the next batch they would be too old.
             oldest = PolicyVersion(self.oldest_allowed(version) + 1)
         return oldest
@@ -173,13 +201,18 @@ class Staleness:
         return SURPLUS if self.rule is Rule.FIRST_FINISHED else STALE
 
     def _demands(self, cohorts: Cohorts, version: PolicyVersion) -> Iterator[Demand]:
-        """What the must-take rule wants of the batch of `version`, the most urgent first.
+        """What the rule wants of the batch of `version`, the most urgent first.
 
-        With C = horizon, every group that started at a version <= v - C must be in the batch of
-        version v. So that this never asks for more than B groups, the batches before must leave at
-        most j * B groups for the j next ones: of the N groups that started at <= v - C + j, at
-        least N - j * B are in this batch. j = 0 is the rule itself.
+        Under long_rounds: all that started again at a version <= v - C, which are never more than
+        B. Under must_take: all that started at a version <= v - C. So that this never asks for more
+        than B groups, the batches before must leave at most j * B groups for the j next ones: of
+        the N groups that started at <= v - C + j, at least N - j * B are in this batch. j = 0 is
+        the rule itself.
         """
+        if self.rule is Rule.LONG_ROUNDS:
+            due = self.oldest_allowed(version)
+            cohort = next(cohorts.until([due]))
+            yield Demand(due, cohort.long, cohort.long_complete)
         if self.rule is not Rule.MUST_TAKE:
             return
         steps_ahead = min(self.horizon, cohorts.total.live // self.groups_per_step)

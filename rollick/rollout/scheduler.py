@@ -26,7 +26,7 @@ from rollick.rollout.episode import ChatCodec, Episode, RememberingCodec, single
 from rollick.rollout.events import Event
 from rollick.rollout.fleet import Fleet
 from rollick.rollout.garbage import rare_collections
-from rollick.rollout.ledger import GroupState, Removed, Taken
+from rollick.rollout.ledger import GroupState, LiveGroup, Removed, Taken
 from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.limits import (
     check_ages,
@@ -85,6 +85,7 @@ class Rollout:
         self._window = StepWindow()
         self._stats = RolloutStats()
         self._changed = asyncio.Event()
+        self._letting_go: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._failure_told = False
 
@@ -160,12 +161,19 @@ class Rollout:
         while taken is None:
             await self._wait_for_change(count)
             taken = self._take_now(count)
-        self._remove(Removed(taken.dropped, taken.cancelled))
+        self._remove(Removed(taken.dropped, taken.cancelled, taken.deferred))
+        if not self.ledger.horizon and self._letting_go is not None:
+            await asyncio.wait({self._letting_go})
         batch = [self._fresh(self._scored.group(uid)) for uid in taken.uids]
         check_ages(batch, self.version, oldest_allowed=self.ledger.horizon)
         self.step += 1
         self._stats = self._window.close(
-            batch, step=self.step, version=self.version, wait_s=self._clock() - begun
+            batch,
+            step=self.step,
+            version=self.version,
+            wait_s=self._clock() - begun,
+            long={uid for uid in taken.uids if self.ledger.group(uid).deferred},
+            parked=self.ledger.parked_groups,
         )
         self._window = StepWindow()
         return batch
@@ -211,6 +219,10 @@ class Rollout:
                 fix="an engine does not answer; see its log",
             ) from None
 
+    def fail(self, error: Exception) -> None:
+        """Somebody else knows that no batch will come: `take` raises this."""
+        self._fail(error)
+
     def forgive_step(self) -> None:
         """Forget what stopped the step under way (drops, failed scores): a run that is resumed
         with the cause mended begins the step with a clean sheet."""
@@ -243,6 +255,8 @@ class Rollout:
             said.append("groups to start, but admission is paused")
         elif not doing and self.ledger.held_until is not None:
             said.append(f"version {self.ledger.held_until} to be published")
+        elif not doing and self._lives.leaving:
+            said.append(f"{self._lives.leaving} samples that were put off to leave their engines")
         return "; ".join(said) or "nothing"
 
     @classmethod
@@ -294,12 +308,16 @@ class Rollout:
         """Start what the ledger allows, and send what the engines have room for."""
         if not self.fleet.is_open or self._failure is not None or self._lives.closing:
             return
+        for uid in self.ledger.resume_parked(self.version, ready=self._lives.has_left):
+            self._start(self.ledger.group(uid))
         while self.ledger.may_start():
             prompt = self._next_prompt()
-            live = self.ledger.group(self.ledger.start_group(prompt, self.version))
-            self._scored.begin(live)
-            self._lives.begin(live.under_way(), prompt)
+            self._start(self.ledger.group(self.ledger.start_group(prompt, self.version)))
         self.fleet.pump()
+
+    def _start(self, live: LiveGroup) -> None:
+        self._scored.begin(live)
+        self._lives.begin(live.under_way(), live.prompt)
 
     def _next_prompt(self) -> Prompt:
         """The next one; after a kill first those that the same groups had before it."""
@@ -317,11 +335,11 @@ class Rollout:
         uid = life.uid
         life.is_followed = True
         try:
-            if self._lives.closing:
+            if not life.goes_on:
                 return
             access = SampleAccess(uid, self.fleet, granted=engine, follower=life)
             sample = await self._wiring.episode(uid, life.prompt, access)
-            if self._lives.closing or life.unwanted:
+            if not life.goes_on:
                 return
             self.lengths.update(life.prompt.uid, life.prompt.domain, sample.response_length)
             self.ledger.sample_finished(uid)
@@ -337,6 +355,8 @@ class Rollout:
             self._fail(error)
         finally:
             self._lives.end(life)
+            if life.is_put_off:
+                self._has_left(life)
 
     def _end_sample(self, life: Life, sample: Sample, score: Score) -> None:
         uid = life.uid
@@ -352,7 +372,7 @@ class Rollout:
         """Keep or drop a group that has enough members; a drop is refilled at once."""
         wiring = self._wiring
         group = self._scored.group(uid)
-        if wiring.judged is not None:
+        if wiring.judged is not None and not self.ledger.group(uid).judged:
             wiring.judged(group)
         reason = wiring.signal(group) if wiring.signal else None
         if reason is None:
@@ -369,7 +389,10 @@ class Rollout:
             wiring.progress(self.ledger.complete_groups, wiring.config.groups_per_step)
 
     def _remove(self, removed: Removed) -> None:
-        """Forget what a rule dropped; its place is refilled."""
+        """Forget what a rule dropped or put off; its place is refilled."""
+        if removed.deferred:
+            self._put_off(removed.deferred, removed.cancelled)
+            return
         for uid, reason in removed.dropped:
             was_judged = self._scored.is_whole(uid)
             group = self._scored.remove(uid)
@@ -383,6 +406,29 @@ class Rollout:
         if removed.dropped:
             self._admit()
             self._changed.set()
+
+    def _put_off(self, groups: Sequence[int], under_way: Sequence[SampleId]) -> None:
+        """Groups wait for a long round; what they have drawn is thrown away."""
+        for uid in groups:
+            members = self._scored.remove(uid).members
+            self._window.deferred += 1
+            self._window.deferred_tokens += sum(m.sample.response_length for m in members)
+            self.fleet.end_group(uid)
+        on_engines = self._lives.put_off(under_way)
+        if on_engines:
+            let_go = self._lives.let_go(on_engines, within_s=CLOSE_S)
+            self._letting_go = self._task_group.create_task(let_go, name="put off")
+        self._admit()
+        self._changed.set()
+
+    def _has_left(self, life: Life) -> None:
+        """A sample that was put off is nowhere any more: its group may start again."""
+        self._window.deferred_tokens += life.tokens
+        try:
+            self._admit()
+        except Exception as error:
+            # The boundary of a task, as in _follow.
+            self._fail(error)
 
     def _cancel(self, uids: Sequence[SampleId]) -> None:
         self._window.cancelled += len(uids)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,6 +34,7 @@ from rollick.rollout.virtual import run_virtual
 from rollick.rollout.work import Work, step_time_of
 from rollick.types import (
     NOT_SAMPLED,
+    BoolArray,
     Completion,
     Group,
     IntArray,
@@ -115,7 +117,9 @@ class Simulation:
         scenario, devices, work = self.scenario, self.scenario.devices, self.scenario.work
         self._refuse_impossible()
         self.trainer = SimulatedTrainer(
-            devices.train_token_s / devices.trainers, devices.train_base_s
+            devices.train_token_s / devices.trainers,
+            devices.train_base_s,
+            slowdown=self._slowdown if devices.contention > 1 else None,
         )
         reward = SimulatedReward(
             self.work.reward, seed=scenario.seed, flat=work.flat, failed=work.failed_scores
@@ -144,6 +148,8 @@ class Simulation:
                 await self._step()
             if watch is not None:
                 watch.cancel()
+            # Started and not trained on: at this moment that is a bias.
+            self.bias.ended(group.uid for group in self.rollout.ledger.parked())
         return make_report(self.scenario, self.marks, work=self.work, bias=self.bias)
 
     def _refuse_impossible(self) -> None:
@@ -163,7 +169,7 @@ class Simulation:
             slots=devices.slots,
             kv_capacity=devices.kv_tokens,
             speed=devices.speeds[number % len(devices.speeds)],
-            keep_cache=devices.keep_cache,
+            call_s=devices.call_s,
             version=version,
         )
         self.engines.append(engine)
@@ -193,6 +199,7 @@ class Simulation:
         config = self.scenario.work
         turns, context = self.work.turns(uid), config.prompt_tokens
         parts: list[IntArray] = [_NOT_DRAWN[:context]]
+        kept: list[tuple[int, BoolArray]] = []
         completion: Completion | None = None
         for turn in range(turns):
             if turn:
@@ -203,10 +210,13 @@ class Simulation:
             group = None if turn else uid.group
             request = Request(uid, _zeros(context), self.sampling, turn, group=group)
             completion = await access.generate(request)
+            if completion.kept_cache is not None:
+                kept.append((context, completion.kept_cache))
             context += len(completion.token_ids)
             parts.append(completion.versions)
         assert completion is not None
-        return _sample(uid, prompt, completion, np.concatenate(parts))
+        sample = _sample(uid, prompt, completion, np.concatenate(parts))
+        return replace(sample, kept_cache=_flags(context, kept)) if kept else sample
 
     async def _step(self) -> None:
         """One training step: wait for a batch, train, publish."""
@@ -217,15 +227,35 @@ class Simulation:
         self._mark("train")
         if self.scenario.devices.colocated:
             await self._engines("pause", below=self.scenario.devices.trainers)
-        await self.trainer.train(groups)
+        await self._train(groups)
         self._mark("publish")
         version = PolicyVersion(self.rollout.version + 1)
         await self._publish(version)
+        if self.scenario.devices.controller_s:
+            await asyncio.sleep(self.scenario.devices.controller_s)
         self.rollout.trained(groups, version)
         self.rollout.published(version)
         self.bubbles.forget(group.uid for group in groups)
         self.bias.trained(sample.uid for group in groups for sample in group.samples)
         self._mark("done", groups=groups)
+
+    async def _train(self, groups: Sequence[Group]) -> None:
+        """Engines that share cores or memory with the trainer are slower meanwhile."""
+        contention = self.scenario.devices.contention
+        if contention > 1:
+            self._slow_engines(contention)
+        await self.trainer.train(groups)
+        if contention > 1:
+            self._slow_engines(1.0)
+
+    def _slow_engines(self, times: float) -> None:
+        for engine in self.engines:
+            engine.slow_down(times)
+
+    def _slowdown(self) -> float:
+        """Of the trainer, now: engines that compute slow it down."""
+        computing = any(engine.load().running for engine in self.engines)
+        return self.scenario.devices.contention if computing else 1.0
 
     async def _publish(self, version: PolicyVersion) -> None:
         """As a real run does: engines pause between two steps while the weights change."""
@@ -233,17 +263,20 @@ class Simulation:
             await self.rollout.interrupt()
         await self._engines("pause")
         await asyncio.sleep(self.scenario.devices.publish_s)
-        await self._engines("commit_shared", version)
+        keep = self.scenario.rollout.at_publish == "keep"
+        await self._engines("commit_shared", version, keep_cache=keep)
         await self._engines("resume")
         if self.scenario.rollout.at_publish == "move":
             self.rollout.resume_admission()
 
-    async def _engines(self, method: str, *args: PolicyVersion, below: int | None = None) -> None:
+    async def _engines(
+        self, method: str, *args: PolicyVersion, below: int | None = None, **options: bool
+    ) -> None:
         """All that are there, or those with a number below; a lost one that nobody has used since
         is found out here."""
         fleet = self.rollout.fleet
         numbers = [number for number in fleet.engines if below is None or number < below]
-        calls = [getattr(fleet.engines[number], method)(*args) for number in numbers]
+        calls = [getattr(fleet.engines[number], method)(*args, **options) for number in numbers]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for number, result in zip(numbers, results, strict=True):
             if isinstance(result, EngineLost):
@@ -293,6 +326,14 @@ class Simulation:
             running = sum(engine.load().running for engine in self.engines)
             self.timeline.add(self._now(), running=running, waiting=self.rollout.fleet.waiting)
             await asyncio.sleep(self.timeline.every_s)
+
+
+def _flags(length: int, kept: Iterable[tuple[int, BoolArray]]) -> BoolArray:
+    flags = np.zeros(length, np.bool_)
+    for start, turn in kept:
+        flags[start : start + len(turn)] = turn
+    flags.setflags(write=False)
+    return flags
 
 
 def _zeros(length: int) -> IntArray:

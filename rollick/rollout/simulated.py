@@ -35,6 +35,7 @@ from rollick.rollout.workload import (
     uniform,
 )
 from rollick.types import (
+    BoolArray,
     Completion,
     EngineLoad,
     Fingerprint,
@@ -65,6 +66,9 @@ __all__ = [
 LengthOf = Callable[[Request], int]
 """How many tokens the response to a request has in all, those it continues from among them."""
 
+TRAINING_PARTS = 20
+"""Parts of a training step, before each of which its slowdown is asked for."""
+
 _SHARED = 1 << 16
 """Tokens of the arrays that completions are slices of."""
 
@@ -85,8 +89,9 @@ class SimulatedEngine:
 
     It has `slots` sequences at once and a cache of `kv_capacity` tokens (0: no limit), in which
     every sequence has its prompt for itself. A group's prompt is prefilled once while it is cached.
-    At a publish running sequences compute their cache anew, or keep it (`keep_cache`). `speed` 0.5
-    makes every step take twice as long. All tokens are 0, and so are their log-probs.
+    At a publish running sequences compute their cache anew, or keep it, as they are told. `speed`
+    0.5 makes every step take twice as long; an answer comes `call_s` after its last step. All
+    tokens are 0, and so are their log-probs.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class SimulatedEngine:
         slots: int,
         kv_capacity: int = 0,
         speed: float = 1.0,
-        keep_cache: bool = False,
+        call_s: float = 0.0,
         version: int = 0,
     ) -> None:
         if slots < 1 or speed <= 0 or kv_capacity < 0:
@@ -110,10 +115,11 @@ class SimulatedEngine:
             slots,
             kv_capacity=kv_capacity,
             speed=speed,
-            keep_cache=keep_cache,
             version=version,
         )
         self._length_of = length_of
+        self._call_s = call_s
+        self._speed = speed
         self._loop = asyncio.get_running_loop()
         self._opened = self._loop.time()
         self._pending: dict[SampleId, _Pending] = {}
@@ -140,7 +146,7 @@ class SimulatedEngine:
         if self._batching.submit(pending):
             self._touch()
         try:
-            return await pending.done
+            completion = await pending.done
         except asyncio.CancelledError:
             self._batching.drop(pending)
             self._touch()
@@ -148,6 +154,9 @@ class SimulatedEngine:
         finally:
             if self._pending.get(request.uid) is pending:
                 del self._pending[request.uid]
+        if self._call_s:
+            await asyncio.sleep(self._call_s)
+        return completion
 
     async def abort(self, uid: SampleId) -> None:
         """A waiting request ends at once, a running one with the step under way."""
@@ -173,18 +182,23 @@ class SimulatedEngine:
         self._touch()
 
     async def update(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> Fingerprint:
         """Takes no time: a transfer's cost is the caller's to simulate. Any fingerprint fits."""
         for _ in weights:
             pass
-        await self.commit_shared(version)
+        await self.commit_shared(version, keep_cache=keep_cache)
         return expected or Fingerprint("")
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
+    async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         self._check_alive()
         await self._between_steps()
-        self._batching.commit(version)
+        self._batching.commit(version, keep_cache=keep_cache)
         self._touch()
 
     async def sleep(self) -> None:
@@ -219,6 +233,13 @@ class SimulatedEngine:
         now = self._loop.time()
         until = now if self._stopped_at is None else self._stopped_at
         return self._batching.usage(now, elapsed_s=until - self._opened)
+
+    def slow_down(self, times: float) -> None:
+        """From the end of the step under way on steps take so many times as long; 1 undoes it."""
+        self._batching.speed = self._speed / times
+        if self._batching.in_step(self._loop.time()):
+            self._waiters.append(self._loop.create_future())
+        self._settle()
 
     def fail_at(self, time_s: float) -> None:
         """At that time of the loop's clock all pending and later requests raise EngineLost."""
@@ -341,13 +362,19 @@ class SimulatedEngine:
         self._batching.stop(self._loop.time())
 
     def _completion(self, pending: _Pending, stop: StopReason) -> Completion:
+        now = self._loop.time()
+        entered = pending.entered_s if pending.entered_s >= 0 else now
+        first = min(max(pending.first_s, entered), now)
         return Completion(
             uid=pending.uid,
             token_ids=_constant(0, pending.drawn, "int32"),
             logprobs=_constant(0, pending.drawn, "float32"),
             versions=_versions(pending.request.continue_from, pending.spans),
             stop=stop,
-            seconds=self._loop.time() - pending.started,
+            seconds=now - pending.started,
+            queued_s=entered - pending.started,
+            prefill_s=first - entered,
+            kept_cache=_kept(pending.request.continue_from, pending.spans),
         )
 
 
@@ -379,11 +406,21 @@ class SimulatedReward:
 
 
 class SimulatedTrainer:
-    """Takes base_s and seconds_per_token for a batch: `await trainer.train(groups)`."""
+    """Takes base_s and seconds_per_token for a batch: `await trainer.train(groups)`.
 
-    def __init__(self, seconds_per_token: float, base_s: float = 0.0) -> None:
+    `slowdown` says how many times longer it takes just then; it is asked now and again.
+    """
+
+    def __init__(
+        self,
+        seconds_per_token: float,
+        base_s: float = 0.0,
+        *,
+        slowdown: Callable[[], float] | None = None,
+    ) -> None:
         self.seconds_per_token = seconds_per_token
         self.base_s = base_s
+        self.slowdown = slowdown
         self.steps = 0
         self.tokens = 0
         self.busy_s = 0.0
@@ -392,7 +429,14 @@ class SimulatedTrainer:
         """Returns the seconds that it took; counts the tokens of prompts and responses."""
         tokens = sum(sample.length for group in groups for sample in group.samples)
         seconds = self.base_s + self.seconds_per_token * tokens
-        await asyncio.sleep(seconds)
+        if self.slowdown is None:
+            await asyncio.sleep(seconds)
+        else:
+            parts = [seconds / TRAINING_PARTS] * TRAINING_PARTS
+            seconds = 0.0
+            for part in parts:
+                seconds += (slowed := part * self.slowdown())
+                await asyncio.sleep(slowed)
         self.steps += 1
         self.tokens += tokens
         self.busy_s += seconds
@@ -404,8 +448,19 @@ def _copy(error: EngineError) -> EngineError:
     return type(error)(error.message, fix=error.fix)
 
 
-def _versions(earlier: Completion | None, spans: Sequence[tuple[int, int]]) -> IntArray:
-    parts = [_constant(version, tokens, "int32") for version, tokens in spans]
+def _kept(earlier: Completion | None, spans: Sequence[tuple[int, int, bool]]) -> BoolArray | None:
+    before = None if earlier is None else earlier.kept_cache
+    if before is None and not any(kept for _, _, kept in spans):
+        return None
+    if before is None:
+        before = np.zeros(0 if earlier is None else len(earlier.token_ids), np.bool_)
+    flags = np.concatenate([before, *(np.full(tokens, kept) for _, tokens, kept in spans)])
+    flags.setflags(write=False)
+    return flags
+
+
+def _versions(earlier: Completion | None, spans: Sequence[tuple[int, int, bool]]) -> IntArray:
+    parts = [_constant(version, tokens, "int32") for version, tokens, _ in spans]
     if earlier is not None:
         parts.insert(0, earlier.versions)
     if len(parts) == 1:

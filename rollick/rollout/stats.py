@@ -6,18 +6,24 @@ included, so that the mean score is that of the policy and not of what was selec
 A staleness rule that drops groups makes the batch another sample of the policy's answers than it
 would be without. How much is measured: what was kept against all that ended, kept or shed. What was
 cancelled on its way has no length and no score yet; it is counted, since the measure misses it.
+What is put off to a long round is not shed: it costs the tokens that are thrown away, and what is
+long goes to batches of its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from rollick.types import Group, PolicyVersion, ScoredSample
+
+NAN = float("nan")
+"""One object, so that figures without a value compare as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,20 @@ class RolloutStats:
     """Samples cancelled on their way: spares, and those of dropped groups."""
     masked_tokens: int = 0
     """Tokens of the batch that are too old to be trained on (mask_stale_tokens)."""
+    kept_cache_tokens: int = 0
+    """Tokens of the batch drawn over a cache of an older version (at_publish: keep)."""
+    deferred: int = 0
+    """Groups put off to a long round (long_rounds)."""
+    deferred_tokens: int = 0
+    """Tokens drawn for groups that were put off, and thrown away."""
+    parked: int = 0
+    """Groups that wait for a long round when the batch is taken."""
+    long_groups: int = 0
+    """Groups of the batch that were put off before."""
+    long_length: float = float("nan")
+    """Mean drawn tokens of their samples."""
+    other_length: float = float("nan")
+    """The same of the other samples of the batch."""
 
     def metrics(self) -> dict[str, float]:
         """Under the names that observe/metrics.py documents."""
@@ -87,6 +107,13 @@ class RolloutStats:
             "rollout/cancelled": self.cancelled,
             "rollout/cancelled_share": self.cancelled / max(1, self.cancelled + self.scored),
             "rollout/masked_tokens": self.masked_tokens,
+            "rollout/kept_cache_tokens": self.kept_cache_tokens,
+            "rollout/deferred": self.deferred,
+            "rollout/deferred_tokens": self.deferred_tokens,
+            "rollout/parked": self.parked,
+            "rollout/long_groups": self.long_groups,
+            "rollout/long_length": self.long_length,
+            "rollout/other_length": self.other_length,
             "time/sample_generate": self.generate_seconds,
             "time/sample_reward": self.reward_seconds,
         }
@@ -111,6 +138,8 @@ class StepWindow:
         self.dropped: Counter[str] = Counter()
         self.cancelled = 0
         self.masked_tokens = 0
+        self.deferred = 0
+        self.deferred_tokens = 0
         self.shed_lengths: list[int] = []
         self.shed_scores: list[float] = []
         self._scores: defaultdict[str, list[float]] = defaultdict(list)
@@ -149,11 +178,20 @@ class StepWindow:
         self._scores = defaultdict(list, state["_scores"])
 
     def close(
-        self, batch: Sequence[Group], *, step: int, version: PolicyVersion, wait_s: float
+        self,
+        batch: Sequence[Group],
+        *,
+        step: int,
+        version: PolicyVersion,
+        wait_s: float,
+        long: Set[int] = frozenset(),
+        parked: int = 0,
     ) -> RolloutStats:
-        """The figures of the step that trains `batch` at `version`."""
+        """The figures of the step that trains `batch` at `version`. The groups `long` of it were
+        put off before, and `parked` still wait for a long round."""
         members = [member for group in batch for member in group.members]
         lengths = [member.sample.response_length for member in members]
+        is_long = [group.uid in long for group in batch for _ in group.members]
         scores = [member.score.value for member in members if member.score.ok]
         ages = token_ages(batch, version)
         count = self.scored or float("nan")
@@ -181,6 +219,15 @@ class StepWindow:
             score_bias=_bias(scores, self.shed_scores),
             cancelled=self.cancelled,
             masked_tokens=self.masked_tokens,
+            kept_cache_tokens=sum(member.sample.kept_cache_tokens for member in members),
+            deferred=self.deferred,
+            deferred_tokens=self.deferred_tokens,
+            parked=parked,
+            long_groups=len(long),
+            long_length=_mean(list(compress(lengths, is_long))),
+            other_length=_mean(
+                [n for n, put_off in zip(lengths, is_long, strict=True) if not put_off]
+            ),
         )
 
 
@@ -193,7 +240,7 @@ def token_ages(
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else float("nan")
+    return float(np.mean(values)) if len(values) else NAN
 
 
 def _bias(kept: Sequence[float], shed: Sequence[float]) -> float:

@@ -17,9 +17,15 @@ NAMED_WAITS = 4
 
 WAITING = "waiting for an engine"
 GENERATING = "generating on engine"
+PREFILLING = "prefilling on engine"
+"""Until the first token."""
+QUEUED = "queued on engine"
+"""In the engine's own queue."""
 SCORING = "being scored"
 BETWEEN_TURNS = "between turns"
 IN_GROUP = "waiting for its group"
+PARKED = "parked"
+"""Put off to a long round (see rules.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,20 @@ class Doing:
 @cache
 def generating(engine: int) -> str:
     return f"{GENERATING} {engine}"
+
+
+@cache
+def parts_of_generating(what: str) -> tuple[str, str]:
+    """For `generating on engine 3`: the words for its engine's queue and for the prefill there."""
+    engine = what.removeprefix(GENERATING)
+    return QUEUED + engine, PREFILLING + engine
+
+
+@cache
+def kind_of(what: str) -> str:
+    """What a sample does, without the number of an engine."""
+    kinds = (GENERATING, PREFILLING, QUEUED)
+    return next((kind for kind in kinds if what.startswith(kind)), what)
 
 
 def name_waits(doing: Mapping[SampleId, Doing], *, now: float) -> str:

@@ -86,6 +86,8 @@ class Work:
 
 
 def latency_of(config: LatencyConfig) -> Distribution:
+    if config.trace:
+        return Recorded(config.trace)
     if config.median_s == 0 or config.tail == 1:
         return Constant(config.median_s)
     drawn = LogNormal(config.median_s, config.tail)
@@ -93,6 +95,4 @@ def latency_of(config: LatencyConfig) -> Distribution:
 
 
 def step_time_of(config: StepTimeConfig) -> StepTime:
-    return StepTime(
-        config.base_s, config.per_sequence_s, config.per_kv_token_s, config.per_prefill_token_s
-    )
+    return StepTime(**config.model_dump())

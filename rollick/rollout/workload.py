@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollick.errors import ConfigError, DataError
-from rollick.types import Request, SampleId, stable_hash
+from rollick.types import Request, SampleId, StepRecord, stable_hash
 
 _NORMAL = NormalDist()
 _TAIL_Z = _NORMAL.inv_cdf(0.999)
@@ -175,20 +175,24 @@ class Latencies:
 class StepTime:
     """Seconds of one engine step, linear in what the step has to do.
 
-    base_s + per_sequence_s * batch + per_kv_token_s * kv_tokens + per_prefill_token_s * prefill
+    base_s + per_sequence_s * batch + per_kv_token_s * kv_tokens
+    + prefill_base_s + per_prefill_token_s * prefill            if there is something to prefill
     """
 
     base_s: float
     per_sequence_s: float = 0.0
     per_kv_token_s: float = 0.0
     per_prefill_token_s: float = 0.0
+    prefill_base_s: float = 0.0
+    padded: bool = False
+    """Every sequence counts with as many tokens in the cache as the longest has."""
 
     def __post_init__(self) -> None:
         parts = (self.base_s, self.per_sequence_s, self.per_kv_token_s)
-        if min(*parts, self.per_prefill_token_s) < 0 or sum(parts) <= 0:
+        if min(*parts, self.per_prefill_token_s, self.prefill_base_s) < 0 or sum(parts) <= 0:
             raise ConfigError(
                 f"a step of {self} would take no time, or less",
-                fix="use no negative part, and a positive one besides per_prefill_token_s",
+                fix="use no negative part, and a positive one besides those of a prefill",
             )
 
     def seconds(self, batch: int, kv_tokens: int, prefill_tokens: int = 0) -> float:
@@ -196,18 +200,17 @@ class StepTime:
             self.base_s
             + self.per_sequence_s * batch
             + self.per_kv_token_s * kv_tokens
-            + self.per_prefill_token_s * prefill_tokens
+            + self.prefill_seconds(prefill_tokens)
         )
 
+    def of(self, record: StepRecord) -> float:
+        """What a recorded step should have taken."""
+        cached = record.batch * record.longest if self.padded else record.kv_tokens
+        return self.seconds(record.batch, cached, record.prefill_tokens)
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One measured step: its sequences, the tokens in their cache, the prefilled ones, its time."""
-
-    batch: int
-    kv_tokens: int
-    prefill_tokens: int
-    seconds: float
+    def prefill_seconds(self, tokens: int) -> float:
+        """What a prefill adds to its step."""
+        return self.prefill_base_s + self.per_prefill_token_s * tokens if tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,24 +223,43 @@ class Fit:
     records: int
 
 
-def fit_step_time(records: Sequence[StepRecord]) -> Fit:
+def fit_step_time(records: Sequence[StepRecord], *, keep_total: bool = False) -> Fit:
     """Least squares of the relative error, with no negative part.
 
-    With four columns all fifteen choices of the parts above zero are tried: the best of those
-    without a negative part is the exact optimum.
+    With five columns all 31 choices of the parts above zero are tried: the best of those without a
+    negative part is the exact optimum. `keep_total` scales it so that all steps together
+    take as long as measured: a step that is disturbed takes longer, never shorter, and the closest
+    fit lets most of that go. Where the longest sequences are known, the fit may be a padded one.
     """
     if not records or min(record.seconds for record in records) <= 0:
         raise DataError(
             f"{len(records)} step records cannot be fitted",
             fix="give at least one, and only such as took some time",
         )
-    rows = [(1.0, r.batch, r.kv_tokens, r.prefill_tokens) for r in records]
+    kinds = (False, True) if all(record.longest for record in records) else (False,)
+    fits = [_fit_steps(records, padded=padded, keep_total=keep_total) for padded in kinds]
+    return min(fits, key=lambda fit: fit.mean_error)
+
+
+def _fit_steps(records: Sequence[StepRecord], *, padded: bool, keep_total: bool) -> Fit:
+    rows = [
+        (
+            1.0,
+            r.batch,
+            r.batch * r.longest if padded else r.kv_tokens,
+            r.prefill_tokens,
+            r.prefill_tokens > 0,
+        )
+        for r in records
+    ]
     measured = np.array([record.seconds for record in records])
     columns = np.array(rows, np.float64) / measured[:, None]
     parts = _non_negative(columns)
+    if keep_total:
+        parts = parts * (measured.sum() / (columns @ parts @ measured))
     errors = np.abs(columns @ parts - 1)
     return Fit(
-        StepTime(*(float(part) for part in parts)),
+        StepTime(*(float(part) for part in parts), padded=padded),
         worst_error=float(errors.max()),
         mean_error=float(errors.mean()),
         records=len(records),
@@ -266,3 +288,62 @@ def _non_negative(columns: Floats) -> Floats:
                 best = np.zeros(columns.shape[1])
                 best[some] = solution / scale[some]
     return best
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRecord:
+    """One measured training step: its tokens, its time, and what of it tokens do not change."""
+
+    tokens: int
+    seconds: float
+    fixed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainFit:
+    """base_s + token_s * tokens. Errors are relative: |fitted - measured| / measured."""
+
+    base_s: float
+    token_s: float
+    worst_error: float
+    mean_error: float
+
+
+def fit_train_time(records: Sequence[TrainRecord]) -> TrainFit:
+    """The mean of what is fixed, and the rest by token.
+
+    The steps of a run have about the same number of tokens, so a line through them would say
+    little of a batch twice as large; what is fixed is therefore measured and not fitted.
+    """
+    tokens = sum(record.tokens for record in records)
+    if not tokens or min(record.seconds for record in records) <= 0:
+        raise DataError(
+            f"{len(records)} training steps cannot be fitted",
+            fix="give at least one with tokens, and only such as took some time",
+        )
+    base_s = sum(record.fixed_s for record in records) / len(records)
+    token_s = sum(record.seconds - record.fixed_s for record in records) / tokens
+    errors = [abs((base_s + token_s * r.tokens) / r.seconds - 1) for r in records]
+    return TrainFit(base_s, token_s, max(errors), sum(errors) / len(errors))
+
+
+def estimate_group_share(groups: Sequence[Sequence[int]]) -> float:
+    """How much of the spread of lengths the samples of a group have in common; see Lengths.
+
+    The intraclass correlation (one-way analysis of variance) of the lengths' normal scores; those
+    of equal lengths have the mean of their ranks. 0 where nothing can be said.
+    """
+    sizes = np.array([len(group) for group in groups if group], np.float64)
+    flat = np.array([length for group in groups for length in group], np.float64)
+    if len(sizes) < 2 or len(flat) <= len(sizes) or flat.min() == flat.max():
+        return 0.0
+    _, place, counts = np.unique(flat, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[place] / len(flat)
+    scores = np.array([_NORMAL.inv_cdf(float(rank)) for rank in ranks])
+    number = np.repeat(np.arange(len(sizes)), sizes.astype(int))
+    means = np.bincount(number, scores) / sizes
+    between = float((sizes * (means - scores.mean()) ** 2).sum()) / (len(sizes) - 1)
+    within = float(((scores - means[number]) ** 2).sum()) / (len(flat) - len(sizes))
+    size = (len(flat) - float((sizes**2).sum()) / len(flat)) / (len(sizes) - 1)
+    total = between + (size - 1) * within
+    return min(1.0, max(0.0, (between - within) / total)) if total > 0 else 0.0

@@ -146,14 +146,19 @@ class FakeEngine:
         self._going.set()
 
     async def update(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> Fingerprint:
         for _ in weights:
             pass
         self._version = version
         return expected or Fingerprint("")
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
+    async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         self._version = version
 
     async def sleep(self) -> None:
@@ -218,11 +223,12 @@ class FakeEngine:
 
 
 class FakeFollower:
-    """Who follows a sample (access.Follower): keeps what it was told in `told`."""
+    """Who follows a sample (access.Follower): keeps what it was told in `told` and `tokens`."""
 
     def __init__(self) -> None:
         self.goes_on = True
         self.told: list[str] = []
+        self.tokens: list[int] = []
 
     def want(self, request: Request) -> Want:
         return Want(deadline=0, tokens=1)
@@ -232,6 +238,9 @@ class FakeFollower:
 
     def placed(self, engine: int) -> None:
         self.told.append(f"on {engine}")
+
+    def drawn(self, request: Request, completion: Completion) -> None:
+        self.tokens.append(len(completion.token_ids))
 
     def lost(self) -> None:
         self.told.append("lost")

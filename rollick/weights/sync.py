@@ -26,22 +26,32 @@ class Publisher:
         self.group = group
         self.plan = plan_publish(group.device_map)
 
-    async def publish(self, version: PolicyVersion, *, without: Set[int] = frozenset()) -> None:
+    async def publish(
+        self,
+        version: PolicyVersion,
+        *,
+        without: Set[int] = frozenset(),
+        keep_cache: bool = False,
+    ) -> None:
         """Returns when every engine samples `version`; if one cannot verify it, nobody does.
 
-        `without` are generators that are lost. To publish a version once more does no harm.
+        `without` are generators that are left out, such as those that are lost. To publish a
+        version once more does no harm. With `keep_cache` running samples go on over the cache that
+        they have (see Engine.update).
         """
         copied = tuple(rank for rank in self.plan.copied if rank not in without)
         if copied:
             manifest: WeightManifest = await self.group.call("policy", "write_weights", version)
             try:
                 await self._each(copied, "receive", manifest)
-                await self._each(copied, "commit", version)
+                await self._each(copied, "commit", version, keep_cache)
             finally:
                 remove_weights(manifest)
-        await self._each(self.plan.shared, "commit_shared", version)
+        shared = tuple(rank for rank in self.plan.shared if rank not in without)
+        await self._each(shared, "commit_shared", version, keep_cache)
 
-    async def _each(self, ranks: tuple[int, ...], method: str, argument: object) -> None:
+    async def _each(self, ranks: tuple[int, ...], method: str, *arguments: object) -> None:
         every = range(self.group.device_map.ranks("generators"))
-        parts = [argument if rank in ranks else None for rank in every]
-        await self.group.scatter("generators", method, parts)
+        first, *rest = arguments
+        parts = [first if rank in ranks else None for rank in every]
+        await self.group.scatter("generators", method, parts, *rest)

@@ -9,14 +9,16 @@ load.
     RemoteEngine  <--drain() [completions], load--  GeneratorWorker
 
 A line that breaks makes the engine lost, for good: what it had goes to others, and what is
-published is published without it.
+published is published without it. Another engine may take its rank (`replace_engine`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.chat import ChatCodec
 from rollick.errors import EngineError, EngineLost, RollickError, WorkerError
-from rollick.infer.engine import Capability, Engine, WeightStream
+from rollick.infer.engine import Capability, Engine, RecordsSteps, WeightStream
 from rollick.models.load import load_end_ids, load_tokenizer
 from rollick.types import (
     Completion,
@@ -36,6 +38,7 @@ from rollick.types import (
     PolicyVersion,
     Request,
     SampleId,
+    StepRecord,
     StopReason,
 )
 from rollick.weights.channels.host import WeightManifest, read_weights, verify_weights
@@ -46,7 +49,20 @@ DRAIN_S = 20.0
 ANSWER_S = 10.0
 """A host that gives no sign of life within this time is lost."""
 
+RECORDED = 4096
+"""Steps and answers that a recording host keeps until it is asked for them; older ones go."""
+
+Described = tuple[frozenset[Capability], EngineLoad]
 Drained = tuple[list[tuple[SampleId, Completion | RollickError]], EngineLoad]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecord:
+    """What an engine did since it was last asked; see observe.engine_steps."""
+
+    steps: list[StepRecord]
+    answers: list[tuple[SampleId, float]]
+    """Each answer, and the seconds that the engine had it."""
 
 
 class GeneratorWorker:
@@ -59,8 +75,23 @@ class GeneratorWorker:
         self.tasks: set[asyncio.Task[None]] = set()
         self.unstarted: set[SampleId] = set()
         self.received: WeightManifest | None = None
+        self.answers: deque[tuple[SampleId, float]] | None = None
 
-    async def describe(self) -> tuple[frozenset[Capability], EngineLoad]:
+    def record(self) -> None:
+        """From now on keep what `take_record` gives; an engine may have no steps to tell of."""
+        self.answers = deque(maxlen=RECORDED)
+        if isinstance(self.engine, RecordsSteps):
+            self.engine.record_steps(RECORDED)
+
+    async def take_record(self) -> EngineRecord:
+        """What was recorded since the last call."""
+        steps = self.engine.take_steps() if isinstance(self.engine, RecordsSteps) else []
+        answers = list(self.answers or ())
+        if self.answers is not None:
+            self.answers.clear()
+        return EngineRecord(steps, answers)
+
+    async def describe(self) -> Described:
         return self.engine.capabilities, self.engine.load()
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -95,14 +126,15 @@ class GeneratorWorker:
         await asyncio.to_thread(verify_weights, manifest)
         self.received = manifest
 
-    async def commit(self, version: PolicyVersion) -> None:
+    async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> None:
         manifest, self.received = self.received, None
         if manifest is None or manifest.version != version:
             raise EngineError(f"asked to commit version {version}, which was not received")
-        await self.engine.update(read_weights(manifest), version, manifest.fingerprint)
+        weights, expected = read_weights(manifest), manifest.fingerprint
+        await self.engine.update(weights, version, expected, keep_cache=keep_cache)
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
-        await self.engine.commit_shared(version)
+    async def commit_shared(self, version: PolicyVersion, keep_cache: bool = False) -> None:
+        await self.engine.commit_shared(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
         await self.engine.sleep()
@@ -129,6 +161,8 @@ class GeneratorWorker:
         except Exception as error:
             # The worker's boundary: the caller waits for an answer, whatever the engine raised.
             result = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+        if self.answers is not None and isinstance(result, Completion):
+            self.answers.append((request.uid, result.seconds))
         self.ready.append((request.uid, result))
         self.arrived.set()
 
@@ -151,6 +185,9 @@ class RemoteEngine:
         self.outgoing = asyncio.Event()
         self.snapshot = load
         self.broken: RollickError | None = None
+        self.gone = asyncio.Event()
+        """Set when it is lost."""
+        self.lines: list[asyncio.Task[None]] = []
 
     @property
     def lost(self) -> bool:
@@ -189,14 +226,19 @@ class RemoteEngine:
         await self._call("resume")
 
     async def update(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> Fingerprint:
         raise EngineError(
             "weights do not travel through this object", fix="publish with weights.sync.Publisher"
         )
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
-        await self._call("commit_shared", version)
+    async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
+        await self._call("commit_shared", version, keep_cache)
 
     async def sleep(self) -> None:
         await self._call("sleep")
@@ -234,6 +276,7 @@ class RemoteEngine:
     def fail(self, error: RollickError) -> None:
         """End all that waits, and all that comes later, with the error; the first one stays."""
         self.broken = self.broken or error
+        self.gone.set()
         for future in self.waiting.values():
             if not future.done():
                 future.set_exception(_again(self.broken))
@@ -267,20 +310,36 @@ class RemoteEngine:
 async def open_engines(group: WorkerGroup) -> AsyncGenerator[list[RemoteEngine]]:
     """The controller's ends of all generators. A line that breaks fails what waits on it."""
     described = await group.broadcast("generators", "describe")
-    engines = [RemoteEngine(group, rank, *about) for rank, about in enumerate(described)]
-    lines = [
-        asyncio.create_task(_line(engine, loop), name=f"generator {engine.rank}")
-        for engine in engines
-        for loop in (engine.send_requests, engine.take_results)
-    ]
+    engines = [_open_line(group, rank, about) for rank, about in enumerate(described)]
     try:
         yield engines
     finally:
-        for line in lines:
-            line.cancel()
-        await asyncio.gather(*lines, return_exceptions=True)
         for engine in engines:
-            engine.fail(WorkerError(f"the line to generator {engine.rank} was closed"))
+            await _close_line(engine)
+
+
+async def replace_engine(engines: list[RemoteEngine], rank: int) -> RemoteEngine:
+    """The end of the line to a host that was restarted takes the place of the one that is lost."""
+    group = engines[rank].group
+    about = await group.call("generators", "describe", rank=rank)
+    old, engines[rank] = engines[rank], _open_line(group, rank, about)
+    await _close_line(old)
+    return engines[rank]
+
+
+def _open_line(group: WorkerGroup, rank: int, about: Described) -> RemoteEngine:
+    engine = RemoteEngine(group, rank, *about)
+    for loop in (engine.send_requests, engine.take_results):
+        line = asyncio.create_task(_line(engine, loop), name=f"generator {rank}")
+        engine.lines.append(line)
+    return engine
+
+
+async def _close_line(engine: RemoteEngine) -> None:
+    for line in engine.lines:
+        line.cancel()
+    await asyncio.gather(*engine.lines, return_exceptions=True)
+    engine.fail(WorkerError(f"the line to generator {engine.rank} was closed"))
 
 
 async def _line(engine: RemoteEngine, work: Callable[[], Awaitable[None]]) -> None:
@@ -294,6 +353,20 @@ async def _line(engine: RemoteEngine, work: Callable[[], Awaitable[None]]) -> No
 def lost_ranks(engines: Iterable[RemoteEngine]) -> frozenset[int]:
     """The generators that are known to be lost."""
     return frozenset(engine.rank for engine in engines if engine.lost)
+
+
+async def take_records(engines: Iterable[RemoteEngine]) -> list[EngineRecord]:
+    """What each engine recorded since the last call; nothing from one that does not answer."""
+
+    async def take(engine: RemoteEngine) -> EngineRecord:
+        try:
+            return await engine.group.call(
+                "generators", "take_record", rank=engine.rank, timeout_s=ANSWER_S
+            )
+        except RollickError:
+            return EngineRecord([], [])
+
+    return await asyncio.gather(*(take(engine) for engine in engines if not engine.lost))
 
 
 async def ask_for_life(engines: Iterable[RemoteEngine]) -> None:
@@ -342,4 +415,7 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
         stop_ids=codec.stop_ids,
         decode=codec.decode,
     )
-    return GeneratorWorker(engine)
+    worker = GeneratorWorker(engine)
+    if recipe.observe.engine_steps:
+        worker.record()
+    return worker

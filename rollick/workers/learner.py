@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,8 @@ class TrainReport:
     seconds: float
     optimizer_steps: int
     skipped_steps: int
+    optimizer_seconds: float = 0.0
+    """Part of the seconds that does not depend on the number of tokens."""
     means: dict[str, float] = field(default_factory=dict[str, float])
     maxima: dict[str, float] = field(default_factory=dict[str, float])
 
@@ -78,13 +80,16 @@ class LearnerWorker:
                 "log-probs of it",
                 fix="annotate the batch before it is trained on",
             )
-        begun = time.perf_counter()
+        begun, optimizer_s = time.perf_counter(), 0.0
         losses: list[LossReport] = []
         steps: list[OptimReport] = []
         for part in minibatches(batch, self.recipe):
             losses.append(self.strategy.forward_backward(part, self.objective))
+            stepped = time.perf_counter()
             steps.append(self.strategy.step())
-        return train_report(losses, steps, seconds=time.perf_counter() - begun)
+            optimizer_s += time.perf_counter() - stepped
+        report = train_report(losses, steps, seconds=time.perf_counter() - begun)
+        return replace(report, optimizer_seconds=optimizer_s)
 
     def logprobs(self, batch: Batch) -> FloatArray:
         return self.strategy.logprobs(batch)

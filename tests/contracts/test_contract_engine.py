@@ -267,6 +267,74 @@ async def test_tokens_after_an_update_come_from_the_new_weights_and_say_so(facto
     np.testing.assert_allclose(completion.logprobs[changed:], new[changed:], atol=1e-4)
 
 
+async def test_a_cache_that_is_kept_over_an_update_flags_the_tokens_drawn_over_it(factory, folder):
+    async with _open(factory, folder) as engine:
+        assert Capability.KEEP_CACHE in engine.capabilities
+        requests = [_request(0, max_tokens=30), _request(1, max_tokens=LONG)]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await _running(engine, tokens=10)
+        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
+        later = await engine.generate(_request(2))
+        for task in tasks:
+            completion = await task
+            flags = completion.versions == 1
+            assert 0 < np.count_nonzero(flags) < len(flags)
+            assert completion.kept_cache.tolist() == flags.tolist()
+            old = _oracle(_model(0), (1, 8, 9), completion)
+            np.testing.assert_allclose(completion.logprobs[~flags], old[~flags], atol=1e-4)
+    new = _oracle(_model(1), (1, 8, 9), completion)
+    assert np.abs(completion.logprobs[flags] - new[flags]).max() > 1e-3, "of no single version"
+    assert later.kept_cache is None, "nothing new is built on what an older version computed"
+    np.testing.assert_allclose(later.logprobs, _oracle(_model(1), (1, 8, 9), later), atol=1e-4)
+
+
+async def test_a_continued_request_keeps_its_flags_and_computes_its_cache_anew(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.pause()
+        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
+        await engine.resume()
+        await _running(engine)
+        await engine.abort(SampleId(0, 0))
+        part = await task
+        rest = await engine.generate(_request(max_tokens=LONG, continue_from=part))
+    flagged = int(np.count_nonzero(part.kept_cache))
+    assert flagged == np.count_nonzero(part.versions) >= 5
+    assert np.flatnonzero(rest.kept_cache).tolist() == np.flatnonzero(part.kept_cache).tolist()
+    clean, new = len(part.token_ids), _oracle(_model(1), (1, 8, 9), rest)
+    np.testing.assert_allclose(rest.logprobs[clean:], new[clean:], atol=1e-4)
+
+
+async def test_a_cache_that_is_computed_anew_flags_nothing(factory, folder):
+    async with _open(factory, folder) as engine:
+        task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
+        await _running(engine)
+        await engine.update(_weights(1), PolicyVersion(1), keep_cache=True)
+        await engine.commit_shared(PolicyVersion(1), keep_cache=True)
+        await engine.update(_weights(2), PolicyVersion(2))
+        completion = await task
+    flags = completion.kept_cache
+    assert flags is None or not flags[completion.versions == 2].any()
+
+
+async def test_a_completion_tells_how_long_it_was_queued_and_prefilled(factory, folder):
+    async with _open(factory, folder, slots=1) as engine:
+        first, second = await asyncio.gather(
+            engine.generate(_request(0, max_tokens=40)), engine.generate(_request(1))
+        )
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(_request(2)))
+        await asyncio.sleep(0.02)
+        await engine.abort(SampleId(0, 2))
+        waited = await task
+    for done in (first, second):
+        assert 0 < done.prefill_s < done.seconds - done.queued_s
+    assert second.queued_s > 0.5 * first.seconds
+    assert (waited.queued_s, waited.prefill_s) == (waited.seconds, 0)
+    assert waited.seconds > 0.01
+
+
 async def test_an_update_of_a_paused_engine_leaves_it_paused(factory, folder):
     async with _open(factory, folder) as engine:
         await engine.pause()

@@ -21,7 +21,7 @@ from rollick.data.store import (
     save_groups,
 )
 from rollick.errors import DataError
-from rollick.testing.fakes import group, prompt
+from rollick.testing.fakes import group, mask_of, prompt
 from rollick.types import Group, Prompt, SampleId, Score, ScoreStatus, StopReason, Turn
 
 TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
@@ -70,6 +70,19 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     assert_same_groups(loaded, groups)
     assert loaded[0].members[0].score.status is ScoreStatus.OK
     assert not loaded[0].samples[0].token_ids.flags.writeable
+
+
+def test_flags_of_kept_caches_come_back_with_the_samples_that_have_them(tmp_path: Path):
+    plain = group([0, 1, 2], texts=["ab", "cde", "f"])
+    flags = mask_of("....x.x")
+    first, second, third = plain.members
+    flagged = replace(second, sample=replace(second.sample, kept_cache=flags))
+    save_groups(tmp_path / "groups", [replace(plain, members=(first, flagged, third))])
+    [loaded] = load_groups(tmp_path / "groups")
+    kept = [sample.kept_cache for sample in loaded.samples]
+    assert kept[0] is kept[2] is None
+    assert kept[1].tolist() == flags.tolist()
+    assert loaded.samples[1].kept_cache_tokens == 2
 
 
 def test_a_prompt_is_stored_once_and_shared_again(tmp_path: Path):

@@ -49,7 +49,7 @@ def test_holes_are_closed_by_moving_the_last_rows():
     rows = Rows(slots=4, max_length=8)
     jobs = [_job(index, 10 + index) for index in range(4)]
     for job in jobs:
-        rows.put(rows.place(None), job)
+        rows.put(rows.place(None), job, version=0)
     assert rows.free == 0
     rows.take(0, StopReason.STOP)
     rows.take(3, StopReason.STOP)
@@ -62,7 +62,7 @@ def test_holes_are_closed_by_moving_the_last_rows():
 def test_a_hole_that_is_preferred_is_taken_first():
     rows = Rows(slots=3, max_length=8)
     for index in range(3):
-        rows.put(rows.place(None), _job(index, 1))
+        rows.put(rows.place(None), _job(index, 1), version=0)
     rows.take(0, StopReason.STOP)
     rows.take(1, StopReason.STOP)
     assert rows.place(0) == 0

@@ -30,7 +30,14 @@ from rollick.observe.timeline import (
 from rollick.observe.trace import CHUNK, OLDER, TRACE, Trace, read_trace
 from rollick.pipelines.base import open_session
 from rollick.rollout.scheduler import Rollout
-from rollick.rollout.waits import BETWEEN_TURNS, SCORING, WAITING, generating
+from rollick.rollout.waits import (
+    BETWEEN_TURNS,
+    PARKED,
+    SCORING,
+    WAITING,
+    generating,
+    parts_of_generating,
+)
 from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
 from rollick.types import Sample, SampleId, Sampling, Score
 
@@ -79,24 +86,29 @@ def two_samples(tmp_path: Path) -> Path:
 
 
 def test_the_words_of_the_rollout_are_stages_of_a_timeline() -> None:
-    words = [WAITING, generating(3), SCORING, BETWEEN_TURNS, "in tool search"]
+    on_engine = (*parts_of_generating(generating(3)), generating(3))
+    words = [WAITING, *on_engine, SCORING, BETWEEN_TURNS, "in tool search", PARKED]
     stages = [stage_of(word) for word in words]
     assert [s.stage for s in stages] == [
         "queued",
-        "generate",
+        "queued",
+        "prefill",
+        "decode",
         "reward",
         "environment",
         "environment",
+        "parked",
     ]
-    assert [s.engine for s in stages] == [None, 3, None, None, None]
-    assert stages[-1].detail == "tool search"
+    assert [s.engine for s in stages] == [None, None, 3, 3, None, None, None, None]
+    assert stages[-2].detail == "tool search"
+    assert stages[1].detail == "on engine 3"
 
 
 def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samples: Path) -> None:
     lives = told(build_timeline(read_trace(two_samples)))
     assert lives["g7.0"] == [
         ("queued", "", 0, 1),
-        ("generate", "", 1, 2),
+        ("decode", "", 1, 2),
         ("reward", "", 2, 2.5),
         ("waiting", "for its group", 2.5, 4.5),
         ("waiting", "for its batch", 4.5, 5),
@@ -253,7 +265,11 @@ def test_every_trained_sample_of_a_run_has_its_whole_timeline(
         assert sum(life.step == step for life in trained) == row["rollout/samples"] > 0
     for life in trained:
         stages = [stretch.stage for stretch in life.stretches]
-        assert stages[:3] == ["queued", "generate", "reward"]
+        on_engine = stages[: stages.index("reward")]
+        assert on_engine in (
+            ["queued", "prefill", "decode"],
+            ["queued", "queued", "prefill", "decode"],
+        )
         assert stages[-1] == "trained"
         pairs = pairwise(life.stretches)
         assert all(before.end == after.begin for before, after in pairs)

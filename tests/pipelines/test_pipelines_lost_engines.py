@@ -20,7 +20,8 @@ from rollick.types import Group, PolicyVersion
 
 Toy = Callable[..., LoadedRecipe]
 
-APART = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
+TWO = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
+APART = (*TWO, "rollout.engine_restarts=0")
 
 
 def drawn_at(groups: Sequence[Group]) -> set[int]:
@@ -141,6 +142,100 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
                 mixed += len(set(versions.tolist())) > 1
     assert moved > 0
     assert mixed > 0
+
+
+def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int = 0) -> None:
+    """The host of a generator is dead until it has been restarted, the first times in vain."""
+    transport = pipeline.session.group._transport
+    send: Callable[..., Awaitable[Any]] = transport.send
+    restart: Callable[..., Awaitable[None]] = transport.restart
+    left = restarts_fail + 1
+
+    async def cut(host: Any, call: Any, shared: Any) -> Any:
+        if host.roles.get("generators") == rank and left:
+            raise WorkerError(f"{host} died")
+        return await send(host, call, shared)
+
+    async def restarted(host: Any) -> None:
+        nonlocal left
+        left -= 1
+        await restart(host)
+
+    transport.send, transport.restart = cut, restarted  # type: ignore[method-assign]
+
+
+async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> list[Group]:
+    """Steps until something has happened in the background; the groups of the last one."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await pipeline.step()
+        return list((await pipeline.step()).groups)
+
+
+@pytest.mark.parametrize("restarts_fail", [0, 2])
+async def test_a_lost_generator_comes_back_with_the_current_weights(
+    toy: Toy, caplog: pytest.LogCaptureFixture, restarts_fail: int
+) -> None:
+    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+        session, fleet = pipeline.session, pipeline.rollout.fleet
+        await pipeline.step()
+        kill_until_restarted(pipeline, 1, restarts_fail=restarts_fail)
+        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+        groups = await steps_until(pipeline, lambda: sorted(fleet.engines) == [0, 2])
+        assert not any(engine.lost for engine in session.engines)
+        assert fleet.engines[2] is session.engines[1]
+        assert min(drawn_at(groups)) >= session.version - 2
+        worker = await session.group.call("generators", "describe", rank=1)
+        assert worker[1].version == session.version
+        pipeline.rollout.ledger.check()
+    assert caplog.text.count("could not be restarted") == restarts_fail
+    assert "generator 1 is back" in caplog.text
+
+
+async def test_the_loss_of_the_only_generator_is_waited_for(toy: Toy) -> None:
+    one = ("devices.generators=cpu:1", "rollout.drop_no_signal=false")
+    async with opened(toy(*one, steps=99)) as pipeline:
+        await pipeline.step()
+        kill_until_restarted(pipeline, 0)
+        report = await pipeline.step()
+        assert drawn_at(report.groups) == {1}
+        assert pipeline.measure(report)["controller/engine_restarts"] == 1
+
+
+async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
+    async def run() -> None:
+        options = ("devices.generators=cpu:1", "rollout.engine_restarts=2")
+        async with opened(toy(*options)) as pipeline:
+            await pipeline.step()
+            cut_off(pipeline, 0)
+            await pipeline.step()
+
+    with pytest.raises(EngineLost, match="restarts are used up"):
+        async with asyncio.timeout(60):
+            await run()
+
+
+@pytest.mark.slow
+async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
+    options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
+    async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
+        session = pipeline.session
+        await pipeline.step()
+        host = session.group.device_map.host_of("generators", 1)
+        pids = session.group._transport.pids  # type: ignore
+        dead = pids[host.index]
+        os.kill(dead, signal.SIGKILL)
+        async with asyncio.timeout(90):
+            while not pipeline.revival.restarts:
+                await pipeline.step()
+        assert pids[host.index] != dead
+        trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
+        assert len(set(trained)) == 12
+        drained = await session.group.call("generators", "describe", rank=1)
+        assert drained[1].version == session.version
+        assert drained[1].generated_tokens > 0
+        assert not any(engine.lost for engine in session.engines)
+        pipeline.rollout.ledger.check()
 
 
 @pytest.mark.slow

@@ -434,7 +434,111 @@ def test_first_finished_with_staleness_drops_only_what_is_too_old_for_the_next_b
     assert fill(ledger, version=1) == [4], "its place is free at once"
 
 
-def test_only_first_finished_knows_a_surplus():
+def test_late_groups_are_deferred_and_start_again_as_a_long_round_of_their_own():
+    ledger = Ledger(2, 1, rule="long_rounds", surplus=1)
+    assert fill(ledger) == [0, 1, 2]
+    complete(ledger, 2, 0)
+    late = SampleId(1, 0)
+    assert ledger.take(PolicyVersion(0)) == Taken((0, 2), cancelled=(late,), deferred=(1,))
+    train(ledger, [0, 2], 1)
+    assert ledger.resume_parked(PolicyVersion(1)) == (), "one group is no round"
+    assert fill(ledger, version=1) == [3, 4, 5]
+    complete(ledger, 4, 5)
+    assert ledger.take(PolicyVersion(1)).deferred == (3,)
+    assert ledger.in_long_round
+    train(ledger, [4, 5], 2)
+    assert not ledger.may_start(), "no new prompt before the parked groups are placed"
+    assert ledger.resume_parked(PolicyVersion(2)) == (1, 3)
+    assert not ledger.may_start(), "a long round has no surplus"
+    complete(ledger, 1)
+    assert take(ledger, 2, 1) is None, "even a smaller batch waits for all of the round"
+    assert [wait.uid for wait in ledger.waits_for(PolicyVersion(2), 1)] == [SampleId(3, 0)]
+    complete(ledger, 3)
+    assert ledger.take(PolicyVersion(2)) == Taken((1, 3))
+    train(ledger, [1, 3], 3)
+    assert fill(ledger, version=3) == [6, 7, 8]
+    assert ledger.counts().groups.trained == 6
+    ledger.check()
+
+
+def test_with_staleness_a_long_round_goes_beside_other_groups_and_is_due_at_its_deadline():
+    ledger = Ledger(1, 1, 1, rule="long_rounds", surplus=1)
+    assert fill(ledger) == [0, 1, 2]
+    complete(ledger, 0)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert fill(ledger, version=1) == [3]
+    complete(ledger, 3, 1)
+    assert ledger.take(PolicyVersion(1)) == Taken((1,), (), (SampleId(2, 0),), (2,)), (
+        "group 1 is taken before group 3, which can be in the next batch too"
+    )
+    assert not ledger.may_start()
+    assert ledger.resume_parked(PolicyVersion(1)) == (2,)
+    train(ledger, [1], 2)
+    assert not ledger.may_start(), "2 and 3 are in flight, and a long round has no surplus"
+    assert take(ledger, 2) is None, "group 3 is complete, but group 2 must be in this batch"
+    assert [wait.uid for wait in ledger.waits_for(PolicyVersion(2))] == [SampleId(2, 0)]
+    complete(ledger, 2)
+    assert ledger.take(PolicyVersion(2)) == Taken((2,), deferred=(3,))
+    ledger.check()
+
+
+def test_a_complete_group_without_room_is_deferred_and_told_apart():
+    ledger = Ledger(1, 1, spares=1, rule="long_rounds", surplus=1)
+    fill(ledger)
+    complete(ledger, 1, 0)
+    assert ledger.take(PolicyVersion(0)) == Taken((0,), deferred=(1,))
+    train(ledger, [0], 1)
+    assert ledger.resume_parked(PolicyVersion(1)) == (1,)
+    group = ledger.group(1)
+    assert group.judged, "its prompt was judged when it was complete"
+    assert group.under_way() == (SampleId(1, 0),), "its spare was dropped for good"
+    complete(ledger, 1)
+    assert take(ledger, 1) == [1]
+    assert ledger.counts().samples.dropped == 2
+    ledger.check()
+
+
+def test_a_group_of_a_long_round_that_is_dropped_is_refilled_with_a_new_prompt():
+    ledger = Ledger(2, 1, rule="long_rounds", surplus=2)
+    fill(ledger)
+    complete(ledger, 0, 1)
+    train(ledger, take(ledger, 0) or [], 1)
+    assert ledger.resume_parked(PolicyVersion(1)) == (2, 3)
+    ledger.drop(2, "no_signal")
+    assert fill(ledger, version=1) == [4]
+    complete(ledger, 3, 4)
+    assert take(ledger, 1) == [3, 4]
+
+
+def test_a_restored_ledger_goes_on_with_the_long_round_that_was_under_way():
+    ledger = Ledger(2, 1, 1, rule="long_rounds")
+    for version in (0, 1):
+        fill(ledger, version=version)
+        newest = [group.uid for group in ledger.live()][-2:]
+        complete(ledger, *newest)
+        train(ledger, take(ledger, version) or [], version + 1)
+    assert ledger.resume_parked(PolicyVersion(2), 1) == (0,)
+    restored = Ledger(2, 1, 1, rule="long_rounds")
+    restored.restore(json.loads(json.dumps(ledger.state())))
+    assert restored.in_long_round
+    assert restored.group(0).deferred
+    assert not restored.may_start()
+    assert restored.resume_parked(PolicyVersion(2)) == (1,)
+    other = Ledger(2, 1, 1)
+    other.restore(json.loads(json.dumps(ledger.state())))
+    assert other.resume_parked(PolicyVersion(2)) == (1,), "another rule starts it like any group"
+
+
+def test_a_parked_group_waits_until_it_is_ready_and_those_behind_it_too():
+    ledger = Ledger(2, 1)
+    fill(ledger)
+    ledger.defer(1)
+    ledger.defer(0)
+    assert ledger.resume_parked(PolicyVersion(0), ready=lambda uid: uid != 1) == ()
+    assert ledger.resume_parked(PolicyVersion(0), ready=lambda uid: uid != 0) == (1,)
+
+
+def test_only_rules_with_late_groups_know_a_surplus():
     with pytest.raises(LedgerError, match="no surplus"):
         Ledger(1, 1, surplus=1)
 
@@ -472,12 +576,13 @@ def test_a_deferred_group_gives_its_place_back_and_starts_again_under_the_same_i
     ledger.check()
 
 
-def test_only_an_open_group_can_be_deferred():
-    ledger = Ledger(2, 1)
+def test_a_group_that_is_parked_or_in_a_batch_cannot_be_deferred():
+    ledger = Ledger(1, 1, 1)
     fill(ledger)
     complete(ledger, 0)
     ledger.defer(1)
-    for uid, state in ((0, "is complete"), (1, "is parked")):
+    take(ledger, 0)
+    for uid, state in ((0, "is taken"), (1, "is parked")):
         with pytest.raises(LedgerError, match=state):
             ledger.defer(uid)
     assert ledger.group(1).state is GroupState.PARKED

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rollick.rollout.events import Marked, Restored
 from rollick.rollout.ledger import GroupState, Ledger, Rule, SampleState
 from rollick.rollout.log import Log, audit, since_checkpoint
+from rollick.rollout.rules import SURPLUS_RULES
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
 
@@ -48,7 +49,7 @@ def shapes(rule):
         size=st.integers(1, 2),
         spares=st.integers(0, 2),
         staleness=st.sampled_from([0, 0.5, 1, 2, 2.5]),
-        surplus=st.integers(0, 2) if rule is Rule.FIRST_FINISHED else st.just(0),
+        surplus=st.integers(0, 2) if rule in SURPLUS_RULES else st.just(0),
         drops_allowed=st.sampled_from([None, 0, 2]),
     )
 
@@ -63,6 +64,7 @@ class Told:
     ended: dict[int, str]
     first_token: dict[SampleId, int]
     completed: list[int]
+    deferred: set[int]
 
 
 class History:
@@ -71,7 +73,7 @@ class History:
         self.horizon = ceil(shape.staleness)
         self.events = []
         self.ledger = self.new_ledger()
-        self.told = Told(0, 0, 0, {}, {}, [])
+        self.told = Told(0, 0, 0, {}, {}, [], set())
         self.batch: list[int] = []
         self.made: int | None = None  # a version that was trained and is not published
         self.prompt_of: dict[int, str] = {}
@@ -105,7 +107,8 @@ class History:
         if ledger.may_start():
             moves += [self.start] * 6
         if self.open_groups():
-            moves += [self.advance] * 12 + [self.drop, self.defer]
+            moves += [self.advance] * 12 + [self.drop]
+            moves += [self.defer] if self.shape.rule is not Rule.LONG_ROUNDS else []
         if self.running():
             moves += [self.lose]
         if idle:
@@ -161,7 +164,7 @@ class History:
         if not enough:
             return
         under_way = group.under_way()
-        assert len(under_way) == self.shape.spares
+        assert len(under_way) == self.shape.spares or group.judged
         assert self.ledger.complete(group.uid) == under_way
         assert not any(self.ledger.is_wanted(spare) for spare in under_way)
         self.told.completed.append(group.uid)
@@ -177,14 +180,14 @@ class History:
         groups = [group for group in ledger.live() if group.state is not GroupState.TAKEN]
         group = groups[with_what % len(groups)]
         could_start, drops = ledger.may_start(), ledger.drops_in_step
-        full = len(ledger.live()) == ledger.places
+        full = len(ledger.live()) == ledger.places and not ledger.in_long_round
         under_way = group.under_way()
         assert ledger.drop(group.uid, "no_signal") == under_way
         self.end(group.uid, "no_signal")
         if full:
             refilled = allowed is None or drops < allowed
             assert ledger.may_start() == refilled, "the refill is one for one"
-        assert could_start <= ledger.may_start()
+        assert could_start <= (ledger.may_start() or ledger.may_resume())
 
     def defer(self, with_what):
         groups = self.open_groups()
@@ -192,8 +195,13 @@ class History:
         under_way = group.under_way()
         assert self.ledger.defer(group.uid) == under_way
         assert group.state is GroupState.PARKED
+        self.begin_anew(group)
+
+    def begin_anew(self, group):
         for index in range(len(group.samples)):
             self.told.first_token.pop(SampleId(group.uid, index), None)
+        if group.uid in self.told.completed:
+            self.told.completed.remove(group.uid)
 
     def resume(self, with_what):
         waiting = [group.uid for group in self.ledger.parked()]
@@ -223,22 +231,32 @@ class History:
             assert self.shape.drops_allowed is not None
             assert complete == len(batch)
         dropped = [uid for uid, _ in taken.dropped]
-        assert taken.cancelled == tuple(uid for gone in dropped for uid in under_way[gone])
-        self.check_rule(batch, dropped, live)
+        removed = [*dropped, *taken.deferred]
+        assert taken.cancelled == tuple(uid for gone in removed for uid in under_way[gone])
+        self.check_rule(batch, removed, live)
+        assert not set(taken.deferred) & self.told.deferred, "a group is deferred once"
+        self.told.deferred |= set(taken.deferred)
+        for uid in taken.deferred:
+            self.begin_anew(live[uid])
         for uid, reason in taken.dropped:
             self.end(uid, reason)
         self.batch = batch
 
-    def check_rule(self, batch, dropped, live):
+    def check_rule(self, batch, removed, live):
         oldest = self.told.version - self.horizon
         due = {uid for uid, group in live.items() if group.started <= oldest}
         if self.shape.rule is Rule.MUST_TAKE:
             assert due <= set(batch)
         if self.shape.rule is Rule.FIRST_FINISHED:
             assert batch == sorted(self.told.completed[: len(batch)])
-            assert set(dropped) == due - set(batch)
+        if self.shape.rule is Rule.LONG_ROUNDS:
+            assert due & self.told.deferred <= set(batch), "a long round is waited for"
+            urgent = [uid for uid in self.told.completed if uid in due]
+            assert len(urgent) > len(batch) or set(urgent) <= set(batch)
+        if self.shape.rule in SURPLUS_RULES:
+            assert set(removed) == due - set(batch)
         else:
-            assert not dropped, "what is stale was dropped when the version was published"
+            assert not removed, "what is stale was dropped when the version was published"
         if self.shape.rule is not Rule.MASK_STALE_TOKENS:
             firsts = [first for uid, first in self.told.first_token.items() if uid.group in batch]
             assert all(first >= oldest for first in firsts), "a token is too old"

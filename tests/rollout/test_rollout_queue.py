@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.rollout.queue import RequestQueue
+from rollick.rollout.queue import RequestQueue, Want
 from rollick.types import SampleId
 
 
 def drain(queue):
     """All that waits, in order, by group number."""
     popped = []
-    while (uid := queue.pop()) is not None:
-        popped.append(uid.group)
+    while (first := queue.pop()) is not None:
+        popped.append(first[0].group)
     return popped
 
 
 def put(queue, group, *, deadline=0, tokens=1.0, order="oldest", started=False):
-    queue.push(SampleId(group, 0), deadline=deadline, tokens=tokens, order=order, started=started)
+    queue.push(SampleId(group, 0), Want(deadline, tokens), order=order, started=started)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,9 @@ def test_the_deadline_goes_first_then_what_has_started_then_the_longest(first, s
 def test_of_equals_the_smaller_id_goes_first_whatever_the_order_they_came_in():
     queue = RequestQueue()
     for uid in (SampleId(2, 0), SampleId(1, 1), SampleId(1, 0)):
-        queue.push(uid, deadline=0, tokens=5.0, order="longest")
-    assert [queue.pop() for _ in range(3)] == [SampleId(1, 0), SampleId(1, 1), SampleId(2, 0)]
+        queue.push(uid, Want(0, 5.0), order="longest")
+    popped = [queue.pop() for _ in range(3)]
+    assert [uid for uid, _ in popped] == [SampleId(1, 0), SampleId(1, 1), SampleId(2, 0)]
 
 
 def test_oldest_first_takes_no_notice_of_the_length():
@@ -59,28 +60,15 @@ def test_an_empty_queue_gives_none():
     assert len(queue) == 0
 
 
-def test_the_first_that_fits_is_taken_and_the_others_keep_their_places():
+def test_each_request_comes_back_with_what_it_asked_for():
     queue = RequestQueue()
-    for group in range(4):
-        put(queue, group)
-    assert queue.pop(lambda uid: uid.group >= 2) == SampleId(2, 0)
-    assert drain(queue) == [0, 1, 3]
-
-
-def test_nothing_is_taken_if_nothing_fits():
-    queue = RequestQueue()
-    put(queue, 1)
-    assert queue.pop(lambda _: False) is None
-    assert SampleId(1, 0) in queue
-
-
-def test_only_the_next_few_are_asked_whether_they_fit():
-    queue, asked = RequestQueue(lookahead=3), []
-    for group in range(10):
-        put(queue, group)
-    assert queue.pop(lambda uid: bool(asked.append(uid.group))) is None
-    assert asked == [0, 1, 2]
-    assert len(queue) == 10
+    for index, session in enumerate(("a", None, "c")):
+        queue.push(SampleId(1, index), Want(0, 10.0 + index, session))
+    assert [queue.pop() for _ in range(3)] == [
+        (SampleId(1, 0), Want(0, 10.0, "a")),
+        (SampleId(1, 1), Want(0, 11.0)),
+        (SampleId(1, 2), Want(0, 12.0, "c")),
+    ]
 
 
 def test_what_was_removed_is_not_given_and_may_come_again():
@@ -122,7 +110,7 @@ def test_removed_requests_do_not_pile_up():
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["push", "push", "push", "pop", "pop even", "remove"]),
+        st.sampled_from(["push", "push", "push", "pop", "pop", "remove"]),
         st.builds(SampleId, st.integers(0, 7), st.integers(0, 2)),
         st.integers(0, 2),
         st.sampled_from([1.0, 2.0, 3.0]),
@@ -139,16 +127,16 @@ def test_in_any_order_of_events_the_queue_is_a_sorted_list(events):
     queue, sorted_list = RequestQueue(), {}
     for event, uid, deadline, tokens, order, started in events:
         if event == "push":
-            queue.push(uid, deadline=deadline, tokens=tokens, order=order, started=started)
+            want = Want(deadline, tokens)
+            queue.push(uid, want, order=order, started=started)
             length = -tokens if order == "longest" else 0
-            sorted_list[uid] = (deadline, not started, length, uid)
+            sorted_list[uid] = (deadline, not started, length, uid, want)
         elif event == "remove":
             assert queue.remove(uid) == (sorted_list.pop(uid, None) is not None)
         else:
-            even = event == "pop even"
-            fitting = [entry for entry in sorted_list.values() if not even or not entry[3].index]
-            expected = min(fitting)[3] if fitting else None
-            assert queue.pop((lambda found: not found.index) if even else None) == expected
-            sorted_list.pop(expected, None)
+            expected = min(sorted_list.values(), key=lambda entry: entry[:4], default=None)
+            assert queue.pop() == (None if expected is None else expected[3:])
+            if expected is not None:
+                del sorted_list[expected[3]]
         assert len(queue) == len(sorted_list)
         assert (uid in queue) == (uid in sorted_list)

@@ -54,6 +54,19 @@ def test_what_a_snapshot_says_the_cache_holds_counts_as_load():
     assert [send(made, group) for group in range(5)] == [1, 1, 1, 0, 0]
 
 
+def test_a_release_with_a_snapshot_is_a_release_and_then_the_snapshot():
+    load = EngineLoad(slots=8, kv_capacity=100)
+    after = EngineLoad(slots=8, kv_capacity=100, kv_tokens=35)
+    both, one = router(load, load), router(load, load)
+    for made in (both, one):
+        assert [send(made, 0), send(made, 1)] == [0, 1]
+    both.release(SampleId(0, 0), tokens_drawn=10)
+    both.push(0, after)
+    one.release(SampleId(0, 0), tokens_drawn=10, load=after)
+    chosen = [[send(made, group) for group in range(2, 8)] for made in (both, one)]
+    assert chosen[0] == chosen[1] == [1, 1, 1, 0, 0, 0]
+
+
 def test_what_left_after_a_snapshot_is_not_counted_in_it():
     full = EngineLoad(slots=8, kv_capacity=100, kv_tokens=50)
     made = router(EngineLoad(slots=8, kv_capacity=100), EngineLoad(slots=8, kv_capacity=100))

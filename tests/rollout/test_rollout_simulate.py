@@ -76,7 +76,8 @@ def test_the_bound_is_the_work_over_the_devices() -> None:
 
 def test_bubbles_name_the_trainer_s_wait_and_the_engines_empty_slots() -> None:
     report = simulate(scenario(devices={"colocated": True, "train_token_s": 0.5}))
-    assert report.trainer_waited_s == pytest.approx({"generating on engine": 3 * 10})
+    parts = {"prefilling on engine": 3 * 1, "generating on engine": 3 * 9}
+    assert report.trainer_waited_s == pytest.approx(parts)
     assert report.slots_empty_s["train"] == pytest.approx(3 * 15 * 4)
     assert report.slots_empty_s["generate"] == pytest.approx(0)
 

@@ -189,20 +189,56 @@ def test_tokens_carry_the_version_that_drew_them():
     assert run_virtual(main()).versions.tolist() == [3, 3, 4, 4, 5, 5]
 
 
-@pytest.mark.parametrize(("keep_cache", "recomputed"), [(False, 10 + 2), (True, 0)])
-def test_at_a_publish_the_cache_is_computed_anew_or_kept(keep_cache, recomputed):
-    async def main() -> tuple[float, Usage]:
-        step = StepTime(1.0, per_prefill_token_s=0.5)
-        engine = SimulatedEngine(step, lambda _: 4, slots=1, keep_cache=keep_cache)
-        # The prefill of 10 tokens takes 5 s, and two steps 2 s.
-        update = _at(7.0, engine.commit_shared(PolicyVersion(1)))
-        await _all(engine.generate(_request(prompt=10)), update)
-        return _now(), engine.usage()
+PREFILLS = StepTime(1.0, per_prefill_token_s=0.5)
 
-    time, usage = run_virtual(main())
+
+@pytest.mark.parametrize(("keep_cache", "recomputed"), [(False, 10 + 2), (True, 0)])
+def test_at_a_publish_the_cache_is_computed_anew_or_kept_and_flagged(keep_cache, recomputed):
+    async def main() -> tuple[float, Usage, Completion]:
+        engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
+        # The prefill of 10 tokens takes 5 s, and two steps 2 s.
+        update = _at(7.0, engine.commit_shared(PolicyVersion(1), keep_cache=keep_cache))
+        completion, _ = await _all(engine.generate(_request(prompt=10)), update)
+        return _now(), engine.usage(), completion
+
+    time, usage, completion = run_virtual(main())
     assert usage.recomputed_tokens == recomputed
     assert usage.prefilled_tokens == 10 + recomputed
     assert time == 5 + 4 + recomputed / 2
+    flags = None if completion.kept_cache is None else completion.kept_cache.tolist()
+    assert flags == ([False, False, True, True] if keep_cache else None)
+
+
+def test_only_tokens_over_an_older_cache_are_flagged():
+    async def main() -> list[Completion]:
+        engine = SimulatedEngine(SECOND, lambda _: 6, slots=1)
+        changes = [
+            _at(2.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
+            _at(3.0, engine.sleep()),
+            _at(3.0, engine.wake()),
+            _at(4.0, engine.commit_shared(PolicyVersion(1), keep_cache=True)),
+            _at(5.0, engine.commit_shared(PolicyVersion(2), keep_cache=True)),
+        ]
+        first, second, *_ = await _all(*map(engine.generate, (_request(0), _request(1))), *changes)
+        whole = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
+        return [first, second, await engine.generate(whole)]
+
+    first, second, again = run_virtual(main())
+    assert first.versions.tolist() == [0, 0, 1, 1, 1, 2]
+    assert first.kept_cache.tolist() == [False, False, True, False, False, True]
+    assert second.kept_cache is None, "it began after the last publish"
+    assert again.kept_cache.tolist() == first.kept_cache.tolist()
+
+
+def test_a_completion_tells_how_long_it_was_queued_and_prefilled():
+    async def main() -> list[Completion]:
+        engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
+        requests = [_request(n, prompt=10, grouped=True) for n in range(2)]
+        return await _all(*map(engine.generate, requests))
+
+    first, second = run_virtual(main())
+    assert (first.queued_s, first.prefill_s, first.seconds) == (0, 6, 9)
+    assert (second.queued_s, second.prefill_s, second.seconds) == (9, 1, 13), "the group's prompt"
 
 
 def test_when_the_cache_is_full_the_youngest_waits_and_computes_its_tokens_again():
@@ -673,7 +709,7 @@ def _records(step_time: StepTime, *, noise: float, count: int = 400) -> list[Ste
 
 def test_a_fit_finds_the_parts_of_noisy_records():
     true = StepTime(0.02, 1e-4, 4e-8, 2e-6)
-    fit = fit_step_time(_records(true, noise=0.03))
+    fit = fit_step_time(_records(true, noise=0.03, count=1600))
     found = fit.step_time
     assert found.base_s == pytest.approx(true.base_s, rel=0.03)
     assert found.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
@@ -681,7 +717,7 @@ def test_a_fit_finds_the_parts_of_noisy_records():
     assert found.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.05)
     assert fit.mean_error == pytest.approx(0.03 * np.sqrt(2 / np.pi), rel=0.15)
     assert fit.mean_error < fit.worst_error < 0.2
-    assert fit.records == 400
+    assert fit.records == 1600
 
 
 def test_a_fit_without_noise_is_exact():

@@ -62,15 +62,17 @@ class Receiver:
         self.received = manifest
         self.diary.lines.append(f"receive {self.rank}")
 
-    def commit(self, version: PolicyVersion) -> None:
+    def commit(self, version: PolicyVersion, keep_cache: bool = False) -> None:
         if self.diary.refuse_commit_of == self.rank:
             raise WeightError("the weights do not fit the model")
         assert self.received is not None
         self.diary.weights += [tensor.clone() for _, tensor in read_weights(self.received)]
-        self.diary.lines.append(f"commit {self.rank} {version}")
+        kept = " kept" if keep_cache else ""
+        self.diary.lines.append(f"commit {self.rank} {version}{kept}")
 
-    def commit_shared(self, version: PolicyVersion) -> None:
-        self.diary.lines.append(f"commit_shared {self.rank} {version}")
+    def commit_shared(self, version: PolicyVersion, keep_cache: bool = False) -> None:
+        kept = " kept" if keep_cache else ""
+        self.diary.lines.append(f"commit_shared {self.rank} {version}{kept}")
 
 
 def make_learner(context: HostContext, rank: int, diary: Diary) -> Learner:
@@ -101,6 +103,13 @@ async def group_of(diary: Diary, generators: str) -> AsyncGenerator[WorkerGroup]
     cluster = ClusterConfig(backend="inline", call_timeout_s=30)
     async with open_group(devices, specs, cluster=cluster, threads=1) as group:
         yield group
+
+
+async def test_every_engine_is_told_whether_caches_are_kept(folder: Path) -> None:
+    diary = Diary()
+    async with group_of(diary, "cpu:0-1") as group:
+        await Publisher(group).publish(FIVE, keep_cache=True)
+    assert set(diary.lines[2:]) == {"commit 1 5 kept", "commit_shared 0 5 kept"}
 
 
 async def test_copies_are_written_received_by_all_and_then_committed(folder: Path) -> None:

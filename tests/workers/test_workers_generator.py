@@ -316,9 +316,11 @@ async def test_what_is_committed_is_what_was_verified() -> None:
     class Careful(FakeEngine):
         expected: Any = None
 
-        async def update(self, weights: Any, version: Any, expected: Any = None) -> Any:
+        async def update(
+            self, weights: Any, version: Any, expected: Any = None, *, keep_cache: bool = False
+        ) -> Any:
             self.expected = expected
-            return await super().update(weights, version, expected)
+            return await super().update(weights, version, expected, keep_cache=keep_cache)
 
     engine = Careful()
     worker = GeneratorWorker(engine)

@@ -12,11 +12,13 @@ these happen between two steps, and each forward uses exactly one committed vers
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import perf_counter
+from functools import partial
+from time import perf_counter, time
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +32,15 @@ from rollick.infer.native.runner import Decode, Runner, Stops
 from rollick.models.attention import other_layers
 from rollick.models.cached_attention import CACHED
 from rollick.models.load import empty_model, fingerprint, load_model, share_parameters
-from rollick.types import Completion, EngineLoad, Fingerprint, PolicyVersion, Request, SampleId
+from rollick.types import (
+    Completion,
+    EngineLoad,
+    Fingerprint,
+    PolicyVersion,
+    Request,
+    SampleId,
+    StepRecord,
+)
 
 Result = TypeVar("Result")
 
@@ -66,6 +76,7 @@ class NativeEngine:
         self._lock = asyncio.Lock()
         self._work = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
+        self._steps: deque[StepRecord] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollick-engine")
 
     @classmethod
@@ -134,6 +145,7 @@ class NativeEngine:
                 Capability.SHARED_WEIGHTS,
                 Capability.DETERMINISTIC,
                 Capability.CUT_SUPPORT,
+                Capability.KEEP_CACHE,
             }
         )
 
@@ -173,7 +185,12 @@ class NativeEngine:
         self._wake_driver()
 
     async def update(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None = None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None = None,
+        *,
+        keep_cache: bool = False,
     ) -> Fingerprint:
         self._check_open()
         if self._shared:
@@ -186,12 +203,12 @@ class NativeEngine:
                 raise EngineError(
                     "the engine sleeps and has no weights to update", fix="call wake first"
                 )
-            return await self._in_thread(lambda: self._take(weights, version, expected))
+            take = partial(self._take, weights, version, expected, keep_cache=keep_cache)
+            return await self._in_thread(take)
 
-    async def commit_shared(self, version: PolicyVersion) -> None:
+    async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         async with self._lock:
-            self.runner.version = version
-            self.runner.invalidate()
+            self.runner.commit(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
         """Running requests survive: they wait, and compute their cache anew after `wake`.
@@ -221,6 +238,17 @@ class NativeEngine:
             busy_seconds=self.runner.busy_seconds,
             version=self.runner.version,
         )
+
+    def record_steps(self, most: int) -> None:
+        """Keep a record of each step from now on, the newest `most`, for `take_steps`."""
+        self._steps = deque(maxlen=most)
+
+    def take_steps(self) -> list[StepRecord]:
+        """The steps since the last call, oldest first."""
+        taken = list(self._steps or ())
+        if self._steps is not None:
+            self._steps.clear()
+        return taken
 
     async def close(self) -> None:
         """Pending requests fail; the thread ends. Closing twice does nothing."""
@@ -278,6 +306,7 @@ class NativeEngine:
                 await self._step()
 
     async def _step(self) -> None:
+        begun, at = perf_counter(), time()
         try:
             finished = await self._in_thread(self.runner.step)
         except Exception as error:  # the engine thread is a boundary: its errors are the callers'
@@ -285,12 +314,15 @@ class NativeEngine:
             return
         for job, completion in finished:
             self._resolve(job, completion)
+        if self._steps is not None and self.runner.work.batch:
+            # With the way to the thread and back: the next step begins when this one is here.
+            seconds = perf_counter() - begun
+            self._steps.append(replace(self.runner.work, seconds=seconds, at=at))
 
     def _resolve(self, job: Job, completion: Completion) -> None:
         pending = self._pending.get(job.request.uid)
         if pending is not None and pending.job is job and not pending.done.done():
-            seconds = perf_counter() - pending.started
-            pending.done.set_result(replace(completion, seconds=seconds))
+            pending.done.set_result(_timed(completion, job, pending.started))
 
     def _fail_all(self, error: Exception) -> None:
         self.runner.clear()
@@ -311,7 +343,12 @@ class NativeEngine:
             raise
 
     def _take(
-        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None
+        self,
+        weights: WeightStream,
+        version: PolicyVersion,
+        expected: Fingerprint | None,
+        *,
+        keep_cache: bool,
     ) -> Fingerprint:
         """Stage, verify, and only then write."""
         # Copies, because a stream may reuse its buffers from one tensor to the next.
@@ -328,14 +365,23 @@ class NativeEngine:
         with torch.no_grad():
             for name, tensor in staged:
                 targets[name].copy_(tensor)
-        self.runner.version = version
-        self.runner.invalidate()
+        self.runner.commit(version, keep_cache=keep_cache)
         return found
 
     def _move(self, device: str) -> None:
         self.module.to(device)
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+def _timed(completion: Completion, job: Job, started: float) -> Completion:
+    """With the seconds since `started`, and where they went."""
+    now = perf_counter()
+    placed = now if job.placed_at is None else job.placed_at
+    first = now if job.first_at is None else job.first_at
+    return replace(
+        completion, seconds=now - started, queued_s=placed - started, prefill_s=first - placed
+    )
 
 
 def _check_module(module: nn.Module) -> None:

@@ -28,6 +28,10 @@ class Job:
     """Prompt and the tokens that an earlier generation drew."""
     prefix_key: bytes = field(init=False)
     """Names what is prefilled: all of the context but its last token."""
+    placed_at: float | None = field(default=None, init=False)
+    """When it got a row (perf_counter); None: not yet."""
+    first_at: float | None = field(default=None, init=False)
+    """When it had drawn its first token."""
 
     def __post_init__(self) -> None:
         earlier = self.request.continue_from
@@ -56,6 +60,7 @@ class Job:
             versions=frozen_array([] if earlier is None else earlier.versions, np.int32),
             stop=stop,
             seconds=seconds,
+            kept_cache=None if earlier is None else earlier.kept_cache,
         )
 
 
@@ -71,6 +76,8 @@ class Rows:
         self.tokens = np.zeros((slots, max_length), np.int32)
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.versions = np.zeros((slots, max_length), np.int32)
+        self.kept = np.zeros((slots, max_length), np.bool_)
+        self.cache_version = np.zeros(slots, np.int64)
         self.length = np.zeros(slots, np.int64)
         self.prompt = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
@@ -80,6 +87,7 @@ class Rows:
         self.top_p = np.zeros(slots, np.float64)
         self.watches_text = np.zeros(slots, np.bool_)
         self._columns: tuple[npt.NDArray[Any], ...] = (
+            self.cache_version,
             self.length,
             self.prompt,
             self.limit,
@@ -116,7 +124,8 @@ class Rows:
         self.count += 1
         return self.count - 1
 
-    def put(self, row: int, job: Job) -> None:
+    def put(self, row: int, job: Job, *, version: int) -> None:
+        """A sequence begins, over a cache of `version`."""
         request = job.request
         prompt, length = len(request.token_ids), len(job.context)
         self.jobs[row] = job
@@ -124,6 +133,9 @@ class Rows:
         if request.continue_from is not None:
             self.logprobs[row, prompt:length] = request.continue_from.logprobs
             self.versions[row, prompt:length] = request.continue_from.versions
+            kept = request.continue_from.kept_cache
+            self.kept[row, prompt:length] = False if kept is None else kept
+        self.cache_version[row] = version
         self.length[row] = length
         self.prompt[row] = prompt
         self.limit[row] = job.length_limit(self._max_length)
@@ -146,6 +158,7 @@ class Rows:
         self.tokens[rows, ends] = tokens_R
         self.logprobs[rows, ends] = logprobs_R
         self.versions[rows, ends] = version
+        self.kept[rows, ends] = self.cache_version[: self.count] < version
         self.length[: self.count] += 1
 
     def take(self, row: int, stop: StopReason) -> tuple[Job, Completion]:
@@ -156,12 +169,14 @@ class Rows:
         self.jobs[row] = None
         self.watches_text[row] = False
         self.holes.append(row)
+        kept = self.kept[row, drawn]
         return job, Completion(
             uid=job.request.uid,
             token_ids=frozen_array(self.tokens[row, drawn], np.int32),
             logprobs=frozen_array(self.logprobs[row, drawn], np.float32),
             versions=frozen_array(self.versions[row, drawn], np.int32),
             stop=stop,
+            kept_cache=frozen_array(kept, np.bool_) if kept.any() else None,
         )
 
     def close_holes(self) -> list[tuple[int, int]]:
@@ -179,7 +194,7 @@ class Rows:
 
     def _move(self, source: int, target: int) -> None:
         length = int(self.length[source])
-        for table in (self.tokens, self.logprobs, self.versions):
+        for table in (self.tokens, self.logprobs, self.versions, self.kept):
             table[target, :length] = table[source, :length]
         for column in self._columns:
             column[target] = column[source]

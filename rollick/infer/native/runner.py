@@ -9,6 +9,9 @@ calls `step` in its own thread, and everything else only while no step runs (exc
 
 A row's cache always holds all of its tokens but the last, which the next decode feeds. So a
 prompt's prefill needs no logits, and the members of a group differ from their first own token on.
+
+With a new version the running rows compute their cache anew, or keep it: then they know that theirs
+is older, and flag what they draw. A prefix is looked up together with the version that computed it.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from rollick.infer.native.forward import BatchedForward, Forward, Prefix, TiledF
 from rollick.infer.native.philox import uniforms
 from rollick.infer.native.rows import Job, Rows
 from rollick.infer.native.sampler import Drawn, draw, draw_row_by_row
-from rollick.types import Completion, SampleId, StopReason
+from rollick.types import Completion, SampleId, StepRecord, StopReason
 
 Decode = Callable[[Sequence[int]], str]
 Finished = list[tuple[Job, Completion]]
@@ -65,12 +68,15 @@ class Runner:
         self.prefilled_tokens = 0
         self.decode_steps = 0
         self.busy_seconds = 0.0
+        self.work = StepRecord(0, 0, 0, 0.0)
+        """What the last step did."""
         self.cache = SlotCache()
         self.rows = Rows(slots=infer.slots, max_length=infer.max_length)
         self.waiting: deque[Job] = deque()
         self._arrived: deque[Job] = deque()
         self._dropped: deque[Job] = deque()
         self._stale = False
+        self._began: list[Job] = []
         self._infer = infer
         self._draw = draw_row_by_row if deterministic else draw
         self._forward: Forward = (TiledForward if deterministic else BatchedForward)(
@@ -113,9 +119,11 @@ class Runner:
                 return self.rows.take(row, StopReason.ABORTED)
         return None
 
-    def invalidate(self) -> None:
-        """The weights changed: running rows compute their cache anew before they go on."""
-        self._stale = True
+    def commit(self, version: int, *, keep_cache: bool = False) -> None:
+        """The weights are those of `version`: running rows compute their cache anew before they go
+        on, or keep it."""
+        self.version = version
+        self._stale = self._stale or not keep_cache
         self.cache.forget_all()
 
     def free(self) -> None:
@@ -133,17 +141,23 @@ class Runner:
 
     def step(self) -> Finished:
         """One token for every running request; gives those that ended."""
-        started = perf_counter()
+        started, prefilled = perf_counter(), self.prefilled_tokens
         with torch.inference_mode():
             self._receive()
             self._forget_dropped()
             self._refresh()
             finished = self._admit()
             self._compact()
-            if self.rows.count:
+            batch, lengths = self.rows.count, self.rows.length[: self.rows.count]
+            kv_tokens, longest = int(lengths.sum()), int(lengths.max(initial=0))
+            if batch:
                 self._record(self._decode())
+                self._note_first_tokens()
                 finished += self._take_ended()
-        self.busy_seconds += perf_counter() - started
+        seconds = perf_counter() - started
+        self.busy_seconds += seconds
+        prefilled = self.prefilled_tokens - prefilled
+        self.work = StepRecord(batch, kv_tokens, prefilled, seconds=seconds, longest=longest)
         return finished
 
     def _receive(self) -> None:
@@ -173,7 +187,8 @@ class Runner:
             chunk.append(prefix)
         self._prefill(chunk)
         for row in self.rows.used:
-            self.cache.hold(row, self._job(row).prefix_key)
+            self.cache.hold(row, self._key(self._job(row)))
+            self.rows.cache_version[row] = self.version
 
     def _admit(self) -> Finished:
         """Waiting requests into free rows, as far as this step's prefill budget reaches."""
@@ -184,7 +199,7 @@ class Runner:
         budget = self._infer.prefill_tokens
         while self.waiting and self.rows.free:
             job = self.waiting[0]
-            source = self.cache.holder(job.prefix_key)
+            source = self.cache.holder(self._key(job))
             cost = len(job.context) - 1 if source is None else 0
             if new and cost > budget:
                 break
@@ -195,7 +210,9 @@ class Runner:
                 continue
             budget -= cost
             row = self.rows.place(source)
-            self.rows.put(row, job)
+            self.rows.put(row, job, version=self.version)
+            job.placed_at = perf_counter()
+            self._began.append(job)
             if source is None:
                 new.append(self._prefix(row))
                 pending.add(row)
@@ -206,7 +223,7 @@ class Runner:
                 # At once: a later arrival of this step may be put where the source is.
                 self._reserve()
                 self.cache.copy(source, row, length=len(job.context) - 1)
-            self.cache.hold(row, job.prefix_key)
+            self.cache.hold(row, self._key(job))
         self._prefill(new)
         for source, row, length in copies:
             self.cache.copy(source, row, length=length)
@@ -221,6 +238,16 @@ class Runner:
             return StopReason.STOP
         full = len(job.context) >= job.length_limit(self._infer.max_length)
         return StopReason.LENGTH if full else None
+
+    def _key(self, job: Job) -> bytes:
+        return b"%d:" % self.version + job.prefix_key
+
+    def _note_first_tokens(self) -> None:
+        if self._began:
+            now = perf_counter()
+            for job in self._began:
+                job.first_at = now
+            self._began.clear()
 
     def _prefix(self, row: int) -> Prefix:
         return Prefix(row, self.rows.tokens[row, : self.rows.length[row] - 1])

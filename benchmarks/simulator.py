@@ -1,0 +1,209 @@
+"""Does the simulator predict real runs? Calibrated on one, it is asked for the step of others.
+
+    python benchmarks/simulator.py [--json] [--keep FOLDER] [--steps 16] [--rounds 3]
+
+Every run is real: engine and learner are two processes on Ray with one thread each, on this CPU.
+One run calibrates (`rollick simulate --from` does the same); the others differ from it in seed,
+batch size, staleness, or all three. Answers end by chance, with about 60 tokens in the mean and 128
+at most. The learning rate is so small that the policy, and with it the lengths, stay as they are:
+a simulator cannot know what a policy will learn. The first steps of a run are not counted. A shared
+machine is faster at one time and slower at another (the same run, made twice, differed by up to
+20 %), so the calibrating run is as long as all rounds of another, and each of the others is made
+`rounds` times, one after all. An error is predicted / measured - 1 of the mean step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rollick.config.load import recipe_from_dict
+from rollick.config.scenario import scenario_of_recipe
+from rollick.observe.metrics import read_metrics
+from rollick.pipelines.base import RunObjects
+from rollick.pipelines.calibrate import Calibration, calibrate_run
+from rollick.pipelines.run import run_recipe
+from rollick.rollout.simulate import simulate
+from rollick.testing.tiny import ALPHABET, save_tiny
+
+MODEL: dict[str, Any] = {"hidden": 192, "layers": 4, "heads": 4, "kv_heads": 4, "max_length": 160}
+MAX_TOKENS = 128
+WARMUP_STEPS = 3
+SIMULATED_STEPS = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: what differs from the others."""
+
+    name: str
+    seed: int = 0
+    groups: int = 12
+    staleness: float = 1
+
+    def folder(self, number: int) -> str:
+        """The name of its run in that round."""
+        plain = "".join(c if c.isalnum() else "-" for c in self.name)
+        return f"{plain}-{number}"
+
+
+CALIBRATION = Case("calibration")
+CASES = (
+    Case("another seed", seed=1),
+    Case("half the batch", groups=6),
+    Case("twice the batch", groups=24),
+    Case("staleness 0", staleness=0),
+    Case("staleness 2", staleness=2),
+    Case("all: seed 2, half, staleness 2", seed=2, groups=6, staleness=2),
+    Case("all: seed 3, twice, staleness 0", seed=3, groups=24, staleness=0),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Measured and predicted."""
+
+    name: str
+    step_s: float
+    rounds_s: tuple[float, ...]
+    """The same for each round: what chance and the machine do."""
+    predicted_step_s: float
+    samples_per_s: float
+    predicted_samples_per_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_step_s / self.step_s - 1
+
+
+def digits(completion: str) -> float:
+    """The share of digits: nearly every group has a signal."""
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
+def make_prompts(count: int = 2000) -> list[dict[str, str]]:
+    draw = random.Random(0)
+    return [{"prompt": "".join(draw.choices(ALPHABET[:36], k=12))} for _ in range(count)]
+
+
+def recipe_of(case: Case, model: Path, home: Path, *, steps: int, number: int) -> dict[str, Any]:
+    name = case.folder(number)
+    return {
+        "run": {"name": name, "folder": str(home), "steps": steps, "seed": case.seed, "threads": 1},
+        "model": {"path": str(model), "template": "plain"},
+        "data": {
+            "domains": {"words": {"source": "object:words", "rewards": ["object:digits"]}},
+        },
+        "sampling": {"max_tokens": MAX_TOKENS},
+        "rollout": {
+            "groups_per_step": case.groups,
+            "group_size": 4,
+            "max_staleness": case.staleness,
+        },
+        "train": {"optimizer": {"lr": 1e-8}},
+        "infer": {"slots": 24, "max_length": 160},
+        "devices": {"policy": "cpu:0", "generators": "cpu:1"},
+        "evaluate": {"at_end": False},
+        "checkpoint": {"every": 0},
+        "observe": {"sinks": [], "live": "off", "engine_steps": True},
+    }
+
+
+class Bench:
+    """Makes runs, all from one model, and keeps their folders under `home`."""
+
+    def __init__(self, home: Path, *, steps: int, rounds: int) -> None:
+        self.home = home
+        self.steps = steps
+        self.rounds = rounds
+        self.model = save_tiny(home / "model", **MODEL)
+        self.objects = RunObjects(prompts={"words": make_prompts()}, rewards={"digits": digits})
+
+    def recipe(self, case: Case, *, number: int, times: int) -> Any:
+        # Runs of about the same length, whatever their batch.
+        counted = max(6, round(self.steps * CALIBRATION.groups / case.groups))
+        steps = WARMUP_STEPS + times * counted
+        made = recipe_of(case, self.model, self.home, steps=steps, number=number)
+        return recipe_from_dict(made, objects=self.objects.names)
+
+    def run(self, case: Case, *, number: int = 0, times: int = 1) -> Path:
+        begun = time.perf_counter()
+        loaded = self.recipe(case, number=number, times=times)
+        folder = run_recipe(loaded, objects=self.objects).folder
+        print(f"{case.name}: {time.perf_counter() - begun:.0f} s", flush=True)
+        return folder
+
+    def compare(self, case: Case, folders: list[Path], calibration: Calibration) -> Outcome:
+        counted = [read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:] for folder in folders]
+        rows = [row for run in counted for row in run]
+        seconds = sum(row["time/step"] for row in rows)
+        recipe = self.recipe(case, number=0, times=1).recipe
+        scenario = calibration.apply(scenario_of_recipe(recipe))
+        report = simulate(scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS))
+        return Outcome(
+            name=case.name,
+            step_s=seconds / len(rows),
+            rounds_s=tuple(fmean(row["time/step"] for row in run) for run in counted),
+            predicted_step_s=report.step_s,
+            samples_per_s=sum(row["rollout/samples"] for row in rows) / seconds,
+            predicted_samples_per_s=report.samples_per_s,
+        )
+
+
+def show(outcomes: list[Outcome]) -> None:
+    print(
+        f"{'run':<34}{'step s':>9}{'predicted':>11}{'error':>9}{'samples/s':>11}{'predicted':>11}"
+    )
+    for o in outcomes:
+        print(
+            f"{o.name:<34}{o.step_s:>9.3f}{o.predicted_step_s:>11.3f}{o.error:>+9.1%}"
+            f"{o.samples_per_s:>11.1f}{o.predicted_samples_per_s:>11.1f}"
+            f"   rounds {' '.join(f'{seconds:.3f}' for seconds in o.rounds_s)}"
+        )
+
+
+def main() -> None:
+    # Ray makes its workers yield to everything else on the machine unless it is told not to.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs, which then stay")
+    parser.add_argument("--steps", type=int, default=16, help="counted in a run of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        home = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = Bench(home, steps=options.steps, rounds=options.rounds)
+        calibrated = bench.run(CALIBRATION, times=options.rounds)
+        calibration = calibrate_run(calibrated)
+        runs = [[bench.run(case, number=n) for case in CASES] for n in range(options.rounds)]
+        itself = bench.compare(CALIBRATION, [calibrated], calibration)
+        outcomes = [
+            bench.compare(case, list(folders), calibration)
+            for case, folders in zip(CASES, zip(*runs, strict=True), strict=True)
+        ]
+    for name, text in calibration.describe():
+        print(f"{name:<16}{text}")
+    show([itself, *outcomes])
+    facts = {
+        "worst_error": max(abs(o.error) for o in outcomes),
+        "errors": {o.name: o.error for o in outcomes},
+        "itself": itself.error,
+        "fit_mean_error": calibration.engine.mean_error,
+        "runs": [asdict(o) for o in [itself, *outcomes]],
+    }
+    if options.json:
+        print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Long rounds: what is late is put off, started again with its like, and trained on."""
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+
+from rollick.config.scenario import Scenario
+from rollick.config.schema import RolloutConfig
+from rollick.rollout.episode import single_turn
+from rollick.rollout.scheduler import CLOSE_S, Rollout
+from rollick.rollout.simulate import simulate
+from rollick.rollout.simulated import SimulatedEngine, StepTime
+from rollick.rollout.virtual import run_virtual
+from rollick.testing.fakes import FakeCodec, prompt
+from rollick.types import PolicyVersion, SampleId, Sampling, Score
+
+LONG = 40
+SHORT = 4
+STEP = StepTime(1.0)
+"""A token a second."""
+
+
+class Run:
+    """Two groups of two a step, one more in flight; the first sample of groups 1 and 3 is long."""
+
+    def __init__(self, **settings):
+        sizes = {"groups_per_step": 2, "group_size": 2, "surplus_groups": 1}
+        self.config = RolloutConfig(
+            **sizes | {"staleness_rule": "long_rounds", "drop_no_signal": False} | settings
+        )
+        self.engine = self.new_engine()
+        self.events, self.spans, self.judged = [], [], Counter()
+        self.streams = Counter()
+        self.started = 0
+
+    def new_engine(self):
+        return SimulatedEngine(STEP, self.length, slots=64)
+
+    def length(self, request):
+        self.streams[request.uid, request.stream] += 1
+        return LONG if request.uid in ((1, 0), (3, 0)) else SHORT
+
+    def open(self, **ways):
+        return Rollout.open(
+            config=self.config,
+            prompts=self.next_prompt,
+            engines=[self.engine],
+            score=self.score,
+            seed=1,
+            stuck_after_s=1000,
+            episode=single_turn(FakeCodec(), Sampling(max_tokens=100), seed=1),
+            judged=lambda group: self.judged.update([group.uid]),
+            record=self.events.append,
+            span=lambda uid, what, begin, end: self.spans.append((uid, what, begin, end)),
+            **ways,
+        )
+
+    def next_prompt(self):
+        self.started += 1
+        return prompt(uid=f"toy/{self.started}")
+
+    async def score(self, sample):
+        return Score(float(sample.uid.index))
+
+    async def step(self, rollout):
+        groups = await rollout.take()
+        version = PolicyVersion(rollout.version + 1)
+        rollout.trained(groups, version)
+        await self.engine.commit_shared(version)
+        rollout.published(version)
+        rollout.ledger.check()
+        return [group.uid for group in groups], rollout.stats(), groups
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
+    async def main():
+        run = Run()
+        async with run.open() as rollout:
+            uids, stats, _ = await run.step(rollout)
+            assert (uids, now()) == ([0, 2], 4), "nobody waits for group 1"
+            assert (stats.deferred, stats.parked, stats.long_groups) == (1, 1, 0)
+            assert stats.deferred_tokens == SHORT + 4, "one sample had ended, one had four tokens"
+            uids, stats, _ = await run.step(rollout)
+            assert (uids, stats.parked) == ([4, 5], 2)
+            uids, stats, groups = await run.step(rollout)
+            assert (uids, now()) == ([1, 3], 8 + LONG), "the long round waits for all"
+            assert (stats.long_groups, stats.parked, stats.deferred) == (2, 0, 0)
+            assert stats.long_length == (LONG + SHORT) / 2
+            drawn = {v for group in groups for s in group.samples for v in s.versions[s.loss_mask]}
+            assert drawn == {2}
+            assert (await run.step(rollout))[0] == [6, 7]
+        assert set(run.judged.values()) == {1}
+        return run
+
+    run = run_virtual(main())
+    parked = [(uid, end - begin) for uid, what, begin, end in run.spans if what == "parked"]
+    assert parked == [((1, 0), 4.0), ((3, 0), 0.0)], "both rounds were over at second 8"
+    again = {uid: times for (uid, _), times in run.streams.items()}
+    assert again[SampleId(1, 0)] == 2, "the same sample draws with the same random numbers"
+
+
+def test_with_staleness_a_step_does_not_wait_for_what_is_put_off():
+    async def main():
+        run = Run(max_staleness=1)
+        trained = []
+        async with run.open() as rollout:
+            for _ in range(12):
+                uids, stats, _ = await run.step(rollout)
+                trained += uids
+                assert stats.age_max <= 1
+        counts = rollout.ledger.counts()
+        assert len(trained) == len(set(trained)) == 24
+        assert counts.groups.dropped == 0
+        assert {1, 3} <= set(trained)
+
+    run_virtual(main())
+
+
+def test_a_resumed_run_goes_on_with_what_was_parked():
+    async def main():
+        run = Run()
+        async with run.open() as rollout:
+            for _ in range(2):
+                await run.step(rollout)
+            state, groups = json.loads(json.dumps(rollout.state())), rollout.untrained()
+        assert [group["uid"] for group in state["ledger"]["groups"]] == [1, 3]
+        run.engine = run.new_engine()
+        await run.engine.commit_shared(PolicyVersion(2))
+        async with run.open(version=2, state=state, groups=groups) as rollout:
+            uids, stats, _ = await run.step(rollout)
+            assert (uids, stats.long_groups) == ([1, 3], 2)
+            assert (await run.step(rollout))[0] == [6, 7]
+
+    run_virtual(main())
+
+
+def test_an_engine_that_does_not_let_go_holds_a_batch_up_for_seconds_only():
+    async def main():
+        run = Run()
+        run.engine.hang_at(4.5)
+        async with run.open() as rollout:
+            await asyncio.sleep(6)
+            begun = now()
+            assert [group.uid for group in await rollout.take()] == [0, 2]
+            assert now() == begun + CLOSE_S
+            await asyncio.sleep(0)
+            assert rollout.fleet.on() == {}
+            assert rollout._lives.leaving == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_every_prompt_is_trained_on_where_first_finished_drops_the_long_ones(staleness):
+    scenario = Scenario(steps=40, warmup_steps=0).change(
+        rollout={"groups_per_step": 8, "group_size": 4, "max_staleness": staleness},
+        work={"lengths": {"median": 50, "tail": 20, "max_tokens": 2000}},
+        devices={"generators": 2, "trainers": 2, "slots": 64, "train_token_s": 1e-5},
+    )
+
+    def run(rule, surplus):
+        rollout = {"staleness_rule": rule, "surplus_groups": surplus}
+        return simulate(scenario.change(rollout=rollout))
+
+    drops, puts_off = run("first_finished", 4), run("long_rounds", 4)
+    assert not puts_off.dropped
+    assert puts_off.deferred >= 8 > puts_off.parked
+    assert drops.length_bias < 2 * puts_off.length_bias - 0.02
+    assert puts_off.age_max <= staleness
+    if not staleness:
+        assert puts_off.step_s < run("must_take", 0).step_s

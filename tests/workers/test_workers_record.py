@@ -1,0 +1,49 @@
+"""A generator that records: what was asked for is kept once, and is bounded."""
+
+import asyncio
+
+import numpy as np
+
+from rollick.testing.fakes import FakeEngine
+from rollick.types import Request, SampleId, Sampling, frozen_array
+from rollick.workers.generator import RECORDED, GeneratorWorker
+
+
+async def answer(worker: GeneratorWorker, count: int) -> None:
+    ids = frozen_array([1, 2], np.int32)
+    requests = [
+        Request(SampleId(n, 0), ids, Sampling(max_tokens=2), stream=n) for n in range(count)
+    ]
+    await worker.submit(requests)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*worker.tasks)
+
+
+async def test_answers_are_told_once_with_the_engines_seconds() -> None:
+    worker = GeneratorWorker(FakeEngine())
+    worker.record()
+    await answer(worker, 3)
+    record = await worker.take_record()
+    assert sorted(uid.group for uid, _ in record.answers) == [0, 1, 2]
+    assert all(seconds >= 0 for _, seconds in record.answers)
+    assert (await worker.take_record()).answers == []
+
+
+async def test_an_engine_that_tells_of_no_steps_has_none() -> None:
+    worker = GeneratorWorker(FakeEngine())
+    worker.record()
+    await answer(worker, 1)
+    assert (await worker.take_record()).steps == []
+
+
+async def test_nothing_is_kept_without_being_asked_for() -> None:
+    worker = GeneratorWorker(FakeEngine())
+    await answer(worker, 1)
+    assert (await worker.take_record()).answers == []
+
+
+async def test_what_nobody_fetches_is_bounded() -> None:
+    worker = GeneratorWorker(FakeEngine())
+    worker.record()
+    assert worker.answers is not None
+    assert worker.answers.maxlen == RECORDED
