@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from rollick import LoadedRecipe, RunResult
+
+# Every run of the tests tries the same examples.
+settings.register_profile("rollick", derandomize=True, database=None, deadline=None)
+settings.load_profile("rollick")
 
 OBJECTS = frozenset({"rows", "reward", "held_out"})
 """What a recipe made by `toy` may name as object:NAME."""

@@ -16,7 +16,8 @@ IM_TEMPLATE = (
     "{% endif %}<im>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<im>assistant\n{% endif %}"
 )
-TEXT = st.text(ALPHABET, max_size=12)
+# A text that spells a special token is that token to the template, and letters to who drew it.
+TEXT = st.text(ALPHABET, max_size=12).filter(lambda text: "<" not in text)
 ROLES = st.sampled_from(["user", "tool"])
 
 
