@@ -44,11 +44,11 @@ class Life:
         "unwanted",
     )
 
-    def __init__(self, uid: SampleId, prompt: Prompt, lives: Lives) -> None:
+    def __init__(self, uid: SampleId, prompt: Prompt, lives: Lives, *, doing: Doing) -> None:
         self.uid = uid
         self.prompt = prompt
         self.task: asyncio.Task[None] | None = None
-        self.doing = Doing(WAITING, lives.now())
+        self.doing = doing
         self.generate_s = 0.0
         self.tokens = 0
         self.is_followed = False
@@ -147,11 +147,12 @@ class Lives:
     def begin(self, uids: Iterable[SampleId], prompt: Prompt) -> None:
         """These samples of a group wait for an engine."""
         tokens = self.predict(prompt)
+        waiting = Doing(WAITING, self.now())
         for uid in uids:
-            life = self._of[uid] = Life(uid, prompt, self)
+            self._of[uid] = Life(uid, prompt, self, doing=waiting)
             since = self._parked_since.pop(uid, None)
             if since is not None and self.span is not None:
-                self.span(uid, PARKED, since, life.doing.since)
+                self.span(uid, PARKED, since, waiting.since)
             self._fleet.submit(uid, Want(self.ledger.deadline(uid.group), tokens, str(uid)))
 
     def end(self, life: Life) -> None:

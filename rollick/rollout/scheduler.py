@@ -36,7 +36,7 @@ from rollick.rollout.limits import (
     stuck_error,
 )
 from rollick.rollout.lives import Life, Lives
-from rollick.rollout.rules import Rule
+from rollick.rollout.rules import Rule, count_places
 from rollick.rollout.scored import Scored, mask_older, refuse_older, without_loss
 from rollick.rollout.stats import RolloutStats, StepWindow
 from rollick.rollout.waits import IN_GROUP, SCORING, name_waits
@@ -146,7 +146,8 @@ class Rollout:
             span=span,
             find_prompt=find_prompt,
         )
-        with rare_collections():
+        places = count_places(config.groups_per_step, config.max_staleness)
+        with rare_collections(places * config.group_size):
             async with cls._supervised(wiring, engines, PolicyVersion(version)) as rollout:
                 rollout._begin(state, groups, started)
                 yield rollout
