@@ -208,6 +208,14 @@ def test_collections_are_rare_inside_and_as_before_after() -> None:
     assert gc.get_threshold() == before
 
 
+def test_the_more_samples_are_in_flight_the_rarer_collections_are() -> None:
+    with rare_collections(1_000):
+        few = gc.get_threshold()
+        with rare_collections(1_000_000):
+            assert gc.get_threshold() == (32_000_000, *few[1:])
+        assert gc.get_threshold() == few == (50_000, 50, 200)
+
+
 def test_the_command_prints_a_report_and_draws_a_picture(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "smollm2_sums.yaml"
     picture = tmp_path / "timeline.png"
