@@ -118,8 +118,10 @@ class DeviceConfig(Section):
     """Seconds of a training step that do not depend on its tokens."""
     train_token_s: NonNegativeSeconds = 0.0
     """Device-seconds to train on one token."""
+    transfer_s: NonNegativeSeconds = 0.0
+    """Seconds in which new weights are on their way to the engines, which go on meanwhile."""
     publish_s: NonNegativeSeconds = 0.0
-    """Seconds to bring new weights to the engines, which pause meanwhile."""
+    """Seconds in which engines take new weights, and pause."""
     call_s: NonNegativeSeconds = 0.0
     """Seconds that a request and its answer are on the way between controller and engine."""
     contention: Annotated[float, Field(ge=1)] = 1.0

@@ -110,6 +110,8 @@ class Calibration:
     train: TrainFit
     """While no engine computes."""
     publish_s: float
+    held_s: float
+    """Of that, what an engine loses of its time."""
     controller_s: float
     """From the end of a publish until the next batch is waited for."""
     call_s: float
@@ -138,7 +140,8 @@ class Calibration:
                 "step_time": asdict(self.engine.step_time),
                 "train_base_s": self.train.base_s,
                 "train_token_s": self.train.token_s * trainers,
-                "publish_s": self.publish_s,
+                "transfer_s": self.publish_s - self.held_s,
+                "publish_s": self.held_s,
                 "controller_s": self.controller_s,
                 "call_s": self.call_s,
                 "contention": self.contention,
@@ -172,7 +175,8 @@ class Calibration:
             ),
             (
                 "  besides",
-                f"publish {self.publish_s:.3g} s, controller {self.controller_s:.3g}, "
+                f"publish {self.publish_s:.3g} s, of which an engine loses {self.held_s:.3g}, "
+                f"controller {self.controller_s:.3g}, "
                 f"a call {self.call_s:.3g}, a reward {fmean(self.rewards_s):.3g}; "
                 f"engine and learner at once: {self.contention:.3g} times as long",
             ),
@@ -200,15 +204,17 @@ def calibrate_run(run: Path) -> Calibration:
     samples = [sample for row in used for sample in row["samples"]]
     steps = _engine_steps(used, run)
     contention = _contention(steps, times)
+    engine = fit_step_time(_alone(steps, times, contention=contention), keep_total=True)
     metrics = read_metrics(run / "metrics.jsonl")
     return Calibration(
         run=run,
         recipe=recipe,
         steps=len(times),
         step_s=fmean(time.step_s for time in times),
-        engine=fit_step_time(_alone(steps, times, contention=contention), keep_total=True),
+        engine=engine,
         train=fit_train_time(_train_records(times, rows, steps, contention=contention)),
         publish_s=fmean(time.publish_s for time in times),
+        held_s=_held_s(steps, times, engine),
         controller_s=median(time.rest_s for time in times),
         call_s=_call_s(timeline, used),
         contention=contention,
@@ -312,6 +318,24 @@ def _contention(steps: Sequence[StepRecord], times: Sequence[_StepTimes]) -> flo
         }
         found = max(1.0, took[True] / took[False])
     return found
+
+
+def _held_s(steps: Sequence[StepRecord], times: Sequence[_StepTimes], engine: Fit) -> float:
+    """How much of a publish an engine loses, in the mean of those that find one at work: its time,
+    less what its steps in there would have taken elsewhere. All of it where none was at work."""
+    lost: list[float] = []
+    for time in times:
+        inside = [s for s in steps if s.at < time.published and s.at + s.seconds > time.trained]
+        at_work = sum(step.at <= time.trained for step in inside)
+        if at_work:
+            worked = sum(engine.step_time.of(s) * _overlap(s, time) / s.seconds for s in inside)
+            lost.append(max(0.0, time.publish_s - worked / at_work))
+    return fmean(lost) if lost else fmean(time.publish_s for time in times)
+
+
+def _overlap(step: StepRecord, time: _StepTimes) -> float:
+    """Seconds of an engine's step inside a publish."""
+    return min(step.at + step.seconds, time.published) - max(step.at, time.trained)
 
 
 def _training_share(record: StepRecord, times: Sequence[_StepTimes]) -> float | None:

@@ -81,7 +81,7 @@ def barrier(scenario: Scenario) -> Scenario:
 
 def calibrate(scenario: Scenario, share: float) -> Scenario:
     """With the training cost at which rollout is this share of the step of the synchronous run."""
-    devices = {"train_token_s": 0.0, "train_base_s": 0.0, "publish_s": 0.0}
+    devices = {"train_token_s": 0.0, "train_base_s": 0.0, "transfer_s": 0.0, "publish_s": 0.0}
     report = simulate(barrier(scenario).change(devices=devices))
     train_s = report.seconds * (1 - share) / share
     each = train_s * scenario.devices.count / report.tokens
@@ -258,7 +258,9 @@ class Simulation:
         return self.scenario.devices.contention if computing else 1.0
 
     async def _publish(self, version: PolicyVersion) -> None:
-        """As a real run does: engines pause between two steps while the weights change."""
+        """As a real run does: engines go on while the weights are on their way, and pause between
+        two steps while they take them."""
+        await asyncio.sleep(self.scenario.devices.transfer_s)
         if self.scenario.rollout.at_publish == "move":
             await self.rollout.interrupt()
         await self._engines("pause")

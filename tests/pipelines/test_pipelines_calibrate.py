@@ -90,6 +90,27 @@ def test_the_constants_of_a_recorded_run_are_found(written: Written) -> None:
     assert found.flat == pytest.approx(1 / 5)
 
 
+def test_what_an_engine_goes_on_with_during_a_publish_is_not_lost(written: Written) -> None:
+    phases = {
+        (step, name): 1000.0 + begin / 1e6
+        for line in read_trace(written.path)
+        for step, name, begin, _ in line.get("phases", ())
+    }
+    rows = [json.loads(line) for line in (written.path / ENGINE_STEPS).read_text().splitlines()]
+    seconds = STEP_TIME.seconds(8, 400, 0)
+    for row in rows:
+        # One and a half steps of the engine lie in each publish, then it stands still.
+        half = phases[row["step"], "publish"] - seconds / 2
+        row["engines"] += [[0, 8, 400, 0, seconds, half + n * seconds, 0] for n in range(2)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (written.path / ENGINE_STEPS).write_text(text, encoding="utf-8")
+    found = calibrate_run(written.path)
+    assert found.held_s == pytest.approx(PUBLISH_S - 1.5 * seconds, abs=1e-4)
+    devices = found.apply(scenario_of_recipe(found.recipe)).devices
+    assert devices.publish_s == found.held_s
+    assert devices.transfer_s == pytest.approx(1.5 * seconds, abs=1e-4)
+
+
 def test_the_recipe_says_the_batch_and_the_run_says_the_times(written: Written, toy: Toy) -> None:
     recipe = toy("rollout.groups_per_step=3", "rollout.max_staleness=2", "infer.slots=5").recipe
     scenario = calibrate_run(written.path).apply(scenario_of_recipe(recipe))

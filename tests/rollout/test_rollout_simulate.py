@@ -67,6 +67,15 @@ def test_a_synchronous_step_is_its_longest_sample_then_the_training_then_the_pub
     assert report.age_max == 0
 
 
+@pytest.mark.parametrize("engines_go_on", [True, False])
+def test_engines_go_on_while_weights_are_on_their_way(engines_go_on: bool) -> None:
+    """Generation is what takes longest: 10 s a step, and the pauses of its engines."""
+    seconds = "transfer_s" if engines_go_on else "publish_s"
+    devices = {"train_token_s": 0.01, seconds: 2.0}
+    report = simulate(scenario(devices=devices, rollout={"max_staleness": 1}, steps=12))
+    assert report.step_s == pytest.approx(10 if engines_go_on else 12, rel=0.03)
+
+
 def test_the_bound_is_the_work_over_the_devices() -> None:
     # A token costs 1 s / 2 slots: 4 x 10 x 0.5 = 20 device-seconds, and 4 x 15 x 0.5 = 30 to train.
     report = simulate(scenario(devices={"colocated": True, "train_token_s": 0.5}))
