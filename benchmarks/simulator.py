@@ -8,8 +8,9 @@ batch size, staleness, or all three. Answers end by chance, with about 60 tokens
 at most. The learning rate is so small that the policy, and with it the lengths, stay as they are:
 a simulator cannot know what a policy will learn. The first steps of a run are not counted. A shared
 machine is faster at one time and slower at another (the same run, made twice, differed by up to
-20 %), so the calibrating run is as long as all rounds of another, and each of the others is made
-`rounds` times, one after all. An error is predicted / measured - 1 of the mean step time.
+46 %), so a round is an experiment of its own: its calibrating run is made among the runs that it
+predicts, in a few minutes. An error is predicted / measured - 1 of the step time, both in the mean
+over the rounds; the errors of the rounds stand beside it.
 """
 
 from __future__ import annotations
@@ -73,16 +74,17 @@ class Outcome:
     """Measured and predicted."""
 
     name: str
-    step_s: float
-    rounds_s: tuple[float, ...]
-    """The same for each round: what chance and the machine do."""
-    predicted_step_s: float
-    samples_per_s: float
-    predicted_samples_per_s: float
+    step_s: tuple[float, ...]
+    """In each round, as what follows."""
+    predicted_s: tuple[float, ...]
 
     @property
     def error(self) -> float:
-        return self.predicted_step_s / self.step_s - 1
+        return sum(self.predicted_s) / sum(self.step_s) - 1
+
+    @property
+    def round_errors(self) -> list[float]:
+        return [said / seen - 1 for said, seen in zip(self.predicted_s, self.step_s, strict=True)]
 
 
 def digits(completion: str) -> float:
@@ -121,10 +123,9 @@ def recipe_of(case: Case, model: Path, home: Path, *, steps: int, number: int) -
 class Bench:
     """Makes runs, all from one model, and keeps their folders under `home`."""
 
-    def __init__(self, home: Path, *, steps: int, rounds: int) -> None:
+    def __init__(self, home: Path, *, steps: int) -> None:
         self.home = home
         self.steps = steps
-        self.rounds = rounds
         self.model = save_tiny(home / "model", **MODEL)
         self.objects = RunObjects(prompts={"words": make_prompts()}, rewards={"digits": digits})
 
@@ -142,32 +143,41 @@ class Bench:
         print(f"{case.name}: {time.perf_counter() - begun:.0f} s", flush=True)
         return folder
 
-    def compare(self, case: Case, folders: list[Path], calibration: Calibration) -> Outcome:
-        counted = [read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:] for folder in folders]
-        rows = [row for run in counted for row in run]
-        seconds = sum(row["time/step"] for row in rows)
+    def round(self, number: int) -> dict[Case, tuple[float, float]]:
+        """Measured and predicted seconds of a step. The calibration lies between the others, so
+        that a machine that becomes slower or faster meanwhile does so on either side of it."""
+        half = len(CASES) // 2
+        folders = {case: self.run(case, number=number) for case in CASES[:half]}
+        folders[CALIBRATION] = self.run(CALIBRATION, number=number, times=2)
+        folders |= {case: self.run(case, number=number) for case in CASES[half:]}
+        calibration = calibrate_run(folders[CALIBRATION])
+        for name, text in calibration.describe():
+            print(f"{name:<16}{text}", flush=True)
+        return {
+            case: (self.measured(folder), self.predicted(case, calibration))
+            for case, folder in folders.items()
+        }
+
+    def measured(self, folder: Path) -> float:
+        rows = read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:]
+        return fmean(row["time/step"] for row in rows)
+
+    def predicted(self, case: Case, calibration: Calibration) -> float:
         recipe = self.recipe(case, number=0, times=1).recipe
         scenario = calibration.apply(scenario_of_recipe(recipe))
-        report = simulate(scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS))
-        return Outcome(
-            name=case.name,
-            step_s=seconds / len(rows),
-            rounds_s=tuple(fmean(row["time/step"] for row in run) for run in counted),
-            predicted_step_s=report.step_s,
-            samples_per_s=sum(row["rollout/samples"] for row in rows) / seconds,
-            predicted_samples_per_s=report.samples_per_s,
-        )
+        changed = scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS)
+        return simulate(changed).step_s
 
 
 def show(outcomes: list[Outcome]) -> None:
-    print(
-        f"{'run':<34}{'step s':>9}{'predicted':>11}{'error':>9}{'samples/s':>11}{'predicted':>11}"
-    )
+    print(f"{'run':<34}{'step s':>9}{'predicted':>11}{'error':>9}   in each round")
     for o in outcomes:
+        each = "  ".join(
+            f"{seen:.3f} {error:+.1%}" for seen, error in zip(o.step_s, o.round_errors, strict=True)
+        )
         print(
-            f"{o.name:<34}{o.step_s:>9.3f}{o.predicted_step_s:>11.3f}{o.error:>+9.1%}"
-            f"{o.samples_per_s:>11.1f}{o.predicted_samples_per_s:>11.1f}"
-            f"   rounds {' '.join(f'{seconds:.3f}' for seconds in o.rounds_s)}"
+            f"{o.name:<34}{fmean(o.step_s):>9.3f}{fmean(o.predicted_s):>11.3f}{o.error:>+9.1%}   "
+            f"{each}"
         )
 
 
@@ -182,23 +192,17 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         home = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(home, steps=options.steps, rounds=options.rounds)
-        calibrated = bench.run(CALIBRATION, times=options.rounds)
-        calibration = calibrate_run(calibrated)
-        runs = [[bench.run(case, number=n) for case in CASES] for n in range(options.rounds)]
-        itself = bench.compare(CALIBRATION, [calibrated], calibration)
-        outcomes = [
-            bench.compare(case, list(folders), calibration)
-            for case, folders in zip(CASES, zip(*runs, strict=True), strict=True)
-        ]
-    for name, text in calibration.describe():
-        print(f"{name:<16}{text}")
+        bench = Bench(home, steps=options.steps)
+        rounds = [bench.round(number) for number in range(options.rounds)]
+    itself, *outcomes = (
+        Outcome(case.name, *zip(*(found[case] for found in rounds), strict=True))
+        for case in (CALIBRATION, *CASES)
+    )
     show([itself, *outcomes])
     facts = {
         "worst_error": max(abs(o.error) for o in outcomes),
         "errors": {o.name: o.error for o in outcomes},
         "itself": itself.error,
-        "fit_mean_error": calibration.engine.mean_error,
         "runs": [asdict(o) for o in [itself, *outcomes]],
     }
     if options.json:
