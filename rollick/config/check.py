@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from rollick.config import algorithm_rules, name_rules, pipeline_rules, role_rules
+from rollick.config import algorithm_rules, engine_rules, name_rules, pipeline_rules, role_rules
 from rollick.config.names import NAMES
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KEEPS_CACHE = ("native",)
 """Engines of our table with the capability; one of another package is asked when the run opens."""
 
-RULE_MODULES = (name_rules, pipeline_rules, algorithm_rules, role_rules)
+RULE_MODULES = (name_rules, pipeline_rules, algorithm_rules, role_rules, engine_rules)
 """Modules that have rules besides this one: importing them registers those."""
 
 
@@ -59,12 +59,15 @@ def _training_samples_have_full_support(context: Context) -> Findings:
         return
     sampling = context.recipe.sampling
     reason = "cuts the support, so the learner's log-probs would not be those of the samples"
-    if sampling.top_p < 1:
-        message = f"{sampling.top_p:g} {reason}"
-        yield context.problem("sampling.top_p", message, "use 1, or evaluate.top_p to validate")
-    if sampling.top_k > 0:
-        message = f"{sampling.top_k} {reason}"
-        yield context.problem("sampling.top_k", message, "use 0, or evaluate.top_k to validate")
+    for key, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_tokens", 0)):
+        value = getattr(sampling, key)
+        if value != off:
+            fix = f"use {off}, or evaluate.{key} to validate"
+            yield context.problem(f"sampling.{key}", f"{value:g} {reason}", fix)
+    if sampling.logit_bias:
+        message = f"{len(sampling.logit_bias)} tokens with a bias: it {reason}"
+        fix = "remove it, or use evaluate.logit_bias to validate"
+        yield context.problem("sampling.logit_bias", message, fix)
     if sampling.temperature == 0:
         message = "0 draws the same sample every time, so there is nothing to learn from"
         fix = "use 1, or evaluate.temperature to validate"
@@ -109,7 +112,8 @@ def _validation_settings_are_used(context: Context) -> Findings:
         if evaluate.at_start:
             message = "true has no effect: there is no validation data"
             yield context.problem("evaluate.at_start", message, fix)
-    for key, value, off in (("top_p", evaluate.top_p, 1), ("top_k", evaluate.top_k, 0)):
+    for key, off in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value = getattr(evaluate, key)
         if evaluate.temperature == 0 and value != off:
             message = f"{value:g} has no effect at evaluate.temperature 0, which is greedy"
             fix = "set evaluate.temperature above 0, or remove it"

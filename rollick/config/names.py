@@ -90,7 +90,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "contains": "rollick.rewards.text:contains",
     },
     "environments": {},
-    "engines": {"native": "rollick.infer.native.engine:NativeEngine"},
+    "engines": {
+        "native": "rollick.infer.native.engine:NativeEngine",
+        "vllm": "rollick.infer.vllm:VllmEngine",
+    },
     "train_strategies": {"local": "rollick.train.local:LocalStrategy"},
     "pipelines": {
         "rlvr": "rollick.pipelines.rlvr:run_rlvr",

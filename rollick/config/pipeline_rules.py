@@ -160,7 +160,7 @@ def _settings_of_samples_are_used(context: Context) -> Findings:
     for key in SAMPLING_ONLY:
         if getattr(recipe.rollout, key) != getattr(RolloutConfig(), key):
             yield context.problem(f"rollout.{key}", message, "remove it")
-    for key in ("temperature", "top_p", "top_k"):
+    for key in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "logit_bias"):
         if getattr(recipe.sampling, key) != getattr(SamplingConfig(), key):
             fix = f"remove it, or use evaluate.{key} to validate"
             yield context.problem(f"sampling.{key}", message, fix)

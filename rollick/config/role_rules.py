@@ -107,3 +107,24 @@ def _the_teacher_is_used(context: Context) -> Findings:
     elif teacher.top_k != default.top_k:
         message = f"{teacher.top_k} has no effect: only the loss distillation looks at them"
         yield context.problem("teacher.top_k", message, "remove it")
+
+
+@rule("weights", "devices", "cluster.backend")
+def _the_channel_of_weights_can_work(context: Context) -> Findings:
+    recipe, weights = context.recipe, context.recipe.weights
+    try:
+        ends = [parse_devices(recipe.devices.policy), parse_devices(recipe.devices.generators)]
+    except ConfigError:
+        return
+    kinds = {device.kind for devices in ends for device in devices}
+    if weights.channel == "cuda_ipc" and kinds != {"cuda"}:
+        message = "cuda_ipc needs the policy and the generators on GPUs"
+        yield context.problem("weights.channel", message, "use auto")
+    if weights.channel == "direct" and recipe.cluster.backend != "inline":
+        message = "direct needs learner and engines in one process"
+        yield context.problem("weights.channel", message, "use auto, or cluster.backend=inline")
+    if weights.changes_only and weights.channel in ("direct", "cuda_ipc"):
+        message = f"true has no effect: {weights.channel} reads the learner's own memory"
+        yield context.problem(
+            "weights.changes_only", message, "use channel host or broadcast, or remove it"
+        )

@@ -157,8 +157,17 @@ class SamplingConfig(Section):
     """Smallest set of tokens with this mass (evaluation only)."""
     top_k: NonNegative = 0
     """Draw from the k likeliest tokens; 0 is off (evaluation only)."""
+    min_p: Share = 0.0
+    """Leave out tokens with less than this part of the likeliest one's probability (evaluation
+    only)."""
+    min_tokens: NonNegative = 0
+    """No end-of-sequence token or stop string ends a sample before this many (evaluation only)."""
+    logit_bias: Mapping[int, float] = {}
+    """Added to the logits of these token ids (evaluation only)."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample."""
+    stop_ids: tuple[NonNegative, ...] = ()
+    """Token ids that end a sample, besides the model's own."""
 
 
 class RolloutConfig(Section):
@@ -291,6 +300,19 @@ class TeacherConfig(ModelConfig):
     """Likeliest tokens of the teacher that the loss distillation looks at."""
 
 
+class VllmConfig(Section):
+    """The engine vllm's own options; slots, max_length and prefill_tokens are those of infer."""
+
+    tensor_parallel: Positive = 1
+    """Devices that one engine is spread over: that of the generator and the next ones."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Part of a GPU's memory that the engine takes, weights and cache together."""
+    kv_cache_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Gigabytes of the cache instead; 0 is what gpu_memory_utilization leaves, or 1 on the CPU."""
+    enforce_eager: bool = False
+    """Neither compile the model nor capture graphs: starts faster, decodes slower."""
+
+
 class InferConfig(Section):
     """The engines that generate."""
 
@@ -302,6 +324,22 @@ class InferConfig(Section):
     """Longest sequence, prompt included, that the cache holds."""
     prefill_tokens: Positive = 8192
     """Prompt tokens computed in one engine step."""
+    zero_mismatch: bool = False
+    """On a GPU, engine and learner compute with the same kernels, so that their log-probs agree.
+    Slower; a run on the CPU has run.deterministic instead."""
+    vllm: VllmConfig = VllmConfig()
+    """Options of the engine vllm."""
+
+
+class WeightsConfig(Section):
+    """How new weights get from the learner to engines that do not share its memory."""
+
+    channel: Literal["auto", "direct", "host", "cuda_ipc", "broadcast"] = "auto"
+    """auto: by where they live. direct: in one process. host: memory that processes of a machine
+    map. cuda_ipc: the same on GPUs. broadcast: torch.distributed, between machines."""
+    changes_only: bool = False
+    """Send only the elements that changed (a delta). Costs a copy of the weights at either
+    end; pays off where the way is slower than memory (broadcast) and steps are small."""
 
 
 DeviceList = Annotated[str, BeforeValidator(as_text, json_schema_input_type=str | int)]
@@ -359,6 +397,12 @@ class EvaluateConfig(Section):
     """Smallest set of tokens with this mass."""
     top_k: NonNegative = 0
     """Draw from the k likeliest tokens; 0 is off."""
+    min_p: Share = 0.0
+    """Leave out tokens with less than this part of the likeliest one's probability."""
+    min_tokens: NonNegative = 0
+    """No end-of-sequence token or stop string ends a sample before this many."""
+    logit_bias: Mapping[int, float] = {}
+    """Added to the logits of these token ids."""
     max_tokens: NonNegative = 0
     """New tokens at the most; 0 takes sampling.max_tokens."""
     pass_threshold: float = 0.999
@@ -437,6 +481,8 @@ class Recipe(Section):
     """Which devices each role has."""
     cluster: ClusterConfig = ClusterConfig()
     """Where the worker processes live."""
+    weights: WeightsConfig = WeightsConfig()
+    """How engines get new weights."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Validation."""
     checkpoint: CheckpointConfig = CheckpointConfig()

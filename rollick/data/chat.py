@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,6 +23,9 @@ from rollick.types import BoolArray, Fingerprint, IntArray, Turn, frozen_array
 
 Tokenizer = Any
 """A tokenizer of transformers; untyped, because this package does not import transformers."""
+
+Message = Mapping[str, Any]
+"""A turn as a chat template reads it: role and content, and what else the template knows."""
 
 MARK = "rollick0mark"
 """Stands for an assistant's answer where the template's text after it is looked for."""
@@ -54,10 +57,19 @@ class ChatCodec:
 
     def encode_prompt(self, turns: Sequence[Turn]) -> IntArray:
         """[T] ids of the conversation, ready for the assistant to speak."""
+        return self.encode_messages(_messages(turns))
+
+    def encode_messages(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] = ()
+    ) -> IntArray:
+        """The same for messages with more than role and content, and for the tools on offer."""
         if self._template == "chat":
-            return self._tokenized(self._render(turns, open_answer=True))
+            return self._tokenized(self._render(messages, open_answer=True, tools=tools))
+        return self.encode_text("".join(message["content"] for message in messages))
+
+    def encode_text(self, text: str) -> IntArray:
+        """[T] ids of a text to be gone on with, behind the begin-of-sequence token if any."""
         bos = self._tokenizer.bos_token_id
-        text = "".join(turn.content for turn in turns)
         return _joined([] if bos is None else [bos], self._tokenized(text))
 
     def append_turns(self, token_ids: npt.ArrayLike, turns: Sequence[Turn]) -> IntArray:
@@ -66,13 +78,27 @@ class ChatCodec:
         What is added is the text that the template puts behind a stand-in answer. An answer that
         already ends with the template's end-of-turn token does not get a second one.
         """
+        return self.append_messages(token_ids, _messages(turns))
+
+    def append_messages(
+        self,
+        token_ids: npt.ArrayLike,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+    ) -> IntArray:
+        """The same for messages with more than role and content, and for the tools on offer."""
         if self._template == "plain":
-            added = self._tokenized("".join(turn.content for turn in turns))
-        else:
-            added = self._tokenized(self._text_after_answer(turns, open_answer=True))
-            if self._is_closed(token_ids, added):
-                added = added[1:]
+            text = "".join(message["content"] for message in messages)
+            return self.append_text(token_ids, text)
+        added = self._tokenized(self._text_after_answer(messages, open_answer=True, tools=tools))
+        if self._is_closed(token_ids, added):
+            added = added[1:]
         return _joined(token_ids, added)
+
+    def append_text(self, token_ids: npt.ArrayLike, text: str) -> IntArray:
+        """[T] the same ids and those of the text, with nothing between them."""
+        return _joined(token_ids, self._tokenized(text))
 
     def encode_example(self, turns: Sequence[Turn], completion: str) -> tuple[IntArray, BoolArray]:
         """[T] ids of prompt, completion and end of turn; [T] True on the last two."""
@@ -104,6 +130,32 @@ class ChatCodec:
         return frozenset(int(token) for token in ends if token is not None)
 
     @cached_property
+    def vocabulary_size(self) -> int:
+        """Ids run from 0 to below this."""
+        return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest one, as the vocabulary writes it: at least one for each
+        character that it stands for, whether it is written in characters or in bytes."""
+        return max(len(token) for token in self._tokenizer.get_vocab())
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template writes anything about tools that are on offer."""
+        if self._template == "plain":
+            return False
+        asked = [{"role": "user", "content": "x"}]
+        tool = {"name": "f", "description": MARK, "parameters": {"type": "object"}}
+        try:
+            shown = self._render(
+                asked, open_answer=True, tools=[{"type": "function", "function": tool}]
+            )
+        except DataError:
+            return False
+        return shown != self._render(asked, open_answer=True)
+
+    @cached_property
     def fingerprint(self) -> Fingerprint:
         """Hash of the vocabulary: equal for two tokenizers that number their tokens alike."""
         vocabulary = sorted(self._tokenizer.get_vocab().items())
@@ -123,9 +175,11 @@ class ChatCodec:
         # An ordinary token may be the answer's last one by chance; only a special one closes.
         return int(added[0]) in self._special_ids
 
-    def _text_after_answer(self, turns: Sequence[Turn], *, open_answer: bool) -> str:
-        stand_in = (Turn("user", "x"), Turn("assistant", MARK), *turns)
-        text = self._render(stand_in, open_answer=open_answer)
+    def _text_after_answer(
+        self, messages: Sequence[Message], *, open_answer: bool, tools: Sequence[Message] = ()
+    ) -> str:
+        stand_in = (*_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
+        text = self._render(stand_in, open_answer=open_answer, tools=tools)
         _, found, after = text.partition(MARK)
         if not found:
             raise ModelError(
@@ -134,19 +188,20 @@ class ChatCodec:
             )
         return after
 
-    def _render(self, turns: Sequence[Turn], *, open_answer: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], *, open_answer: bool, tools: Sequence[Message] = ()
+    ) -> str:
         from jinja2 import TemplateError
 
-        messages = [
-            {"role": "user" if turn.role == "text" else turn.role, "content": turn.content}
-            for turn in turns
-        ]
+        # An empty list is no list: some templates ask only whether tools are defined.
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
             return self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=open_answer, tokenize=False
+                list(messages), add_generation_prompt=open_answer, tokenize=False, **options
             )
-        except TemplateError as error:
-            roles = ", ".join(turn.role for turn in turns)
+        except (TemplateError, TypeError, ValueError) as error:
+            # A template that gets a shape it does not expect fails like any other program.
+            roles = ", ".join(message["role"] for message in messages)
             raise DataError(
                 f"the chat template refuses a conversation of the roles {roles}: {error}",
                 fix="change the roles in the data, or set model.template=plain",
@@ -155,6 +210,13 @@ class ChatCodec:
     def _tokenized(self, text: str) -> IntArray:
         """Ids of exactly this text: templates write the begin-of-sequence token themselves."""
         return frozen_array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _messages(turns: Sequence[Turn]) -> list[Message]:
+    return [
+        {"role": "user" if turn.role == "text" else turn.role, "content": turn.content}
+        for turn in turns
+    ]
 
 
 def _joined(*parts: npt.ArrayLike) -> IntArray:

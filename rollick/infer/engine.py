@@ -1,12 +1,14 @@
 """The seam between the rollout and whatever draws tokens.
 
 An Engine keeps a committed policy version. Each forward uses the parameters of exactly one
-version; `update` is all or nothing.
+version; `update` is all or nothing. An engine may also implement Streams, which gives tokens while
+they are drawn; stream.py serves those that do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,14 +16,39 @@ from rollick.types import (
     Completion,
     EngineLoad,
     Fingerprint,
+    FloatArray,
+    IntArray,
     PolicyVersion,
     Request,
     SampleId,
     StepRecord,
+    StopReason,
 )
 
 WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
+
+LEAST_TEMPERATURE = 1e-3
+"""Of a draw that is not greedy: logits over a smaller one are too large for float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifiedWeights:
+    """A WeightStream whose bytes were found to be those of the fingerprint.
+
+    Its memory stays as it is until the update returns, so an engine need neither stage nor check
+    it. If it is `lasting`, it stays until the engine has taken another one: an engine with the
+    capability ADOPTS_WEIGHTS makes it its own parameters instead of copying. With a `base` these
+    are not all parameters (such as those of an adapter): the rest are the engine's.
+    """
+
+    pairs: tuple[tuple[str, Any], ...]
+    fingerprint: Fingerprint
+    lasting: bool = False
+    base: Fingerprint | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self.pairs)
 
 
 class Capability(StrEnum):
@@ -31,6 +58,7 @@ class Capability(StrEnum):
     SHARED_WEIGHTS = "shared_weights"
     DETERMINISTIC = "deterministic"
     CUT_SUPPORT = "cut_support"
+    ADOPTS_WEIGHTS = "adopts_weights"
     KEEP_CACHE = "keep_cache"
 
 
@@ -87,6 +115,37 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """Tokens that were drawn since the last delta. The last one, and only it, says why it ended.
+
+    All deltas of a request put together are its Completion.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    stop: StopReason | None = None
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """What an engine implements if it can give tokens while they are drawn."""
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """Closing it (or cancelling who reads it) aborts the request."""
+        ...
+
+
+@runtime_checkable
+class CanBeLost(Protocol):
+    """An engine that lives elsewhere and may be gone while nobody asks it for anything."""
+
+    def check_alive(self) -> None:
+        """Raises EngineLost if it is gone; never waits."""
+        ...
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 from rollick.errors import ModelError
+from rollick.models.fixed_attention import FixedPlan, attend_fixed
+from rollick.models.tiled_attention import attend_in_tiles
 
 VARLEN = "rollick_varlen"
 """The `attention` to load a model with, to call it with a `layout`."""
@@ -74,6 +76,8 @@ class PackedLayout:
     per_sequence: bool = False
     order_N: torch.Tensor | None = None
     inverse_N: torch.Tensor | None = None
+    fixed: FixedPlan | None = None
+    """Attend with the engine's kernel (fixed_attention.py)."""
 
     @classmethod
     def of(
@@ -83,10 +87,12 @@ class PackedLayout:
         parents: Sequence[int] | None = None,
         device: str = "cpu",
         per_sequence: bool = False,
+        fixed: bool = False,
     ) -> PackedLayout:
         """`parents` says which earlier segment each one continues (ROOT: none); without it, all
-        are sequences of their own. `per_sequence` makes each segment a call of its own, so that
-        no result depends on how many others have its length."""
+        are sequences of their own. `per_sequence` makes each segment calls of its own, so that
+        no result depends on the others; whole sequences then go through tiled_attention.py, and
+        have the bits that an engine's tokens have."""
         parents = [ROOT] * len(lengths) if parents is None else parents
         _check_segments(lengths, parents)
         kinds = list(zip(parents, lengths, strict=True))
@@ -102,6 +108,9 @@ class PackedLayout:
             per_sequence=per_sequence,
             order_N=None if order is None else torch.from_numpy(order).to(device),
             inverse_N=None if order is None else torch.from_numpy(np.argsort(order)).to(device),
+            fixed=FixedPlan(lengths, [_path(parents, p) for p in parents], device=device)
+            if fixed
+            else None,
         )
 
     @property
@@ -190,20 +199,43 @@ def varlen_attention(
             "strategy lacks",
             fix="use a decoder with plain causal attention",
         )
+    plain = partial(_attend_packed, layout=layout, scaling=scaling, window=sliding_window)
+    if layout.fixed is None:
+        return plain(query, key, value)[None], None
+    packed = query, key, value
+    output_NHD = attend_fixed(
+        packed, layout.fixed, scale=scaling, window=sliding_window, plain=plain
+    )
+    return output_NHD[None], None
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One kernel call for all lengths, or one for each run, [N, H, D]."""
     if query.is_cuda and query.dtype in _HALF and layout.is_ragged and ragged_kernel():
-        return _attend_ragged(query, key, value, layout, scaling, sliding_window)[None], None
+        return _attend_ragged(query, key, value, layout, scaling, window)
     if layout.order_N is not None:
         query, key, value = (x.index_select(2, layout.order_N) for x in (query, key, value))
     queries, keys, values = (_by_run(packed, layout.runs) for packed in (query, key, value))
-    keys, values = (_with_before(each, layout.runs, sliding_window) for each in (keys, values))
+    keys, values = (_with_before(each, layout.runs, window) for each in (keys, values))
+    tiled = layout.per_sequence and not any(run.before for run in layout.runs)
     outputs = [
-        _attend_run(*given, scaling=scaling, window=sliding_window)
+        attend_in_tiles(*(each[0] for each in given), scale=scaling, window=window)
+        if tiled
+        else _attend_run(*given, scaling=scaling, window=window)
         for given in zip(queries, keys, values, strict=True)
     ]
     output_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if layout.inverse_N is not None:
         output_NHD = output_NHD.index_select(0, layout.inverse_N)
-    return output_NHD[None], None
+    return output_NHD
 
 
 @cache

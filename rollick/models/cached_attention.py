@@ -6,6 +6,8 @@ own the memory: a LayerStore hands out the tensors of a layer.
 
     model(..., step=DecodeStep(...)) -> attention of layer i -> step.attend(i) -> store.layer(i)
 
+A call without a step is one over pages: paged_attention.py takes it.
+
 No mask function is registered for CACHED: transformers then builds no mask at all.
 
 Dims: R rows (sequences), H query heads, K key/value heads, G = H / K, L positions, D head dim,
@@ -14,6 +16,7 @@ N packed tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +27,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rollick.errors import ModelError
+from rollick.models.deterministic import ROWS
+from rollick.models.paged_attention import attend_paged
+from rollick.models.tiled_attention import attend_tile
 
 CACHED = "rollick_cached"
 """The attention implementation to build an engine's module with."""
@@ -56,38 +62,59 @@ class AttentionStep(Protocol):
         ...
 
 
-class PrefillStep:
-    """Whole sequences packed one after another in [1, N], sorted by length.
+class Span(NamedTuple):
+    """Neighbouring tokens of a row: `length` of them, after `start` that the cache holds."""
 
-    Sequences of one length are one causal attention call: no padding, no mask.
+    row: int
+    start: int
+    length: int
+
+
+class PrefillStep:
+    """Spans packed one after another in [1, N]: first those that begin their rows, by length.
+
+    Beginnings of one length are one causal attention call: no padding, no mask. A span that
+    continues its row is a call of its own, over what the cache holds of the row.
     """
 
-    def __init__(self, store: LayerStore, *, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        assert list(lengths) == sorted(lengths), "a prefill is packed in order of length"
+    def __init__(self, store: LayerStore, spans: Sequence[Span]) -> None:
+        order = [(span.start > 0, span.length) for span in spans]
+        assert order == sorted(order), "a prefill is packed beginnings first, by length"
         self._store = store
-        self._spans: list[tuple[int, list[int]]] = [
-            (length, [row for _, row in members])
+        self._beginnings: list[tuple[int, list[int]]] = [
+            (length, [span.row for span in members])
             for length, members in groupby(
-                zip(lengths, rows, strict=True), key=lambda pair: pair[0]
+                (span for span in spans if not span.start), key=lambda span: span.length
             )
         ]
+        self._later = [span for span in spans if span.start]
 
     def attend(self, layer: int, given: Projected) -> Tensor:
         keys, values = self._store.layer(layer, given.key, given.value)
         outputs: list[Tensor] = []
-        start = 0
-        for length, rows in self._spans:
-            stop = start + length * len(rows)
+        first = 0
+        for length, rows in self._beginnings:
+            stop = first + length * len(rows)
             query, key, value = (
-                packed[0, :, start:stop].unflatten(1, (len(rows), length)).transpose(0, 1)
+                packed[0, :, first:stop].unflatten(1, (len(rows), length)).transpose(0, 1)
                 for packed in given[:3]
             )
             keys[rows, :, :length] = key
             values[rows, :, :length] = value
             attended = _causal(query, key, value, scale=given.scale, window=given.window)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
-            start = stop
-        return torch.cat(outputs).unsqueeze(0)
+            first = stop
+        for row, start, length in self._later:
+            query, key, value = (packed[:, :, first : first + length] for packed in given[:3])
+            keys[row, :, start : start + length] = key[0]
+            values[row, :, start : start + length] = value[0]
+            seen = slice(row, row + 1), slice(None), slice(start + length)
+            attended = _causal(
+                query, keys[seen], values[seen], scale=given.scale, window=given.window
+            )
+            outputs.append(attended[0].transpose(0, 1))
+            first += length
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
 class DecodeStep:
@@ -109,8 +136,13 @@ class DecodeStep:
         keys[self._rows_R, :, self._positions_R] = given.key[:, :, 0]
         values[self._rows_R, :, self._positions_R] = given.value[:, :, 0]
         query_RKGD = given.query[:, :, 0].unflatten(1, (keys.shape[1], -1))
+        kernel = (
+            _few_queries
+            if query_RKGD.device.type == "cpu" and query_RKGD.dtype == torch.float32
+            else scaled_dot_product_attention
+        )
         outputs = [
-            scaled_dot_product_attention(
+            kernel(
                 query_RKGD[start:stop],
                 keys[start:stop, :, :length],
                 values[start:stop, :, :length],
@@ -140,34 +172,36 @@ class DecodeStep:
 
 
 class RowStep:
-    """Any tokens of any rows in [1, N], each attending alone: bits that no neighbour can change.
+    """Any tokens of any rows in [1, N], by tiles of positions: bits that no neighbour can change.
 
-    A token computes the same here whether its sequence is prefilled or decoded. Entries past
-    `rows` are padding. One small call per token and layer is what it costs.
+    A token computes the same here whether its sequence is prefilled or decoded, and the same as in
+    the learner's forward. Entries past `rows` are padding. A tile is computed for every row that
+    decodes, of which one line is used: that is what it costs.
     """
 
     def __init__(self, store: LayerStore, *, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._store = store
         self._rows = list(rows)
         self._positions = list(positions)
+        self._tiles: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for token, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            self._tiles[row, position // ROWS * ROWS].append(token)
 
     def attend(self, layer: int, given: Projected) -> Tensor:
         keys, values = self._store.layer(layer, given.key, given.value)
         count = len(self._rows)
         keys[self._rows, :, self._positions] = given.key[0, :, :count].transpose(0, 1)
         values[self._rows, :, self._positions] = given.value[0, :, :count].transpose(0, 1)
-        heads, tokens = given.query.shape[1:3]
-        output_NHD = given.query.new_zeros(tokens, heads, values.shape[-1])
-        query_NKGD = given.query[0].transpose(0, 1).unflatten(1, (keys.shape[1], -1)).contiguous()
-        for token, (row, last) in enumerate(zip(self._rows, self._positions, strict=True)):
-            first = 0 if given.window is None else max(0, last + 1 - given.window)
-            output_NHD[token] = scaled_dot_product_attention(
-                query_NKGD[token : token + 1],
-                keys[row : row + 1, :, first : last + 1],
-                values[row : row + 1, :, first : last + 1],
-                scale=given.scale,
-            )[0].flatten(0, 1)
-        return output_NHD.unsqueeze(0)
+        heads, tokens, size = given.query.shape[1:]
+        output_HND = given.query.new_zeros(heads, tokens, values.shape[-1])
+        for (row, start), members in self._tiles.items():
+            query_HTD = given.query.new_zeros(heads, ROWS, size)
+            lines = [self._positions[token] - start for token in members]
+            query_HTD[:, lines] = given.query[0, :, members]
+            how = given.scale, given.window
+            attended = attend_tile(query_HTD, keys[row], values[row], start=start, how=how)
+            output_HND[:, members] = attended[:, lines]
+        return output_HND.transpose(0, 1).unsqueeze(0)
 
 
 def plan_spans(positions: Sequence[int], *, rows: int = 32) -> list[tuple[int, int, int]]:
@@ -188,19 +222,36 @@ def plan_spans(positions: Sequence[int], *, rows: int = 32) -> list[tuple[int, i
     return parts if area < 0.7 * len(positions) * whole[2] else [whole]
 
 
+def _few_queries(
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor, scale: float | None
+) -> Tensor:
+    """Attention with an additive mask as two batched products.
+
+    With two or three queries a head, torch's own kernel on the CPU takes nearly twice as long
+    (measured: 32 rows of 3 heads, 80 to 256 positions).
+    """
+    scores = torch.baddbmm(
+        attn_mask.expand(*query.shape[:3], -1).flatten(0, 1),
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        alpha=query.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return torch.bmm(scores.softmax(-1), value.flatten(0, 1)).unflatten(0, query.shape[:2])
+
+
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """Causal attention of whole sequences [n, heads, L, D] to themselves."""
-    length = query.shape[2]
+    """Causal attention of sequences [n, heads, L, D]; the queries are the last of the keys."""
+    queries, length = query.shape[2], key.shape[2]
     grouped = key.shape[1] != query.shape[1]
-    if window is None or length <= window:
+    if queries == length and (window is None or length <= window):
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    here = torch.arange(length, device=query.device)
-    distance = here[:, None] - here[None]
-    seen = (distance >= 0) & (distance < window)
+    there = torch.arange(length, device=query.device)
+    distance = there[length - queries :, None] - there[None]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=seen, scale=scale, enable_gqa=grouped
     )
@@ -213,7 +264,7 @@ def _cached_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    step: AttentionStep,
+    step: AttentionStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **rest: Any,
@@ -224,6 +275,9 @@ def _cached_attention(
                 f"{type(module).__name__} attends with {name}, which the native engine lacks",
                 fix="use another engine for this model",
             )
+    if step is None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_paged(module, query, key, value, scale, sliding_window), None
     layer = int(module.layer_idx)  # pyright: ignore[reportArgumentType]
     given = Projected(query, key, value, scaling, sliding_window)
     return step.attend(layer, given), None

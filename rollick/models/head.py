@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from rollick.errors import ModelError
 from rollick.models.deterministic import tiled_linear
+from rollick.models.fixed import fixed_product
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of model families whose logits are not the plain product of the head."""
@@ -58,6 +59,8 @@ def head_logits(
     """
     wide = _result_dtype(hidden_TD)
     with torch.no_grad():
+        if hidden_TD.is_cuda and tiled:
+            return fixed_product(hidden_TD, weight_VD, bias_V, dtype=wide)
         if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
             logits_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
             return logits_TV if bias_V is None else logits_TV.add_(bias_V)
@@ -79,7 +82,7 @@ def token_logprobs(
     """(log-prob of each target, entropy of its distribution), both differentiable.
 
     A backward that the entropy has no part in does no work for it.
-    `tiled` makes a row's bits independent of the other rows (see deterministic.py).
+    `tiled` makes a row's bits independent of the other rows (see deterministic.py, fixed.py).
     """
     how = _How(chunk, tiled, entropy=True)
     result: Any = _HeadLogprobs.apply(

@@ -1,7 +1,7 @@
 """Models and tokenizers from where the recipe says: a Hugging Face folder, the hub, a GGUF file.
 
-Owns: finding the files, the dtype, quiet loading, module trees without memory that borrow another
-module's parameters, and the fingerprint of a set of weights. Does not own: attention, training.
+Owns: finding the files, the dtype, quiet loading, and module trees without memory that borrow
+another module's parameters. Does not own: attention, training, the fingerprint of weights.
 
     ModelConfig.path -> source_folder (GGUF: dequantised once into the cache) -> config, tokenizer,
     module
@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ from transformers.utils import logging as transformers_logging
 
 from rollick.config.schema import ModelConfig
 from rollick.errors import MissingExtra, ModelError
+from rollick.models.fingerprint import fingerprint as fingerprint
 from rollick.models.probe import cache_folder, safe_environment
-from rollick.types import Fingerprint
 
 DTYPES = {
     "float32": torch.float32,
@@ -136,14 +136,6 @@ def share_parameters(target: nn.Module, source: nn.Module) -> None:
     for name, buffer in source.named_buffers(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, buffer.detach().clone())
-
-
-def fingerprint(named: Iterable[tuple[str, torch.Tensor]]) -> Fingerprint:
-    """Digest of names, dtypes, shapes and bytes; the order of the pairs does not matter."""
-    whole = hashlib.blake2b(digest_size=16)
-    for name, digest in sorted((name, _tensor_digest(tensor)) for name, tensor in named):
-        whole.update(f"{name}\x00".encode() + digest)
-    return Fingerprint(whole.hexdigest())
 
 
 def source_folder(path: str) -> str:
@@ -262,13 +254,6 @@ def _file_key(file: Path) -> str:
         opened.seek(max(0, facts.st_size - _EDGE_BYTES))
         digest.update(opened.read(_EDGE_BYTES))
     return f"{file.stem}-{digest.hexdigest()}"
-
-
-def _tensor_digest(tensor: torch.Tensor) -> bytes:
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    # As bytes, because numpy has no bfloat16.
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
 
 
 def _demand_same_names(target: nn.Module, source: nn.Module) -> None:

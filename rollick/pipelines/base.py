@@ -355,7 +355,7 @@ async def open_session(
             session.engines = await stack.enter_async_context(open_engines(session.group))
             _check_engines(recipe, session.engines)
             session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
-        session.publisher = Publisher(session.group)
+        session.publisher = Publisher(session.group, recipe.weights)
         session.residency = Residency(session.group, _plans(recipe, device_map), session.engines)
         title = f"{recipe.pipeline} {recipe.run.name}"
         session.view = stack.enter_context(

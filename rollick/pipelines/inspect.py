@@ -196,7 +196,9 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
 
 async def _generate_again(session: Session, groups: Sequence[Group]) -> list[Sample]:
     config, seed = session.recipe.sampling, session.recipe.run.seed
-    sampling = Sampling(config.temperature, config.max_tokens, stop=config.stop)
+    sampling = Sampling(
+        config.temperature, config.max_tokens, stop=config.stop, stop_ids=config.stop_ids
+    )
     answer = single_turn(session.codec, sampling, seed=seed)
     ways = [OneEngine(engine) for engine in session.engines]
     async with asyncio.TaskGroup() as tasks:

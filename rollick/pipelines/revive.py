@@ -2,6 +2,9 @@
 
     lost -> a new host, its engine built -> its line opened -> published to alone -> Fleet.add
 
+A host may outlive its engine (vLLM's own process died, or hangs). It is restarted like a dead one;
+before that the engine is closed, so that no process of it keeps the device.
+
 Owns the budget of restarts and one task for each generator that has its process for itself. The
 learner's weights are those of the session's version only outside the optimizer step and the publish
 after it, so the pipeline holds `Session.changing` there, and a publish to one engine waits for it.
@@ -12,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from rollick.errors import EngineLost, RollickError
 from rollick.pipelines.base import Session
@@ -20,6 +23,9 @@ from rollick.rollout.scheduler import Rollout
 from rollick.workers.generator import lost_ranks, replace_engine
 
 LOG = logging.getLogger("rollick")
+
+CLOSE_S = 20.0
+"""A lost engine whose host lives may take this long to close; then the host is restarted anyway."""
 
 
 class Revival:
@@ -86,7 +92,10 @@ class Revival:
 
     async def _revive(self, rank: int) -> None:
         session = self._session
+        with suppress(RollickError):
+            await session.group.call("generators", "close", rank=rank, timeout_s=CLOSE_S)
         await session.group.restart("generators", rank)
+        session.publisher.forget(rank)
         async with session.changing:
             engine = await replace_engine(session.engines, rank)
             others = frozenset(range(len(session.engines))) - {rank}

@@ -18,7 +18,7 @@ from rollick.data.batch import Batch
 from rollick.data.collate import collate
 from rollick.data.prompts import PromptStream
 from rollick.data.store import samples_to_rows, save_batch, save_groups
-from rollick.errors import RollickError, WorkerError
+from rollick.errors import EngineLost, RollickError, WorkerError
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
 from rollick.pipelines.calibrate import record_row
@@ -280,8 +280,9 @@ async def publish_version(session: Session) -> None:
     lost = lost_ranks(engines)
     try:
         await session.publisher.publish(version, without=lost, keep_cache=keep)
-    except WorkerError:
-        # Who did not answer is asked for; if all do, the failure is not that of a lost engine.
+    except (WorkerError, EngineLost):
+        # Who did not answer is asked for, and who says that it is lost will say so again; if all
+        # live, the failure is not that of a lost engine.
         await ask_for_life(engines)
         known, lost = lost, lost_ranks(engines)
         if lost == known or len(lost) == len(engines):
@@ -306,7 +307,11 @@ async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalR
         max_tokens=config.max_tokens or session.recipe.sampling.max_tokens,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
+        min_tokens=config.min_tokens,
+        logit_bias=tuple(sorted(config.logit_bias.items())),
         stop=session.recipe.sampling.stop,
+        stop_ids=session.recipe.sampling.stop_ids,
     )
     groups = await sample_all(
         prompts,

@@ -70,7 +70,10 @@ def open_rollout(
     return Rollout.open(
         config=config,
         sampling=Sampling(
-            temperature=sampling.temperature, max_tokens=sampling.max_tokens, stop=sampling.stop
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            stop_ids=sampling.stop_ids,
         ),
         prompts=prompts.next,
         engines=session.engines,

@@ -8,14 +8,15 @@ engines; those it asks for through an Access.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 
-from rollick.infer.engine import Engine
+from rollick.infer.engine import Delta, Engine
+from rollick.infer.stream import deltas
 from rollick.types import (
     NOT_SAMPLED,
     Completion,
@@ -54,6 +55,10 @@ class OneEngine:
 
     async def generate(self, request: Request) -> Completion:
         return await self._engine.generate(request)
+
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """Its tokens as they are drawn, where the engine can tell."""
+        return deltas(self._engine, request)
 
     @contextmanager
     def doing(self, what: str) -> Generator[None]:

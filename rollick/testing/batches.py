@@ -12,7 +12,7 @@ from rollick.algorithms.losses import LossInputs, TokenLoss
 from rollick.algorithms.objective import Loss
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
-from rollick.types import NOT_SAMPLED, SampleId
+from rollick.types import NOT_SAMPLED, Completion, Request, SampleId
 
 
 def recipe_of(folder: Path, /, **sections: Any) -> Recipe:
@@ -52,4 +52,26 @@ def random_batch(
         versions_N=np.where(drawn_N, 0, NOT_SAMPLED).astype(np.int32),
         advantages_N=random.normal(size=tokens).astype(np.float32),
         weights_N=np.where(drawn_N, 1 / max(1, drawn_N.sum()), 0).astype(np.float64),
+    )
+
+
+def drawn_batch(requests: Sequence[Request], drawn: Sequence[Completion]) -> Batch:
+    """What an engine drew, with its log-probs, for a learner to score."""
+    pairs = list(zip(requests, drawn, strict=True))
+    lengths = [len(request.token_ids) + len(one.token_ids) for request, one in pairs]
+    masks = [np.arange(n) >= len(r.token_ids) for n, r in zip(lengths, requests, strict=True)]
+    mask_N = np.concatenate(masks)
+    ids = [part for request, one in pairs for part in (request.token_ids, one.token_ids)]
+    logprobs = [p for r, one in pairs for p in (np.zeros(len(r.token_ids)), one.logprobs)]
+    return Batch(
+        token_ids_N=np.concatenate(ids).astype(np.int32),
+        lengths_B=np.asarray(lengths, np.int32),
+        uids=tuple(request.uid for request in requests),
+        group_B=np.asarray([request.uid.group for request in requests], np.int32),
+        temperature_B=np.asarray([r.sampling.temperature for r in requests], np.float32),
+        loss_mask_N=mask_N,
+        logprobs_N=np.concatenate(logprobs).astype(np.float32),
+        versions_N=np.where(mask_N, 0, NOT_SAMPLED).astype(np.int32),
+        advantages_N=np.zeros(len(mask_N), np.float32),
+        weights_N=mask_N / mask_N.sum(),
     )

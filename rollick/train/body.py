@@ -25,6 +25,7 @@ from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
 from rollick.models.attention import VARLEN, other_layers
 from rollick.models.deterministic import deterministic_threads, tile_linears
+from rollick.models.fixed import fix_arithmetic
 from rollick.models.load import load_config, load_model
 from rollick.train.microbatch import Pack, microbatches, pack
 from rollick.train.optimizer import MasterAdamW
@@ -56,19 +57,24 @@ class Body:
         device: str,
         optimizer: MasterAdamW | None,
         name: str,
+        fixed: bool = False,
     ) -> None:
+        """`fixed` makes the forward that of an engine in zero-mismatch mode, on a GPU."""
         self.module = module
         self.recipe = recipe
         self.decoder = decoder
         self.device = device
         self.name = name
         self.deterministic = recipe.run.deterministic
+        self.fixed = fixed and device.startswith("cuda")
         self._optimizer = optimizer
         self._parked = Parked()
         module.requires_grad_(optimizer is not None)
         if self.deterministic:
             deterministic_threads(recipe.run.threads or 1)
             tile_linears(module)
+        elif self.fixed:
+            fix_arithmetic(module)
 
     @property
     def optimizer(self) -> MasterAdamW:
@@ -97,6 +103,7 @@ class Body:
             device=self.device,
             deterministic=self.deterministic,
             share_prefix=self.recipe.train.share_prefix,
+            fixed=self.fixed,
         )
 
     def hidden(self, packed: Pack) -> torch.Tensor:
@@ -168,6 +175,7 @@ class Parked:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
+        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         self.copies: dict[str, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -176,22 +184,29 @@ class Parked:
     def park(
         self, named: Mapping[str, torch.Tensor], *, staying: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Take the memory of these tensors, but not where one of `staying` lives. A storage that
-        several of them share is kept under the first one's name."""
+        """Take the memory of these tensors, but not where one of `staying` lives. What several of
+        them hold together is kept under the first one's name; parts of a storage each by theirs."""
         stays = {tensor.untyped_storage().data_ptr() for tensor in staying}
+        held: dict[int, torch.UntypedStorage] = {}
+        seen: set[tuple[int, int]] = set()
         for name, tensor in named.items():
             storage = tensor.untyped_storage()
-            if storage.size() == 0 or storage.data_ptr() in stays:
+            place = tensor.data_ptr(), tensor.nbytes
+            if storage.size() == 0 or storage.data_ptr() in stays or place in seen:
                 continue
+            seen.add(place)
+            held.setdefault(storage.data_ptr(), storage)
             self._tensors[name], self.copies[name] = tensor, tensor.to("cpu", copy=True)
+        for storage in held.values():
+            self._sizes.append((storage, storage.size()))
             storage.resize_(0)
 
     def bring_back(self) -> None:
+        for storage, size in self._sizes:
+            storage.resize_(size)
         for name, tensor in self._tensors.items():
-            copied = self.copies[name]
-            tensor.untyped_storage().resize_(copied.numel() * copied.element_size())
-            tensor.copy_(copied)
-        self._tensors, self.copies = {}, {}
+            tensor.copy_(self.copies[name])
+        self._tensors, self._sizes, self.copies = {}, [], {}
 
 
 def token_places(batch: Batch, samples: Sequence[int]) -> npt.NDArray[np.int64]:

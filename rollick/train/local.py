@@ -60,6 +60,7 @@ class LocalStrategy:
             device=device,
             optimizer=_optimizer_of(module, recipe) if trainable else None,
             name="learner",
+            fixed=recipe.infer.zero_mismatch,
         )
 
     @property
@@ -201,7 +202,7 @@ class LocalStrategy:
             "weight_VD": weight_VD,
             "bias_V": bias_V,
             "chunk": self.recipe.train.logprob_chunk_tokens,
-            "tiled": self.body.deterministic,
+            "tiled": self.body.deterministic or self.body.fixed,
         }
 
 

@@ -160,9 +160,16 @@ def counted_tokens(batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
     return np.flatnonzero(counted_N), sequence_N[counted_N]
 
 
-def pack(batch: Batch, *, device: str, deterministic: bool, share_prefix: bool = False) -> Pack:
+def pack(
+    batch: Batch,
+    *,
+    device: str,
+    deterministic: bool,
+    share_prefix: bool = False,
+    fixed: bool = False,
+) -> Pack:
     """The model's inputs. Deterministic packs share nothing, and have whole tiles of rows: see
-    deterministic.py."""
+    deterministic.py. `fixed` ones attend as an engine does: see fixed.py."""
     places_T, sequence_T = counted_tokens(batch)
     plan = _plan(batch, share_prefix=share_prefix and not deterministic)
     computed = len(plan.source_C)
@@ -184,6 +191,7 @@ def pack(batch: Batch, *, device: str, deterministic: bool, share_prefix: bool =
             parents=[*plan.parents, *(ROOT for _ in filling)],
             device=device,
             per_sequence=deterministic,
+            fixed=fixed,
         ),
         rows_T=on_device(plan.row_N[places_T - 1], torch.int64),
         targets_T=on_device(batch.token_ids_N[places_T], torch.int64),

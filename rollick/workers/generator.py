@@ -9,15 +9,17 @@ load.
     RemoteEngine  <--drain() [completions], load--  GeneratorWorker
 
 A line that breaks makes the engine lost, for good: what it had goes to others, and what is
-published is published without it. Another engine may take its rank (`replace_engine`).
+published is published without it. So does an engine that says of itself that it is lost, such as
+one whose own process died, although its host lives on. Another engine may take its rank
+(`replace_engine`), in a host that was restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.chat import ChatCodec
 from rollick.errors import EngineError, EngineLost, RollickError, WorkerError
-from rollick.infer.engine import Capability, Engine, RecordsSteps, WeightStream
+from rollick.infer.engine import CanBeLost, Capability, Engine, RecordsSteps, WeightStream
 from rollick.models.load import load_end_ids, load_tokenizer
 from rollick.types import (
     Completion,
@@ -41,7 +43,10 @@ from rollick.types import (
     StepRecord,
     StopReason,
 )
-from rollick.weights.channels.host import WeightManifest, read_weights, verify_weights
+from rollick.weights.here import place_here
+from rollick.weights.manifest import WeightManifest
+from rollick.weights.plan import Place
+from rollick.weights.receive import WeightReceiver
 from rollick.workers.learner import LearnerWorker
 
 DRAIN_S = 20.0
@@ -68,13 +73,19 @@ class EngineRecord:
 class GeneratorWorker:
     """The generators role of a host: an engine whose results wait to be drained."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, rank: int = 0, shares: bool = False) -> None:
+        """`shares`: whether the engine uses the learner's own parameters."""
         self.engine = engine
+        self.shares = shares
+        self.lost: EngineLost | None = None
+        """What the engine said when it was lost; it is never asked for anything again."""
         self.ready: list[tuple[SampleId, Completion | RollickError]] = []
         self.arrived = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.unstarted: set[SampleId] = set()
-        self.received: WeightManifest | None = None
+        adopts = Capability.ADOPTS_WEIGHTS in engine.capabilities
+        self.receiver = WeightReceiver(rank=rank, adopts=adopts)
+        self.receiving = asyncio.Lock()
         self.answers: deque[tuple[SampleId, float]] | None = None
 
     def record(self) -> None:
@@ -92,6 +103,8 @@ class GeneratorWorker:
         return EngineRecord(steps, answers)
 
     async def describe(self) -> Described:
+        """Also the sign of life: raises EngineLost if the engine is gone."""
+        self._check_alive()
         return self.engine.capabilities, self.engine.load()
 
     async def submit(self, requests: Sequence[Request]) -> None:
@@ -102,45 +115,65 @@ class GeneratorWorker:
             task.add_done_callback(self.tasks.discard)
 
     async def drain(self) -> Drained:
-        """Waits for a result (at most DRAIN_S) and gives all there are."""
+        """Waits for a result (at most DRAIN_S) and gives all there are; raises EngineLost if there
+        are none, and the engine is gone."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.arrived.wait(), DRAIN_S)
         ready, self.ready = self.ready, []
         self.arrived.clear()
+        if not ready:
+            self._check_alive()
         return ready, self.engine.load()
 
     async def abort(self, uids: Sequence[SampleId]) -> None:
         for uid in uids:
             # The engine does not know a request whose task has not had its first turn.
             self.unstarted.discard(uid)
-            await self.engine.abort(uid)
+            with self._noting_loss():
+                await self.engine.abort(uid)
 
     async def pause(self) -> None:
-        await self.engine.pause()
+        with self._noting_loss():
+            await self.engine.pause()
 
     async def resume(self) -> None:
-        await self.engine.resume()
+        with self._noting_loss():
+            await self.engine.resume()
+
+    async def place(self) -> Place:
+        return place_here(shares=self.shares)
 
     async def receive(self, manifest: WeightManifest) -> None:
-        """Transfer and verify: keeps the manifest for `commit` if the bytes are right."""
-        await asyncio.to_thread(verify_weights, manifest)
-        self.received = manifest
+        """Transfer and verify: keeps the weights for `commit` if the bytes are right."""
+        async with self.receiving:
+            work = asyncio.ensure_future(asyncio.to_thread(self.receiver.receive, manifest))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # A thread cannot be stopped: who receives next waits until this one has ended.
+                await asyncio.wait([work])
+                raise
 
-    async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> None:
-        manifest, self.received = self.received, None
-        if manifest is None or manifest.version != version:
-            raise EngineError(f"asked to commit version {version}, which was not received")
-        weights, expected = read_weights(manifest), manifest.fingerprint
-        await self.engine.update(weights, version, expected, keep_cache=keep_cache)
+    async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
+        """Whether the engine now lives in the memory that was offered; None if that is as before,
+        because a part of the weights was taken."""
+        weights = self.receiver.take(version)
+        with self._noting_loss():
+            await self.engine.update(weights, version, weights.fingerprint, keep_cache=keep_cache)
+        self.receiver.committed(weights)
+        return weights.lasting if weights.base is None else None
 
     async def commit_shared(self, version: PolicyVersion, keep_cache: bool = False) -> None:
-        await self.engine.commit_shared(version, keep_cache=keep_cache)
+        with self._noting_loss():
+            await self.engine.commit_shared(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
-        await self.engine.sleep()
+        with self._noting_loss():
+            await self.engine.sleep()
 
     async def wake(self) -> None:
-        await self.engine.wake()
+        with self._noting_loss():
+            await self.engine.wake()
 
     async def close(self) -> None:
         for task in list(self.tasks):
@@ -153,7 +186,8 @@ class GeneratorWorker:
         try:
             if request.uid in self.unstarted:
                 self.unstarted.discard(request.uid)
-                result = await self.engine.generate(request)
+                with self._noting_loss():
+                    result = await self.engine.generate(request)
             else:
                 result = _nothing_drawn(request)
         except RollickError as error:
@@ -165,6 +199,21 @@ class GeneratorWorker:
             self.answers.append((request.uid, result.seconds))
         self.ready.append((request.uid, result))
         self.arrived.set()
+
+    def _check_alive(self) -> None:
+        if self.lost is None and isinstance(self.engine, CanBeLost):
+            with self._noting_loss():
+                self.engine.check_alive()
+        if self.lost is not None:
+            raise _again(self.lost)
+
+    @contextmanager
+    def _noting_loss(self) -> Generator[None]:
+        try:
+            yield
+        except EngineLost as error:
+            self.lost = self.lost or error
+            raise
 
 
 class RemoteEngine:
@@ -265,7 +314,7 @@ class RemoteEngine:
         """Drains for ever and settles the pending generates."""
         # A drain waits by itself, which must not count as work that takes too long.
         limit_s = DRAIN_S + self.group.call_timeout_s
-        while True:
+        while not self.lost:
             drained: Drained = await self.group.call(
                 "generators", "drain", rank=self.rank, timeout_s=limit_s
             )
@@ -282,13 +331,15 @@ class RemoteEngine:
                 future.set_exception(_again(self.broken))
 
     def lose(self, error: Exception) -> None:
-        """The line broke: end everything with an EngineLost that says why."""
+        """It is gone: end everything with an EngineLost that says why."""
         why, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             why, fix = error.message, error.fix
         self.fail(EngineLost(f"generator {self.rank} is lost: {why}", fix=fix))
 
     def _settle(self, uid: SampleId, result: Completion | RollickError) -> None:
+        if isinstance(result, EngineLost):
+            self.lose(result)
         future = self.waiting.get(uid)
         if future is None or future.done():
             return
@@ -303,7 +354,11 @@ class RemoteEngine:
 
     async def _call(self, method: str, *args: Any) -> Any:
         self._check()
-        return await self.group.call("generators", method, *args, rank=self.rank)
+        try:
+            return await self.group.call("generators", method, *args, rank=self.rank)
+        except EngineLost as error:
+            self.lose(error)
+            raise
 
 
 @asynccontextmanager
@@ -415,7 +470,8 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
         stop_ids=codec.stop_ids,
         decode=codec.decode,
     )
-    worker = GeneratorWorker(engine)
+    sharing = shared is not None and Capability.SHARED_WEIGHTS in engine.capabilities
+    worker = GeneratorWorker(engine, rank=rank, shares=sharing)
     if recipe.observe.engine_steps:
         worker.record()
     return worker

@@ -16,10 +16,14 @@ from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.errors import ConfigError
-from rollick.models.load import fingerprint
+from rollick.models.fingerprint import fingerprint
 from rollick.train.strategy import LossFn, LossReport, OptimReport, TrainStrategy
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
-from rollick.weights.channels.host import WeightManifest, write_weights
+from rollick.weights.channels.base import Outcome
+from rollick.weights.here import place_here
+from rollick.weights.manifest import WeightManifest
+from rollick.weights.plan import Channel, Place, Route
+from rollick.weights.send import WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class LearnerWorker:
         self.strategy = strategy
         self.objective = objective
         self.recipe = recipe
+        self.sender = WeightSender()
 
     def train(self, batch: Batch) -> TrainReport:
         """All epochs and mini-batches of one batch."""
@@ -94,8 +99,18 @@ class LearnerWorker:
     def logprobs(self, batch: Batch) -> FloatArray:
         return self.strategy.logprobs(batch)
 
-    def write_weights(self, version: PolicyVersion) -> WeightManifest:
-        return write_weights(self.strategy.weights(), version)
+    def place(self) -> Place:
+        return place_here()
+
+    def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest:
+        """Begin a publish: the parameters may not change until `release_weights`."""
+        return self.sender.offer(self.strategy.weights(), version, route=route)
+
+    def send_weights(self, channel: Channel) -> None:
+        self.sender.send(channel)
+
+    def release_weights(self, outcome: Outcome) -> None:
+        self.sender.release(outcome)
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self.strategy.weights())
@@ -114,6 +129,9 @@ class LearnerWorker:
 
     def wake(self) -> None:
         self.strategy.wake()
+
+    def close(self) -> None:
+        self.sender.close()
 
 
 def minibatches(batch: Batch, recipe: Recipe) -> Iterator[Batch]:

@@ -168,3 +168,39 @@ def test_a_template_that_leaves_answers_out_cannot_grow_a_conversation():
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     with pytest.raises(ModelError, match="leaves out an assistant's answer"):
         ChatCodec(tokenizer, "chat").append_turns([5], [Turn("user", "b")])
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "sums"}}
+
+
+def test_tools_go_through_a_template_that_knows_them():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t['function']['name'] }};{% endfor %}"
+        "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    )
+    codec = ChatCodec(tokenizer, "chat")
+    assert codec.reads_tools
+    asked = [{"role": "user", "content": "hi"}]
+    assert codec.decode(codec.encode_messages(asked, tools=[TOOL])) == "add;hi|"
+    assert codec.decode(codec.append_messages([], asked, tools=[TOOL])) == "|hi|"
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_template_that_says_nothing_of_tools_is_known_for_it(name: str):
+    assert not CODECS[name].reads_tools
+
+
+def test_a_template_that_fails_on_the_shape_of_a_message_says_which_conversation():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ 'a' + messages[0]['content'] + messages[0]['role'] * 'x' }}"
+    with pytest.raises(DataError, match="roles user"):
+        ChatCodec(tokenizer, "chat").encode_prompt([Turn("user", "hi")])
+
+
+def test_a_text_is_gone_on_with_behind_the_begin_of_sequence_token():
+    codec = CODECS["im"]
+    ids = codec.encode_text("ab")
+    assert ids.tolist() == [1, token(IM, "a"), token(IM, "b")]
+    assert codec.append_text(ids, "c").tolist() == [*ids.tolist(), token(IM, "c")]
+    assert codec.vocabulary_size == len(IM)

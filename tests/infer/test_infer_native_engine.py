@@ -389,7 +389,8 @@ async def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_
 
 async def test_an_error_in_the_engines_thread_reaches_every_waiting_caller():
     engine = _engine(_model(CONFIGS["llama"]), slots=1)
-    requests = [_request(i, [999]) for i in range(2)]  # no such token: the embedding raises
+    engine.runner.step = lambda: [][0]
+    requests = [_request(i, [5]) for i in range(2)]
     async with asyncio.timeout(30):
         failed = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
     assert [type(error) for error in failed] == [EngineError, EngineError]

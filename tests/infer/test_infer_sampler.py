@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from rollick.infer.native.philox import uniforms
-from rollick.infer.native.sampler import DrawRules, draw, draw_row_by_row
+from rollick.infer.native.sampler import BLOCK, FIRST_LOOK, Bias, DrawRules, draw, draw_row_by_row
 
 LOGITS_V = torch.tensor([1.0, 0.0, 3.0, 2.0])
 
 
 def _rules(
-    count: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    bias: Mapping[int, float] | None = None,
 ) -> DrawRules:
+    entries = [(row, token) for row in range(count) for token in bias or {}]
     return DrawRules(
-        np.full(count, temperature), np.full(count, top_k), np.full(count, top_p, np.float64)
+        np.full(count, temperature),
+        np.full(count, top_k),
+        np.full(count, top_p, np.float64),
+        np.full(count, min_p, np.float64),
+        bias=Bias(
+            np.asarray([row for row, _ in entries]),
+            np.asarray([token for _, token in entries]),
+            np.asarray([bias[token] for _, token in entries], np.float32),
+        )
+        if bias
+        else None,
     )
 
 
-def _many(count: int, **rules: float) -> tuple[np.ndarray, np.ndarray]:
+def _many(count: int, **rules: Any) -> tuple[np.ndarray, np.ndarray]:
     uniform = uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64))
     drawn = draw(LOGITS_V.expand(count, -1), _rules(count, **rules), uniform_R=uniform)
     return drawn.tokens_R, drawn.logprobs_R
@@ -60,6 +80,93 @@ def test_top_p_draws_from_the_smallest_set_with_that_mass():
     tokens, logprobs = _many(500, top_p=0.5)
     assert set(tokens.tolist()) == {2}
     np.testing.assert_allclose(logprobs, 0, atol=1e-6)
+
+
+def test_min_p_leaves_out_what_is_far_less_likely_than_the_likeliest():
+    # softmax of (3, 2, 1, 0) over that of 3: 1, 0.37, 0.135, 0.05.
+    tokens, logprobs = _many(500, min_p=0.2)
+    kept = torch.tensor([3.0, 2.0]).log_softmax(-1)
+    assert set(tokens.tolist()) == {2, 3}
+    np.testing.assert_allclose(logprobs[tokens == 3][0], kept[1].item(), atol=1e-6)
+
+
+def test_a_bias_moves_probability_and_minus_infinity_rules_a_token_out():
+    tokens, logprobs = _many(2000, bias={1: 3.0, 2: -np.inf})
+    expected = torch.tensor([1.0, 3.0, -torch.inf, 2.0]).log_softmax(-1)
+    assert set(tokens.tolist()) == {0, 1, 3}
+    np.testing.assert_allclose(logprobs, expected[tokens].numpy(), atol=1e-6)
+    assert _many(1, temperature=0.0, bias={0: 2.5})[0].tolist() == [0]
+
+
+def _distribution(logits: torch.Tensor, **rules: Any) -> np.ndarray:
+    """What the rules say, in the plainest way: one token after another, likeliest first."""
+    logits = logits.double()
+    for token, value in (rules.get("bias") or {}).items():
+        logits[token] += value
+    probs = (logits / rules.get("temperature", 1.0)).softmax(-1)
+    order = probs.argsort(descending=True)[: rules.get("top_k", 0) or None].tolist()
+    left = float(probs[order].sum())
+    kept, mass = [], 0.0
+    for token in order:
+        if mass >= rules.get("top_p", 1.0):
+            break
+        mass += float(probs[token]) / left
+        if probs[token] >= rules.get("min_p", 0.0) * probs[order[0]]:
+            kept.append(token)
+    cut = np.zeros(len(probs))
+    cut[kept] = probs[kept].numpy()
+    return cut / cut.sum()
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.6},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"bias": {3: 2.0, 5: -1.0}},
+    {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "bias": {0: 1.5}},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_hundred_thousand_draws_follow_the_stated_distribution(case):
+    generator = torch.Generator().manual_seed(1)
+    # More than one block of the vocabulary, and a last one that is not full.
+    logits = torch.randn(BLOCK + 44, generator=generator) * 2
+    expected = _distribution(logits.clone(), **case)
+    total, rows = 100_000, 5_000
+    counts = np.zeros(len(logits))
+    for part in range(total // rows):
+        streams = np.arange(part * rows, (part + 1) * rows, dtype=np.uint64)
+        uniform = uniforms(streams, np.zeros(rows, np.int64))
+        drawn = draw(logits.expand(rows, -1), _rules(rows, **case), uniform_R=uniform)
+        counts += np.bincount(drawn.tokens_R, minlength=len(logits))
+        np.testing.assert_allclose(drawn.logprobs_R, np.log(expected[drawn.tokens_R]), atol=2e-6)
+    assert counts[expected == 0].sum() == 0
+    # Tokens that are expected less than five times are one class, as the test wants it.
+    rare = (expected * total < 5) & (expected > 0)
+    often = expected * total >= 5
+    classes = np.append(expected[often], expected[rare].sum()) * total
+    found = np.append(counts[often], counts[rare].sum())
+    classes, found = classes[classes > 0], found[classes > 0]
+    degrees = max(1, len(classes) - 1)
+    statistic = ((found - classes) ** 2 / classes).sum()
+    # Wilson and Hilferty: the cube root is nearly normal; 3.7 of its deviations are p = 1e-4.
+    spread = 2 / (9 * degrees)
+    assert ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5 < 3.7
+
+
+@pytest.mark.parametrize("scale", [0.1, 4.0])
+def test_the_cuts_are_the_same_whether_a_part_or_all_of_the_vocabulary_is_sorted(scale):
+    logits = torch.randn(3 * FIRST_LOOK, generator=torch.Generator().manual_seed(2)) * scale
+    for case in ({"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 2000}):
+        expected = _distribution(logits, **case)
+        rules = _rules(2, **case)
+        uniform = np.asarray([0.3, 0.9999])
+        drawn = draw(logits.expand(2, -1), rules, uniform_R=uniform)
+        np.testing.assert_allclose(drawn.logprobs_R, np.log(expected[drawn.tokens_R]), atol=5e-6)
 
 
 def test_rows_with_different_rules_are_drawn_together():

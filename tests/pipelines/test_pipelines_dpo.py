@@ -107,7 +107,7 @@ def test_swapped_labels_push_the_other_way(toy: Toy) -> None:
 
 
 def test_ipo_brings_the_margin_to_the_one_that_it_asks_for(toy: Toy) -> None:
-    loaded = recipe_of(toy, algorithm={"loss": {"name": "ipo", "beta": 0.25}}, steps=40)
+    loaded = recipe_of(toy, algorithm={"loss": {"name": "ipo", "beta": 0.25}}, steps=60)
     result = run(loaded)
     assert margins(loaded, result) == pytest.approx(np.full(8, 1 / (2 * 0.25)), rel=0.1)
 

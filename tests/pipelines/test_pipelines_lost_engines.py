@@ -256,3 +256,62 @@ async def _uids(pipeline: RLPipeline) -> list[Any]:
     async with asyncio.timeout(60):
         report = await pipeline.step()
     return [sample.uid for group in report.groups for sample in group.samples]
+
+
+def engine_of(pipeline: RLPipeline, rank: int) -> Any:
+    """The engine itself, in its host of this process."""
+    group = pipeline.session.group
+    host = group._transport._hosts[group.device_map.host_of("generators", rank).index]  # type: ignore
+    return host._residents["generators"].role.engine
+
+
+def lose(engine: Any, method: str) -> None:
+    """From now on the method says that the engine is lost; its host lives on."""
+
+    async def gone(*args: Any, **options: Any) -> Any:
+        raise EngineLost("its own process died")
+
+    setattr(engine, method, gone)
+
+
+async def test_an_engine_lost_in_a_living_host_comes_back_in_a_new_one(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+        session = pipeline.session
+        await pipeline.step()
+        old = engine_of(pipeline, 1)
+        lose(old, "generate")
+        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+        assert engine_of(pipeline, 1) is not old
+        assert old._closed
+        assert not any(engine.lost for engine in session.engines)
+        about = await session.group.call("generators", "describe", rank=1)
+        assert about[1].version == session.version
+        pipeline.rollout.ledger.check()
+    assert "generator 1 is back" in caplog.text
+
+
+async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> None:
+    async with opened(toy(*APART)) as pipeline:
+        lose(engine_of(pipeline, 1), "update")
+        await pipeline.step()
+        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        report = await pipeline.step()
+        assert drawn_at(report.groups) == {1}
+
+
+async def test_a_generator_that_was_restarted_is_asked_anew_where_it_lives(toy: Toy) -> None:
+    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+        await pipeline.step()
+        forgotten: list[int] = []
+        forget = pipeline.session.publisher.forget
+
+        def note(rank: int) -> None:
+            forgotten.append(rank)
+            forget(rank)
+
+        pipeline.session.publisher.forget = note  # type: ignore[method-assign]
+        kill_until_restarted(pipeline, 1)
+        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+    assert forgotten == [1]

@@ -1,5 +1,11 @@
 """Weights through host memory: exact, verified, and nothing left behind."""
 
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -7,22 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollick.cluster.devices import DeviceMap
-from rollick.config.devices import parse_devices
 from rollick.errors import WeightError
 from rollick.types import PolicyVersion
 from rollick.weights.channels import host
-from rollick.weights.channels.host import (
-    ALIGN,
-    WeightManifest,
-    read_weights,
-    remove_weights,
-    verify_weights,
-    write_weights,
-)
-from rollick.weights.plan import PublishPlan, plan_publish
+from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.host import HostReceiver, HostSender, sweep
+from rollick.weights.manifest import ALIGN, WeightManifest
+from rollick.weights.receive import WeightReceiver
 
-ONE = PolicyVersion(1)
+ONE, TWO, THREE = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
 TENSORS = {
     "matrix": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
     "scalar": torch.tensor(3.25),
@@ -35,20 +34,25 @@ TENSORS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the weights go in these tests."""
-    monkeypatch.setattr(host, "_shared_folder", lambda: str(tmp_path))
-    return tmp_path
+def sender() -> Iterator[HostSender]:
+    opened = HostSender()
+    yield opened
+    opened.close()
 
 
-@pytest.fixture
-def manifest(folder: Path) -> WeightManifest:
-    return write_weights(TENSORS.items(), ONE)
+def offer(sender: HostSender, version: PolicyVersion = ONE, **changed: float) -> WeightManifest:
+    tensors = TENSORS | {name: torch.tensor(value) for name, value in changed.items()}
+    return sender.offer(list(tensors.items()), version, (0,))
 
 
-def test_every_tensor_arrives_with_its_bytes_dtype_and_shape(manifest: WeightManifest) -> None:
-    verify_weights(manifest)
-    arrived = dict(read_weights(manifest))
+def scalar(receiver: HostReceiver, manifest: WeightManifest) -> float:
+    return dict(receiver.open(manifest, 0))["scalar"].item()
+
+
+def test_every_tensor_arrives_with_its_bytes_dtype_and_shape(sender: HostSender) -> None:
+    receiver = WeightReceiver()
+    receiver.receive(offer(sender))
+    arrived = dict(receiver.take(ONE))
     assert list(arrived) == list(TENSORS)
     for name, sent in TENSORS.items():
         assert arrived[name].dtype == sent.dtype
@@ -56,103 +60,217 @@ def test_every_tensor_arrives_with_its_bytes_dtype_and_shape(manifest: WeightMan
         assert torch.equal(arrived[name], sent)
 
 
-def test_a_tensor_that_is_a_transposed_view_arrives_in_its_order(folder: Path) -> None:
+def test_a_tensor_that_is_a_transposed_view_arrives_in_its_order(sender: HostSender) -> None:
     view = torch.arange(6.0).reshape(2, 3).T
-    (_, arrived), *_ = read_weights(write_weights([("view", view)], ONE))
+    manifest = sender.offer([("view", view)], ONE, (0,))
+    ((_, arrived),) = HostReceiver().open(manifest, 0)
     assert torch.equal(arrived, view)
 
 
-def test_a_model_without_weights_makes_a_round_trip(folder: Path) -> None:
-    manifest = write_weights([], ONE)
-    verify_weights(manifest)
-    assert list(read_weights(manifest)) == []
+def test_a_model_without_weights_makes_a_round_trip(sender: HostSender) -> None:
+    receiver = WeightReceiver()
+    receiver.receive(sender.offer([], ONE, (0,)))
+    assert list(receiver.take(ONE)) == []
 
 
-def test_places_are_aligned_and_do_not_overlap(manifest: WeightManifest) -> None:
+def test_places_are_aligned_and_do_not_overlap(sender: HostSender) -> None:
     ends = [0]
-    for place in manifest.places:
+    for place in offer(sender).places:
         assert place.offset % ALIGN == 0
         assert place.offset >= ends[-1]
         ends.append(place.offset + place.size)
 
 
-def test_what_a_receiver_writes_reaches_nobody_else(manifest: WeightManifest) -> None:
-    for _, tensor in read_weights(manifest):
+def test_what_a_receiver_writes_reaches_nobody_else(sender: HostSender) -> None:
+    manifest = offer(sender)
+    for _, tensor in HostReceiver().open(manifest, 0):
         tensor.zero_()
-    verify_weights(manifest)
+    WeightReceiver().receive(manifest)
 
 
-@pytest.mark.parametrize("place", range(len(TENSORS)), ids=list(TENSORS))
-def test_one_wrong_byte_is_noticed(manifest: WeightManifest, place: int) -> None:
+@pytest.mark.parametrize("place", [n for n, t in enumerate(TENSORS.values()) if t.numel()])
+def test_one_wrong_byte_is_noticed_and_a_second_offer_is_taken(
+    sender: HostSender, place: int
+) -> None:
+    manifest = offer(sender)
     where = manifest.places[place]
-    if where.size == 0:
-        return
-    data = bytearray(Path(manifest.path).read_bytes())
-    data[where.offset + where.size - 1] ^= 1
-    Path(manifest.path).write_bytes(data)
+    assert sender.offered is not None
+    sender.offered.memory[where.offset + where.size - 1] ^= 1
+    receiver = WeightReceiver()
     with pytest.raises(WeightError, match=r"version 1 arrived with fingerprint .*, sent was"):
-        verify_weights(manifest)
+        receiver.receive(manifest)
+    with pytest.raises(WeightError, match="was not received"):
+        receiver.take(ONE)
+    sender.release(Outcome(False))
+    receiver.receive(offer(sender))
+    assert receiver.take(ONE).fingerprint == manifest.fingerprint
 
 
-def test_swapped_names_are_noticed(folder: Path) -> None:
-    sent = write_weights([("a", torch.zeros(2)), ("b", torch.ones(2))], ONE)
+def test_swapped_names_are_noticed(sender: HostSender) -> None:
+    sent = sender.offer([("a", torch.zeros(2)), ("b", torch.ones(2))], ONE, (0,))
     a, b = sent.places
     swapped = replace(sent, places=(replace(a, offset=b.offset), replace(b, offset=a.offset)))
     with pytest.raises(WeightError):
-        verify_weights(swapped)
+        WeightReceiver().receive(swapped)
 
 
-def test_a_file_that_is_not_on_this_machine_is_an_error_that_says_so(
-    manifest: WeightManifest,
+@pytest.mark.parametrize("advice", [host.MADV_COLLAPSE, 999], ids=["large pages", "refused"])
+def test_weights_of_several_pages_arrive_and_a_wrong_byte_at_either_end_is_noticed(
+    sender: HostSender, advice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove_weights(manifest)
-    with pytest.raises(WeightError, match="put learner and generators on the same one"):
-        verify_weights(manifest)
+    monkeypatch.setattr(host, "MADV_COLLAPSE", advice)
+    sent = torch.arange(2 * host.LARGE_PAGE + 12_345, dtype=torch.int32).byte()
+    manifest = sender.offer([("a", sent)], ONE, (0,))
+    receiver = WeightReceiver()
+    receiver.receive(manifest)
+    ((_, arrived),) = receiver.take(ONE)
+    assert torch.equal(arrived, sent)
+    assert sender.offered is not None
+    for place in (0, sent.numel() - 1):
+        sender.offered.memory[place] ^= 1
+        with pytest.raises(WeightError, match="arrived with fingerprint"):
+            receiver.receive(manifest)
+        sender.offered.memory[place] ^= 1
+    receiver.receive(manifest)
 
 
-def test_removing_frees_the_memory_and_can_be_done_twice(
-    manifest: WeightManifest, folder: Path
+def test_memory_that_cannot_be_reached_is_an_error_that_says_so(sender: HostSender) -> None:
+    manifest = offer(sender)
+    sender.close()
+    with pytest.raises(WeightError, match="gone or on another machine"):
+        WeightReceiver().receive(manifest)
+
+
+def test_another_file_in_the_place_of_the_memory_is_not_taken(
+    sender: HostSender, tmp_path: Path
 ) -> None:
-    assert len(list(folder.iterdir())) == 1
-    remove_weights(manifest)
-    remove_weights(manifest)
-    assert list(folder.iterdir()) == []
+    manifest = offer(sender)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(4096))
+    moved = replace(manifest, source=replace(manifest.source, path=str(other)))
+    with pytest.raises(WeightError, match="not to be found"):
+        WeightReceiver().receive(moved)
 
 
-def test_a_stream_that_breaks_leaves_nothing_behind(folder: Path) -> None:
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.zeros(2)
-        raise RuntimeError("out of memory")
+def test_memory_is_written_again_at_each_publish_and_mapped_once(sender: HostSender) -> None:
+    receiver = HostReceiver()
+    seen: set[int] = set()
+    for version, value in ((ONE, 1.0), (TWO, 2.0), (THREE, 3.0)):
+        manifest = offer(sender, version, scalar=value)
+        assert scalar(receiver, manifest) == value
+        seen.add(receiver.mapped[manifest.source.identity].data_ptr())
+        sender.release(Outcome(True))
+    assert len(seen) == 1
+    assert len(sender.buffers) == 1
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        write_weights(stream(), ONE)
-    assert list(folder.iterdir()) == []
+
+def test_an_engine_that_lives_in_the_memory_keeps_it_while_the_next_version_is_written(
+    sender: HostSender,
+) -> None:
+    receiver = HostReceiver()
+    used: list[tuple[int, int]] = []
+    held = torch.tensor(0.0)
+    for version, value in ((ONE, 1.0), (TWO, 2.0), (THREE, 3.0)):
+        manifest = offer(sender, version, scalar=value)
+        assert held.item() == value - 1
+        held = dict(receiver.open(manifest, 0))["scalar"]
+        used.append(manifest.source.identity)
+        sender.release(Outcome(True, held=True))
+    assert used[0] == used[2] != used[1]
+    assert len(sender.buffers) == 2
 
 
-def test_a_copy_that_breaks_in_the_middle_leaves_nothing_behind(folder: Path) -> None:
+def test_after_a_publish_that_failed_no_memory_of_an_engine_is_written(sender: HostSender) -> None:
+    receiver = HostReceiver()
+    first = offer(sender, ONE, scalar=1.0)
+    held = dict(receiver.open(first, 0))["scalar"]
+    sender.release(Outcome(True, held=True))
+    second = offer(sender, TWO, scalar=2.0)
+    other = dict(receiver.open(second, 0))["scalar"]
+    # One of two engines may have committed the second version, the other has the first.
+    sender.release(Outcome(None))
+    third = offer(sender, TWO, scalar=3.0)
+    assert (held.item(), other.item()) == (1.0, 2.0)
+    sender.release(Outcome(False))
+    assert offer(sender, TWO).source.identity == third.source.identity
+    sender.release(Outcome(True, held=True))
+    assert len(sender.buffers) == 2
+
+
+def test_a_larger_model_gets_larger_memory(sender: HostSender) -> None:
+    small = sender.offer([("a", torch.ones(4))], ONE, (0,))
+    sender.release(Outcome(True))
+    large = sender.offer([("a", torch.ones(4000))], TWO, (0,))
+    receiver = HostReceiver()
+    receiver.open(large, 0)
+    assert large.source.identity != small.source.identity
+    assert len(sender.buffers) == 1
+
+
+def test_a_copy_that_breaks_in_the_middle_can_be_tried_again(sender: HostSender) -> None:
     # A tensor on the meta device has a size but no bytes, so that copying it fails.
     tensors = [("a", torch.zeros(2)), ("b", torch.zeros(2, device="meta"))]
-    with pytest.raises(NotImplementedError):
-        write_weights(tensors, ONE)
-    assert list(folder.iterdir()) == []
+    with pytest.raises(TypeError, match="meta"):
+        sender.offer(tensors, ONE, (0,))
+    sender.release(Outcome(False))
+    WeightReceiver().receive(offer(sender))
+    assert len(sender.buffers) == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "generators", "plan"),
-    [
-        ("cpu:0", "cpu:0", PublishPlan(shared=(0,), copied=())),
-        ("cpu:0", "cpu:1", PublishPlan(shared=(), copied=(0,))),
-        ("cpu:0", "cpu:0-2", PublishPlan(shared=(0,), copied=(1, 2))),
-        ("cpu:1", "cpu:0-2", PublishPlan(shared=(1,), copied=(0, 2))),
-        ("0", "0-1", PublishPlan(shared=(0,), copied=(1,))),
-    ],
-)
-def test_a_generator_beside_the_learner_shares_and_every_other_one_gets_a_copy(
-    policy: str, generators: str, plan: PublishPlan
+def test_where_there_is_no_memfd_a_file_does_it_and_is_swept_when_its_process_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roles = {"policy": parse_devices(policy), "generators": parse_devices(generators)}
-    assert plan_publish(DeviceMap(roles)) == plan
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{host.PREFIX}{2**22 + 1}-left"
+    left.touch()
+    sender = HostSender()
+    manifest = offer(sender)
+    assert [file.name.split("-")[2] for file in tmp_path.iterdir()] == [str(os.getpid())]
+    sweep()
+    WeightReceiver().receive(manifest)
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_generators_publishes_to_nobody() -> None:
-    assert plan_publish(DeviceMap({"policy": parse_devices("cpu")})) == PublishPlan((), ())
+SEND_AND_WAIT = """
+import pickle, sys, torch
+from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.host import HostSender
+sender = HostSender()
+first = sender.offer([("a", torch.full((70_000,), 1.0))], 1, (0,))
+sys.stdout.buffer.write(pickle.dumps(first)); sys.stdout.buffer.flush()
+sys.stdin.read(1)
+sender.release(Outcome(True, held=True))
+sender.offer([("a", torch.full((70_000,), 2.0))], 2, (0,))
+sys.stdout.buffer.write(b"writing"); sys.stdout.buffer.flush()
+sys.stdin.read(1)
+"""
+
+
+def test_a_sender_that_is_killed_leaves_no_file_and_engines_as_they_were() -> None:
+    import pickle
+
+    before = set(Path("/dev/shm").iterdir())
+    child = subprocess.Popen(
+        [sys.executable, "-c", SEND_AND_WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        manifest: WeightManifest = pickle.load(child.stdout)
+        receiver = WeightReceiver(adopts=True)
+        receiver.receive(manifest)
+        weights = receiver.take(ONE)
+        assert weights.lasting
+        child.stdin.write(b".")
+        child.stdin.flush()
+        assert child.stdout.read(7) == b"writing"
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    assert torch.equal(dict(weights)["a"], torch.full((70_000,), 1.0))
+    ours = {file for file in set(Path("/dev/shm").iterdir()) - before if "rollick" in file.name}
+    assert ours == set()
+    with pytest.raises(WeightError, match="gone"):
+        WeightReceiver().receive(manifest)

@@ -16,11 +16,11 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import EngineError, EngineLost, WorkerError
+from rollick.errors import EngineError, EngineLost, WeightError, WorkerError
 from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import FakeEngine
 from rollick.types import Completion, PolicyVersion, Request, SampleId, Sampling, StopReason
-from rollick.weights.channels.host import remove_weights, write_weights
+from rollick.weights.channels.host import HostSender
 from rollick.workers import generator
 from rollick.workers.generator import (
     GeneratorWorker,
@@ -308,7 +308,7 @@ async def test_a_drain_with_nothing_ready_answers_empty(monkeypatch: pytest.Monk
 
 async def test_a_version_that_was_not_received_cannot_be_committed() -> None:
     worker = GeneratorWorker(FakeEngine())
-    with pytest.raises(EngineError, match="commit version 2, which was not received"):
+    with pytest.raises(WeightError, match="commit version 2, which was not received"):
         await worker.commit(PolicyVersion(2))
 
 
@@ -324,12 +324,11 @@ async def test_what_is_committed_is_what_was_verified() -> None:
 
     engine = Careful()
     worker = GeneratorWorker(engine)
-    manifest = write_weights([("a", torch.ones(3))], PolicyVersion(2))
-    try:
-        await worker.receive(manifest)
-        await worker.commit(PolicyVersion(2))
-    finally:
-        remove_weights(manifest)
+    sender = HostSender()
+    manifest = sender.offer([("a", torch.ones(3))], PolicyVersion(2), (0,))
+    await worker.receive(manifest)
+    await worker.commit(PolicyVersion(2))
+    sender.close()
     assert engine.expected == manifest.fingerprint
 
 
@@ -362,3 +361,68 @@ async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_wait
         for waiting in (task, late):
             with pytest.raises(EngineLost, match="TypeError: cannot be pickled"):
                 await asyncio.wait_for(waiting, 5)
+
+
+async def test_an_engine_that_says_that_it_is_lost_is_lost_although_its_host_lives() -> None:
+    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index else 0.0)
+    async with remote(fake) as (engine, _):
+        other = asyncio.create_task(engine.generate(request(1)))
+        await until(lambda: bool(fake.requests))
+        fake.fail_with = EngineLost("the fake engine is gone")
+        with pytest.raises(EngineLost, match="gone"):
+            await asyncio.wait_for(engine.generate(request(0)), 5)
+        with pytest.raises(EngineLost, match="generator 0 is lost: the fake engine is gone"):
+            await asyncio.wait_for(other, 5)
+        assert engine.lost
+        assert engine.gone.is_set()
+        with pytest.raises(EngineLost, match="the fake engine is gone"):
+            await engine.group.call("generators", "describe")
+
+
+async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
+    fake = FakeEngine()
+
+    async def gone() -> None:
+        raise EngineLost("it does not pause")
+
+    fake.pause = gone  # type: ignore[method-assign]
+    async with remote(fake) as (engine, _):
+        with pytest.raises(EngineLost, match="does not pause"):
+            await engine.pause()
+        assert lost_ranks([engine]) == {0}
+        with pytest.raises(EngineLost, match="does not pause"):
+            await engine.group.call("generators", "describe")
+
+
+class Mortal(FakeEngine):
+    """An engine that can be asked whether it lives."""
+
+    alive = True
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineLost("its process has ended")
+
+
+async def test_an_idle_engine_that_is_gone_gives_no_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = Mortal()
+    async with remote(fake) as (engine, _):
+        await ask_for_life([engine])
+        assert not engine.lost
+        fake.alive = False
+        await ask_for_life([engine])
+        assert engine.lost
+
+
+async def test_an_idle_engine_that_is_gone_is_found_by_the_next_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generator, "DRAIN_S", 0.01)
+    fake = Mortal()
+    async with remote(fake) as (engine, _):
+        fake.alive = False
+        await asyncio.wait_for(engine.gone.wait(), 5)
+        assert engine.broken is not None
+        assert "its process has ended" in engine.broken.message

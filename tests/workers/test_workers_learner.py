@@ -16,7 +16,9 @@ from rollick.testing.batches import random_batch, recipe_of
 from rollick.train.local import LocalStrategy
 from rollick.train.strategy import LossReport, OptimReport
 from rollick.types import PolicyVersion
-from rollick.weights.channels.host import read_weights, remove_weights
+from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.host import HostReceiver
+from rollick.weights.plan import Route
 from rollick.workers.learner import LearnerWorker
 
 torch.set_num_threads(1)
@@ -159,10 +161,10 @@ def test_a_real_step_moves_the_weights_and_writes_what_it_holds(tiny_folder: Pat
     assert (report.optimizer_steps, report.changed) == (2, True)
     assert report.tokens == np.count_nonzero(batch.loss_mask_N)
     assert worker.fingerprint() != before
-    manifest = worker.write_weights(PolicyVersion(1))
-    try:
-        held = dict(worker.strategy.weights())
-        assert manifest.fingerprint == worker.fingerprint()
-        assert all(torch.equal(tensor, held[name]) for name, tensor in read_weights(manifest))
-    finally:
-        remove_weights(manifest)
+    manifest = worker.offer_weights(PolicyVersion(1), Route("host", (0,)))
+    held = dict(worker.strategy.weights())
+    assert manifest.fingerprint == worker.fingerprint()
+    arrived = HostReceiver().open(manifest, 0)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in arrived)
+    worker.release_weights(Outcome(True))
+    worker.close()

@@ -1,10 +1,17 @@
-"""The memory of keys and values: one slot for each running sequence, per layer.
+"""The memory of keys and values: one slot for each sequence, per layer.
 
-Owns allocation, growth, copies between slots, and which slot still holds which prefix. Does not
-know requests. Memory follows need: slots and positions grow together for all layers, in blocks.
+Owns allocation, growth, and copies between slots. Does not know requests, nor which slot holds
+what (rows.py does). Memory follows need: slots and positions grow together for all layers, in
+blocks.
+
+The layout is dense, not paged: on the CPU, attention over pages must first gather them, which
+costs a copy of all keys and values per step, and that is more than the whole of attention over
+slots. What a group shares is computed once and copied.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,24 +21,18 @@ BLOCK = 64
 
 
 class SlotCache:
-    """Keys and values [slots, kv_heads, length, head_dim] of each layer.
-
-    A prefix is named by a bytes key; `holder(key)` is a slot whose first positions are its keys
-    and values, as long as nothing overwrote them.
-    """
+    """Keys and values [slots, kv_heads, length, head_dim] of each layer."""
 
     def __init__(self) -> None:
         self.slots = 0
         self.length = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._holders: dict[bytes, int] = {}
-        self._held: dict[int, bytes] = {}
 
     @property
     def bytes(self) -> int:
         """Memory in use."""
-        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+        return sum(t.nbytes for t in self._tensors())
 
     def reserve(self, *, slots: int, length: int) -> None:
         """Make room for `slots` sequences of `length` tokens; what is stored stays."""
@@ -56,38 +57,19 @@ class SlotCache:
         # Zeros, not empty: positions behind a mask are still multiplied, and junk may be NaN.
         return like.new_zeros(self.slots, like.shape[1], self.length, like.shape[3])
 
-    def copy(self, source: int, target: int, *, length: int) -> None:
-        """The first `length` positions of one slot into another."""
-        for layers in (self._keys, self._values):
-            for tensor in layers.values():
-                tensor[target, :, :length] = tensor[source, :, :length]
+    def copy(self, source: int, targets: Sequence[int], *, length: int) -> None:
+        """The first `length` positions of one slot into others."""
+        if length and targets:
+            where = slice(targets[0], targets[0] + 1) if len(targets) == 1 else list(targets)
+            for tensor in self._tensors():
+                tensor[where, :, :length] = tensor[source, :, :length]
 
-    def holder(self, key: bytes) -> int | None:
-        return self._holders.get(key)
-
-    def hold(self, slot: int, key: bytes) -> None:
-        """From now on `slot` begins with the prefix `key` (and with no other)."""
-        self.forget(slot)
-        self._holders[key] = slot
-        self._held[slot] = key
-
-    def move(self, source: int, target: int, *, length: int) -> None:
-        """A sequence changes its slot, and takes along the prefix it holds."""
-        self.copy(source, target, length=length)
-        key = self._held.get(source)
-        self.forget(target)
-        if key is not None:
-            self.hold(target, key)
-
-    def forget(self, slot: int) -> None:
-        key = self._held.pop(slot, None)
-        if key is not None and self._holders.get(key) == slot:
-            del self._holders[key]
-
-    def forget_all(self) -> None:
-        """The weights changed: no prefix is worth anything."""
-        self._holders.clear()
-        self._held.clear()
+    def swap(self, one: int, other: int, *, length: int) -> None:
+        """Two slots exchange their first `length` positions."""
+        for tensor in self._tensors():
+            kept = tensor[one, :, :length].clone()
+            tensor[one, :, :length] = tensor[other, :, :length]
+            tensor[other, :, :length] = kept
 
     def free(self) -> None:
         """Give all memory back."""
@@ -95,6 +77,9 @@ class SlotCache:
         self._keys.clear()
         self._values.clear()
         self.slots = self.length = 0
-        self.forget_all()
         if on_gpu:
             torch.cuda.empty_cache()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._keys.values()
+        yield from self._values.values()

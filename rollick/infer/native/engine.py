@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,16 +22,20 @@ from time import perf_counter, time
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.errors import EngineError, RollickError, WeightError
-from rollick.infer.engine import Capability, WeightStream
+from rollick.errors import EngineError, RollickError
+from rollick.infer.engine import Capability, Delta, WeightStream
+from rollick.infer.native.intake import take_weights
 from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Decode, Runner, Stops
-from rollick.models.attention import other_layers
+from rollick.infer.native.runner import Decode, Finished, Stops
+from rollick.infer.native.runners import AnyRunner, runner_for
+from rollick.infer.numbers import check_numbers, vocabulary_of
+from rollick.infer.stream import Feeds
 from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, fingerprint, load_model, share_parameters
+from rollick.models.fused import fuse_storage
+from rollick.models.load import empty_model, load_model, share_parameters
 from rollick.types import (
     Completion,
     EngineLoad,
@@ -60,7 +64,7 @@ class NativeEngine:
         module: nn.Module,
         infer: InferConfig,
         *,
-        runner: Runner,
+        runner: AnyRunner,
         device: str,
         shared: bool,
     ) -> None:
@@ -69,10 +73,12 @@ class NativeEngine:
         self._infer = infer
         self._device = device
         self._shared = shared
+        self._vocabulary = vocabulary_of(module)
         self._paused = False
         self._asleep = False
         self._closed = False
         self._pending: dict[SampleId, _Pending] = {}
+        self._feeds = Feeds()
         self._lock = asyncio.Lock()
         self._work = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
@@ -98,9 +104,11 @@ class NativeEngine:
         storage. `decode` turns drawn ids into text; only stop strings need it.
         """
         if shared is None:
-            module = load_model(model, device=device, attention=CACHED)
+            module = _apart(lambda: load_model(model, device=device, attention=CACHED))
         else:
             config: Any = shared.config
+            if device.startswith("cuda"):
+                fuse_storage(shared)
             module = empty_model(config, attention=CACHED)
             share_parameters(module, shared)
         return cls.around(
@@ -126,12 +134,12 @@ class NativeEngine:
         version: int = 0,
     ) -> NativeEngine:
         """An engine around a module that was built with the attention CACHED."""
-        _check_module(module)
-        runner = Runner(
+        runner = runner_for(
             module,
             infer,
             device=device,
             deterministic=deterministic,
+            shared=shared,
             stops=stops,
             version=version,
         )
@@ -139,6 +147,8 @@ class NativeEngine:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
+        # The addresses of parameters on a GPU are part of captured graphs, so there they stay.
+        adopts = {Capability.ADOPTS_WEIGHTS} if self._owns_cpu_weights else set[Capability]()
         return frozenset(
             {
                 Capability.SLEEP,
@@ -146,8 +156,13 @@ class NativeEngine:
                 Capability.DETERMINISTIC,
                 Capability.CUT_SUPPORT,
                 Capability.KEEP_CACHE,
+                *adopts,
             }
         )
+
+    @property
+    def _owns_cpu_weights(self) -> bool:
+        return not self._shared and self._device.startswith("cpu")
 
     async def generate(self, request: Request) -> Completion:
         """Waits until the request stops or is aborted; cancelling the call aborts it too."""
@@ -167,6 +182,10 @@ class NativeEngine:
             if self._pending.get(request.uid) is pending:
                 del self._pending[request.uid]
 
+    def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        """The same, with the tokens of each step as soon as it is over."""
+        return self._feeds.stream(request, self.generate)
+
     async def abort(self, uid: SampleId) -> None:
         if uid not in self._pending:
             return
@@ -178,7 +197,7 @@ class NativeEngine:
     async def pause(self) -> None:
         self._paused = True
         async with self._lock:
-            pass
+            await self._settle()
 
     async def resume(self) -> None:
         self._paused = False
@@ -203,11 +222,13 @@ class NativeEngine:
                 raise EngineError(
                     "the engine sleeps and has no weights to update", fix="call wake first"
                 )
+            await self._settle()
             take = partial(self._take, weights, version, expected, keep_cache=keep_cache)
             return await self._in_thread(take)
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         async with self._lock:
+            await self._settle()
             self.runner.commit(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
@@ -218,6 +239,7 @@ class NativeEngine:
         """
         async with self._lock:
             self._asleep = True
+            await self._settle()
             self.runner.free()
             if not self._shared:
                 await self._in_thread(lambda: self._move("cpu"))
@@ -237,6 +259,9 @@ class NativeEngine:
             generated_tokens=self.runner.generated_tokens,
             busy_seconds=self.runner.busy_seconds,
             version=self.runner.version,
+            kv_tokens=self.runner.kv_tokens,
+            kv_capacity=self.runner.kv_capacity,
+            preempted=self.runner.preempted,
         )
 
     def record_steps(self, most: int) -> None:
@@ -279,6 +304,7 @@ class NativeEngine:
             )
         if length == 0:
             raise EngineError(f"{request.uid}: the prompt is empty", fix="give at least one token")
+        check_numbers(request, vocabulary=self._vocabulary)
         if request.sampling.stop and not self.runner.reads_text:
             raise EngineError(
                 f"{request.uid}: stop strings {request.sampling.stop} need text, and the engine "
@@ -305,19 +331,36 @@ class NativeEngine:
                     continue
                 await self._step()
 
+    async def _settle(self) -> None:
+        """No forward runs any more: neither a step nor what steps have left to the device."""
+        await self._finish(self.runner.settle)
+
     async def _step(self) -> None:
         begun, at = perf_counter(), time()
+        await self._finish(self.runner.step)
+        if self._steps is not None and self.runner.work.batch:
+            # With the way to the thread and back: the next step begins when this one is here.
+            decodes = self.runner.decodes
+            seconds = (perf_counter() - begun) / decodes
+            for number in range(decodes):
+                begins = at + number * seconds
+                self._steps.append(replace(self.runner.work, seconds=seconds, at=begins))
+
+    async def _finish(self, work: Callable[[], Finished]) -> None:
         try:
-            finished = await self._in_thread(self.runner.step)
+            finished = await self._in_thread(work)
         except Exception as error:  # the engine thread is a boundary: its errors are the callers'
             self._fail_all(error)
             return
         for job, completion in finished:
             self._resolve(job, completion)
-        if self._steps is not None and self.runner.work.batch:
-            # With the way to the thread and back: the next step begins when this one is here.
-            seconds = perf_counter() - begun
-            self._steps.append(replace(self.runner.work, seconds=seconds, at=at))
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        for uid, told in self._feeds.listening():
+            pending = self._pending.get(uid)
+            if pending is not None:
+                self._feeds.tell(uid, *self.runner.rows.drawn(pending.job, told))
 
     def _resolve(self, job: Job, completion: Completion) -> None:
         pending = self._pending.get(job.request.uid)
@@ -350,26 +393,20 @@ class NativeEngine:
         *,
         keep_cache: bool,
     ) -> Fingerprint:
-        """Stage, verify, and only then write."""
-        # Copies, because a stream may reuse its buffers from one tensor to the next.
-        staged = [(name, tensor.detach().clone()) for name, tensor in weights]
-        targets = dict(self.module.named_parameters(remove_duplicate=False))
-        _check_weights(staged, targets)
-        found = fingerprint(staged)
-        if expected is not None and found != expected:
-            raise WeightError(
-                f"the weights of version {version} have fingerprint {found}, not {expected}; the "
-                f"engine still serves version {self.runner.version}",
-                fix="publish again; if it repeats, the transfer damages the tensors",
-            )
-        with torch.no_grad():
-            for name, tensor in staged:
-                targets[name].copy_(tensor)
+        found = take_weights(
+            self.module,
+            weights,
+            version=version,
+            expected=expected,
+            adopt=Capability.ADOPTS_WEIGHTS in self.capabilities,
+        )
         self.runner.commit(version, keep_cache=keep_cache)
         return found
 
     def _move(self, device: str) -> None:
         self.module.to(device)
+        if device.startswith("cuda"):
+            fuse_storage(self.module)
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
 
@@ -384,37 +421,15 @@ def _timed(completion: Completion, job: Job, started: float) -> Completion:
     )
 
 
-def _check_module(module: nn.Module) -> None:
-    config: Any = module.config
-    if kinds := other_layers(config):
-        raise EngineError(
-            f"{type(module).__name__} has layers of kind {kinds}, which the native "
-            "engine's cache does not hold",
-            fix="use another engine for this model",
-        )
-    if config._attn_implementation != CACHED:
-        raise EngineError(
-            f"the module was built with attention {config._attn_implementation!r}",
-            fix=f"build it with attention={CACHED!r}",
-        )
+def _apart(work: Callable[[], Result]) -> Result:
+    """Run in a thread that ends with the work.
 
-
-def _check_weights(staged: list[tuple[str, Tensor]], targets: dict[str, nn.Parameter]) -> None:
-    """Every parameter must be given (a tied one under any of its names), in its shape."""
-    unknown = [name for name, _ in staged if name not in targets]
-    given = {id(targets[name]) for name, _ in staged if name in targets}
-    missing = [name for name, target in targets.items() if id(target) not in given]
-    misshapen = [
-        f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
-        for name, tensor in staged
-        if name in targets and tensor.shape != targets[name].shape
-    ]
-    if unknown or missing or misshapen:
-        raise WeightError(
-            f"the weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
-            f"misshapen {misshapen[:3]}",
-            fix="publish the parameters of the same model, under their Hugging Face names",
-        )
+    A thread that computed in parallel keeps its helpers for as long as it lives. Once there are
+    more of them than cores, none waits for work awake any more: each kernel of the engine would
+    first wake a sleeping one (counted: 660 times a step of SmolLM2-135M instead of 8).
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
 
 
 def _as_engine_error(error: Exception) -> EngineError:

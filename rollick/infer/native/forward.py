@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from rollick.infer.native.cache import SlotCache
-from rollick.models.cached_attention import AttentionStep, DecodeStep, PrefillStep, RowStep
+from rollick.infer.native.packed import PackedHead, can_pack, pack_linears
+from rollick.infer.native.plain import plain_decoder
+from rollick.models.cached_attention import AttentionStep, DecodeStep, PrefillStep, RowStep, Span
 from rollick.models.deterministic import ROWS, tile_linears
 from rollick.models.head import head_logits, output_head
 
@@ -28,10 +30,16 @@ Ids = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """Tokens whose keys and values are to be computed into a row of the cache, from the start."""
+    """Tokens whose keys and values are to be computed into a row of the cache, which already holds
+    the `start` tokens before them."""
 
     row: int
     token_ids: Ids
+    start: int = 0
+
+    @property
+    def positions(self) -> Ids:
+        return np.arange(self.start, self.start + len(self.token_ids))
 
 
 class Forward(Protocol):
@@ -43,6 +51,10 @@ class Forward(Protocol):
         """Logits [R, V] after feeding one token to each of the rows 0..R-1."""
         ...
 
+    def invalidate(self) -> None:
+        """The weights changed, or memory is to be freed: what was derived from them is dropped."""
+        ...
+
 
 class BatchedForward:
     """All tokens of a step in one forward."""
@@ -51,21 +63,36 @@ class BatchedForward:
         self._module = module
         self._cache = cache
         self._device = device
+        self._packed = pack_linears(module) if can_pack(module) else None
+        self._plain = None if self._packed is None else plain_decoder(module)
+        self._head = PackedHead()
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        ordered = sorted(prefixes, key=lambda prefix: len(prefix.token_ids))
-        lengths = [len(prefix.token_ids) for prefix in ordered]
-        step = PrefillStep(self._cache, rows=[p.row for p in ordered], lengths=lengths)
+        ordered = sorted(prefixes, key=lambda prefix: (prefix.start > 0, len(prefix.token_ids)))
+        spans = [Span(p.row, p.start, len(p.token_ids)) for p in ordered]
+        step = PrefillStep(self._cache, spans)
         token_ids = np.concatenate([prefix.token_ids for prefix in ordered])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        _hidden(self._module, self._device, token_ids[None], positions[None], step=step)
+        positions = np.concatenate([prefix.positions for prefix in ordered])
+        self._hidden(token_ids[None], positions[None], step)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
         step = DecodeStep(self._cache, positions=position_R.tolist(), device=self._device)
-        hidden_R1D = _hidden(
-            self._module, self._device, token_R[:, None], position_R[:, None], step=step
-        )
-        return head_logits(hidden_R1D[:, 0], *output_head(self._module))
+        hidden_R1D = self._hidden(token_R[:, None], position_R[:, None], step)
+        head = output_head(self._module)
+        if self._packed is None:
+            return head_logits(hidden_R1D[:, 0], *head)
+        return self._head.logits(hidden_R1D[:, 0], *head)
+
+    def _hidden(self, token_ids: Ids, positions: Ids, step: AttentionStep) -> Tensor:
+        if self._plain is None:
+            return _hidden(self._module, self._device, token_ids, positions, step=step)
+        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
+        return self._plain.hidden(ids, places, step)
+
+    def invalidate(self) -> None:
+        self._head.drop()
+        if self._packed is not None:
+            self._packed.drop()
 
 
 class TiledForward:
@@ -79,13 +106,16 @@ class TiledForward:
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         row_N = np.concatenate([np.full(len(p.token_ids), p.row) for p in prefixes])
-        position_N = np.concatenate([np.arange(len(p.token_ids)) for p in prefixes])
+        position_N = np.concatenate([p.positions for p in prefixes])
         token_N = np.concatenate([p.token_ids for p in prefixes])
         self._tiles(token_N, position_N, row_N)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
         hidden_RD = torch.cat(self._tiles(token_R, position_R, np.arange(len(token_R))))
         return head_logits(hidden_RD, *output_head(self._module), tiled=True)[: len(token_R)]
+
+    def invalidate(self) -> None:
+        """Nothing is derived from the weights."""
 
     def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
         """Hidden states of ROWS tokens at a time, the filler of the last tile included."""

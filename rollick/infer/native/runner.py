@@ -4,14 +4,16 @@ Owns the waiting requests, the running rows and the cache. Knows nothing of asyn
 calls `step` in its own thread, and everything else only while no step runs (except `submit` and
 `drop`, which may be called at any time).
 
-    waiting -> admit (prefill, or copy a prefix that is in the cache) -> decode, once per step
-            -> record -> finished
+    waiting -> admit (fill the cache: copy what it has of the context, compute the rest)
+            -> decode, once per step -> record -> finished
 
 A row's cache always holds all of its tokens but the last, which the next decode feeds. So a
 prompt's prefill needs no logits, and the members of a group differ from their first own token on.
+A prompt longer than a step's budget is computed in parts: each part is kept in the cache, where
+the next step's look for what is known of the context finds it.
 
 With a new version the running rows compute their cache anew, or keep it: then they know that theirs
-is older, and flag what they draw. A prefix is looked up together with the version that computed it.
+is older, and flag what they draw, and nobody else begins with what they hold.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from torch import nn
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError
 from rollick.infer.native.cache import SlotCache
-from rollick.infer.native.forward import BatchedForward, Forward, Prefix, TiledForward
+from rollick.infer.native.filling import Filling
+from rollick.infer.native.forward import BatchedForward, Forward, TiledForward
 from rollick.infer.native.philox import uniforms
-from rollick.infer.native.rows import Job, Rows
+from rollick.infer.native.rows import Found, Job, Rows
 from rollick.infer.native.sampler import Drawn, draw, draw_row_by_row
 from rollick.types import Completion, SampleId, StepRecord, StopReason
 
@@ -68,8 +71,11 @@ class Runner:
         self.prefilled_tokens = 0
         self.decode_steps = 0
         self.busy_seconds = 0.0
+        self.preempted = 0
         self.work = StepRecord(0, 0, 0, 0.0)
         """What the last step did."""
+        self.decodes = 1
+        """How many decodes that were."""
         self.cache = SlotCache()
         self.rows = Rows(slots=infer.slots, max_length=infer.max_length)
         self.waiting: deque[Job] = deque()
@@ -97,6 +103,16 @@ class Runner:
     def reads_text(self) -> bool:
         return self._text_of is not None
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of running requests that the cache holds."""
+        return self.rows.kv_tokens
+
+    @property
+    def kv_capacity(self) -> int:
+        """No limit: every slot has room for a whole sequence."""
+        return 0
+
     def submit(self, job: Job) -> None:
         """Safe while a step runs: only this side appends, only the other side takes."""
         self._arrived.append(job)
@@ -115,21 +131,32 @@ class Runner:
                 self.waiting.remove(job)
                 return job, job.untouched(StopReason.ABORTED)
         for row in self.rows.used:
-            if self._job(row).request.uid == uid:
+            if self.rows.job(row).request.uid == uid:
                 return self.rows.take(row, StopReason.ABORTED)
         return None
+
+    def settle(self) -> Finished:
+        """Nothing is under way between two steps here; see PagedRunner."""
+        return []
 
     def commit(self, version: int, *, keep_cache: bool = False) -> None:
         """The weights are those of `version`: running rows compute their cache anew before they go
         on, or keep it."""
         self.version = version
         self._stale = self._stale or not keep_cache
-        self.cache.forget_all()
+        self.rows.forget_held()
+        self._forward.invalidate()
+
+    def forget_prefixes(self) -> None:
+        """Nothing that the cache holds of ended sequences is used again. Needs no running one."""
+        self.rows.forget_held()
 
     def free(self) -> None:
         """Give the cache's memory back; running rows compute it anew when they go on."""
         self._stale = True
+        self.rows.forget_held()
         self.cache.free()
+        self._forward.invalidate()
 
     def clear(self) -> None:
         """Forget all requests and free the cache."""
@@ -177,70 +204,83 @@ class Runner:
         if not self._stale:
             return
         self._stale = False
-        budget = self._infer.prefill_tokens
-        chunk: list[Prefix] = []
+        filling = self._filling()
         for row in self.rows.used:
-            prefix = self._prefix(row)
-            if chunk and sum(len(p.token_ids) for p in chunk) + len(prefix.token_ids) > budget:
-                self._prefill(chunk)
-                chunk = []
-            chunk.append(prefix)
-        self._prefill(chunk)
-        for row in self.rows.used:
-            self.cache.hold(row, self._key(self._job(row)))
+            context = self.rows.tokens[row, : self.rows.length[row]]
+            filling.add(row, context, filling.find(context))
+            self.rows.held[row] = len(context) - 1
             self.rows.cache_version[row] = self.version
+        self._run(filling)
 
     def _admit(self) -> Finished:
         """Waiting requests into free rows, as far as this step's prefill budget reaches."""
         finished: Finished = []
-        new: list[Prefix] = []
-        copies: list[tuple[int, int, int]] = []
-        pending: set[int] = set()
+        filling = self._filling()
         budget = self._infer.prefill_tokens
         while self.waiting and self.rows.free:
             job = self.waiting[0]
-            source = self.cache.holder(self._key(job))
-            cost = len(job.context) - 1 if source is None else 0
-            if new and cost > budget:
-                break
-            self.waiting.popleft()
             ended = self._ended_before_start(job)
             if ended is not None:
+                self.waiting.popleft()
                 finished.append((job, job.untouched(ended)))
                 continue
+            found = filling.find(job.context)
+            cost = len(job.context) - 1 - found.shared
+            if cost > budget:
+                if budget == self._infer.prefill_tokens:
+                    self._admit_part(job, found, filling)
+                break
+            self.waiting.popleft()
             budget -= cost
-            row = self.rows.place(source)
+            row = self._take_row(found)
             self.rows.put(row, job, version=self.version)
             job.placed_at = perf_counter()
             self._began.append(job)
-            if source is None:
-                new.append(self._prefix(row))
-                pending.add(row)
-            elif source in pending:
-                copies.append((source, row, len(job.context) - 1))
-                pending.add(row)
-            elif source != row:
-                # At once: a later arrival of this step may be put where the source is.
-                self._reserve()
-                self.cache.copy(source, row, length=len(job.context) - 1)
-            self.cache.hold(row, self._key(job))
-        self._prefill(new)
-        for source, row, length in copies:
-            self.cache.copy(source, row, length=length)
+            filling.add(row, job.context, found)
+        self._run(filling)
         return finished
+
+    def _admit_part(self, job: Job, found: Found, filling: Filling) -> None:
+        """As much of the context as one step may compute; the request goes on waiting."""
+        row = self._take_row(found)
+        held = found.shared + self._infer.prefill_tokens
+        self.rows.store(row, job.context, held=held)
+        self.rows.keep(row)
+        filling.add(row, job.context[: held + 1], found)
+        self.rows.give_up(row)
+
+    def _take_row(self, found: Found) -> int:
+        """A row for what begins with what was found; what is kept there moves out of the way."""
+        rows, source = self.rows, found.row if found.shared else None
+        row = rows.place(source)
+        if source is not None and rows.held[source] == found.shared:
+            # The new sequence contains all of it, so it need not be kept a second time.
+            rows.kept[source] = 0
+        if rows.kept[row]:
+            refuge = rows.refuge(row, avoid=source)
+            if refuge is not None:
+                self.cache.reserve(slots=refuge + 1, length=self.cache.length)
+                self.cache.copy(row, [refuge], length=int(rows.held[row]))
+                rows.flee(row, refuge)
+        return row
+
+    def _filling(self) -> Filling:
+        return Filling(self.rows, self.cache, self._forward, budget=self._infer.prefill_tokens)
+
+    def _run(self, filling: Filling) -> None:
+        filling.run()
+        self.prefilled_tokens += filling.computed_tokens
 
     def _ended_before_start(self, job: Job) -> StopReason | None:
         """A continued request may already have all the tokens it can get."""
         earlier = job.request.continue_from
         if earlier is None or len(earlier.token_ids) == 0:
             return None
-        if earlier.token_ids[-1] in self._stop_ids:
+        own = job.request.sampling.stop_ids
+        if earlier.token_ids[-1] in self._stop_ids or earlier.token_ids[-1] in own:
             return StopReason.STOP
         full = len(job.context) >= job.length_limit(self._infer.max_length)
         return StopReason.LENGTH if full else None
-
-    def _key(self, job: Job) -> bytes:
-        return b"%d:" % self.version + job.prefix_key
 
     def _note_first_tokens(self) -> None:
         if self._began:
@@ -249,39 +289,28 @@ class Runner:
                 job.first_at = now
             self._began.clear()
 
-    def _prefix(self, row: int) -> Prefix:
-        return Prefix(row, self.rows.tokens[row, : self.rows.length[row] - 1])
-
-    def _prefill(self, prefixes: list[Prefix]) -> None:
-        self._reserve()
-        prefixes = [prefix for prefix in prefixes if len(prefix.token_ids)]
-        if prefixes:
-            self._forward.prefill(prefixes)
-            self.prefilled_tokens += sum(len(prefix.token_ids) for prefix in prefixes)
-
-    def _reserve(self) -> None:
-        if self.rows.count:
-            longest = int(self.rows.length[: self.rows.count].max())
-            self.cache.reserve(slots=self.rows.count, length=longest)
-
     def _compact(self) -> None:
-        for source, target in self.rows.close_holes():
-            self.cache.move(source, target, length=int(self.rows.length[target]) - 1)
+        for move in self.rows.close_holes():
+            if move.swaps:
+                self.cache.swap(move.source, move.target, length=move.length)
+            else:
+                self.cache.copy(move.source, [move.target], length=move.length)
 
     def _decode(self) -> Drawn:
-        self._reserve()
         count = self.rows.count
+        self.cache.reserve(slots=count, length=int(self.rows.length[:count].max()))
         last_R = self.rows.length[:count] - 1
         token_R = self.rows.tokens[np.arange(count), last_R]
         logits_RV = self._forward.decode(token_R, last_R)
         drawn_before_R = self.rows.length[:count] - self.rows.prompt[:count]
         uniform_R = uniforms(self.rows.stream[:count], drawn_before_R)
-        return self._draw(logits_RV, self.rows.rules(), uniform_R=uniform_R)
+        return self._draw(logits_RV, self.rows.rules(self._stop_ids), uniform_R=uniform_R)
 
     def _record(self, drawn: Drawn) -> None:
         if not np.isfinite(drawn.logprobs_R).all():
             broken = [
-                str(self._job(row).request.uid) for row in _where(~np.isfinite(drawn.logprobs_R))
+                str(self.rows.job(row).request.uid)
+                for row in _where(~np.isfinite(drawn.logprobs_R))
             ]
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite, "
@@ -296,7 +325,10 @@ class Runner:
         rows, count = self.rows, self.rows.count
         last_R = rows.tokens[np.arange(count), rows.length[:count] - 1]
         stopped_R = np.isin(last_R, self._stop_ids)
-        for row in _where(rows.watches_text[:count]):
+        for row in _where(rows.own_stops[:count]):
+            stopped_R[row] |= int(last_R[row]) in rows.job(row).request.sampling.stop_ids
+        late_R = rows.length[:count] >= rows.min_length[:count]
+        for row in _where(rows.watches_text[:count] & late_R):
             stopped_R[row] |= self._ends_with_text(row)
         ended_R = stopped_R | (rows.length[:count] >= rows.limit[:count])
         return [
@@ -307,17 +339,12 @@ class Runner:
     def _ends_with_text(self, row: int) -> bool:
         """Whether the last tokens hold a stop string; a string ends with the token just drawn."""
         assert self._text_of is not None
-        stops = self._job(row).request.sampling.stop
+        stops = self.rows.job(row).request.sampling.stop
         # No token is less than a byte, so this many tokens surely cover the longest string.
         tail = max(len(stop.encode()) for stop in stops) + _TAIL_MARGIN
         first = max(int(self.rows.prompt[row]), int(self.rows.length[row]) - tail)
         text = self._text_of(self.rows.tokens[row, first : self.rows.length[row]].tolist())
         return any(stop in text for stop in stops)
-
-    def _job(self, row: int) -> Job:
-        job = self.rows.jobs[row]
-        assert job is not None
-        return job
 
 
 def _where(chosen: npt.NDArray[np.bool_]) -> list[int]:

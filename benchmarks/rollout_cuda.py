@@ -1,0 +1,267 @@
+"""Tokens per second of the native engine on one GPU, and how near it comes to the memory's speed.
+
+    python benchmarks/rollout.py --device cuda [--json] [--sizes 256 1024] [--shapes 135M 7B]
+                                 [--without vllm]
+
+Through the engine's seam: prefill, scheduling, the event loop, stops and log-probs included.
+SmolLM2-135M has its own weights, models of the shapes of Qwen2.5 have random ones; all compute in
+bfloat16. Prompts are 128 random tokens in groups of 8, and every request draws 256 tokens with
+log-probs (asserted). The first round of a size warms up (compilation, graphs) and is not counted;
+the best of three others is. vLLM draws the same up to 1.5B, at the settings of rollout_vllm.json.
+
+    ratio_vllm   tokens per second, native over vLLM
+
+    of_memory    what reading all weights and all keys and values once a step would take, at the
+                 bandwidth given, over the time that a step took
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import tempfile
+import traceback
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from rollout_vllm import SMOLLM2, run_vllm
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rollick.config.schema import InferConfig, ModelConfig
+from rollick.infer.native.engine import NativeEngine
+from rollick.infer.native.gpu.forward import Ways
+from rollick.infer.native.gpu.runner import PagedRunner
+from rollick.infer.native.runner import Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.fused import fuse_storage
+from rollick.models.load import load_model
+from rollick.types import Request, SampleId, Sampling, frozen_array
+
+DEVICE = "cuda"
+GROUP_SIZE = 8
+PROMPT_TOKENS = 128
+NEW_TOKENS = 256
+ROUNDS = 3
+MEMORY_BYTES_S = 4.3e12
+"""What an H200 reads in a second when nothing else limits it."""
+
+QWEN: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 1e6}
+BESIDE_VLLM = ("135M", "0.5B", "1.5B")
+SHAPES: dict[str, Any] = {
+    "135M": None,
+    "0.5B": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        **QWEN,
+    ),
+    "1.5B": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        **QWEN,
+    ),
+    "7B": Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        **QWEN,
+    ),
+}
+
+
+def module_of(shape: str) -> Any:
+    """SmolLM2 itself, or random weights."""
+    config = SHAPES[shape]
+    if config is None:
+        model = ModelConfig(path=SMOLLM2, dtype="bfloat16")
+        return load_model(model, device=DEVICE, attention=CACHED)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=CACHED
+        ).eval()
+
+
+def prompts(sequences: int, vocabulary: int) -> list[list[int]]:
+    """Groups of GROUP_SIZE alike prompts of random tokens."""
+    groups = -(-sequences // GROUP_SIZE)
+    ids = np.random.default_rng(0).integers(1, vocabulary, (groups, PROMPT_TOKENS))
+    return ids.repeat(GROUP_SIZE, axis=0)[:sequences].tolist()
+
+
+def requests(sequences: int, vocabulary: int, *, round: int) -> list[Request]:
+    return [
+        Request(
+            SampleId(place // GROUP_SIZE, place % GROUP_SIZE),
+            frozen_array(ids, np.int32),
+            Sampling(max_tokens=NEW_TOKENS),
+            stream=round * sequences + place,
+        )
+        for place, ids in enumerate(prompts(sequences, vocabulary))
+    ]
+
+
+def engine_of(module: Any, *, sequences: int, ways: Ways | None = None) -> NativeEngine:
+    infer = InferConfig(slots=sequences, max_length=PROMPT_TOKENS + NEW_TOKENS)
+    # Ids that no token has: the device looks for stops, and the work is the same each time.
+    stops = Stops(tuple(range(module.config.vocab_size, module.config.vocab_size + 4)))
+    fuse_storage(module)
+    runner = PagedRunner(module, infer, device=DEVICE, stops=stops, version=0, ways=ways)
+    return NativeEngine(module, infer, runner=runner, device=DEVICE, shared=True)
+
+
+async def run_native(module: Any, *, sequences: int, ways: Ways | None = None) -> dict[str, Any]:
+    """Seconds of each round, the start apart."""
+    engine = engine_of(module, sequences=sequences, ways=ways)
+    runner: Any = engine.runner
+    seconds: list[float] = []
+    steps: list[int] = []
+    for number in range(ROUNDS + 1):
+        made = requests(sequences, module.config.vocab_size, round=number)
+        # The round before left the prompts in the cache: everybody begins without.
+        runner.forget_prefixes()
+        before = runner.decode_steps
+        started = perf_counter()
+        drawn = await asyncio.gather(*(engine.generate(request) for request in made))
+        seconds.append(perf_counter() - started)
+        steps.append(runner.decode_steps - before)
+        assert sum(len(one.token_ids) for one in drawn) == sequences * NEW_TOKENS
+        assert all(np.isfinite(one.logprobs).all() for one in drawn)
+        assert all(len(one.logprobs) == NEW_TOKENS for one in drawn)
+    found = {
+        "tokens_per_s": round(sequences * NEW_TOKENS / min(seconds[1:])),
+        "seconds": [round(each, 4) for each in seconds[1:]],
+        "start_s": round(seconds[0] - min(seconds[1:]), 2),
+        "steps": steps[1:],
+        "step_ms": round(1000 * min(seconds[1:]) / NEW_TOKENS, 3),
+        "ways": str(runner.cache.ways),
+    }
+    await engine.close()
+    return found
+
+
+def step_bytes(module: Any, *, sequences: int) -> int:
+    """Weights and keys and values that a decode step in the middle of the round reads."""
+    config = module.config
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    if not config.tie_word_embeddings:
+        # Of the embedding only the rows of the tokens are read.
+        weights -= module.get_input_embeddings().weight.nbytes
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    length = PROMPT_TOKENS + NEW_TOKENS // 2
+    return weights + 2 * 2 * config.num_hidden_layers * heads * dim * length * sequences
+
+
+def tidy() -> None:
+    """What the last measurement left must not meet the next."""
+    gc.collect()
+    torch._dynamo.reset()
+    torch.cuda.empty_cache()
+
+
+def measure(shape: str, *, sequences: int, bandwidth: float) -> dict[str, Any]:
+    module = module_of(shape)
+    try:
+        found = asyncio.run(run_native(module, sequences=sequences))
+        moved = step_bytes(module, sequences=sequences)
+    finally:
+        del module
+        tidy()
+    ideal_ms = 1000 * moved / bandwidth
+    return {
+        "shape": shape,
+        "sequences": sequences,
+        **found,
+        "read_gb": round(moved / 1e9, 2),
+        "ideal_ms": round(ideal_ms, 3),
+        "of_memory": round(ideal_ms / found["step_ms"], 3),
+    }
+
+
+def measure_vllm(shape: str, *, sequences: int) -> dict[str, Any]:
+    """The same model and prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = module_of(shape)
+        vocabulary = module.config.vocab_size
+        if SHAPES[shape] is not None:
+            module.save_pretrained(folder)
+        del module
+        tidy()
+        run = run_vllm(
+            prompts(sequences, vocabulary),
+            tokens=NEW_TOKENS,
+            device=DEVICE,
+            model=SMOLLM2 if SHAPES[shape] is None else folder,
+            dtype="bfloat16",
+            rounds=ROUNDS,
+        )
+    assert run.tokens == sequences * NEW_TOKENS
+    return {
+        "shape": shape,
+        "sequences": sequences,
+        "tokens_per_s": run.tokens_per_s,
+        "start_s": run.start_s,
+        "version": run.version,
+    }
+
+
+def guarded(work: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """One entry that fails does not take the others with it."""
+    try:
+        return work(*arguments, **options)
+    except Exception:
+        return {"error": traceback.format_exc()[-3000:], "arguments": [*arguments, options]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda",), default="cuda")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", default=None, help="a file for the results")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--bandwidth", type=float, default=MEMORY_BYTES_S)
+    parser.add_argument("--without", nargs="*", choices=("vllm",), default=[])
+    options = parser.parse_args()
+    entries = [("135M", size) for size in options.sizes]
+    entries += [(shape, 256) for shape in options.shapes if (shape, 256) not in entries]
+    results: list[dict[str, Any]] = []
+    for shape, size in entries:
+        found = guarded(measure, shape, sequences=size, bandwidth=options.bandwidth)
+        if shape in BESIDE_VLLM and "vllm" not in options.without:
+            other = guarded(measure_vllm, shape, sequences=size)
+            found["vllm"] = other
+            if "error" not in found and "error" not in other:
+                found["ratio_vllm"] = round(found["tokens_per_s"] / other["tokens_per_s"], 2)
+        results.append(found)
+        shown = {key: found[key] for key in found if key not in ("steps", "ways", "seconds")}
+        print(shown, file=sys.stderr, flush=True)
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    text = json.dumps({**facts, "runs": results}, indent=1)
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as file:
+            file.write(text)
+    if options.json:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""The plain decoder without its modules: kernels against references, and those against modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import silu
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollick.config.schema import InferConfig
+from rollick.infer.native.gpu.forward import Ways
+from rollick.infer.native.gpu.runner import PagedRunner
+from rollick.infer.native.rows import Job
+from rollick.infer.native.runner import Stops
+from rollick.models.cached_attention import CACHED
+from rollick.models.fixed import plain_norm
+from rollick.models.fused import fuse_storage
+from rollick.models.load import empty_model, share_parameters
+from rollick.models.paged_attention import NO_WINDOW, PAGE, Packed, PagedDecode, PagedPrefill
+from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
+
+# Of Triton's interpreter.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA = LlamaConfig(**SIZES)
+DECODERS: dict[str, Any] = {
+    "llama": LLAMA,
+    "llama with biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama 3": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral with a window": MistralConfig(**SIZES, sliding_window=6),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2 with a window": Qwen2Config(
+        **SIZES,
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+REFERENCE = Ways(graphs=False, compiled=False, kernels=False)
+THROUGH_MODULES = Ways(graphs=False, compiled=False, kernels=False, plain=False)
+LENGTHS = [1, 2, 33, 64, 70]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _model(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6)
+            elif "bias" in name:
+                parameter.normal_()
+            else:
+                parameter.uniform_(0.5, 1.5)
+    fuse_storage(model)
+    return model
+
+
+def _runner(model: Any, ways: Ways) -> PagedRunner:
+    module = empty_model(model.config, attention=CACHED)
+    share_parameters(module, model)
+    return PagedRunner(
+        module,
+        InferConfig(slots=8, max_length=128, prefill_tokens=20),
+        device="cpu",
+        stops=Stops((2, 7)),
+        version=0,
+        ways=ways,
+    )
+
+
+def _requests(count: int = 12) -> list[Request]:
+    """Groups of three with prompts of 1 to 34 tokens, longer than a step's budget at the end."""
+    return [
+        Request(
+            SampleId(0, n),
+            frozen_array([1, *((np.arange(11 * (n // 3)) * 7 + n // 3) % 30 + 2)], np.int32),
+            Sampling(max_tokens=5 + (n * 13) % 40, temperature=(0.0, 1.0, 0.7)[n % 3]),
+            stream=n * 7919 + 13,
+        )
+        for n in range(count)
+    ]
+
+
+def _drive(runner: PagedRunner, requests: Sequence[Request]) -> dict[SampleId, Completion]:
+    for request in requests:
+        runner.submit(Job(request))
+    done: dict[SampleId, Completion] = {}
+    while runner.has_work:
+        done |= {job.request.uid: completion for job, completion in runner.step()}
+    return done
+
+
+def _is_plain(runner: PagedRunner) -> bool:
+    return runner.cache._plain is not None  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_plain_decoder_draws_what_its_modules_draw(name: str):
+    model = _model(DECODERS[name])
+    plain, modules = _runner(model, REFERENCE), _runner(model, THROUGH_MODULES)
+    found, expected = _drive(plain, _requests()), _drive(modules, _requests())
+    assert _is_plain(plain)
+    assert not _is_plain(modules)
+    assert found.keys() == expected.keys()
+    for uid, one in expected.items():
+        assert found[uid].token_ids.tolist() == one.token_ids.tolist()
+        np.testing.assert_allclose(found[uid].logprobs, one.logprobs, atol=2e-5)
+
+
+def test_its_hidden_states_in_bfloat16_are_those_of_its_modules_to_the_bit():
+    model = _model(DECODERS["qwen3"]).to(torch.bfloat16)
+    fuse_storage(model)
+    requests = _requests(6)
+    found = _drive(_runner(model, REFERENCE), requests)
+    modules = _runner(model, THROUGH_MODULES)
+    for uid, one in _drive(modules, requests).items():
+        assert found[uid].token_ids.tolist() == one.token_ids.tolist()
+        assert found[uid].logprobs.tolist() == one.logprobs.tolist()
+
+
+def _hooked(model: Any) -> Any:
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+class _Doubled(torch.nn.Linear):
+    """A layer that somebody has exchanged."""
+
+
+def _exchanged(model: Any) -> Any:
+    model.model.layers[0].self_attn.o_proj.__class__ = _Doubled
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "change"),
+    [
+        (LLAMA, _hooked),
+        (LLAMA, _exchanged),
+        (
+            LlamaConfig(
+                **SIZES,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            ),
+            None,
+        ),
+        (LlamaConfig(**{**SIZES, "hidden_act": "gelu"}), None),
+        (
+            Gemma3TextConfig(
+                **SIZES,
+                head_dim=16,
+                sliding_window=6,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            None,
+        ),
+    ],
+    ids=["hooked", "exchanged", "turned by length", "another activation", "another decoder"],
+)
+def test_what_is_not_plain_runs_through_its_modules(config: Any, change: Any):
+    model = _model(config)
+    runner = _runner(model, REFERENCE)
+    if change is not None:
+        change(runner.cache._module)  # pyright: ignore[reportPrivateUsage]
+    assert len(_drive(runner, _requests(3))) == 3
+    assert not _is_plain(runner)
+
+
+def test_weights_that_are_no_neighbours_run_through_their_modules():
+    torch.manual_seed(0)
+    runner = _runner(AutoModelForCausalLM.from_config(LLAMA).eval(), REFERENCE)
+    runner.submit(Job(_requests(1)[0]))
+    runner.step()
+    assert not _is_plain(runner)
+
+
+def _random(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(device=device, dtype=dtype)
+
+
+def _assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Triton's interpreter cuts bfloat16 numbers off where a GPU rounds them."""
+    near = 1e-5 if found.dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [24, 64])
+def test_the_norm_kernel_looks_up_adds_and_scales(
+    kernel_device: str, width: int, dtype: torch.dtype
+):
+    from rollick.models.paged_layer_kernels import launch_add_norm, launch_first_norm
+
+    torch.manual_seed(0)
+    table = _random(11, width, device=kernel_device, dtype=dtype)
+    weight = _random(width, device=kernel_device, dtype=dtype)
+    tokens = torch.tensor([3, 0, 10, 3], device=kernel_device)
+    residual, normed = launch_first_norm(tokens, table, weight, eps=1e-5)
+    assert torch.equal(residual, table[tokens])
+    _assert_near(normed, plain_norm(table[tokens], weight, 1e-5))
+    change = _random(4, width, device=kernel_device, dtype=dtype)
+    expected = residual + change
+    normed = launch_add_norm(residual, change, weight, eps=1e-5)
+    _assert_near(residual, expected)
+    _assert_near(normed, plain_norm(expected, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gate_kernel_multiplies_up_by_the_bent_gate(kernel_device: str, dtype: torch.dtype):
+    from rollick.models.paged_layer_kernels import launch_gate
+
+    torch.manual_seed(0)
+    both = _random(3, 2 * 1030, device=kernel_device, dtype=dtype)
+    gate, up = both.chunk(2, dim=-1)
+    _assert_near(launch_gate(both), silu(gate) * up)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("inputs", [32, 40])
+def test_the_gated_product_is_the_product_and_its_gate(kernel_device: str, rows: int, inputs: int):
+    from rollick.models.paged_layer_kernels import launch_gated_product
+
+    torch.manual_seed(0)
+    x = _random(rows, inputs, device=kernel_device)
+    weight = _random(2 * 44, inputs, device=kernel_device)
+    gate, up = (x @ weight.t()).chunk(2, dim=-1)
+    expected = silu(gate) * up
+    torch.testing.assert_close(launch_gated_product(x, weight), expected, rtol=1e-4, atol=1e-4)
+
+
+def _packed(tokens: int, *, normed: bool, window: int, device: str) -> Packed:
+    heads, kv_heads, dim = 3, 1, 24
+    torch.manual_seed(1)
+    angle = torch.rand(128, dim, device=device)
+    return Packed(
+        _random(tokens, (heads + 2 * kv_heads) * dim, device=device),
+        heads,
+        kv_heads,
+        angle.cos(),
+        angle.sin(),
+        scale=dim**-0.5,
+        window=window,
+        norms=(torch.rand(dim, device=device), torch.rand(dim, device=device)) if normed else None,
+        eps=1e-5,
+    )
+
+
+def _cache(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    table = (torch.randperm(15) + 1).view(5, 3).int().to(device)
+    return table, _random(2, 16, 1, PAGE, 24, device=device)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+def test_the_decode_kernel_turns_by_position_what_it_stores_and_attends_with(
+    kernel_device: str, window: int, normed: bool, splits: int
+):
+    table, cache = _cache(kernel_device)
+    given = _packed(5, normed=normed, window=window, device=kernel_device)
+    length, expected = torch.tensor(LENGTHS, device=kernel_device), cache.clone()
+    step = PagedDecode(table, length, splits=splits)
+    found = step.attend_packed(given, (cache[0], cache[1]))
+    reference = PagedDecode(table, length, kernels=False)
+    wanted = reference.attend_packed(given, (expected[0], expected[1]))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_a_row_that_nobody_has_used_yet_is_computed_and_stores_nothing(kernel_device: str):
+    table, cache = _cache(kernel_device)
+    given = _packed(5, normed=False, window=NO_WINDOW, device=kernel_device)
+    before = cache.clone()
+    length = torch.zeros(5, dtype=torch.int64, device=kernel_device)
+    PagedDecode(table, length).attend_packed(given, (cache[0], cache[1]))
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+def test_the_prefill_turns_and_stores_ragged_parts_of_several_sequences(
+    kernel_device: str, window: int, normed: bool
+):
+    from rollick.models.paged_kernels import prefill_queries
+
+    table, cache = _cache(kernel_device)
+    spans = [(0, 5), (40, 64), (3, 69)]
+    given = _packed(5 + 24 + 66, normed=normed, window=window, device=kernel_device)
+    found: list[torch.Tensor] = []
+    caches = cache, cache.clone()
+    for kernels, one in zip((True, False), caches, strict=True):
+        step = PagedPrefill.of(
+            table[:3].tolist(),
+            spans,
+            queries=prefill_queries(3),
+            device=kernel_device,
+            kernels=kernels,
+        )
+        found.append(step.attend_packed(given, (one[0], one[1])))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[0], caches[1], rtol=1e-6, atol=1e-6)

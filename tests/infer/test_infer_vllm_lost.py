@@ -1,0 +1,324 @@
+"""The vLLM engine when vLLM does not do what it should: it hangs, it dies, it miscounts.
+
+A fake client stands for vLLM here; the real one is in test_infer_vllm.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollick.config.schema import InferConfig
+from rollick.errors import EngineError, EngineLost, WeightError
+from rollick.infer import vllm, vllm_stage
+from rollick.infer.vllm import VllmEngine
+from rollick.infer.vllm_job import Job
+from rollick.infer.vllm_stage import choose_folder, staged_file, sweep_leftovers
+from rollick.infer.vllm_worker import read_bundle
+from rollick.models.load import fingerprint
+from rollick.testing.tiny import tiny_model, tiny_tokenizer
+from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason, frozen_array
+
+MODEL = tiny_model(len(tiny_tokenizer()), seed=0)
+
+
+def said(tokens: list[int], logprobs: list[float], finish: str | None = None) -> Any:
+    """One output of vLLM."""
+    part = SimpleNamespace(
+        token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), finish_reason=finish
+    )
+    return SimpleNamespace(outputs=[part], metrics=None)
+
+
+class Client:
+    """As much of vLLM's AsyncLLM as the engine uses. `outputs` is what every part says before it
+    hangs; a recalled part then says `last`. `hanging` names methods that never return."""
+
+    def __init__(self, *outputs: Any, last: Any = None, hanging: str = "") -> None:
+        self.outputs = outputs
+        self.last = last or said([], [], "abort")
+        self.hanging = hanging
+        self.errored = False
+        self.begun: list[str] = []
+        self.ended: dict[str, asyncio.Event] = {}
+        self.files: list[bool] = []
+
+    async def generate(self, prompt: Any, params: Any, part: str) -> AsyncGenerator[Any]:
+        ended = self.ended[part] = asyncio.Event()
+        for output in self.outputs:
+            yield output
+        self.begun.append(part)
+        await ended.wait()
+        yield self.last
+
+    async def abort(self, parts: list[str]) -> None:
+        await self._unless("abort")
+        for part in parts:
+            if part in self.ended:
+                self.ended[part].set()
+
+    async def pause_generation(self, **options: Any) -> None:
+        await self._unless("pause")
+
+    async def resume_generation(self) -> None: ...
+
+    async def sleep(self, level: int) -> None:
+        await self._unless("sleep")
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
+        self.files.append(Path(args[0]).exists())  # noqa: ASYNC240
+        await self._unless(method)
+        return [fingerprint(read_bundle(args[0]))]
+
+    async def _unless(self, method: str) -> None:
+        if method == self.hanging:
+            await asyncio.Event().wait()
+
+    def shutdown(self) -> None: ...
+
+
+class Meter:
+    running = kv_tokens = kv_capacity = preempted = generated_tokens = 0
+    busy_seconds = 0.0
+
+    def begin(self) -> None: ...
+
+
+def engine_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
+    monkeypatch.setattr(VllmEngine, "_asked", lambda self, job: ((), ()))
+    return VllmEngine(
+        client,
+        Meter(),
+        InferConfig(max_length=64),
+        skeleton=MODEL,
+        device="cuda:0",
+        stops=((), None),
+        version=0,
+    )
+
+
+def request(index: int = 0, **sampling: Any) -> Request:
+    ids = frozen_array([1, 8, 9], np.int32)
+    return Request(SampleId(0, index), ids, Sampling(**sampling), stream=index)
+
+
+async def begun(client: Client, parts: int) -> None:
+    async with asyncio.timeout(10):
+        while len(client.begun) < parts:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_recalled_part_that_says_its_log_probs_again_keeps_each_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Client(
+        said([5], [-0.5]), said([6, 7], [-0.6, -0.7]), last=said([], [-0.5, -0.6, -0.7], "abort")
+    )
+    engine = engine_of(client, monkeypatch)
+    drawing = asyncio.create_task(engine.generate(request()))
+    await begun(client, 1)
+    await engine.abort(SampleId(0, 0))
+    completion = await drawing
+    assert (completion.stop, completion.token_ids.tolist()) == (StopReason.ABORTED, [5, 6, 7])
+    assert completion.logprobs.tolist() == pytest.approx([-0.5, -0.6, -0.7])
+    await engine.close()
+
+
+def test_more_log_probs_than_tokens_are_those_of_tokens_before() -> None:
+    job = Job(request())
+    job.add([5, 6], [-1.0, -2.0], 0)
+    job.add([7], [-1.0, -2.0, -3.0], 1)
+    assert (job.token_ids, job.logprobs, job.versions) == (
+        [5, 6, 7],
+        [-1.0, -2.0, -3.0],
+        [0, 0, 1],
+    )
+
+
+async def test_fewer_log_probs_than_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(Client(said([5, 6], [-1.0])), monkeypatch)
+    with pytest.raises(EngineError, match="2 tokens and the log-probs of 1"):
+        await engine.generate(request())
+    await engine.close()
+
+
+def update(engine: VllmEngine) -> Awaitable[Any]:
+    return engine.update(list(MODEL.named_parameters()), PolicyVersion(1))
+
+
+@pytest.mark.parametrize(
+    ("hanging", "call"),
+    [
+        ("pause", lambda engine: engine.pause()),
+        ("abort", lambda engine: engine.abort(SampleId(0, 0))),
+        ("rollick_verify", update),
+        ("rollick_take", update),
+        ("sleep", lambda engine: engine.sleep()),
+    ],
+)
+async def test_an_engine_that_misses_a_deadline_fails_all_that_is_pending(
+    monkeypatch: pytest.MonkeyPatch, hanging: str, call: Callable[[VllmEngine], Awaitable[Any]]
+) -> None:
+    monkeypatch.setattr(vllm, "ANSWER_S", 0.2)
+    client = Client(hanging=hanging)
+    engine = engine_of(client, monkeypatch)
+    pending = [asyncio.create_task(engine.generate(request(index))) for index in range(3)]
+    await begun(client, 3)
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineLost, match=r"within 0\.2 s"):
+            await call(engine)
+        ended = await asyncio.gather(*pending, return_exceptions=True)
+    assert [type(error) for error in ended] == [EngineLost] * 3
+    with pytest.raises(EngineLost):
+        engine.check_alive()
+    with pytest.raises(EngineLost):
+        await engine.generate(request(4))
+    await engine.close()
+
+
+async def test_requests_that_wait_for_a_paused_engine_fail_when_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "ANSWER_S", 0.2)
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    await engine.pause()
+    held = asyncio.create_task(engine.generate(request()))
+    await asyncio.sleep(0)
+    client.hanging = "sleep"
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineLost):
+            await engine.sleep()
+        with pytest.raises(EngineLost):
+            await held
+    await engine.close()
+
+
+async def test_a_process_that_ended_fails_requests_that_nobody_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "WATCH_S", 0.01)
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    drawing = asyncio.create_task(engine.generate(request()))
+    await begun(client, 1)
+    client.errored = True
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineLost, match="process has ended"):
+            await drawing
+    await engine.close()
+
+
+async def test_an_idle_engine_whose_process_ended_is_not_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    engine.check_alive()
+    client.errored = True
+    with pytest.raises(EngineLost, match="process has ended"):
+        engine.check_alive()
+    await engine.close()
+
+
+async def test_a_caller_that_is_cancelled_as_the_engine_is_lost_stays_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    drawing = asyncio.create_task(engine.generate(request()))
+    await begun(client, 1)
+    client.errored = True
+    with pytest.raises(EngineLost):
+        engine.check_alive()
+    drawing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await drawing
+    await engine.close()
+
+
+async def test_a_temperature_that_vllm_would_raise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(Client(), monkeypatch)
+    with pytest.raises(EngineError, match=r"temperature 0.005"):
+        await engine.generate(request(temperature=0.005))
+    await engine.close()
+
+
+# Where new weights are staged
+
+
+def test_weights_go_to_the_first_folder_that_has_room(tmp_path: Path) -> None:
+    small, large = tmp_path / "small", tmp_path / "large"
+    free = {small: 5 << 20, large: 500 << 20}.__getitem__
+    assert choose_folder(1 << 20, [small, large], free=free) == small
+    assert choose_folder(100 << 20, [small, large], free=free) == large
+    with pytest.raises(WeightError, match=r"1\.00 GB of weights.*small has 0\.01 GB.*large"):
+        choose_folder(10**9, [small, large], free=free)
+
+
+async def test_weights_that_cannot_be_staged_leave_the_engine_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path / "missing",))
+    with pytest.raises(WeightError, match="TMPDIR"):
+        await update(engine)
+    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(vllm, "write_bundle", _full_disk)
+    with pytest.raises(WeightError, match=r"No space left.*TMPDIR"):
+        await update(engine)
+    assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
+    engine.check_alive()
+    assert engine.load().version == 0
+    await engine.close()
+
+
+def _full_disk(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def test_the_staged_file_is_there_for_the_workers_and_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = Client()
+    engine = engine_of(client, monkeypatch)
+    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
+    assert await update(engine) == fingerprint(MODEL.named_parameters())
+    assert (client.files, list(tmp_path.iterdir())) == ([True, True], [])  # noqa: ASYNC240
+    await engine.close()
+
+
+def test_what_a_dead_process_left_is_swept_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    dead = tmp_path / f"rollick-vllm-{int(gone.stdout)}-abc"
+    other = tmp_path / "rollick-vllm-x-abc"
+    for folder in (dead, other):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
+    with staged_file(10) as path:
+        used = Path(path).parent
+        assert sweep_leftovers() == [dead]
+        # Its process lives in another container: only the lock says that it is in use.
+        monkeypatch.setattr(vllm_stage, "_lives", lambda process: False)
+        assert sweep_leftovers() == []
+        assert used.exists()
+    assert list(tmp_path.iterdir()) == [other]

@@ -1,0 +1,587 @@
+"""The gateway on a real port: the openai client, plain HTTP, agents in sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+import torch
+from openai import AsyncOpenAI
+
+from rollick.config.schema import InferConfig, ModelConfig
+from rollick.data.chat import ChatCodec
+from rollick.errors import ConfigError, EngineError, EngineLost
+from rollick.infer.engine import Engine
+from rollick.infer.native.engine import NativeEngine
+from rollick.rollout.episode import OneEngine
+from rollick.serve.gateway import Gateway
+from rollick.serve.server import Served, ServeSettings, serving
+from rollick.testing.fakes import FakeEngine
+from rollick.testing.tiny import tiny_model, tiny_tokenizer
+from rollick.types import NOT_SAMPLED, Request, SampleId, Sampling
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LONG = 3000
+"""Tokens of an answer that is still being drawn when its client goes away."""
+HELLO: Any = [{"role": "user", "content": "hi"}]
+CODEC = ChatCodec(tiny_tokenizer(), "chat")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A running server and what is behind it."""
+
+    served: Served
+    gateway: Gateway
+    engine: Any
+
+    def client(self, **options: Any) -> AsyncOpenAI:
+        settings = {"base_url": self.served.base_url, "api_key": self.served.token} | options
+        return AsyncOpenAI(**settings, max_retries=0, timeout=30)
+
+    async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Plain HTTP, with the token unless other headers are given."""
+        headers = {"authorization": f"Bearer {self.served.token}"} | options.pop("headers", {})
+        async with httpx.AsyncClient(base_url=self.served.address, timeout=30) as client:
+            return await client.request(method, path, headers=headers, **options)
+
+    async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return await self.send("POST", path, json=body, **options)
+
+
+@asynccontextmanager
+async def site(engine: Engine, *, max_length: int = 256, **options: Any) -> AsyncGenerator[Site]:
+    gateway = Gateway(
+        CODEC, model="tiny", max_length=max_length, access=OneEngine(engine), **options
+    )
+    try:
+        async with asyncio.timeout(60), serving(gateway, ServeSettings(grace_s=2)) as served:
+            yield Site(served, gateway, engine)
+    finally:
+        await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tiny(tiny_folder: Path) -> AsyncGenerator[Site]:
+    """The tiny model behind the native engine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    engine = NativeEngine.create(
+        InferConfig(slots=8, max_length=LONG + 100),
+        ModelConfig(path=str(tiny_folder)),
+        stop_ids=(),
+        decode=CODEC.decode,
+    )
+    async with site(engine, max_length=LONG + 100) as found:
+        yield found
+    torch.set_num_threads(threads)
+
+
+@asynccontextmanager
+async def fake(
+    reply: str | Callable[[Request], str] = "ok", **options: Any
+) -> AsyncGenerator[Site]:
+    """Scripted answers in the tiny tokenizer's ids, ended by its end of turn."""
+
+    def ids(request: Request) -> list[int]:
+        text = reply if isinstance(reply, str) else reply(request)
+        return [*CODEC.encode_text(text).tolist()[1:], 2]
+
+    limits = {name: options.pop(name) for name in ("max_requests",) if name in options}
+    async with site(FakeEngine(reply=ids, **options), **limits) as found:
+        yield found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def drawn_by(engine: Engine, text: str, sampling: Sampling, stream: int) -> list[int]:
+    request = Request(
+        SampleId(10**6, stream % 97), CODEC.encode_text(text), sampling, stream=stream
+    )
+    return (await engine.generate(request)).token_ids.tolist()
+
+
+async def test_a_chat_is_answered_with_usage_and_a_reason(tiny: Site):
+    answer = await tiny.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=5)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "length"
+    assert choice.message.role == "assistant"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == 9
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+
+
+async def test_greedy_text_is_what_the_engine_draws_itself(tiny: Site):
+    answer = await tiny.client().completions.create(
+        model="tiny", prompt="ab", temperature=0, max_tokens=6
+    )
+    expected = await drawn_by(tiny.engine, "ab", Sampling(0.0, 6), 1)
+    assert answer.choices[0].text == CODEC.decode(expected)
+
+
+async def test_a_stream_is_the_same_text_in_many_pieces(tiny: Site):
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "seed": 7}
+    whole = await tiny.client().chat.completions.create(**options)
+    stream = await tiny.client().chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    *pieces, last = chunks
+    texts = [chunk.choices[0].delta.content or "" for chunk in pieces]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert len(pieces) > 10
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + [
+        "length"
+    ]
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+
+async def test_a_completion_streams_too(tiny: Site):
+    stream = await tiny.client().completions.create(
+        model="tiny", prompt="ab", max_tokens=8, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].text async for chunk in stream]
+    expected = await drawn_by(tiny.engine, "ab", Sampling(0.0, 8), 1)
+    assert "".join(pieces) == CODEC.decode(expected)
+
+
+async def test_an_engine_that_cannot_stream_answers_a_stream_in_one_piece():
+    async with fake("hello") as found:
+        stream = await found.client().chat.completions.create(
+            model="tiny", messages=HELLO, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+    assert [chunk.choices[0].delta.content for chunk in chunks] == ["hello"]
+    assert chunks[0].choices[0].finish_reason == "stop"
+
+
+async def test_the_same_seed_draws_the_same_text_and_another_one_another(tiny: Site):
+    async def text(seed: int | None) -> str | None:
+        answer = await tiny.client().chat.completions.create(
+            model="tiny", messages=HELLO, max_tokens=20, seed=seed
+        )
+        return answer.choices[0].message.content
+
+    first, again, other, free = [await text(seed) for seed in (1, 1, 2, None)]
+    assert first == again
+    assert len({first, other, free}) == 3
+
+
+async def test_two_choices_of_one_request_differ_and_are_in_order(tiny: Site):
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "n": 2, "seed": 3}
+    whole = await tiny.client().chat.completions.create(**options)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.index for choice in whole.choices] == [0, 1]
+    assert texts[0] != texts[1]
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 40)
+    streamed = ["", ""]
+    async for chunk in await tiny.client().chat.completions.create(**options, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+async def test_several_prompts_are_several_choices(tiny: Site):
+    answer = await tiny.client().completions.create(
+        model="tiny", prompt=["a", "b"], n=2, max_tokens=3, temperature=0
+    )
+    texts = [choice.text for choice in answer.choices]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+
+
+async def test_a_stop_string_ends_the_text_and_is_not_in_it():
+    async with fake("one;two") as found:
+        answer = await found.client().chat.completions.create(
+            model="tiny", messages=HELLO, stop=[";"]
+        )
+    assert answer.choices[0].message.content == "one"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_the_native_engine_stops_at_a_stop_string(tiny: Site):
+    whole = await tiny.client().completions.create(model="tiny", prompt="ab", max_tokens=60, seed=5)
+    text = whole.choices[0].text
+    stop = text[20:22]
+    cut = await tiny.client().completions.create(
+        model="tiny", prompt="ab", max_tokens=60, seed=5, stop=stop
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage is not None
+    assert cut.usage.completion_tokens < 60
+
+
+async def test_token_ids_and_log_probs_come_as_an_extension(tiny: Site):
+    answer = await tiny.client().chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=6,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    body = answer.model_dump()
+    (choice,) = body["choices"]
+    assert body["prompt_token_ids"] == CODEC.encode_messages(HELLO).tolist()
+    assert CODEC.decode(choice["token_ids"]) == choice["message"]["content"]
+    assert [row["logprob"] for row in choice["logprobs"]["content"]] == choice["token_logprobs"]
+    assert len(choice["token_logprobs"]) == 6
+    assert all(value < 0 for value in choice["token_logprobs"])
+
+
+async def test_streamed_token_ids_are_those_of_the_whole_answer(tiny: Site):
+    options: Any = {"model": "tiny", "prompt": [1, 5, 6], "max_tokens": 9, "seed": 1}
+    extra = {"return_token_ids": True}
+    whole = await tiny.client().completions.create(**options, extra_body=extra, logprobs=0)
+    stream = await tiny.client().completions.create(**options, extra_body=extra, stream=True)
+    ids: list[int] = []
+    async for chunk in stream:
+        ids += chunk.model_dump()["choices"][0]["token_ids"]
+    (choice,) = whole.model_dump()["choices"]
+    assert ids == choice["token_ids"]
+    assert choice["prompt_token_ids"] == [1, 5, 6]
+    assert choice["logprobs"]["token_logprobs"] == choice["token_logprobs"]
+
+
+async def test_models_are_listed_and_found_by_name(tiny: Site):
+    listed = await tiny.client().models.list()
+    assert [model.id for model in listed.data] == ["tiny"]
+    assert (await tiny.client().models.retrieve("tiny")).owned_by == "rollick"
+    with pytest.raises(openai.NotFoundError):
+        await tiny.client().models.retrieve("other")
+
+
+async def test_two_clients_at_once_are_answered_together():
+    async with fake("x" * 10, seconds=0.5) as found:
+        ask = found.client().chat.completions.create
+        await asyncio.gather(*(ask(model="tiny", messages=HELLO) for _ in range(2)))
+        assert found.engine.peak == 2
+
+
+@pytest.mark.parametrize("key", ["wrong", "", "Bearer"])
+async def test_a_request_without_the_token_is_refused(tiny: Site, key: str):
+    with pytest.raises(openai.AuthenticationError, match="token is missing or wrong"):
+        await tiny.client(api_key=key or "-").models.list()
+    headers = {"authorization": key}
+    answer = await tiny.post("/v1/chat/completions", {"messages": HELLO}, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_request_for_another_host_is_refused_with_the_right_token_too(tiny: Site):
+    for path in ("/v1/models", "/health"):
+        answer = await tiny.send("GET", path, headers={"host": "evil.example"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
+
+
+async def test_health_needs_no_token_and_tells_nothing(tiny: Site):
+    answer = await tiny.send("GET", "/health", headers={"authorization": ""})
+    assert answer.json() == {"status": "ok"}
+
+
+async def test_no_answer_can_be_taken_for_a_page(tiny: Site):
+    body = {"messages": HELLO, "<script>": 1}
+    for answer in (await tiny.send("GET", "/v1/models"), await tiny.post("/v1/completions", body)):
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "tiny", "messages": []}, 400, "messages"),
+        ({"messages": HELLO, "temperature": 9}, 400, "temperature"),
+        ({"messages": HELLO, "top_logprobs": 2}, 400, "top_logprobs"),
+        ({"messages": HELLO, "model": "gpt"}, 404, "model"),
+        ({"messages": HELLO, "tools": [{"type": "function", "function": {}}]}, 400, "tools"),
+        ({"messages": [{"role": "user", "content": "a" * LONG * 2}]}, 400, "messages"),
+        ([], 400, None),
+    ],
+)
+async def test_a_bad_request_gets_an_error_in_openais_shape(
+    tiny: Site, body: Any, status: int, param: str | None
+):
+    answer = await tiny.post("/v1/chat/completions", body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+async def test_an_id_that_the_model_does_not_have_is_refused_and_hurts_nobody(tiny: Site):
+    with pytest.raises(openai.BadRequestError, match="token id 9999"):
+        await tiny.client().completions.create(model="tiny", prompt=[1, 9999])
+    with pytest.raises(openai.BadRequestError, match="token id -1"):
+        await tiny.client().completions.create(model="tiny", prompt=[[1], [-1]])
+
+
+async def test_unknown_paths_and_methods_have_the_same_shape(tiny: Site):
+    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
+        answer = await tiny.send(method, path)
+        assert answer.status_code == status
+        assert path in answer.json()["error"]["message"]
+
+
+async def test_a_body_that_is_too_large_is_refused(tiny: Site):
+    answer = await tiny.send("POST", "/v1/completions", content=b" " * (5 << 20))
+    assert answer.status_code == 413
+
+
+async def test_a_client_that_goes_away_aborts_its_answer(tiny: Site):
+    before = tiny.engine.load().generated_tokens
+    with pytest.raises(httpx.ReadTimeout):
+        async with httpx.AsyncClient(timeout=httpx.Timeout(20, read=0.2)) as client:
+            await client.post(
+                f"{tiny.served.base_url}/completions",
+                json={"prompt": "a", "max_tokens": LONG},
+                headers={"authorization": f"Bearer {tiny.served.token}"},
+            )
+    await until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
+    assert tiny.engine.load().generated_tokens - before < LONG
+
+
+async def test_a_client_that_leaves_a_stream_aborts_all_its_choices(tiny: Site):
+    before = tiny.engine.load().generated_tokens
+    stream = await tiny.client().completions.create(
+        model="tiny", prompt="a", max_tokens=LONG, n=2, stream=True
+    )
+    async for _ in stream:
+        break
+    await stream.close()
+    await until(lambda: tiny.engine.load().running == 0 and tiny.gateway.running == 0)
+    assert tiny.engine.load().generated_tokens - before < 2 * LONG
+
+
+async def test_more_requests_than_allowed_are_told_to_come_again():
+    async with fake(seconds=math.inf, max_requests=2) as found:
+        ask = found.client().chat.completions.create
+        waiting = [asyncio.create_task(ask(model="tiny", messages=HELLO)) for _ in range(2)]
+        await until(lambda: found.gateway.running == 2)
+        with pytest.raises(openai.RateLimitError, match="of at most 2"):
+            await ask(model="tiny", messages=HELLO)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await until(lambda: found.gateway.running == 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(EngineError("no room"), 500), (EngineLost("gone"), 503)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_fails_is_an_error_of_the_server(
+    error: EngineError, status: int, stream: bool
+):
+    async with fake() as found:
+        found.engine.fail_with = error
+        with pytest.raises(openai.InternalServerError, match=error.message) as failed:
+            await found.client().chat.completions.create(
+                model="tiny", messages=HELLO, stream=stream
+            )
+    assert failed.value.status_code == status
+
+
+async def test_stopping_lets_running_answers_end():
+    async with fake("late", seconds=0.5) as found:
+        asked = asyncio.create_task(
+            found.client().chat.completions.create(model="tiny", messages=HELLO)
+        )
+        await until(lambda: found.gateway.running == 1)
+    assert (await asked).choices[0].message.content == "late"
+
+
+async def test_stopping_ends_answers_that_take_too_long():
+    async with fake(seconds=math.inf) as found:
+        asked = asyncio.create_task(
+            found.client().chat.completions.create(model="tiny", messages=HELLO)
+        )
+        await until(lambda: found.gateway.running == 1)
+    with pytest.raises(openai.APIError):
+        await asked
+    assert found.gateway.running == 0
+
+
+def logprobs_of(token_ids: Any, mask: Any) -> Any:
+    """Log-probs of the masked tokens by one plain forward over the whole sequence."""
+    model = tiny_model(len(tiny_tokenizer())).eval()
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0]
+    found = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
+    return found[mask[1:]]
+
+
+async def agent(client: AsyncOpenAI, *questions: str) -> list[str]:
+    """Knows a base URL and nothing of training; keeps its own history of messages."""
+    messages: Any = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        answer = await client.chat.completions.create(
+            model="some-model", messages=messages, max_tokens=5
+        )
+        messages.append(answer.choices[0].message)
+    return [message.content for message in messages[1::2]]
+
+
+async def test_an_agents_session_becomes_one_token_exact_segment(tiny: Site):
+    session = tiny.gateway.open_session(SampleId(7, 1), OneEngine(tiny.engine), seed=1)
+    client = tiny.client(base_url=tiny.served.address + session.path, api_key=session.token)
+    texts = await agent(client, "a", "b", "c")
+    (segment,) = tiny.gateway.close_session(session.id)
+    drawn = segment.token_ids[segment.loss_mask].tolist()
+    assert len(drawn) == 15
+    assert segment.turns == 3
+    assert CODEC.decode(drawn) == "".join(texts)
+    assert segment.versions[segment.loss_mask].tolist() == [0] * 15
+    assert (segment.versions[~segment.loss_mask] == NOT_SAMPLED).all()
+    again = logprobs_of(segment.token_ids, segment.loss_mask)
+    np.testing.assert_allclose(segment.logprobs[segment.loss_mask], again, atol=1e-4)
+
+
+async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
+    async with fake("x" * 50) as found:
+        ruled = Sampling(temperature=0.8, max_tokens=6, stop=("!",))
+        session = found.gateway.open_session(
+            SampleId(3, 0), OneEngine(found.engine), sampling=ruled
+        )
+        client = found.client(base_url=found.served.address + session.path)
+        await client.chat.completions.create(
+            model="m", messages=HELLO, temperature=0.1, top_p=0.5, max_tokens=90, stop="?", seed=5
+        )
+        await client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
+    first, second = (request for request in found.engine.requests)
+    assert first.sampling == Sampling(temperature=0.8, max_tokens=6, stop=("!", "?"))
+    assert second.sampling.max_tokens == 2
+    assert first.uid == second.uid == SampleId(3, 0)
+    assert first.stream != second.stream
+
+
+async def test_an_agent_that_asks_twice_at_once_is_answered_one_after_the_other():
+    async with fake("ok", seconds=0.05) as found:
+        session = found.gateway.open_session(SampleId(3, 0), OneEngine(found.engine))
+        client = found.client(base_url=found.served.address + session.path)
+        ask = client.chat.completions.create
+        await asyncio.gather(*(ask(model="m", messages=HELLO) for _ in range(3)))
+        assert found.engine.peak == 1
+        assert len(found.gateway.close_session(session.id)) == 3
+
+
+async def test_an_answer_that_the_agent_did_not_wait_for_is_not_recorded():
+    async with fake(seconds=math.inf) as found:
+        session = found.gateway.open_session(SampleId(3, 0), OneEngine(found.engine))
+        client = found.client(base_url=found.served.address + session.path)
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3).chat.completions.create(
+                model="m", messages=HELLO
+            )
+        await until(lambda: found.gateway.running == 0)
+        assert found.gateway.close_session(session.id) == ()
+
+
+async def test_a_sessions_token_opens_that_session_only(tiny: Site):
+    mine, other = (
+        tiny.gateway.open_session(SampleId(n, 0), OneEngine(tiny.engine)) for n in range(2)
+    )
+    headers = {"authorization": f"Bearer {mine.token}"}
+    paths = [f"{mine.path}/models", f"{other.path}/models", "/v1/models", f"/sessions/{mine.id}"]
+    found = [(await tiny.send("GET", path, headers=headers)).status_code for path in paths]
+    assert found == [200, 401, 401, 401]
+    for session in (mine, other):
+        tiny.gateway.close_session(session.id)
+
+
+async def test_sessions_can_be_opened_read_and_closed_over_http():
+    async with fake("yo") as found:
+        opened = (await found.send("POST", "/sessions")).json()
+        client = found.client(base_url=opened["base_url"], api_key=opened["token"])
+        await agent(client, "a", "b")
+        shown = (await found.send("GET", f"/sessions/{opened['id']}")).json()
+        closed = (await found.send("DELETE", f"/sessions/{opened['id']}")).json()
+        gone = await found.send("GET", f"/sessions/{opened['id']}")
+    assert shown == closed
+    (segment,) = closed["segments"]
+    assert [key for key, value in segment.items() if isinstance(value, list)] == [
+        "token_ids",
+        "logprobs",
+        "versions",
+        "loss_mask",
+    ]
+    assert sum(segment["loss_mask"]) == 6
+    assert gone.status_code == 404
+
+
+async def test_a_session_records_one_answer_at_a_time(tiny: Site):
+    opened = (await tiny.send("POST", "/sessions")).json()
+    client = tiny.client(base_url=opened["base_url"])
+    with pytest.raises(openai.BadRequestError, match="one answer to one prompt"):
+        await client.chat.completions.create(model="m", messages=HELLO, n=2)
+    tiny.gateway.close_session(opened["id"])
+
+
+async def test_a_gateway_without_an_engine_of_its_own_serves_sessions_only():
+    engine = FakeEngine(reply=lambda request: [5, 2])
+    gateway = Gateway(CODEC, model="tiny", max_length=64)
+    async with asyncio.timeout(30), serving(gateway, ServeSettings()) as served:
+        found = Site(served, gateway, engine)
+        session = gateway.open_session(SampleId(0, 0), OneEngine(engine))
+        with pytest.raises(openai.NotFoundError, match="sessions only"):
+            await found.client().chat.completions.create(model="tiny", messages=HELLO)
+        assert await agent(found.client(base_url=served.address + session.path), "a") == ["1"]
+
+
+async def test_a_port_that_is_taken_is_said_in_words():
+    gateway = Gateway(CODEC, model="tiny", max_length=64)
+    async with serving(gateway, ServeSettings()) as served:
+        port = int(served.address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            async with serving(gateway, ServeSettings(port=port)):
+                pass
+
+
+async def test_an_answer_about_a_bug_cannot_be_taken_for_a_page_either():
+    async with fake() as found:
+        found.engine.fail_with = ZeroDivisionError("secret")
+        answer = await found.post("/v1/chat/completions", {"messages": HELLO})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_the_version_that_drew_each_token_comes_with_the_token_ids():
+    async with fake("ok", version=7) as found:
+        body = {"messages": HELLO, "return_token_ids": True}
+        whole = (await found.post("/v1/chat/completions", body)).json()["choices"][0]
+        plain = (await found.post("/v1/chat/completions", {"messages": HELLO})).json()
+        stream = await found.client().chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, extra_body={"return_token_ids": True}
+        )
+        streamed = [chunk.model_dump()["choices"][0] async for chunk in stream]
+    assert whole["token_versions"] == [7] * len(whole["token_ids"]) == [7, 7, 7]
+    assert [v for choice in streamed for v in choice["token_versions"]] == [7, 7, 7]
+    assert "token_versions" not in plain["choices"][0]
