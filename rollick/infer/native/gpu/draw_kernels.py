@@ -10,6 +10,7 @@ needed.
 # Triton's language has no types that a checker could follow, and Triton is not on every machine.
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
