@@ -22,8 +22,9 @@ import torch
 from engine_native import SHAPES, make_model
 
 from rollick.config.schema import InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.runner import Runner, Stops
+from rollick.infer.native.runner import Runner
 from rollick.models.cached_attention import CACHED
 from rollick.models.load import empty_model, share_parameters
 from rollick.rollout.workload import StepRecord, fit_step_time

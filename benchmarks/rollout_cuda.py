@@ -33,10 +33,10 @@ from rollout_vllm import SMOLLM2, run_vllm
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollick.config.schema import InferConfig, ModelConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.engine import NativeEngine
 from rollick.infer.native.gpu.forward import Ways
 from rollick.infer.native.gpu.runner import PagedRunner
-from rollick.infer.native.runner import Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.fused import fuse_storage
 from rollick.models.load import load_model

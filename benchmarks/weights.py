@@ -34,9 +34,9 @@ from rollick.cluster.group import open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig, InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.engine import NativeEngine
 from rollick.infer.native.intake import take_weights
-from rollick.infer.native.runner import Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.fingerprint import fingerprint
 from rollick.models.load import empty_model

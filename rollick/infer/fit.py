@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch import Tensor
 from rollick.errors import WeightError
 
 
-def check_fit(given: Sequence[tuple[str, Tensor]], parameters: Iterable[tuple[str, Any]]) -> None:
-    """Raise WeightError unless `given` covers the named parameters (all names of tied ones)."""
-    targets = dict(parameters)
+def check_fit(
+    given: Sequence[tuple[str, Tensor]], targets: Mapping[str, Any], *, whole: bool = True
+) -> None:
+    """Raise WeightError unless `given` fits the parameters (under all names of tied ones), and
+    covers them, unless it is a part only."""
     unknown = [name for name, _ in given if name not in targets]
     covered = {id(targets[name]) for name, _ in given if name in targets}
-    missing = [name for name, target in targets.items() if id(target) not in covered]
+    missing = [name for name, target in targets.items() if whole and id(target) not in covered]
     misshapen = [
         f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
         for name, tensor in given

@@ -1,4 +1,4 @@
-"""Numbers of a request that an engine must not take: one of them would end its whole batch.
+"""What a request must not ask of an engine, whichever it is.
 
 A token id without an embedding, a temperature that makes logits infinite or a top-k that no
 integer of the tables holds fails in the middle of a step, which is that of all requests. So each
@@ -8,11 +8,12 @@ request is looked at before it joins the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 from rollick.errors import EngineError
 from rollick.infer.engine import LEAST_TEMPERATURE
-from rollick.types import Request
+from rollick.types import Request, SampleId
 
 MOST = 2**31 - 1
 """What counts of tokens may be: engines keep them in integers of their own."""
@@ -21,6 +22,37 @@ MOST = 2**31 - 1
 def vocabulary_of(module: Any) -> int:
     """How many tokens a model of transformers has an embedding for."""
     return int(module.get_input_embeddings().weight.shape[0])
+
+
+def check_request(
+    request: Request,
+    *,
+    max_length: int,
+    vocabulary: int,
+    reads_text: bool,
+    pending: Container[SampleId],
+) -> None:
+    """Raises EngineError for what an engine with these limits cannot generate."""
+    length = len(request.token_ids)
+    if length > max_length - 1:
+        raise EngineError(
+            f"{request.uid}: a prompt of {length} tokens leaves no room in a cache of "
+            f"infer.max_length={max_length}",
+            fix=f"use prompts of at most {max_length - 1} tokens, or raise infer.max_length",
+        )
+    if length == 0:
+        raise EngineError(f"{request.uid}: the prompt is empty", fix="give at least one token")
+    check_numbers(request, vocabulary=vocabulary)
+    if request.sampling.stop and not reads_text:
+        raise EngineError(
+            f"{request.uid}: stop strings {request.sampling.stop} need text, and the engine "
+            "has no decode function",
+            fix="create the engine with decode=",
+        )
+    if request.uid in pending:
+        raise EngineError(
+            f"{request.uid} is already being generated", fix="abort it first, or await it"
+        )
 
 
 def check_numbers(request: Request, *, vocabulary: int) -> None:

@@ -35,7 +35,7 @@ from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, EngineLost, MissingExtra, RollickError, WeightError
 from rollick.infer.engine import Capability, Delta, WeightStream
 from rollick.infer.fit import check_fit
-from rollick.infer.numbers import check_numbers, vocabulary_of
+from rollick.infer.numbers import check_request, vocabulary_of
 from rollick.infer.stream import Feeds
 from rollick.infer.vllm_job import Decode, Job
 from rollick.infer.vllm_stage import staged_file, staging, sweep_leftovers
@@ -389,30 +389,17 @@ class VllmEngine:
 
     def _check(self, request: Request) -> None:
         self._check_open()
-        length, most = len(request.token_ids), self._infer.max_length
-        if length > most - 1:
-            raise EngineError(
-                f"{request.uid}: a prompt of {length} tokens leaves no room in a cache of "
-                f"infer.max_length={most}",
-                fix=f"use prompts of at most {most - 1} tokens, or raise infer.max_length",
-            )
-        if length == 0:
-            raise EngineError(f"{request.uid}: the prompt is empty", fix="give at least one token")
-        check_numbers(request, vocabulary=self._vocabulary)
+        check_request(
+            request,
+            max_length=self._infer.max_length,
+            vocabulary=self._vocabulary,
+            reads_text=self._text_of is not None,
+            pending=self._pending,
+        )
         if 0 < request.sampling.temperature < LEAST_TEMPERATURE:
             raise EngineError(
                 f"{request.uid}: vLLM cannot draw at temperature {request.sampling.temperature:g}",
                 fix=f"use 0, which is greedy, or at least {LEAST_TEMPERATURE:g}",
-            )
-        if request.sampling.stop and self._text_of is None:
-            raise EngineError(
-                f"{request.uid}: stop strings {request.sampling.stop} need text, and the engine "
-                "has no decode function",
-                fix="create the engine with decode=",
-            )
-        if request.uid in self._pending:
-            raise EngineError(
-                f"{request.uid} is already being generated", fix="abort it first, or await it"
             )
 
     # All requests
@@ -467,7 +454,7 @@ class VllmEngine:
         staged: list[tuple[str, Tensor]] = [
             (name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights
         ]
-        check_fit(staged, self._skeleton.named_parameters(remove_duplicate=False))
+        check_fit(staged, dict(self._skeleton.named_parameters(remove_duplicate=False)))
         found = fingerprint(staged)
         if expected is not None and found != expected:
             raise WeightError(

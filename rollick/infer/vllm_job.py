@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 
 from rollick.errors import EngineError, RollickError
+from rollick.infer.native.endings import Decode, stop_tail
 from rollick.types import Completion, Request, StopReason, frozen_array
-
-Decode = Callable[[Sequence[int]], str]
-
-TAIL_TOKENS = 4
-"""Tokens looked at besides a stop string's own: some decode to nothing, or lose a leading space."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +97,7 @@ class Job:
         sampling = self.request.sampling
         if not sampling.stop:
             return False
-        tail = max(len(stop.encode()) for stop in sampling.stop) + TAIL_TOKENS
+        tail = stop_tail(sampling.stop)
         for length in range(before + 1, len(self.token_ids) + 1):
             text = text_of(self.token_ids[max(0, length - tail) : length])
             if length >= sampling.min_tokens and any(stop in text for stop in sampling.stop):

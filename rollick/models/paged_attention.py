@@ -121,6 +121,14 @@ class PagedDecode:
             return self._as_prefill().attend(given, cache)
         if not self.kernels:
             return decode_reference(given, cache, table_RP=self.table_RP, length_R=self.length_R)
+        return self._launch(given, cache)
+
+    def attend_packed(self, given: Packed, cache: Cache) -> Tensor:
+        if self.fixed or not self.kernels:
+            return self.attend(given.turned(self.length_R - 1), cache)
+        return self._launch(given.split(), cache, packed=given)
+
+    def _launch(self, given: Heads, cache: Cache, *, packed: Packed | None = None) -> Tensor:
         from rollick.models.paged_kernels import launch_decode
 
         return launch_decode(
@@ -133,25 +141,7 @@ class PagedDecode:
             scale=given.scale,
             window=given.window,
             splits=self.splits,
-        )
-
-    def attend_packed(self, given: Packed, cache: Cache) -> Tensor:
-        if self.fixed or not self.kernels:
-            return self.attend(given.turned(self.length_R - 1), cache)
-        from rollick.models.paged_kernels import launch_decode
-
-        heads = given.split()
-        return launch_decode(
-            heads.query,
-            heads.key,
-            heads.value,
-            cache,
-            table=self.table_RP,
-            length=self.length_R,
-            scale=given.scale,
-            window=given.window,
-            splits=self.splits,
-            packed=given,
+            packed=packed,
         )
 
     def _as_prefill(self) -> PagedPrefill:

@@ -29,7 +29,7 @@ from rollick.models.fused import FusedLinear
 from rollick.models.paged_attention import NO_WINDOW, Cache, Packed, PagedStep
 
 PLAIN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
-"""Decoders of transformers whose layers are as described above."""
+"""Decoders of transformers: norm, attention, norm, gated MLP, and two residual sums a layer."""
 
 STEADY_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Ways to turn by position that do not depend on how long a sequence is."""

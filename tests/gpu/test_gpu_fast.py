@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.gpu.draw import DeviceRows, Field, Share, draw
 from rollick.infer.native.gpu.forward import Ways
 from rollick.infer.native.gpu.runner import PagedRunner
 from rollick.infer.native.philox import uniforms
 from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Runner, Stops
+from rollick.infer.native.runner import Runner
 from rollick.models.attention import VARLEN, PackedLayout
 from rollick.models.cached_attention import CACHED
 from rollick.models.fixed import fix_arithmetic

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from rollick.config.schema import InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.gpu.forward import Ways
 from rollick.infer.native.gpu.runner import PagedRunner
 from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.fixed import plain_norm
 from rollick.models.fused import fuse_storage

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
 from rollick.config.schema import InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.gpu.forward import PagedForward, Ways, buckets_of
 from rollick.infer.native.gpu.runner import PagedRunner
 from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Runner, Stops
+from rollick.infer.native.runner import Runner
 from rollick.models.cached_attention import CACHED
 from rollick.models.fused import FusedLinear, fuse_storage
 from rollick.models.load import empty_model, share_parameters

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.runner import Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model

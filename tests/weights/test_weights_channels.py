@@ -18,8 +18,8 @@ import torch
 
 from rollick.config.schema import InferConfig
 from rollick.errors import WeightError
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.runner import Stops
 from rollick.models.cached_attention import CACHED
 from rollick.models.fingerprint import fingerprint
 from rollick.models.load import empty_model, share_parameters

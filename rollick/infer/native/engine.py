@@ -27,11 +27,12 @@ from torch import nn
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, RollickError
 from rollick.infer.engine import Capability, Delta, WeightStream
+from rollick.infer.native.endings import Decode, Stops
 from rollick.infer.native.intake import take_weights
 from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Decode, Finished, Stops
+from rollick.infer.native.runner import Finished
 from rollick.infer.native.runners import AnyRunner, runner_for
-from rollick.infer.numbers import check_numbers, vocabulary_of
+from rollick.infer.numbers import check_request, vocabulary_of
 from rollick.infer.stream import Feeds
 from rollick.models.cached_attention import CACHED
 from rollick.models.fused import fuse_storage
@@ -295,26 +296,13 @@ class NativeEngine:
 
     def _check(self, request: Request) -> None:
         self._check_open()
-        length, most = len(request.token_ids), self._infer.max_length
-        if length > most - 1:
-            raise EngineError(
-                f"{request.uid}: a prompt of {length} tokens leaves no room in a cache of "
-                f"infer.max_length={most}",
-                fix=f"use prompts of at most {most - 1} tokens, or raise infer.max_length",
-            )
-        if length == 0:
-            raise EngineError(f"{request.uid}: the prompt is empty", fix="give at least one token")
-        check_numbers(request, vocabulary=self._vocabulary)
-        if request.sampling.stop and not self.runner.reads_text:
-            raise EngineError(
-                f"{request.uid}: stop strings {request.sampling.stop} need text, and the engine "
-                "has no decode function",
-                fix="create the engine with decode=",
-            )
-        if request.uid in self._pending:
-            raise EngineError(
-                f"{request.uid} is already being generated", fix="abort it first, or await it"
-            )
+        check_request(
+            request,
+            max_length=self._infer.max_length,
+            vocabulary=self._vocabulary,
+            reads_text=self.runner.reads_text,
+            pending=self._pending,
+        )
 
     def _wake_driver(self) -> None:
         if self._driver is None and not self._closed:

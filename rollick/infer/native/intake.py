@@ -6,7 +6,7 @@ weights need no stage; if they last, the module's parameters become views of tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rollick.errors import WeightError
 from rollick.infer.engine import VerifiedWeights, WeightStream
+from rollick.infer.fit import check_fit
 from rollick.models.fingerprint import SHARES, fingerprint
 from rollick.types import Fingerprint, PolicyVersion
 
@@ -41,7 +42,7 @@ def take_weights(
             fix="publish again; if it repeats, the transfer damages the tensors",
         )
     targets = dict(module.named_parameters(remove_duplicate=False))
-    _check_fit(pairs, targets, whole=verified is None or verified.base is None)
+    check_fit(pairs, targets, whole=verified is None or verified.base is None)
     keeps = adopt and verified is not None and verified.lasting
     with torch.no_grad():
         _copy([(targets[n], t) for n, t in pairs if not _moves(targets[n], t, adopt=keeps)])
@@ -93,23 +94,3 @@ def _stage(weights: WeightStream) -> tuple[Sequence[tuple[str, Tensor]], Fingerp
     # Copies, because a stream may reuse its buffers from one tensor to the next.
     staged = [(name, tensor.detach().clone()) for name, tensor in weights]
     return staged, fingerprint(staged)
-
-
-def _check_fit(
-    pairs: Sequence[tuple[str, Tensor]], targets: Mapping[str, nn.Parameter], *, whole: bool
-) -> None:
-    """Every parameter must be given (a tied one under any of its names), in its shape."""
-    unknown = [name for name, _ in pairs if name not in targets]
-    given = {id(targets[name]) for name, _ in pairs if name in targets}
-    missing = [name for name, target in targets.items() if whole and id(target) not in given]
-    misshapen = [
-        f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
-        for name, tensor in pairs
-        if name in targets and tensor.shape != targets[name].shape
-    ]
-    if unknown or missing or misshapen:
-        raise WeightError(
-            f"the weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
-            f"misshapen {misshapen[:3]}",
-            fix="publish the parameters of the same model, under their Hugging Face names",
-        )

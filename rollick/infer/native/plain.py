@@ -24,9 +24,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from rollick.infer.native.packed import PackedLinear
 from rollick.models.cached_attention import AttentionStep, Projected
-
-PLAIN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
-"""Decoders of transformers: norm, attention, norm, gated MLP, and two residual sums a layer."""
+from rollick.models.paged_decoder import PLAIN
 
 _ACTIVATIONS = ("silu", "swish")
 

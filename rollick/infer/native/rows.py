@@ -149,34 +149,16 @@ class Rows:
         """Tokens of running sequences that the cache holds."""
         return int(sum(self.length[row] - 1 for row in self.used))
 
-    def rules(self, stop_ids: npt.NDArray[np.int64]) -> DrawRules:
-        """How rows 0..count-1 draw now; `stop_ids` end any sequence."""
+    def rules(self, bias: Bias | None) -> DrawRules:
+        """How rows 0..count-1 draw now."""
         rows = slice(self.count)
         return DrawRules(
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
-            bias=self._bias(stop_ids),
+            bias=bias,
         )
-
-    def _bias(self, stop_ids: npt.NDArray[np.int64]) -> Bias | None:
-        """What requests add to logits, and -inf for what may not end a sequence yet."""
-        parts: list[Bias] = []
-        early = self.length[: self.count] < self.min_length[: self.count]
-        for row in np.flatnonzero(self.biased[: self.count] | early).tolist():
-            sampling = self.job(row).request.sampling
-            ends = [*stop_ids.tolist(), *sampling.stop_ids] if early[row] else []
-            entries = [*sampling.logit_bias, *((token, float("-inf")) for token in ends)]
-            tokens, values = zip(*entries, strict=True) if entries else ((), ())
-            parts.append(
-                Bias(
-                    np.full(len(entries), row, np.int64),
-                    np.asarray(tokens, np.int64),
-                    np.asarray(values, np.float32),
-                )
-            )
-        return Bias.join(parts)
 
     def job(self, row: int) -> Job:
         job = self.jobs[row]

@@ -19,18 +19,16 @@ is older, and flag what they draw, and nobody else begins with what they hold.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError
 from rollick.infer.native.cache import SlotCache
+from rollick.infer.native.endings import Endings, Stops
 from rollick.infer.native.filling import Filling
 from rollick.infer.native.forward import BatchedForward, Forward, TiledForward
 from rollick.infer.native.philox import uniforms
@@ -38,19 +36,7 @@ from rollick.infer.native.rows import Found, Job, Rows
 from rollick.infer.native.sampler import Drawn, draw, draw_row_by_row
 from rollick.types import Completion, SampleId, StepRecord, StopReason
 
-Decode = Callable[[Sequence[int]], str]
 Finished = list[tuple[Job, Completion]]
-
-_TAIL_MARGIN = 4
-"""Tokens looked at besides a stop string's own: some decode to nothing, or lose a leading space."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stops:
-    """What ends a sequence besides its length: token ids, and strings where text can be read."""
-
-    ids: tuple[int, ...]
-    text_of: Decode | None = None
 
 
 class Runner:
@@ -88,8 +74,7 @@ class Runner:
         self._forward: Forward = (TiledForward if deterministic else BatchedForward)(
             module, self.cache, device=device
         )
-        self._stop_ids = np.asarray(sorted(set(stops.ids)), np.int64)
-        self._text_of = stops.text_of
+        self._endings = Endings(stops, max_length=infer.max_length)
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +86,7 @@ class Runner:
 
     @property
     def reads_text(self) -> bool:
-        return self._text_of is not None
+        return self._endings.text_of is not None
 
     @property
     def kv_tokens(self) -> int:
@@ -219,7 +204,7 @@ class Runner:
         budget = self._infer.prefill_tokens
         while self.waiting and self.rows.free:
             job = self.waiting[0]
-            ended = self._ended_before_start(job)
+            ended = self._endings.before_start(job)
             if ended is not None:
                 self.waiting.popleft()
                 finished.append((job, job.untouched(ended)))
@@ -271,17 +256,6 @@ class Runner:
         filling.run()
         self.prefilled_tokens += filling.computed_tokens
 
-    def _ended_before_start(self, job: Job) -> StopReason | None:
-        """A continued request may already have all the tokens it can get."""
-        earlier = job.request.continue_from
-        if earlier is None or len(earlier.token_ids) == 0:
-            return None
-        own = job.request.sampling.stop_ids
-        if earlier.token_ids[-1] in self._stop_ids or earlier.token_ids[-1] in own:
-            return StopReason.STOP
-        full = len(job.context) >= job.length_limit(self._infer.max_length)
-        return StopReason.LENGTH if full else None
-
     def _note_first_tokens(self) -> None:
         if self._began:
             now = perf_counter()
@@ -299,18 +273,17 @@ class Runner:
     def _decode(self) -> Drawn:
         count = self.rows.count
         self.cache.reserve(slots=count, length=int(self.rows.length[:count].max()))
-        last_R = self.rows.length[:count] - 1
-        token_R = self.rows.tokens[np.arange(count), last_R]
-        logits_RV = self._forward.decode(token_R, last_R)
-        drawn_before_R = self.rows.length[:count] - self.rows.prompt[:count]
-        uniform_R = uniforms(self.rows.stream[:count], drawn_before_R)
-        return self._draw(logits_RV, self.rows.rules(self._stop_ids), uniform_R=uniform_R)
+        rows, length_R = np.arange(count), self.rows.length[:count]
+        logits_RV = self._forward.decode(self.rows.tokens[rows, length_R - 1], length_R - 1)
+        uniform_R = uniforms(self.rows.stream[:count], length_R - self.rows.prompt[:count])
+        rules = self.rows.rules(self._endings.bias(self.rows, rows, length_R))
+        return self._draw(logits_RV, rules, uniform_R=uniform_R)
 
     def _record(self, drawn: Drawn) -> None:
         if not np.isfinite(drawn.logprobs_R).all():
             broken = [
                 str(self.rows.job(row).request.uid)
-                for row in _where(~np.isfinite(drawn.logprobs_R))
+                for row in np.flatnonzero(~np.isfinite(drawn.logprobs_R)).tolist()
             ]
             raise EngineError(
                 f"the model of version {self.version} gives logits that are not finite, "
@@ -322,30 +295,8 @@ class Runner:
         self.decode_steps += 1
 
     def _take_ended(self) -> Finished:
-        rows, count = self.rows, self.rows.count
-        last_R = rows.tokens[np.arange(count), rows.length[:count] - 1]
-        stopped_R = np.isin(last_R, self._stop_ids)
-        for row in _where(rows.own_stops[:count]):
-            stopped_R[row] |= int(last_R[row]) in rows.job(row).request.sampling.stop_ids
-        late_R = rows.length[:count] >= rows.min_length[:count]
-        for row in _where(rows.watches_text[:count] & late_R):
-            stopped_R[row] |= self._ends_with_text(row)
-        ended_R = stopped_R | (rows.length[:count] >= rows.limit[:count])
+        rows = np.arange(self.rows.count)
+        last_R = self.rows.tokens[rows, self.rows.length[rows] - 1]
         return [
-            rows.take(row, StopReason.STOP if stopped_R[row] else StopReason.LENGTH)
-            for row in _where(ended_R)
+            self.rows.take(row, reason) for row, reason in self._endings.of(self.rows, rows, last_R)
         ]
-
-    def _ends_with_text(self, row: int) -> bool:
-        """Whether the last tokens hold a stop string; a string ends with the token just drawn."""
-        assert self._text_of is not None
-        stops = self.rows.job(row).request.sampling.stop
-        # No token is less than a byte, so this many tokens surely cover the longest string.
-        tail = max(len(stop.encode()) for stop in stops) + _TAIL_MARGIN
-        first = max(int(self.rows.prompt[row]), int(self.rows.length[row]) - tail)
-        text = self._text_of(self.rows.tokens[row, first : self.rows.length[row]].tolist())
-        return any(stop in text for stop in stops)
-
-
-def _where(chosen: npt.NDArray[np.bool_]) -> list[int]:
-    return np.flatnonzero(chosen).tolist()

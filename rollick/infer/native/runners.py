@@ -8,9 +8,10 @@ from torch import nn
 
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError
+from rollick.infer.native.endings import Stops
 from rollick.infer.native.gpu.forward import Ways
 from rollick.infer.native.gpu.runner import PagedRunner
-from rollick.infer.native.runner import Runner, Stops
+from rollick.infer.native.runner import Runner
 from rollick.models.attention import other_layers
 from rollick.models.cached_attention import CACHED
 from rollick.models.fused import fuse_storage

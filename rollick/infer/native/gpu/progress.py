@@ -11,11 +11,10 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from rollick.infer.native.endings import RowNumbers
 from rollick.infer.native.gpu.draw import DeviceRows, Field, Share
 from rollick.infer.native.rows import Rows
 from rollick.models.paged_attention import PAGE, to_device
-
-RowNumbers = npt.NDArray[np.intp]
 
 
 class Progress:

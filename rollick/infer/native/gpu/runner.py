@@ -25,15 +25,15 @@ from torch import nn
 
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError
+from rollick.infer.native.endings import Endings, RowNumbers, Stops
 from rollick.infer.native.gpu.draw import DeviceRows
-from rollick.infer.native.gpu.endings import Endings
 from rollick.infer.native.gpu.filling import PageFilling
 from rollick.infer.native.gpu.flights import Flight
 from rollick.infer.native.gpu.forward import PagedForward, Ways, buckets_of
 from rollick.infer.native.gpu.pages import PagePool
-from rollick.infer.native.gpu.progress import Progress, RowNumbers, is_cut
+from rollick.infer.native.gpu.progress import Progress, is_cut
 from rollick.infer.native.rows import Job, Rows
-from rollick.infer.native.runner import Finished, Stops
+from rollick.infer.native.runner import Finished
 from rollick.models.paged_attention import PAGE
 from rollick.types import Completion, SampleId, StepRecord, StopReason
 

@@ -1,23 +1,41 @@
-"""When a sequence ends, as the host sees it: stop ids, stop strings, limits.
+"""When a sequence ends: stop ids, stop strings, limits; and what may not end it yet.
 
-Works on the table of rows after their new tokens were written. The device knows the engine's stop
-ids and the limits by itself; what only the host knows ends a row a launch later.
+Works on the table of rows after their new tokens were written, for the runners of CPU and GPU
+alike. A GPU knows the engine's stop ids and the limits by itself; what only the host knows ends a
+row a launch later there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollick.infer.native.rows import Job, Rows
-from rollick.infer.native.runner import Stops
 from rollick.infer.native.sampler import Bias
 from rollick.types import StopReason
+
+Decode = Callable[[Sequence[int]], str]
+RowNumbers = npt.NDArray[np.intp]
 
 _TAIL_MARGIN = 4
 """Tokens looked at besides a stop string's own: some decode to nothing, or lose a leading space."""
 
-RowNumbers = npt.NDArray[np.intp]
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a sequence besides its length: token ids, and strings where text can be read."""
+
+    ids: tuple[int, ...]
+    text_of: Decode | None = None
+
+
+def stop_tail(stops: Sequence[str]) -> int:
+    """How many of the last tokens surely hold the longest string: none is less than a byte."""
+    return max(len(stop.encode()) for stop in stops) + _TAIL_MARGIN
 
 
 class Endings:
@@ -40,7 +58,7 @@ class Endings:
         return StopReason.LENGTH if full else None
 
     def of(
-        self, table: Rows, rows: RowNumbers, tokens: npt.NDArray[np.int32]
+        self, table: Rows, rows: RowNumbers, tokens: npt.NDArray[np.integer[Any]]
     ) -> list[tuple[int, StopReason]]:
         """Rows that ended with the tokens just written."""
         stopped = np.isin(tokens, self.ids)
@@ -80,8 +98,6 @@ class Endings:
         """Whether the last tokens hold a stop string; a string ends with the token just drawn."""
         assert self.text_of is not None
         stops = table.job(row).request.sampling.stop
-        # No token is less than a byte, so this many tokens surely cover the longest string.
-        tail = max(len(stop.encode()) for stop in stops) + _TAIL_MARGIN
-        first = max(int(table.prompt[row]), int(table.length[row]) - tail)
+        first = max(int(table.prompt[row]), int(table.length[row]) - stop_tail(stops))
         text = self.text_of(table.tokens[row, first : table.length[row]].tolist())
         return any(stop in text for stop in stops)
