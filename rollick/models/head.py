@@ -69,6 +69,22 @@ def head_logits(
         return product(hidden_TD.to(wide), weight_VD.to(wide), bias_V)
 
 
+def exact_logits(
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    ids_TK: torch.Tensor,
+    bias_V: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits [T, K] of K tokens a row, in float64.
+
+    A float32 product over the hidden size is off by some 5e-6, each kernel in its own way, and most
+    of that in a log-prob is the error of the token's own logit. For this one token it costs nothing
+    to do better.
+    """
+    logits_TK = torch.matmul(weight_VD[ids_TK].double(), hidden_TD.double()[:, :, None])[..., 0]
+    return logits_TK if bias_V is None else logits_TK + bias_V[ids_TK].double()
+
+
 def token_logprobs(
     hidden_TD: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -146,14 +162,19 @@ def _chunks(
     temperature_T: torch.Tensor,
     *,
     how: _How,
+    wanted_TK: torch.Tensor | None = None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, their log-softmax [C, V]), chunk by chunk; the caller may overwrite it."""
+    """(rows, their log-softmax [C, V]), chunk by chunk; the caller may overwrite it.
+
+    `wanted_TK` are the tokens whose log-probs are to be as exact as they can be.
+    """
     temperature_T = temperature_T.to(_result_dtype(hidden_TD))
     for start in range(0, len(hidden_TD), how.chunk):
         rows = slice(start, start + how.chunk)
         parts = hidden_TD[rows], weight_VD, bias_V, temperature_T[rows]
+        wanted_CK = None if wanted_TK is None else wanted_TK[rows]
         # Without a name for it here, the chunk is free as soon as the caller drops it.
-        yield rows, _chunk_logprobs(*parts, tiled=how.tiled)
+        yield rows, _chunk_logprobs(*parts, tiled=how.tiled, wanted_CK=wanted_CK)
 
 
 def _chunk_logprobs(
@@ -163,10 +184,26 @@ def _chunk_logprobs(
     temperature_C: torch.Tensor,
     *,
     tiled: bool,
+    wanted_CK: torch.Tensor | None,
 ) -> torch.Tensor:
     """Log-softmax of a chunk, [C, V]; the division by the temperature is in float32."""
     logits_CV = head_logits(hidden_CD, weight_VD, bias_V, tiled=tiled)
-    return torch.log_softmax(logits_CV.div_(temperature_C[:, None]), dim=-1)
+    if wanted_CK is not None and not tiled and is_plain_float32(hidden_CD):
+        exact_CK = exact_logits(hidden_CD, weight_VD, wanted_CK, bias_V)
+        logits_CV.scatter_(1, wanted_CK, exact_CK.to(logits_CV.dtype))
+    logits_CV.div_(temperature_C[:, None])
+    if tiled or logits_CV.is_cuda:
+        return torch.log_softmax(logits_CV, dim=-1)
+    # On the CPU log_softmax adds one by one: over 50,000 tokens its log-probs come out 7e-6 too
+    # large. sum() adds in pairs; how depends on the number of rows, hence not for `tiled`.
+    logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
+    return logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_())
+
+
+def is_plain_float32(hidden: torch.Tensor) -> bool:
+    """Whether `exact_logits` are worth making: elsewhere, other errors are larger or there are
+    none."""
+    return hidden.dtype is torch.float32 and not hidden.is_cuda
 
 
 def _result_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -210,7 +247,9 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs_TK = hidden_TD.new_empty(ids_TK.shape, dtype=_result_dtype(hidden_TD))
         entropy_T = logprobs_TK.new_empty(len(ids_TK)) if how.entropy else None
-        for rows, all_CV in _chunks(hidden_TD, weight_VD, bias_V, temperature_T, how=how):
+        wanted_TK = ids_TK if ids_TK.shape[1] == 1 else None
+        parts = hidden_TD, weight_VD, bias_V, temperature_T
+        for rows, all_CV in _chunks(*parts, how=how, wanted_TK=wanted_TK):
             logprobs_TK[rows] = all_CV.gather(1, ids_TK[rows])
             if entropy_T is not None:
                 entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)

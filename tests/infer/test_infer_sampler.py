@@ -191,3 +191,19 @@ def test_row_by_row_draws_the_same_tokens_and_no_row_depends_on_another():
     assert together.tokens_R.tolist() == draw(logits, rules, uniform_R=uniform).tokens_R.tolist()
     last = draw_row_by_row(logits[4:], rules.row(4), uniform_R=uniform[4:])
     assert last.logprobs_R[0] == together.logprobs_R[4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_log_probs_are_corrected_as_if_the_drawn_tokens_had_had_their_exact_logits(temperature):
+    rules = _rules(20, temperature=temperature)
+    uniform_R = uniforms(np.arange(20, dtype=np.uint64), np.zeros(20, np.int64))
+    logits_RV = LOGITS_V.repeat(20, 1)
+    drawn = draw(logits_RV, rules, uniform_R=uniform_R)
+    rows = np.arange(20)
+    exact_R = logits_RV[rows, drawn.tokens_R].double().numpy() + np.linspace(-0.2, 0.2, 20)
+    found = drawn.corrected(logits_RV, exact_R, rules)
+    exact_RV = logits_RV.double()
+    exact_RV[rows, drawn.tokens_R] = torch.from_numpy(exact_R)
+    wanted_RV = (exact_RV / (temperature or 1.0)).log_softmax(-1)
+    np.testing.assert_allclose(found.logprobs_R, wanted_RV[rows, drawn.tokens_R].numpy(), atol=1e-6)
+    assert (found.tokens_R == drawn.tokens_R).all()

@@ -369,3 +369,15 @@ def test_logits_of_half_precision_operands_are_not_rounded_to_half_precision() -
         torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
     rounded = torch.nn.functional.linear(hidden, weight, bias)
     assert (rounded.double() - exact).abs().max() > 1e-2
+
+
+def test_over_a_large_vocabulary_log_probs_are_those_of_float64_to_a_millionth() -> None:
+    drawing = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(8, 96, generator=drawing)
+    weight_VD = 0.3 * torch.randn(50_000, 96, generator=drawing)
+    targets_T = torch.randint(50_000, (8,), generator=drawing)
+    temperature_T = torch.tensor([0.7, 1.0, 1.3, 2.0] * 2)
+    found_T, _ = token_logprobs(hidden_TD, weight_VD, targets_T, temperature_T, chunk=4)
+    logits_TV = hidden_TD.double() @ weight_VD.double().t() / temperature_T[:, None].double()
+    wanted_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+    assert (found_T - wanted_T).abs().mean() < 1e-6

@@ -23,9 +23,10 @@ from rollick.infer.native.packed import PackedHead, can_pack, pack_linears
 from rollick.infer.native.plain import plain_decoder
 from rollick.models.cached_attention import AttentionStep, DecodeStep, PrefillStep, RowStep, Span
 from rollick.models.deterministic import ROWS, tile_linears
-from rollick.models.head import head_logits, output_head
+from rollick.models.head import exact_logits, head_logits, is_plain_float32, output_head
 
 Ids = npt.NDArray[np.integer[Any]]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,11 @@ class Forward(Protocol):
         """Logits [R, V] after feeding one token to each of the rows 0..R-1."""
         ...
 
+    def exact(self, token_R: Ids) -> Floats | None:
+        """The logit of one token a row after the last `decode`, in float64; None where the logits
+        that `decode` gave count as they are."""
+        ...
+
     def invalidate(self) -> None:
         """The weights changed, or memory is to be freed: what was derived from them is dropped."""
         ...
@@ -66,6 +72,7 @@ class BatchedForward:
         self._packed = pack_linears(module) if can_pack(module) else None
         self._plain = None if self._packed is None else plain_decoder(module)
         self._head = PackedHead()
+        self._last_RD: Tensor | None = None
 
     def prefill(self, prefixes: Sequence[Prefix]) -> None:
         ordered = sorted(prefixes, key=lambda prefix: (prefix.start > 0, len(prefix.token_ids)))
@@ -79,9 +86,19 @@ class BatchedForward:
         step = DecodeStep(self._cache, positions=position_R.tolist(), device=self._device)
         hidden_R1D = self._hidden(token_R[:, None], position_R[:, None], step)
         head = output_head(self._module)
+        self._last_RD = hidden_R1D[:, 0]
         if self._packed is None:
-            return head_logits(hidden_R1D[:, 0], *head)
-        return self._head.logits(hidden_R1D[:, 0], *head)
+            return head_logits(self._last_RD, *head)
+        return self._head.logits(self._last_RD, *head)
+
+    def exact(self, token_R: Ids) -> Floats | None:
+        hidden_RD = self._last_RD
+        if hidden_RD is None or not is_plain_float32(hidden_RD):
+            return None
+        weight_VD, bias_V = output_head(self._module)
+        token_R1 = torch.from_numpy(token_R.astype(np.int64))[:, None]
+        with torch.no_grad():
+            return exact_logits(hidden_RD, weight_VD, token_R1, bias_V)[:, 0].numpy()
 
     def _hidden(self, token_ids: Ids, positions: Ids, step: AttentionStep) -> Tensor:
         if self._plain is None:
@@ -90,6 +107,7 @@ class BatchedForward:
         return self._plain.hidden(ids, places, step)
 
     def invalidate(self) -> None:
+        self._last_RD = None
         self._head.drop()
         if self._packed is not None:
             self._packed.drop()
@@ -113,6 +131,9 @@ class TiledForward:
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
         hidden_RD = torch.cat(self._tiles(token_R, position_R, np.arange(len(token_R))))
         return head_logits(hidden_RD, *output_head(self._module), tiled=True)[: len(token_R)]
+
+    def exact(self, token_R: Ids) -> None:
+        """What is drawn with has the learner's bits."""
 
     def invalidate(self) -> None:
         """Nothing is derived from the weights."""

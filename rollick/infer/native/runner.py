@@ -277,7 +277,9 @@ class Runner:
         logits_RV = self._forward.decode(self.rows.tokens[rows, length_R - 1], length_R - 1)
         uniform_R = uniforms(self.rows.stream[:count], length_R - self.rows.prompt[:count])
         rules = self.rows.rules(self._endings.bias(self.rows, rows, length_R))
-        return self._draw(logits_RV, rules, uniform_R=uniform_R)
+        drawn = self._draw(logits_RV, rules, uniform_R=uniform_R)
+        exact_R = self._forward.exact(drawn.tokens_R)
+        return drawn if exact_R is None else drawn.corrected(logits_RV, exact_R, rules)
 
     def _record(self, drawn: Drawn) -> None:
         if not np.isfinite(drawn.logprobs_R).all():

@@ -88,6 +88,15 @@ class Drawn:
     tokens_R: npt.NDArray[np.int64]
     logprobs_R: Floats
 
+    def corrected(self, logits_RV: Tensor, exact_R: Floats, rules: DrawRules) -> Drawn:
+        """With the log-probs that follow if the drawn tokens have these logits."""
+        rows = np.arange(len(self.tokens_R))
+        off_R = exact_R - logits_RV[rows, self.tokens_R].double().numpy()
+        off_R /= np.where(rules.greedy_R, 1.0, rules.temperature_R)
+        # The token's own part of the whole changes with it.
+        whole_R = np.log1p(np.exp(self.logprobs_R) * np.expm1(off_R))
+        return Drawn(self.tokens_R, self.logprobs_R + off_R - whole_R)
+
 
 def draw(logits_RV: Tensor, rules: DrawRules, *, uniform_R: Floats) -> Drawn:
     """One token per row, with probabilities in float32 and a single transfer from the device."""
