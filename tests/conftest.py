@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from rollick import LoadedRecipe, RunResult
     from rollick.infer.vllm import VllmEngine
+    from rollick.testing.ranks import Ranks
 
 # Every run of the tests tries the same examples.
 settings.register_profile("rollick", derandomize=True, database=None, deadline=None)
@@ -63,6 +65,22 @@ def run_toy(toy: Callable[..., LoadedRecipe]) -> Callable[..., RunResult]:
         return run_recipe(toy(*overrides, **options), resume=resume)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """So many processes that work together; each number of them is started once."""
+    from rollick.testing.ranks import Ranks
+
+    started: dict[int, Ranks] = {}
+    with ExitStack() as stack:
+
+        def of(count: int) -> Ranks:
+            if count not in started:
+                started[count] = stack.enter_context(Ranks(count))
+            return started[count]
+
+        yield of
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollick.config.devices import Device, parse_devices
+from rollick.config.model_sizes import ModelSizes
 from rollick.config.schema import SUPERVISED_LOSSES, Recipe
 from rollick.errors import ConfigError, PlacementError
 from rollick.types import ROLES, RoleName
@@ -106,8 +107,10 @@ class DeviceMap:
         return not set(self.roles.get(a, ())).isdisjoint(self.roles.get(b, ()))
 
     def shares_weights(self, rank: int) -> bool:
-        """Whether this generator lives in the policy's process and can use its parameters."""
-        return self.roles["generators"][rank] in self.roles.get("policy", ())
+        """Whether this generator lives in the policy's process and can use its parameters; of a
+        policy on several devices no process has them whole."""
+        policy = self.roles.get("policy", ())
+        return len(policy) == 1 and self.roles["generators"][rank] in policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +237,28 @@ def describe_plan(recipe: Recipe) -> str:
         for plan in plans
     ]
     lines = [*_align(hosts), "", *_align(phases), ""]
+    if recipe.train.strategy == "fsdp":
+        lines.append(f"learner   {_describe_ranks(recipe, device_map.ranks('policy'))}")
+        if (sizes := ModelSizes.read(recipe.model.path)) is not None:
+            lines.append(f"model     {sizes.describe()}")
     if device_map.ranks("generators"):
         lines.append(f"weights   {_describe_weights(device_map)}")
     lines.append(f"timeline  {_describe_timeline(device_map, plans, staleness)}")
     return "\n".join(lines)
+
+
+def _describe_ranks(recipe: Recipe, ranks: int) -> str:
+    parallel = recipe.train.parallel
+    axes = {
+        "samples": ("data", parallel.data_of(ranks)),
+        "the matrices of layers": ("tensor", parallel.tensor),
+        "the tokens of a micro-batch": ("context", parallel.context),
+        "experts, with samples of their own": ("expert", parallel.expert),
+    }
+    divided = [f"{what} ({axis} {count})" for what, (axis, count) in axes.items() if count > 1]
+    if not divided:
+        return "1 rank, which has everything"
+    return f"{ranks} ranks divide {'; '.join(divided)}"
 
 
 def _describe_weights(device_map: DeviceMap) -> str:

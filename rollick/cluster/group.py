@@ -106,6 +106,7 @@ class WorkerGroup:
         self._transport = transport
         self._hosts = {seat: host for host in device_map.hosts() for seat in host.seats}
         self._roles: Sequence[RoleSpec] = ()
+        self._in_step: dict[RoleName, asyncio.Lock] = {}
         self._closed = False
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
@@ -163,6 +164,20 @@ class WorkerGroup:
         return await _together(
             [self._send(Call(role, method), rank, shared, timeout_s) for rank in ranks]
         )
+
+    async def together(
+        self, role: RoleName, method: str, *args: Any, timeout_s: float | None = None
+    ) -> Any:
+        """Run a method that all ranks of a role do in step, such as one of a sharded learner; the
+        answer is that of rank 0.
+
+        One after another: ranks that got two such calls in different orders would wait for each
+        other for ever.
+        """
+        async with self._in_step.setdefault(role, asyncio.Lock()):
+            if self.device_map.ranks(role) == 1:
+                return await self.call(role, method, *args, timeout_s=timeout_s)
+            return (await self.broadcast(role, method, *args, timeout_s=timeout_s))[0]
 
     async def scatter(
         self,

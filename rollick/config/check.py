@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from rollick.config import algorithm_rules, engine_rules, name_rules, pipeline_rules, role_rules
+from rollick.config import (
+    algorithm_rules,
+    engine_rules,
+    name_rules,
+    parallel_rules,
+    pipeline_rules,
+    role_rules,
+)
 from rollick.config.names import NAMES
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
@@ -21,7 +28,14 @@ if TYPE_CHECKING:
 KEEPS_CACHE = ("native",)
 """Engines of our table with the capability; one of another package is asked when the run opens."""
 
-RULE_MODULES = (name_rules, pipeline_rules, algorithm_rules, role_rules, engine_rules)
+RULE_MODULES = (
+    name_rules,
+    pipeline_rules,
+    algorithm_rules,
+    role_rules,
+    parallel_rules,
+    engine_rules,
+)
 """Modules that have rules besides this one: importing them registers those."""
 
 

@@ -94,7 +94,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "native": "rollick.infer.native.engine:NativeEngine",
         "vllm": "rollick.infer.vllm:VllmEngine",
     },
-    "train_strategies": {"local": "rollick.train.local:LocalStrategy"},
+    "train_strategies": {
+        "local": "rollick.train.local:LocalStrategy",
+        "fsdp": "rollick.train.fsdp:FsdpStrategy",
+    },
     "pipelines": {
         "rlvr": "rollick.pipelines.rlvr:run_rlvr",
         "sft": "rollick.pipelines.sft:run_sft",

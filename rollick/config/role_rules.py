@@ -12,8 +12,6 @@ from rollick.config.schema import CriticConfig, TeacherConfig
 from rollick.config.section import CustomPart
 from rollick.errors import ConfigError
 
-TRAINED = ("policy", "critic")
-
 
 @rule("devices", "train.strategy", "run.deterministic")
 def _devices_suit_the_roles(context: Context) -> Findings:
@@ -36,9 +34,15 @@ def _check_devices(context: Context, role: str, devices: tuple[Device, ...]) -> 
     elif recipe.run.deterministic and kinds != {"cpu"}:
         message = "run.deterministic is bit for bit on the CPU only"
         yield context.problem(path, message, "use cpu, or run.deterministic=false")
-    if role in TRAINED and recipe.train.strategy == "local" and len(devices) != 1:
+    if len(devices) == 1:
+        return
+    fix = f"use one, such as {_spell(devices[0])}"
+    if role == "critic":
+        message = f"a critic trains on one device, and this is {len(devices)}"
+        yield context.problem(path, message, fix)
+    elif role == "policy" and recipe.train.strategy == "local":
         message = f"strategy local trains on one device, and this is {len(devices)}"
-        yield context.problem(path, message, f"use one, such as {_spell(devices[0])}")
+        yield context.problem(path, message, f"{fix}, or train.strategy=fsdp")
 
 
 def _spell(device: Device) -> str:

@@ -255,11 +255,44 @@ class ScheduleConfig(Section):
     """Last learning rate as a part of the peak."""
 
 
+class ParallelConfig(Section):
+    """How the ranks of strategy fsdp divide the work: their number is the product of the four."""
+
+    data: NonNegative = 0
+    """Sets of ranks with samples of their own; 0 is all that the other three leave of the policy's
+    devices. Parameters are sharded over data, context and expert together."""
+    tensor: Positive = 1
+    """Ranks that cut the matrices of each layer between them; divides the key-value heads."""
+    context: Positive = 1
+    """Ranks that cut the tokens of a micro-batch between them, for long samples."""
+    expert: Positive = 1
+    """Ranks that cut the experts of a mixture between them, each with samples of its own."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in the CPU's memory, on a GPU."""
+    recompute: bool = False
+    """Compute each layer again in the backward, instead of keeping what it made (activation
+    checkpointing)."""
+
+    @property
+    def others(self) -> int:
+        """Ranks for each one of `data`."""
+        return self.tensor * self.context * self.expert
+
+    def data_of(self, ranks: int) -> int:
+        """`data`, where there are so many ranks."""
+        return self.data or max(1, ranks // self.others)
+
+
 class TrainConfig(Section):
     """The learner."""
 
     strategy: str = "local"
     """How parameters and gradients are held; see `rollick list`."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How the ranks of strategy fsdp divide the work."""
+    expert_balance: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the loss that spreads tokens over the experts of a mixture, counted over the
+    whole batch. Batches of several micro-batches are then computed once more, to be counted."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()

@@ -62,6 +62,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PackPart:
+    """Of a pack that several processes hold in parts: which runs have their queries here, and how
+    the keys (or values) of all rows are got from those here, [1, K, n, D] -> [1, K, N, D]."""
+
+    own: range
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
     """Where segments lie in the packed tokens. Built once per micro-batch, on the host.
 
@@ -78,6 +87,9 @@ class PackedLayout:
     inverse_N: torch.Tensor | None = None
     fixed: FixedPlan | None = None
     """Attend with the engine's kernel (fixed_attention.py)."""
+    parents: tuple[int, ...] = ()
+    part: PackPart | None = None
+    """Only some rows are here; `position_ids_N` are theirs."""
 
     @classmethod
     def of(
@@ -102,6 +114,7 @@ class PackedLayout:
         order = None if grouped else _token_order(lengths, placed)
         return cls(
             lengths=tuple(int(length) for length in lengths),
+            parents=tuple(parents),
             runs=_runs(lengths, parents, placed=placed, per_sequence=per_sequence),
             position_ids_N=torch.from_numpy(_positions(lengths, parents)).to(device),
             starts_B1=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
@@ -219,6 +232,8 @@ def _attend_packed(
     window: int | None,
 ) -> torch.Tensor:
     """One kernel call for all lengths, or one for each run, [N, H, D]."""
+    if layout.part is not None:
+        return _attend_part(query, key, value, layout.part, layout.runs, scaling, window)
     if query.is_cuda and query.dtype in _HALF and layout.is_ragged and ragged_kernel():
         return _attend_ragged(query, key, value, layout, scaling, window)
     if layout.order_N is not None:
@@ -236,6 +251,26 @@ def _attend_packed(
     if layout.inverse_N is not None:
         output_NHD = output_NHD.index_select(0, layout.inverse_N)
     return output_NHD
+
+
+def _attend_part(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: PackPart,
+    runs: Sequence[Run],
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The rows that are here, [n, H, D]."""
+    own = [runs[number] for number in part.own]
+    keys, values = (_by_run(part.gather(packed), runs) for packed in (key, value))
+    keys, values = (_with_before(each, runs, window, part.own) for each in (keys, values))
+    outputs = [
+        _attend_run(*given, scaling=scaling, window=window)
+        for given in zip(_by_run(query, own), keys, values, strict=True)
+    ]
+    return torch.cat(outputs)
 
 
 @cache
@@ -289,14 +324,19 @@ def _by_run(packed: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def _with_before(
-    own: Sequence[torch.Tensor], runs: Sequence[Run], window: int | None
+    own: Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    window: int | None,
+    asked: range | None = None,
 ) -> list[torch.Tensor]:
-    """Keys (or values) that each run sees: of what comes before it, as far as in reach, and own."""
+    """Keys (or values) that each run sees: of what comes before it, as far as in reach, and own.
+    Only of the runs `asked`, where these are given."""
+    asked = range(len(runs)) if asked is None else asked
     if not any(run.before for run in runs):
-        return list(own)
+        return [own[number] for number in asked]
     segments = [of_run.unbind(0) for of_run in own]
     seen: list[torch.Tensor] = []
-    for of_run, run in zip(own, runs, strict=True):
+    for of_run, run in ((own[number], runs[number]) for number in asked):
         if run.before:
             before = torch.cat([segments[number][place] for number, place in run.before], dim=1)
             if window is not None:

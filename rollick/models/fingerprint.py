@@ -58,13 +58,17 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
 
 
 def copy_and_fingerprint(
-    named: Sequence[tuple[str, Tensor]], targets: Sequence[Tensor]
+    named: Iterable[tuple[str, Tensor]], targets: Sequence[Tensor]
 ) -> Fingerprint:
     """Copy each tensor into its target, of equal dtype and shape, and give the fingerprint.
 
     On the CPU both are done in one pass over the memory. The fingerprint is that of the sources.
+    Tensors of a list or tuple are copied side by side, those of any other stream one by one.
     """
-    return _combine(_digests(named, targets))
+    if isinstance(named, list | tuple):
+        return _combine(_digests(named, targets))
+    pairs = zip(named, targets, strict=True)
+    return _combine([found for item, to in pairs for found in _digests([item], [to])])
 
 
 @dataclass(frozen=True, slots=True)

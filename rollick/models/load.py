@@ -12,16 +12,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -32,6 +34,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from rollick.config.schema import ModelConfig
@@ -136,6 +139,62 @@ def share_parameters(target: nn.Module, source: nn.Module) -> None:
     for name, buffer in source.named_buffers(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, buffer.detach().clone())
+
+
+def write_model(
+    path: Path,
+    tree: nn.Module,
+    stream: Iterable[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    file_bytes: int = 4 << 30,
+) -> None:
+    """Write a Hugging Face folder from a stream of whole parameters, one file's worth at a time.
+
+    `tree` is the module tree that the names are of; its own parameters are not read.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    model: Any = tree
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    with quietly():
+        config.save_pretrained(path)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(path)
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:
+        if held and _bytes(held) + tensor.nbytes > file_bytes:
+            files.append(_write_part(path, model, held, number=len(files)))
+            held = {}
+        held[name] = tensor.detach().cpu().contiguous()
+    files.append(_write_part(path, model, held, number=len(files)))
+    _name_files(path, files)
+
+
+def _write_part(path: Path, model: Any, held: dict[str, torch.Tensor], *, number: int) -> list[str]:
+    """Under the names that the model's files have, where the module tree has others."""
+    public = {n: t.contiguous() for n, t in revert_weight_conversion(model, held).items()}
+    save_file(public, path / f"part-{number}.safetensors", metadata={"format": "pt"})
+    return list(public)
+
+
+def _name_files(path: Path, files: list[list[str]]) -> None:
+    if len(files) == 1:
+        (path / "part-0.safetensors").rename(path / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (path / f"part-{number}.safetensors").rename(path / name)
+        places |= dict.fromkeys(names, name)
+    total = sum(file.stat().st_size for file in path.glob("model-*.safetensors"))
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _bytes(held: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in held.values())
 
 
 def source_folder(path: str) -> str:

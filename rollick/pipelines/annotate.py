@@ -67,6 +67,8 @@ async def _with_values(session: Session, batch: Batch) -> Batch:
 async def _ask(session: Session, role: RoleName, method: str, batch: Batch) -> tuple[Any, Any]:
     """Each rank's answer about its part (None where it had none), and the plan of the parts."""
     group = session.group
+    if role == "policy":  # Its ranks divide a batch among themselves.
+        return [await group.together(role, method, batch)], (tuple(range(batch.samples)),)
     parts, plan = split_batch(batch, group.device_map.ranks(role))
     given = [part if part.samples else None for part in parts]
     return await group.scatter(role, method, given), plan

@@ -54,7 +54,9 @@ from rollick.pipelines.folder import RunFolder, open_folder
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
 from rollick.rollout.scheduler import Rollout
+from rollick.train.parallel.mesh import Meeting, open_meeting
 from rollick.types import Group, PolicyVersion, RewardFn, RoleName, Sample, Score
+from rollick.weights.channels.broadcast import own_address
 from rollick.weights.sync import Publisher
 from rollick.workers.generator import RemoteEngine, open_engines
 
@@ -203,7 +205,7 @@ class Session:
             (path / "state.json").write_text(state, encoding="utf-8")
             save_groups(path / "groups", groups)
             for role, name in self._learning:
-                saved = self.group.call(role, "save", path / name)
+                saved = self.group.together(role, "save", path / name)
                 asyncio.run_coroutine_threadsafe(saved, loop).result()
 
         await asyncio.to_thread(
@@ -247,7 +249,7 @@ class Session:
             )
         facts: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
         for role, name in self._learning:
-            await self.group.call(role, "load", checkpoint.path / name)
+            await self.group.together(role, "load", checkpoint.path / name)
         self.step, self.version = checkpoint.step, PolicyVersion(facts["version"])
         self.saved_step = checkpoint.step
         await self.residency.enter("publish")
@@ -341,10 +343,11 @@ async def open_session(
         session.log = MetricLog(folder.path, _sinks(recipe, folder.path))
         stack.callback(session.log.close)
         stack.enter_context(_signals(session.stop))
+        meeting = stack.enter_context(_meeting(recipe, device_map))
         session.group = await stack.enter_async_context(
             open_group(
                 device_map,
-                _roles(recipe, device_map, loaded.base),
+                _roles(recipe, device_map, loaded.base, meeting),
                 cluster=recipe.cluster,
                 threads=_threads(recipe),
                 env=_environment(recipe),
@@ -381,9 +384,25 @@ def _finite(score: float | None) -> float | None:
     return score if score is not None and isfinite(score) else None
 
 
-def _roles(recipe: Recipe, device_map: DeviceMap, base: Path) -> list[RoleSpec]:
+@contextmanager
+def _meeting(recipe: Recipe, device_map: DeviceMap) -> Generator[Meeting | None]:
+    """Where the ranks of a sharded learner find each other; None if there is one rank."""
+    ranks = device_map.ranks("policy")
+    if ranks == 1:
+        yield None
+        return
+    store, meeting = open_meeting(
+        own_address(), ranks=ranks, timeout_s=recipe.cluster.call_timeout_s
+    )
+    yield meeting
+    del store  # It serves for as long as it is held.
+
+
+def _roles(
+    recipe: Recipe, device_map: DeviceMap, base: Path, meeting: Meeting | None
+) -> list[RoleSpec]:
     known = {
-        "policy": RoleSpec("policy", "rollick.workers.learner:create", (recipe, base)),
+        "policy": RoleSpec("policy", "rollick.workers.learner:create", (recipe, base, meeting)),
         "reference": RoleSpec("reference", "rollick.workers.scorer:create", (recipe,)),
         "critic": RoleSpec("critic", "rollick.workers.critic:create", (recipe,)),
         "teacher": RoleSpec("teacher", "rollick.workers.scorer:create_teacher", (recipe,)),

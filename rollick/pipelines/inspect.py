@@ -29,6 +29,7 @@ from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts
 from rollick.rollout.episode import Episode, OneEngine, single_turn
 from rollick.train.local import LocalStrategy
+from rollick.train.parallel.checkpoint import export_state, is_sharded
 from rollick.types import FloatArray, Group, PolicyVersion, Sample, Sampling
 from rollick.workers.learner import TrainReport
 
@@ -56,9 +57,13 @@ def export_run(run: Path, out: Path, *, best: bool = False) -> Path:
     if recipe.model.dtype == "auto" and "cpu" not in recipe.devices.policy:
         # Trained and sampled in bfloat16 on a GPU: exported as the weights that were sampled.
         recipe = load_recipe(run / "recipe.yaml", ["model.dtype=bfloat16"], check=False).recipe
-    strategy = LocalStrategy(recipe, device="cpu")
-    strategy.load(checkpoint.path / "learner")
-    strategy.export(out)
+    state = checkpoint.path / "learner"
+    if is_sharded(state):
+        export_state(state, recipe.model, out)
+    else:
+        strategy = LocalStrategy(recipe, device="cpu")
+        strategy.load(state)
+        strategy.export(out)
     return out
 
 
@@ -111,7 +116,7 @@ async def evaluate_model(loaded: LoadedRecipe, *, checkpoint: Checkpoint | None)
         )
     async with open_session(loaded) as session:
         if checkpoint is not None:
-            await session.group.call("policy", "load", checkpoint.path / "learner")
+            await session.group.together("policy", "load", checkpoint.path / "learner")
             await session.publisher.publish(PolicyVersion(checkpoint.step))
         held_out = bool(loaded.recipe.data.validation)
         prompts = session.open_prompts(validation=held_out).all()
@@ -153,9 +158,9 @@ async def replay_training(loaded: LoadedRecipe, dump: Path) -> TrainReplay:
     """The training half of a dumped step, from the policy that the step began with."""
     batch = load_batch(dump / "batch")
     async with open_session(loaded) as session:
-        await session.group.call("policy", "load", dump / "learner")
-        logprobs_N = await session.group.call("policy", "logprobs", batch)
-        report: TrainReport = await session.group.call("policy", "train", batch)
+        await session.group.together("policy", "load", dump / "learner")
+        logprobs_N = await session.group.together("policy", "logprobs", batch)
+        report: TrainReport = await session.group.together("policy", "train", batch)
     return _compare(batch, logprobs_N, report)
 
 
@@ -176,7 +181,7 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
     """The generating half of a dumped step: the same prompts, ids and random streams."""
     groups = load_groups(dump / "groups")
     async with open_session(loaded) as session:
-        await session.group.call("policy", "load", dump / "learner")
+        await session.group.together("policy", "load", dump / "learner")
         await session.publisher.publish(PolicyVersion(0))
         async with session.phase("generate"):
             samples = await session.until_stopped(_generate_again(session, groups))

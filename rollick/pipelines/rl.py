@@ -112,10 +112,10 @@ class RLPipeline(HasSession):
         """Loss, gradient, optimizer step; None in the first steps if they are the critic's."""
         if self.session.step + 1 in self.recipe.observe.dump_steps:
             path = self.dump_path(f"step-{self.session.step + 1:06d}")
-            await self.session.group.call("policy", "save", path / "learner")
+            await self.session.group.together("policy", "save", path / "learner")
         if self.recipe.needs("values") and self.session.step < self.recipe.critic.warmup_steps:
             return None
-        report: TrainReport = await self.session.group.call("policy", "train", batch)
+        report: TrainReport = await self.session.group.together("policy", "train", batch)
         self.session.refuse_skips(report.changed, batch)
         self.credit.trained(batch.samples, self.credit_means | report.means)
         return report

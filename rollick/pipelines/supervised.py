@@ -81,7 +81,7 @@ class SupervisedPipeline(HasSession):
 
     @phase("train")
     async def train(self, batch: Batch) -> TrainReport:
-        report: TrainReport = await self.session.group.call("policy", "train", batch)
+        report: TrainReport = await self.session.group.together("policy", "train", batch)
         self.session.refuse_skips(report.changed, batch)
         return report
 

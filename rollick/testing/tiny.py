@@ -11,7 +11,13 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.nn.functional import rms_norm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rollick.models.load import quietly
 
@@ -70,6 +76,42 @@ def tiny_model(
         return LlamaForCausalLM(config).float()
 
 
+def tiny_mixture(
+    vocabulary: int,
+    *,
+    seed: int = 0,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    experts: int = 4,
+    chosen: int = 2,
+) -> Qwen3MoeForCausalLM:
+    """The same with experts, and with norms of queries and keys."""
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        moe_intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,  # pyright: ignore[reportCallIssue]
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(config).float()
+
+
 def widen_norms(model: nn.Module) -> None:
     """Let the norms of a float64 model compute in float64, in place.
 
@@ -83,6 +125,15 @@ def widen_norms(model: nn.Module) -> None:
     for part in model.modules():
         if hasattr(part, "variance_epsilon"):
             part.forward = partial(forward, part)
+
+
+def save_tiny_mixture(path: Path, *, seed: int = 0, **sizes: int) -> Path:
+    """Write a mixture of experts and its tokenizer as a Hugging Face folder; returns the folder."""
+    tokenizer = tiny_tokenizer()
+    with quietly():
+        tiny_mixture(len(tokenizer), seed=seed, **sizes).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return path
 
 
 def save_tiny(path: Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:

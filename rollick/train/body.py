@@ -34,12 +34,17 @@ from rollick.train.strategy import LossReport
 
 def load_packed_model(model: ModelConfig, *, device: str) -> nn.Module:
     """The model with attention over packs; refused if its layers cannot keep sequences apart."""
+    refuse_unpackable(model)
+    return load_model(model, device=device, attention=VARLEN)
+
+
+def refuse_unpackable(model: ModelConfig) -> None:
+    """An error if a layer of the model would mix the sequences of a pack."""
     if kinds := other_layers(load_config(model)):
         raise ModelError(
             f"{model.path!r} has layers of kind {kinds}, which cannot keep packed sequences apart",
             fix="use a decoder with attention layers only",
         )
-    return load_model(model, device=device, attention=VARLEN)
 
 
 class Body:
@@ -232,6 +237,14 @@ class Tally:
     def add_sum(self, name: str, value: torch.Tensor) -> None:
         value = value.detach().double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def add_balance(self, value: torch.Tensor, *, coefficient: float, tokens: int) -> None:
+        """What a micro-batch adds to the loss of the experts' load, before its coefficient.
+
+        It is a part of the loss, and its mean over all `tokens` of the batch is what is shown.
+        """
+        self.add_sum("total", coefficient * value)
+        self.add_sum("expert_balance", value * tokens)
 
     def add_maximum(self, name: str, value: torch.Tensor) -> None:
         self.maxima[name] = torch.maximum(self.maxima.get(name, value), value)

@@ -27,8 +27,9 @@ from rollick.data.batch import Batch, TopTokens
 from rollick.models.head import chosen_logprobs, output_head, token_logprobs, top_logprobs
 from rollick.models.load import load_tokenizer, quietly
 from rollick.train.body import Body, Tally, load_packed_model, token_places
-from rollick.train.microbatch import Pack, loss_inputs
+from rollick.train.microbatch import Pack, counted_tokens, loss_inputs
 from rollick.train.optimizer import MasterAdamW
+from rollick.train.routing import RouterLog, Routing, balance_loss
 from rollick.train.strategy import LossFn, LossReport, OptimReport, WeightStream
 from rollick.types import NOT_SAMPLED, BoolArray, FloatArray
 
@@ -62,6 +63,8 @@ class LocalStrategy:
             name="learner",
             fixed=recipe.infer.zero_mismatch,
         )
+        balances = trainable and recipe.train.expert_balance > 0
+        self.log = RouterLog(module) if balances else None
 
     @property
     def module(self) -> nn.Module:
@@ -105,10 +108,12 @@ class LocalStrategy:
         """Accumulates the gradient of the loss over the counted tokens."""
         optimizer = self.optimizer
         tally = Tally()
-        for samples in self._microbatches(batch):
+        parts = self._microbatches(batch)
+        counts_LE = self._expert_counts(batch, parts)
+        for samples in parts:
             part = batch.take(samples)
             packed = self._pack(part)
-            hidden_TD = self._hidden(packed)
+            hidden_TD, routing = self._routed(packed)
             logprobs_T, entropy_T = self._logprobs(packed, hidden_TD)
             inputs = loss_inputs(
                 part,
@@ -118,11 +123,15 @@ class LocalStrategy:
                 student_TK=self._student(part, packed, hidden_TD),
             )
             result = loss(inputs)
-            result.total.backward()
+            total = result.total
+            if routing is not None:
+                counts = routing.counts_LE if counts_LE is None else counts_LE
+                total = total + self._balance(routing, counts, batch, tally)
+            total.backward()
             optimizer.accumulate()
             sums = {**result.sums, "entropy": entropy_T.detach().sum()}
             tally.add(result.total, sums, tokens=len(logprobs_T))
-            _add_mismatch(tally, inputs, part.versions_N[packed.places_T] != NOT_SAMPLED)
+            add_mismatch(tally, inputs, part.versions_N[packed.places_T] != NOT_SAMPLED)
         return tally.report()
 
     def step(self) -> OptimReport:
@@ -160,6 +169,36 @@ class LocalStrategy:
 
     def wake(self) -> None:
         self.body.wake()
+
+    def _expert_counts(self, batch: Batch, parts: list[list[int]]) -> torch.Tensor | None:
+        """How often each expert is chosen in the whole batch; None if the one micro-batch of it
+        will tell, or nobody asks."""
+        if self.log is None or len(parts) < 2:
+            return None
+        counts: list[torch.Tensor] = []
+        with torch.no_grad():
+            for samples in parts:
+                _, routing = self._routed(self._pack(batch.take(samples)))
+                counts += [routing.counts_LE] if routing else []
+        return torch.stack(counts).sum(0)
+
+    def _balance(
+        self, routing: Routing, counts_LE: torch.Tensor, batch: Batch, tally: Tally
+    ) -> torch.Tensor:
+        """What a micro-batch adds to the loss of the experts' load."""
+        coefficient, rows = self.recipe.train.expert_balance, len(counted_tokens(batch)[0])
+        balance = balance_loss(routing, counts_LE=counts_LE, rows=rows)
+        tally.add_balance(balance, coefficient=coefficient, tokens=rows)
+        return coefficient * balance
+
+    def _routed(self, packed: Pack) -> tuple[torch.Tensor, Routing | None]:
+        """The hidden states that predict the counted tokens, and what the routers said of them
+        where the recipe balances experts."""
+        if self.log is None:
+            return self._hidden(packed), None
+        with self.log.recording():
+            hidden_TD = self._hidden(packed)
+        return hidden_TD, self.log.of_rows(packed.rows_T)
 
     def _microbatches(self, batch: Batch) -> list[list[int]]:
         return self.body.microbatches(batch)
@@ -217,7 +256,7 @@ def _optimizer_of(module: nn.Module, recipe: Recipe) -> MasterAdamW:
 
 
 @torch.no_grad()
-def _add_mismatch(tally: Tally, inputs: LossInputs, drawn_T: BoolArray) -> None:
+def add_mismatch(tally: Tally, inputs: LossInputs, drawn_T: BoolArray) -> None:
     """How far pi is from the policy that drew the tokens; tokens that nobody drew have none."""
     if not drawn_T.any():
         return

@@ -134,7 +134,7 @@ def microbatches(
     lengths = [int(batch.lengths_B[b]) for b in useful]
     groups = [int(batch.group_B[b]) for b in useful]
     shares = share_prefix and not by_uid
-    shared = _shared_lengths(batch.take(useful)).tolist() if shares else [0] * len(useful)
+    shared = sample_prefixes(batch.take(useful)).tolist() if shares else [0] * len(useful)
     if keep_groups:
         whole = members_by_group(groups)
         sizes = [_size(members, lengths, shared) for members in whole]
@@ -167,13 +167,16 @@ def pack(
     deterministic: bool,
     share_prefix: bool = False,
     fixed: bool = False,
+    min_rows: int = 0,
 ) -> Pack:
     """The model's inputs. Deterministic packs share nothing, and have whole tiles of rows: see
-    deterministic.py. `fixed` ones attend as an engine does: see fixed.py."""
+    deterministic.py. `fixed` ones attend as an engine does: see fixed.py. Smaller ones than
+    `min_rows` are filled up; with it, a batch without samples can be packed."""
     places_T, sequence_T = counted_tokens(batch)
-    plan = _plan(batch, share_prefix=share_prefix and not deterministic)
+    shares = share_prefix and not deterministic and batch.samples > 0
+    plan = _plan(batch, share_prefix=shares)
     computed = len(plan.source_C)
-    filler = padded_rows(computed) - computed if deterministic else 0
+    filler = padded_rows(computed) - computed if deterministic else max(0, min_rows - computed)
     filling = [filler] if filler else []
     token_ids_N = np.concatenate(
         [batch.token_ids_N[plan.source_C], np.full(filler, FILLER_TOKEN, np.int32)]
@@ -205,10 +208,10 @@ def pack(
 def _plan(batch: Batch, *, share_prefix: bool) -> PrefixPlan:
     if not share_prefix:
         return plan_whole(batch.lengths_B)
-    return plan_prefixes(batch.lengths_B, group_B=batch.group_B, shared_B=_shared_lengths(batch))
+    return plan_prefixes(batch.lengths_B, group_B=batch.group_B, shared_B=sample_prefixes(batch))
 
 
-def _shared_lengths(batch: Batch) -> npt.NDArray[np.int64]:
+def sample_prefixes(batch: Batch) -> npt.NDArray[np.int64]:
     """Tokens that each sample begins with like all of its group, none of them counted: the last
     of them is the row that predicts each one's first own token."""
     places_T, sequence_T = counted_tokens(batch)

@@ -9,7 +9,7 @@ here: the learning rate of each step, clipping, and refusing gradients that are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import cos, pi
 
 import torch
@@ -21,6 +21,9 @@ from rollick.train.strategy import OptimReport
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps of each parameter, by its own names."""
+
+TotalNorm = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+"""The norm of all gradients, by the names of their parameters."""
 
 
 def learning_rate(step: int, *, peak: float, schedule: ScheduleConfig, total: int) -> float:
@@ -48,7 +51,10 @@ class MasterAdamW:
         *,
         schedule: ScheduleConfig,
         total_steps: int,
+        total_norm: TotalNorm | None = None,
     ) -> None:
+        """`total_norm` is for parameters of which this process has a part only."""
+        self._total_norm = total_norm or _total_norm
         self.config = optimizer
         self.schedule = schedule
         self.total_steps = total_steps
@@ -83,8 +89,7 @@ class MasterAdamW:
     def step(self) -> OptimReport:
         """One update; or none, and no progress of the schedule, if the gradient is not finite."""
         lr = self.next_lr
-        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+        norm = self._total_norm({n: m.grad for n, m in self.masters.items() if m.grad is not None})
         if not torch.isfinite(norm):
             self.drop_gradients()
             return OptimReport(grad_norm=norm.item(), lr=lr, skipped=True)
@@ -144,6 +149,10 @@ class MasterAdamW:
                 f"such as {wrong[0]!r} ({wanted.get(wrong[0])} here, {given.get(wrong[0])} saved)",
                 fix="resume with the model that the run was started with",
             )
+
+
+def _total_norm(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return nn.utils.get_total_norm(list(gradients.values())) if gradients else torch.zeros(())
 
 
 def _master_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,19 @@ from rollick.types import FloatArray
 
 WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
+
+
+class ShardedWeights:
+    """Whole parameters of a sharded learner: each is put together when its turn comes, and need not
+    be kept. `shapes` are their names with tensors without memory, known before."""
+
+    def __init__(self, shapes: Sequence[tuple[str, Any]], stream: WeightStream) -> None:
+        self.shapes = shapes
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._stream)
+
 
 LossFn = Callable[[LossInputs], Loss]
 """A loss with its options bound: what a micro-batch adds, and metrics summed over it."""
@@ -44,11 +57,16 @@ class OptimReport:
 
 
 class TrainStrategy(Protocol):
-    """Holds a model and trains it. Called from one thread."""
+    """Holds a model and trains it. Called from one thread.
+
+    A sharded one is on many ranks. All are called alike, with the same arguments in the same order,
+    and give the same answers: a batch is the whole batch, and they divide it.
+    """
 
     @property
     def module(self) -> Any:
-        """The live module, whose parameters an engine in the same process may share."""
+        """The live module, whose parameters an engine in the same process may share; None where
+        this process has only a part of them."""
         ...
 
     def logprobs(self, batch: Batch) -> FloatArray:
@@ -64,7 +82,8 @@ class TrainStrategy(Protocol):
         ...
 
     def weights(self) -> WeightStream:
-        """Compute dtype, public names; the live parameters, not copies."""
+        """Compute dtype, public names; the live parameters, not copies. Of a sharded strategy:
+        copies, one at a time, which all ranks must take together."""
         ...
 
     def export(self, path: Path) -> None:

@@ -86,9 +86,11 @@ def plan_publish(
     config = config or WeightsConfig()
     policy = policy or Place("", 0)
     places = _usual_places(device_map) if generators is None else generators
+    # A sharded learner has its whole weights nowhere: they pass through the host one by one.
+    whole = device_map.ranks("policy") == 1
     channels: dict[int, Channel] = {}
     for rank in sorted(places):
-        on_gpus = _both_on_gpus(device_map, rank)
+        on_gpus = whole and _both_on_gpus(device_map, rank)
         channels[rank] = _channel(policy, places[rank], config, on_gpus=on_gpus)
         _demand_possible(channels[rank], rank, policy, places[rank], on_gpus=on_gpus)
     return PublishPlan(channels, config.changes_only)

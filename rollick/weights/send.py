@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rollick.models.fingerprint import fingerprint
+from rollick.train.strategy import ShardedWeights
 from rollick.types import Fingerprint, PolicyVersion
 from rollick.weights.channels.base import Outcome, Sender
 from rollick.weights.channels.broadcast import BroadcastSender
@@ -54,11 +55,24 @@ class WeightSender:
         With `partial_of` the stream has some of the parameters only, and goes to engines whose last
         whole weights had that fingerprint.
         """
+        if isinstance(stream, ShardedWeights) and route.channel == "host" and not route.delta:
+            return self._offer_stream(stream, version, route)
         pairs = [(name, tensor.detach()) for name, tensor in stream]
         change, sent = self._changes(pairs, route) if route.delta else (None, pairs)
         offer = self._sender(route.channel).offer(sent, version, route.ranks)
         manifest = replace(offer, change=change, is_base=route.delta, partial_of=partial_of)
         self.offered[route.channel] = (route, pairs, manifest)
+        return manifest
+
+    def _offer_stream(
+        self, stream: ShardedWeights, version: PolicyVersion, route: Route
+    ) -> WeightManifest:
+        """One parameter at a time into the memory that receivers map, so that the whole is in it
+        and nowhere else."""
+        sender = self._sender("host")
+        assert isinstance(sender, HostSender)
+        manifest = sender.offer(stream, version, route.ranks)
+        self.offered[route.channel] = (route, (), manifest)
         return manifest
 
     def send(self, channel: Channel) -> None:

@@ -107,7 +107,9 @@ class Publisher:
         await self._release(Outcome(True, held=_held([answers[rank] for rank in ranks])))
 
     async def _transfer(self, route: Route, version: PolicyVersion) -> None:
-        manifest: WeightManifest = await self.group.call("policy", "offer_weights", version, route)
+        manifest: WeightManifest = await self.group.together(
+            "policy", "offer_weights", version, route
+        )
         self.transferred_bytes += manifest.transferred_bytes
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -17,6 +17,7 @@ from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.errors import ConfigError
 from rollick.models.fingerprint import fingerprint
+from rollick.train.parallel.mesh import Meeting, join, leave
 from rollick.train.strategy import LossFn, LossReport, OptimReport, TrainStrategy
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
 from rollick.weights.channels.base import Outcome
@@ -71,7 +72,12 @@ class TrainReport:
 class LearnerWorker:
     """The policy role of a host."""
 
-    def __init__(self, strategy: TrainStrategy, objective: LossFn, recipe: Recipe) -> None:
+    def __init__(
+        self, strategy: TrainStrategy, objective: LossFn, recipe: Recipe, *, rank: int = 0
+    ) -> None:
+        """Of a sharded strategy there is one on each rank, and all are called alike; what is sent
+        out of the group is sent by rank 0."""
+        self.rank = rank
         self.strategy = strategy
         self.objective = objective
         self.recipe = recipe
@@ -102,8 +108,13 @@ class LearnerWorker:
     def place(self) -> Place:
         return place_here()
 
-    def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest:
+    def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest | None:
         """Begin a publish: the parameters may not change until `release_weights`."""
+        if self.rank:
+            # The others of a sharded learner give their parts of each parameter.
+            for _ in self.strategy.weights():
+                pass
+            return None
         return self.sender.offer(self.strategy.weights(), version, route=route)
 
     def send_weights(self, channel: Channel) -> None:
@@ -132,6 +143,7 @@ class LearnerWorker:
 
     def close(self) -> None:
         self.sender.close()
+        leave()
 
 
 def minibatches(batch: Batch, recipe: Recipe) -> Iterator[Batch]:
@@ -178,9 +190,21 @@ def train_report(
     )
 
 
-def create(context: HostContext, rank: int, recipe: Recipe, base: Path | None) -> LearnerWorker:
-    """Build the learner on its host. It is seeded: its random state is part of a checkpoint."""
+def create(
+    context: HostContext,
+    rank: int,
+    recipe: Recipe,
+    base: Path | None,
+    meeting: Meeting | None = None,
+) -> LearnerWorker:
+    """Build the learner on its host. It is seeded: its random state is part of a checkpoint.
+
+    Ranks of a sharded learner wait for each other at the meeting.
+    """
     torch.set_num_threads(context.threads)
+    if meeting is not None:
+        join(meeting, rank, device=context.device)
     torch.manual_seed(stable_hash(recipe.run.seed, "learner", rank))
     strategy = resolve("train_strategies", recipe.train.strategy)(recipe, device=context.device)
-    return LearnerWorker(strategy, build_objective(recipe.algorithms, base=base), recipe)
+    objective = build_objective(recipe.algorithms, base=base)
+    return LearnerWorker(strategy, objective, recipe, rank=rank)

@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from rollick.cluster.devices import (
@@ -224,6 +227,26 @@ def test_the_description_shows_hosts_phases_and_timeline():
         "weights   generators 0: the policy's own; generators 1: a copy, sent at each publish",
         "timeline  turns: generate, then train; every sample is drawn by the newest policy",
     ]
+
+
+def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp_path: Path):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_experts": 6}))
+    text = describe_plan(
+        recipe(
+            model={"path": str(tmp_path)},
+            devices={"policy": "0-7", "generators": "8"},
+            train={"strategy": "fsdp", "parallel": {"tensor": 2, "expert": 2}},
+        )
+    )
+    assert text.splitlines()[-4:-2] == [
+        "learner   8 ranks divide samples (data 2); the matrices of layers (tensor 2); experts, "
+        "with samples of their own (expert 2)",
+        "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, inner size 96); data and "
+        "context any number; expert 1, 2, 3 or 6 (6 experts)",
+    ]
+    alone = describe_plan(recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
+    assert "learner   1 rank, which has everything" in alone
 
 
 @pytest.mark.parametrize(

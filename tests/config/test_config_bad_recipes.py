@@ -5,6 +5,7 @@ The table is bad_recipes.txt, so that it reads like the terminal.
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def reward(completion, answer, tolerance=0): ...
 def by_position(completion, /): ...
 class Thing: ...
 """
+
+
+MODELS = {
+    "dense": {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96},
+    "mixture": {"num_attention_heads": 8, "num_experts": 6},
+}
 
 
 def cases() -> list[tuple[str, list[str]]]:
@@ -49,6 +56,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("def loss(:\n")
+    for name, sizes in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

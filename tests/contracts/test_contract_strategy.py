@@ -1,9 +1,14 @@
-"""What every TrainStrategy promises. A new strategy joins by one entry in STRATEGIES."""
+"""What every TrainStrategy promises. A new strategy joins by one entry in STRATEGIES.
+
+A sharded strategy is on real ranks: `OnRanks` calls all of them alike, as a worker group does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,31 +22,107 @@ from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.models.load import fingerprint
 from rollick.testing.batches import random_batch, recipe_of, weighed
-from rollick.testing.tiny import save_tiny
+from rollick.testing.ranks import Ranks
+from rollick.testing.tiny import save_tiny, save_tiny_mixture
+from rollick.train.fsdp import FsdpStrategy
 from rollick.train.local import LocalStrategy
 from rollick.train.strategy import TrainStrategy
 
-STRATEGIES: dict[str, Callable[[Recipe], TrainStrategy]] = {"local": LocalStrategy}
+SHARDED: dict[str, tuple[int, dict[str, int]]] = {
+    "fsdp on 1": (1, {}),
+    "fsdp on 2": (2, {"data": 2}),
+    "fsdp on 4": (4, {"data": 4}),
+    "fsdp data x tensor": (4, {"data": 2, "tensor": 2}),
+    "fsdp data x context": (4, {"data": 2, "context": 2}),
+    "fsdp data x expert": (4, {"data": 2, "expert": 2}),
+}
+SLOW = {"fsdp on 4", "fsdp data x tensor", "fsdp data x context", "fsdp data x expert"}
+STRATEGIES = [
+    "local",
+    *(pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SHARDED),
+]
 
 LENGTHS = [5, 9, 5, 3]
+OPTIMIZER: dict[str, Any] = {"optimizer": {"lr": 1e-2}}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    folder = save_tiny(tmp_path_factory.mktemp("tiny"), hidden=32)
-    return recipe_of(folder, train={"optimizer": {"lr": 1e-2}})
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("dense"), hidden=32, heads=8, kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_mixture(tmp_path_factory.mktemp("mixture"), hidden=32, heads=8, kv_heads=4)
 
 
 @pytest.fixture(params=STRATEGIES)
-def build(request: pytest.FixtureRequest, recipe: Recipe) -> Iterator[Callable[[], TrainStrategy]]:
+def strategy_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def folder(strategy_name: str, dense: Path, mixture: Path) -> Path:
+    """The model: experts are divided where there are some."""
+    return mixture if "expert" in strategy_name else dense
+
+
+@pytest.fixture
+def build(
+    strategy_name: str, folder: Path, ranks: Callable[[int], Ranks]
+) -> Iterator[Callable[[], TrainStrategy]]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda: STRATEGIES[request.param](recipe)
+    if strategy_name == "local":
+        recipe = recipe_of(folder, train=OPTIMIZER)
+        yield lambda: LocalStrategy(recipe)
+    else:
+        number, parallel = SHARDED[strategy_name]
+        train = {**OPTIMIZER, "strategy": "fsdp", "parallel": parallel}
+        sharded = recipe_of(folder, train=train)
+        yield lambda: OnRanks(ranks(number), sharded)
     torch.set_num_threads(before)
+
+
+class OnRanks:
+    """A sharded strategy: every call goes to all ranks, which must answer alike."""
+
+    numbers = count()
+    built: dict[int, FsdpStrategy] = {}  # noqa: RUF012, in the process of a rank
+
+    def __init__(self, ranks: Ranks, recipe: Recipe) -> None:
+        self.ranks = ranks
+        self.number = next(self.numbers)
+        ranks.run(_build, self.number, recipe)
+
+    @property
+    def module(self) -> None:
+        return None
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            answers = self.ranks.run(_ask, self.number, method, *args)
+            assert all(str(answer) == str(answers[0]) for answer in answers)
+            return answers[0]
+
+        return call
+
+
+def _build(number: int, recipe: Recipe) -> None:
+    OnRanks.built[number] = FsdpStrategy(recipe)
+
+
+def _ask(number: int, method: str, *args: Any) -> Any:
+    answer = getattr(OnRanks.built[number], method)(*args)
+    return list(answer) if method == "weights" else answer
 
 
 def loss(inputs: LossInputs) -> Loss:
     return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+
+
+def not_a_number(inputs: LossInputs) -> Loss:
+    return Loss(inputs.logprobs_T.sum() * float("nan"))
 
 
 def train(strategy: TrainStrategy, batch: Batch) -> None:
@@ -50,10 +131,10 @@ def train(strategy: TrainStrategy, batch: Batch) -> None:
 
 
 def test_log_probs_are_those_of_plain_transformers(
-    build: Callable[[], TrainStrategy], recipe: Recipe
+    build: Callable[[], TrainStrategy], folder: Path
 ):
     batch = random_batch(LENGTHS)
-    plain = AutoModelForCausalLM.from_pretrained(recipe.model.path)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
     expected = np.zeros(batch.tokens, np.float32)
     for b, start in enumerate(batch.offsets_B1[:-1]):
         cut = slice(start, start + batch.lengths_B[b])
@@ -79,15 +160,14 @@ def test_any_split_of_a_batch_makes_the_same_step(build: Callable[[], TrainStrat
 def test_a_gradient_that_is_not_finite_is_skipped(build: Callable[[], TrainStrategy]):
     strategy = build()
     before = fingerprint(strategy.weights())
-    strategy.forward_backward(
-        random_batch(LENGTHS), lambda inputs: Loss(inputs.logprobs_T.sum() * float("nan"))
-    )
+    strategy.forward_backward(random_batch(LENGTHS), not_a_number)
     assert strategy.step().skipped
     assert fingerprint(strategy.weights()) == before
 
 
-def test_the_weights_are_live_and_stay_where_they_are(build: Callable[[], TrainStrategy]):
-    strategy = build()
+def test_the_weights_of_a_whole_model_are_live_and_stay_where_they_are(dense: Path):
+    """So that an engine in the process can share them; a sharded learner has no module to share."""
+    strategy = LocalStrategy(recipe_of(dense, train=OPTIMIZER))
     held = dict(strategy.weights())
     before = {name: value.clone() for name, value in held.items()}
     train(strategy, random_batch(LENGTHS))

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rollick.errors import WeightError
 from rollick.models.fingerprint import copy_and_fingerprint
+from rollick.train.strategy import ShardedWeights
 from rollick.types import PolicyVersion
 from rollick.weights.channels.base import Outcome
 from rollick.weights.manifest import Pairs, TensorPlace, WeightManifest, lay_out, view_at, views_of
@@ -91,8 +92,11 @@ class HostSender:
         self.held: list[Buffer] = []
         self.offered: Buffer | None = None
 
-    def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
-        places, size = lay_out(pairs)
+    def offer(
+        self, pairs: Pairs | ShardedWeights, version: PolicyVersion, ranks: tuple[int, ...]
+    ) -> WeightManifest:
+        """Weights of a sharded learner are written one by one as they come."""
+        places, size = lay_out(pairs.shapes if isinstance(pairs, ShardedWeights) else pairs)
         buffer = self._free_buffer(max(size, 1))
         self.offered = buffer
         if buffer.places != places:
