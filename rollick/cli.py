@@ -62,6 +62,16 @@ def check(
     typer.echo(f"OK {recipe}")
     typer.echo(_summary(loaded.recipe))
     typer.echo(describe_plan(loaded.recipe))
+    typer.echo(_memory(loaded.recipe))
+
+
+def _memory(recipe: Recipe) -> str:
+    from rollick.pipelines.memory import describe_memory, plan_memory, read_shapes
+
+    shapes = read_shapes(recipe)
+    if shapes is None:
+        return "\nmemory    told when the run starts: not all of its models are folders here"
+    return f"\n{describe_memory(plan_memory(recipe, shapes))}"
 
 
 def _summary(recipe: Recipe) -> str:
@@ -202,11 +212,14 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     best: Annotated[bool, typer.Option("--best", help="The best checkpoint.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only what train.lora trained, for PEFT.")
+    ] = False,
 ) -> None:
-    """Write a run's policy as a plain Hugging Face folder."""
+    """Write a run's policy as a plain Hugging Face folder; adapters are added to its weights."""
     from rollick.pipelines.inspect import export_run
 
-    typer.echo(str(export_run(run, out, best=best)))
+    typer.echo(str(export_run(run, out, best=best, adapter=adapter)))
 
 
 @app.command()

@@ -41,6 +41,7 @@ THIRD_PARTY = {
     "omegaconf": {"config"},
     "pandas": set[str](),
     "pyarrow": {"data"},
+    "peft": {"train"},
     "pydantic": {"config"},
     "pydantic_core": {"config"},
     "ray": {"cluster"},

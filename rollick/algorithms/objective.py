@@ -86,16 +86,22 @@ def resolve_correction(algorithm: AlgorithmConfig, *, base: Path | None = None) 
 
 
 def build_objective(
-    algorithms: Sequence[AlgorithmConfig] | AlgorithmConfig, *, base: Path | None = None
+    algorithms: Sequence[AlgorithmConfig] | AlgorithmConfig,
+    *,
+    base: Path | None = None,
+    one_step: bool = False,
 ) -> Callable[[LossInputs], Loss]:
     """The loss of the recipe: tokens of component c go to algorithm number c.
 
-    Files of the user's are relative to `base`, the recipe's folder.
+    Files of the user's are relative to `base`, the recipe's folder. With `one_step` a batch makes
+    one optimizer step: where only the loss asks for the old policy, it is the one that is trained.
     """
     several = [algorithms] if isinstance(algorithms, AlgorithmConfig) else list(algorithms)
     for algorithm in several:
         _refuse_bad_mixtures(algorithm)
-    return _Objective(tuple(_component(algorithm, base) for algorithm in several))
+    return _Objective(
+        tuple(_component(algorithm, base, one_step=one_step) for algorithm in several)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class _Component:
     loss: Callable[[LossInputs], TokenLoss]
     kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     correct: Correct | None
+    old_is_now: bool = False
 
     def __call__(self, inputs: LossInputs) -> Loss:
         inputs = self._with_old(inputs)
@@ -151,6 +158,8 @@ class _Component:
     def _with_old(self, inputs: LossInputs) -> LossInputs:
         if self.algorithm.old_is_behaviour:
             return replace(inputs, old_T=inputs.behaviour_T)
+        if self.old_is_now:
+            return replace(inputs, old_T=inputs.logprobs_T.detach())
         if self.algorithm.interpolates_old:
             age_T = _given(inputs.age_T, "age")
             old_T = interpolated_old(inputs.behaviour_T, inputs.logprobs_T.detach(), age_T)
@@ -173,12 +182,13 @@ class _Component:
         return {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
 
 
-def _component(algorithm: AlgorithmConfig, base: Path | None) -> _Component:
+def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool) -> _Component:
     return _Component(
         algorithm=algorithm,
         loss=_bind("losses", algorithm.loss, base),
         kl=resolve("kl_forms", algorithm.kl.form),
         correct=resolve_correction(algorithm, base=base) if algorithm.interpolates_old else None,
+        old_is_now=one_step and algorithm.old_only_in_loss,
     )
 
 

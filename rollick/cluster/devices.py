@@ -67,7 +67,7 @@ class DeviceMap:
         roles: dict[RoleName, tuple[Device, ...]] = {"policy": parse_devices(devices.policy)}
         if recipe.pipeline not in SUPERVISED_LOSSES or recipe.data.validation:
             roles["generators"] = parse_devices(devices.generators)
-        if recipe.needs("reference"):
+        if recipe.needs("reference") and not recipe.policy_is_reference:
             roles["reference"] = parse_devices(devices.reference or devices.policy)
         if recipe.needs("values"):
             roles["critic"] = parse_devices(devices.critic or devices.policy)
@@ -156,9 +156,10 @@ def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
 
 
 def _annotators(recipe: Recipe) -> tuple[RoleName, ...]:
+    reference = recipe.needs("reference")
     asked: dict[RoleName, bool] = {
-        "policy": recipe.needs("old"),
-        "reference": recipe.needs("reference"),
+        "policy": recipe.needs("old") or (reference and recipe.policy_is_reference),
+        "reference": reference and not recipe.policy_is_reference,
         "critic": recipe.needs("values"),
         "teacher": recipe.needs("teacher") or recipe.needs("teacher_top"),
     }
@@ -166,18 +167,25 @@ def _annotators(recipe: Recipe) -> tuple[RoleName, ...]:
 
 
 def plan_residency(
-    device_map: DeviceMap, phases: Sequence[Phase], *, max_staleness: float = 0
+    device_map: DeviceMap,
+    phases: Sequence[Phase],
+    *,
+    max_staleness: float = 0,
+    policy_sleeps: bool = False,
 ) -> tuple[PhasePlan, ...]:
     """Who pauses, sleeps and wakes in each phase.
 
     A generator pauses while another role works on its device. On a GPU that roles share, a
     reference, a critic or a teacher sleeps outside the phases that use it, and a paused generator
     drops its cache, but only at staleness 0: otherwise samples in the middle of their generation
-    live in that cache.
+    live in that cache. With `policy_sleeps` the policy sleeps too (see train.sleep).
     """
+    beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
+    if policy_sleeps:
+        beside += ("policy",)
     paused = [_paused_generators(device_map, phase) for phase in phases]
     asleep = [
-        _sleepers(device_map, phase, ranks if max_staleness == 0 else ())
+        _sleepers(device_map, phase, beside, ranks if max_staleness == 0 else ())
         for phase, ranks in zip(phases, paused, strict=True)
     ]
     ever = sorted(set[Seat]().union(*asleep))
@@ -203,8 +211,9 @@ def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
     return tuple(rank for rank, device in enumerate(generators) if device in busy)
 
 
-def _sleepers(device_map: DeviceMap, phase: Phase, droppable: Iterable[int]) -> set[Seat]:
-    beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
+def _sleepers(
+    device_map: DeviceMap, phase: Phase, beside: Sequence[RoleName], droppable: Iterable[int]
+) -> set[Seat]:
     seats = [Seat(role, rank) for role in beside for rank in range(device_map.ranks(role))]
     seats += [Seat("generators", rank) for rank in droppable]
     return {
@@ -218,11 +227,21 @@ def _is_shared_gpu(host: HostSpec) -> bool:
     return host.device.kind == "cuda" and len(host.roles) > 1
 
 
+def plan_run(recipe: Recipe) -> tuple[PhasePlan, ...]:
+    """The residency plan of a recipe."""
+    return plan_residency(
+        DeviceMap.of(recipe),
+        plan_phases(recipe),
+        max_staleness=recipe.rollout.max_staleness,
+        policy_sleeps=recipe.train.sleep,
+    )
+
+
 def describe_plan(recipe: Recipe) -> str:
     """The hosts, the phases and the timeline as aligned text."""
     device_map = DeviceMap.of(recipe)
     staleness = recipe.rollout.max_staleness
-    plans = plan_residency(device_map, plan_phases(recipe), max_staleness=staleness)
+    plans = plan_run(recipe)
     hosts = [("host", "device", "roles")]
     hosts += [(str(h.index), str(h.device), _join(h.seats)) for h in device_map.hosts()]
     phases = [("phase", "uses", "pauses", "sleeps", "wakes")]
@@ -242,7 +261,8 @@ def describe_plan(recipe: Recipe) -> str:
         if (sizes := ModelSizes.read(recipe.model.path)) is not None:
             lines.append(f"model     {sizes.describe()}")
     if device_map.ranks("generators"):
-        lines.append(f"weights   {_describe_weights(device_map)}")
+        adapters = recipe.train.lora is not None
+        lines.append(f"weights   {_describe_weights(device_map, adapters=adapters)}")
     lines.append(f"timeline  {_describe_timeline(device_map, plans, staleness)}")
     return "\n".join(lines)
 
@@ -261,13 +281,17 @@ def _describe_ranks(recipe: Recipe, ranks: int) -> str:
     return f"{ranks} ranks divide {'; '.join(divided)}"
 
 
-def _describe_weights(device_map: DeviceMap) -> str:
+def _describe_weights(device_map: DeviceMap, *, adapters: bool) -> str:
     seats = [Seat("generators", rank) for rank in range(device_map.ranks("generators"))]
     sharing = [seat for seat in seats if device_map.shares_weights(seat.rank)]
     copying = [seat for seat in seats if seat not in sharing]
+    own = "the policy's own, but for the sums with its adapters" if adapters else "the policy's own"
+    sent = (
+        "a copy; adapters are sent at each publish" if adapters else "a copy, sent at each publish"
+    )
     parts = [
-        f"{_join(sharing)}: the policy's own" if sharing else "",
-        f"{_join(copying)}: a copy, sent at each publish" if copying else "",
+        f"{_join(sharing)}: {own}" if sharing else "",
+        f"{_join(copying)}: {sent}" if copying else "",
     ]
     return "; ".join(part for part in parts if part)
 

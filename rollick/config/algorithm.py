@@ -85,6 +85,17 @@ class AlgorithmConfig(Section):
         return self.correction.name != "bypass" and not self.interpolates_old
 
     @property
+    def old_only_in_loss(self) -> bool:
+        """Whether nothing but the loss looks at the learner's old policy. With one optimizer step a
+        batch that is the policy which is trained, so that no forward is needed for it."""
+        asked = any(
+            isinstance(part, CustomPart) and "old" in part.needs
+            for part in (self.advantage, self.loss, self.correction)
+        )
+        elsewhere = asked or self.kl.in_reward or self.advantage.name == "opd"
+        return self.correction.name == "none" and not elsewhere
+
+    @property
     def old_is_behaviour(self) -> bool:
         """Whether mu stands for pi_old in the loss."""
         return self.correction.name in OLD_IS_BEHAVIOUR

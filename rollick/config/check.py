@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rollick.config import (
     algorithm_rules,
     engine_rules,
+    lora_rules,
     name_rules,
     parallel_rules,
     pipeline_rules,
@@ -35,6 +36,7 @@ RULE_MODULES = (
     role_rules,
     parallel_rules,
     engine_rules,
+    lora_rules,
 )
 """Modules that have rules besides this one: importing them registers those."""
 

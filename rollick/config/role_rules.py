@@ -113,6 +113,18 @@ def _the_teacher_is_used(context: Context) -> Findings:
         yield context.problem("teacher.top_k", message, "remove it")
 
 
+@rule("train.sleep", "devices")
+def _the_policy_sleeps_where_that_frees_memory(context: Context) -> Findings:
+    devices = context.recipe.devices
+    try:
+        common = set(parse_devices(devices.policy)) & set(parse_devices(devices.generators))
+    except ConfigError:
+        return
+    if context.recipe.train.sleep and not any(device.kind == "cuda" for device in common):
+        message = "true has no effect: the policy shares no GPU with generators"
+        yield context.problem("train.sleep", message, "remove it")
+
+
 @rule("weights", "devices", "cluster.backend")
 def _the_channel_of_weights_can_work(context: Context) -> Findings:
     recipe, weights = context.recipe, context.recipe.weights

@@ -283,6 +283,20 @@ class ParallelConfig(Section):
         return self.data or max(1, ranks // self.others)
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: only they are trained, saved and published; the model stays as it is."""
+
+    rank: Positive = 16
+    """Rows of an adapter's first matrix and columns of its second."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Their product is added to the weight times alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Linear layers that get one, by the end of their names, such as q_proj; none: all but the
+    head."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of an adapter's inputs that a gradient does not see."""
+
+
 class TrainConfig(Section):
     """The learner."""
 
@@ -293,10 +307,16 @@ class TrainConfig(Section):
     expert_balance: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the loss that spreads tokens over the experts of a mixture, counted over the
     whole batch. Batches of several micro-batches are then computed once more, to be counted."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all parameters; the model without them is the reference, unless
+    devices.reference gives that devices of its own."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning-rate schedule."""
+    sleep: bool = False
+    """On a GPU that the policy shares with generators: its optimizer state waits in the host's
+    memory while it does not train, and leaves room for their cache. Costs two copies a step."""
     tokens_per_microbatch: Positive = 16384
     """Tokens in one forward and backward at the most; a longer sample goes alone."""
     share_prefix: bool = True
@@ -565,7 +585,23 @@ class Recipe(Section):
 
     def needs(self, stream: Stream) -> bool:
         """Whether some algorithm of the recipe looks at this stream."""
-        return any(stream in algorithm.needs for algorithm in self.algorithms)
+        return any(
+            stream in algorithm.needs and not (stream == "old" and self._old_is_now(algorithm))
+            for algorithm in self.algorithms
+        )
+
+    def _old_is_now(self, algorithm: AlgorithmConfig) -> bool:
+        return self.is_one_step and algorithm.old_only_in_loss
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether a batch makes one optimizer step."""
+        return self._optimizer_steps_of_a_batch == 1
+
+    @property
+    def policy_is_reference(self) -> bool:
+        """Whether the policy, with its adapters switched off, gives the reference's log-probs."""
+        return self.train.lora is not None and self.devices.reference is None
 
     @property
     def optimizer_steps(self) -> int:

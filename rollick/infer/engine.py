@@ -39,13 +39,16 @@ class VerifiedWeights:
     Its memory stays as it is until the update returns, so an engine need neither stage nor check
     it. If it is `lasting`, it stays until the engine has taken another one: an engine with the
     capability ADOPTS_WEIGHTS makes it its own parameters instead of copying. With a `base` these
-    are not all parameters (such as those of an adapter): the rest are the engine's.
+    are not all parameters: the rest are the engine's. With a `scale` they are adapters (see
+    models/adapter.py), which an engine with the capability MERGES_ADAPTERS adds to the weights of
+    the base.
     """
 
     pairs: tuple[tuple[str, Any], ...]
     fingerprint: Fingerprint
     lasting: bool = False
     base: Fingerprint | None = None
+    scale: float | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.pairs)
@@ -60,6 +63,7 @@ class Capability(StrEnum):
     CUT_SUPPORT = "cut_support"
     ADOPTS_WEIGHTS = "adopts_weights"
     KEEP_CACHE = "keep_cache"
+    MERGES_ADAPTERS = "merges_adapters"
 
 
 class Engine(Protocol):
@@ -136,6 +140,15 @@ class Streams(Protocol):
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """Closing it (or cancelling who reads it) aborts the request."""
+        ...
+
+
+@runtime_checkable
+class Merges(Protocol):
+    """What an engine with the capability MERGES_ADAPTERS implements."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Of its weights without adapters. Called while no update runs."""
         ...
 
 

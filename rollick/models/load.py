@@ -28,6 +28,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     GgufConfig,
@@ -39,6 +40,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollick.config.schema import ModelConfig
 from rollick.errors import MissingExtra, ModelError
+from rollick.models.adapter import adapted_weights, base_parameters
 from rollick.models.fingerprint import fingerprint as fingerprint
 from rollick.models.probe import cache_folder, safe_environment
 
@@ -103,6 +105,26 @@ def load_model(
     return _own_memory(model.to(device)).eval()
 
 
+def load_score_model(config: ModelConfig, *, device: str, attention: str) -> tuple[nn.Module, bool]:
+    """A decoder whose head gives one number, with its weights as `load_model`'s; and whether that
+    head is new, because the folder is that of a language model."""
+    chosen = resolve_dtype(config, device)
+    if chosen is torch.bfloat16 and device.startswith("cpu"):
+        os.environ.update(safe_environment())
+    folder = source_folder(config.path)
+    with quietly(), _advice(config.path), torch.random.fork_rng(devices=[]):
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            folder,
+            dtype=chosen,
+            num_labels=1,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    model, about = loaded
+    return _own_memory(model.to(device)).eval(), bool(about["missing_keys"])
+
+
 def resolve_dtype(config: ModelConfig, device: str) -> torch.dtype:
     """auto is float32 on the CPU and bfloat16 on a GPU."""
     if config.dtype == "auto":
@@ -125,17 +147,17 @@ def empty_model(config: ModelConfig | PretrainedConfig, *, attention: str) -> nn
 def share_parameters(target: nn.Module, source: nn.Module) -> None:
     """Give `target` parameters over the storage of `source`'s; tied ones stay tied.
 
-    What is written into one in place is read by the other. Buffers are small and may be changed
-    by a forward, so each tree has its own copy of them.
+    What is written into one in place is read by the other; weights that have adapters in `source`
+    are copied, for their sums. Buffers are small and may be changed by a forward, so each tree has
+    its own copy of them.
     """
-    _demand_same_names(target, source)
-    borrowed: dict[int, nn.Parameter] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        owner, _, leaf = name.rpartition(".")
-        shared = borrowed.setdefault(
-            id(parameter), nn.Parameter(parameter.detach(), requires_grad=False)
-        )
-        target.get_submodule(owner).register_parameter(leaf, shared)
+    own = adapted_weights(source)
+    given = {
+        name: parameter.detach().clone() if name in own else parameter
+        for name, parameter in base_parameters(source)
+    }
+    _demand_same_names(target, given)
+    fill_parameters(target, given)
     for name, buffer in source.named_buffers(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(target.get_submodule(owner), leaf, buffer.detach().clone())
@@ -195,6 +217,26 @@ def _name_files(path: Path, files: list[list[str]]) -> None:
 
 def _bytes(held: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in held.values())
+
+
+def fill_parameters(target: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Give `target` parameters over these tensors, which may be one for several names. A name that
+    is missing is tied, in `target`, to one that is there."""
+    made: dict[int, nn.Parameter] = {}
+    for names in _tied_names(target):
+        tensor = next(given[name] for name in names if name in given)
+        shared = made.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            target.get_submodule(owner).register_parameter(leaf, shared)
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
 
 
 def source_folder(path: str) -> str:
@@ -315,12 +357,11 @@ def _file_key(file: Path) -> str:
     return f"{file.stem}-{digest.hexdigest()}"
 
 
-def _demand_same_names(target: nn.Module, source: nn.Module) -> None:
+def _demand_same_names(target: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
     wanted = {name for name, _ in target.named_parameters(remove_duplicate=False)}
-    given = {name for name, _ in source.named_parameters(remove_duplicate=False)}
-    if wanted != given:
+    if wanted != set(given):
         raise ModelError(
-            f"the two modules differ in parameters, such as {sorted(wanted ^ given)[:3]}",
+            f"the two modules differ in parameters, such as {sorted(wanted ^ set(given))[:3]}",
             fix="build both from one model configuration",
         )
 

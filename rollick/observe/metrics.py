@@ -73,6 +73,9 @@ METRICS: Mapping[str, str] = {
     "eval/*": "validation: score, pass@k and half-widths of their intervals, by domain",
     "time/*": "seconds of each phase",
     "speed/tokens_per_s": "drawn tokens over the step's seconds",
+    "memory/predicted_gb": "gigabytes that the process which holds most was predicted to hold",
+    "memory/seen_gb": "gigabytes that the process which holds most has held at its peak: of a GPU "
+    "what torch allocated, else how far resident memory grew",
     "data/quarantined": "rows that cannot be used",
     "data/retired": "prompts that are solved (data.selection.retire_above) and drawn no more",
     "data/revived": "times that all prompts of a domain had retired and so came back",

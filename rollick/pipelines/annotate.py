@@ -1,6 +1,6 @@
 """Annotate: what models say of a batch's tokens before it is trained on, where the recipe asks.
 
-    policy    old log-probs          reference   log-probs
+    policy    old log-probs          reference   log-probs (or the policy without its adapters)
     teacher   log-probs, likeliest   critic      values
 
 Each role computes its part of the batch on each of its ranks; the answers are put together in the
@@ -26,7 +26,7 @@ async def annotate(pipeline: HasSession, batch: Batch) -> Batch:
     if recipe.needs("old"):
         batch = replace(batch, old_logprobs_N=await logprobs(session, "policy", batch))
     if recipe.needs("reference"):
-        batch = replace(batch, reference_logprobs_N=await logprobs(session, "reference", batch))
+        batch = replace(batch, reference_logprobs_N=await _reference(session, batch))
     if recipe.needs("teacher"):
         batch = replace(batch, teacher_logprobs_N=await logprobs(session, "teacher", batch))
     if recipe.needs("teacher_top"):
@@ -34,6 +34,14 @@ async def annotate(pipeline: HasSession, batch: Batch) -> Batch:
     if recipe.needs("values"):
         batch = await _with_values(session, batch)
     return batch
+
+
+async def _reference(session: Session, batch: Batch) -> FloatArray:
+    """Of a model of its own, or of the policy with its adapters switched off."""
+    if not session.recipe.policy_is_reference:
+        return await logprobs(session, "reference", batch)
+    results, plan = await _ask(session, "policy", "reference_logprobs", batch)
+    return gather_tokens(results, batch, plan)
 
 
 async def logprobs(session: Session, role: RoleName, batch: Batch) -> FloatArray:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rollick.checkpoint import Checkpoint
-from rollick.cluster.devices import DeviceMap, PhasePlan, plan_phases, plan_residency
+from rollick.cluster.devices import DeviceMap, plan_run
 from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.load import LoadedRecipe
@@ -43,14 +43,16 @@ from rollick.data.prompts import PromptStream
 from rollick.data.store import load_groups, save_batch, save_groups
 from rollick.errors import CheckpointError, ConfigError, NoSignalError, RollickError, StuckError
 from rollick.infer.engine import Capability
-from rollick.models.load import load_tokenizer
+from rollick.models.load import load_config, load_tokenizer
 from rollick.models.probe import safe_environment
+from rollick.models.shape import ModelShape
 from rollick.observe.live import LiveView, Stopwatch
 from rollick.observe.metrics import MetricLog
 from rollick.observe.sinks import open_sink
 from rollick.observe.trace import Trace
 from rollick.pipelines.doctor import reporting, tell_stuck
 from rollick.pipelines.folder import RunFolder, open_folder
+from rollick.pipelines.memory import MemoryWatch, Shapes, models_of
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
 from rollick.rollout.scheduler import Rollout
@@ -129,6 +131,7 @@ class Session:
         self.residency: Residency
         self.log: MetricLog
         self.view: LiveView
+        self.memory: MemoryWatch
 
     @asynccontextmanager
     async def phase(self, name: str) -> AsyncGenerator[None]:
@@ -358,16 +361,26 @@ async def open_session(
             session.engines = await stack.enter_async_context(open_engines(session.group))
             _check_engines(recipe, session.engines)
             session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
+        plans = {plan.phase.name: plan for plan in plan_run(recipe)}
         session.publisher = Publisher(session.group, recipe.weights)
-        session.residency = Residency(session.group, _plans(recipe, device_map), session.engines)
+        session.residency = Residency(session.group, plans, session.engines)
         title = f"{recipe.pipeline} {recipe.run.name}"
         session.view = stack.enter_context(
             LiveView(title, recipe.run.steps, mode=recipe.observe.live)
         )
         if resume and folder.checkpoints.latest() is None:
             session.forget_after(-1)
+        session.memory = MemoryWatch(recipe, session.group, _shapes(recipe))
+        session.memory.tell()
         session.watch.finish()
         yield session
+
+
+def _shapes(recipe: Recipe) -> Shapes | None:
+    """The sizes of the run's models, which are all on this machine by now."""
+    found = {model.path: ModelShape.of(load_config(model).to_dict()) for model in models_of(recipe)}
+    known = {path: shape for path, shape in found.items() if shape is not None}
+    return known if len(known) == len(found) else None
 
 
 def _check_engines(recipe: Recipe, engines: Sequence[RemoteEngine]) -> None:
@@ -409,12 +422,6 @@ def _roles(
         "generators": RoleSpec("generators", "rollick.workers.generator:create", (recipe,)),
     }
     return [known[role] for role in device_map.roles]
-
-
-def _plans(recipe: Recipe, device_map: DeviceMap) -> dict[str, PhasePlan]:
-    phases, staleness = plan_phases(recipe), recipe.rollout.max_staleness
-    plans = plan_residency(device_map, phases, max_staleness=staleness)
-    return {plan.phase.name: plan for plan in plans}
 
 
 def _threads(recipe: Recipe) -> int:

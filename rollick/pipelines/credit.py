@@ -255,7 +255,8 @@ class Credit:
         part, algorithm = self._parts[number], self._parts[number].algorithm
         trained_N = mine_N & batch.loss_mask_N
         correction_N = np.ones(batch.tokens)
-        if algorithm.needs_old_logprobs:
+        spared = algorithm.old_only_in_loss and batch.old_logprobs_N is None
+        if algorithm.needs_old_logprobs and not spared:
             inputs = _correction_inputs(batch, trained_N, streams.advantages_N)
             weights_T = part.correct(inputs)
             correction_N[trained_N] = weights_T.numpy()

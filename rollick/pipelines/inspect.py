@@ -48,8 +48,8 @@ def find_checkpoint(run: Path, *, best: bool = False) -> Checkpoint:
     return found
 
 
-def export_run(run: Path, out: Path, *, best: bool = False) -> Path:
-    """A run's policy as a plain Hugging Face folder."""
+def export_run(run: Path, out: Path, *, best: bool = False, adapter: bool = False) -> Path:
+    """A run's policy as a plain Hugging Face folder; or its adapter alone, as PEFT loads it."""
     if not is_run(str(run)):
         raise ConfigError(f"{run} is not a run's folder", fix="give the folder with recipe.yaml")
     checkpoint = find_checkpoint(run, best=best)
@@ -60,9 +60,12 @@ def export_run(run: Path, out: Path, *, best: bool = False) -> Path:
     state = checkpoint.path / "learner"
     if is_sharded(state):
         export_state(state, recipe.model, out)
+        return out
+    strategy = LocalStrategy(recipe, device="cpu")
+    strategy.load(state)
+    if adapter:
+        strategy.export_adapter(out)
     else:
-        strategy = LocalStrategy(recipe, device="cpu")
-        strategy.load(state)
         strategy.export(out)
     return out
 

@@ -213,6 +213,7 @@ class RLPipeline(HasSession):
     async def record(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Log a step, with validation where it is due."""
         due = self.recipe.evaluate.is_due(step, steps=self.recipe.run.steps)
+        metrics |= await self.session.memory.metrics(without=lost_ranks(self.session.engines))
         if self.validation and due and not self.session.stop.is_set():
             try:
                 report = await self.session.until_stopped(self.validate())

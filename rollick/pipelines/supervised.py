@@ -22,6 +22,7 @@ from rollick.pipelines.base import HasSession, RunObjects, RunResult, Session, o
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts, keep_evaluation
 from rollick.types import PolicyVersion, Prompt
+from rollick.workers.generator import lost_ranks
 from rollick.workers.learner import TrainReport
 
 AnswersOf = Callable[[PromptStream, Prompt], Sequence[str]]
@@ -117,6 +118,7 @@ class SupervisedPipeline(HasSession):
         """Log a step, with validation where it is due."""
         session, step = self.session, self.session.step
         due = self.recipe.evaluate.is_due(step, steps=self.recipe.run.steps)
+        metrics |= await session.memory.metrics(without=lost_ranks(session.engines))
         if self.validation and due and not session.stop.is_set():
             await self.publish()
             try:

@@ -9,7 +9,7 @@ GPU. Does not know of heads, losses and log-probs: local.py and critic.py build 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollick.models.attention import VARLEN, other_layers
 from rollick.models.deterministic import deterministic_threads, tile_linears
 from rollick.models.fixed import fix_arithmetic
 from rollick.models.load import load_config, load_model
+from rollick.train.memory import Parked
 from rollick.train.microbatch import Pack, microbatches, pack
 from rollick.train.optimizer import MasterAdamW
 from rollick.train.strategy import LossReport
@@ -74,7 +75,10 @@ class Body:
         self.fixed = fixed and device.startswith("cuda")
         self._optimizer = optimizer
         self._parked = Parked()
-        module.requires_grad_(optimizer is not None)
+        # Adapters are trained in a model that is not.
+        module.requires_grad_(False)
+        for parameter in () if optimizer is None else optimizer.parameters.values():
+            parameter.requires_grad_(True)
         if self.deterministic:
             deterministic_threads(recipe.run.threads or 1)
             tile_linears(module)
@@ -146,16 +150,19 @@ class Body:
         return saved
 
     def sleep(self, *, keep_parameters: bool = False) -> None:
-        """Move optimizer state and parameters off the GPU; nothing to do on a CPU.
+        """Move optimizer state, gradients and parameters off the GPU; nothing to do on a CPU.
 
-        `keep_parameters` lets an engine that shares them go on.
+        `keep_parameters` leaves these where they are, so that an engine that shares them goes on,
+        and so do graphs that were captured over their addresses.
         """
         if not self.on_gpu or self._parked:
             return
         parameters = {
             f"parameter.{name}": value.detach() for name, value in self.module.named_parameters()
         }
-        state = {} if self._optimizer is None else self._optimizer.tensors()
+        state: dict[str, torch.Tensor] = {}
+        if self._optimizer is not None:
+            state = self._optimizer.tensors() | self._optimizer.gradients()
         moved = {name: value for name, value in state.items() if value.is_cuda}
         # State first: a parameter that is its own master is then kept by the master's name.
         self._parked.park(
@@ -169,49 +176,6 @@ class Body:
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
-
-
-class Parked:
-    """Tensors whose memory is given back for a while, with copies in the CPU's.
-
-    Only the memory goes: every tensor keeps its storage object, so what shares a storage (an
-    engine) finds it again when it is brought back.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
-        self.copies: dict[str, torch.Tensor] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.copies)
-
-    def park(
-        self, named: Mapping[str, torch.Tensor], *, staying: Iterable[torch.Tensor] = ()
-    ) -> None:
-        """Take the memory of these tensors, but not where one of `staying` lives. What several of
-        them hold together is kept under the first one's name; parts of a storage each by theirs."""
-        stays = {tensor.untyped_storage().data_ptr() for tensor in staying}
-        held: dict[int, torch.UntypedStorage] = {}
-        seen: set[tuple[int, int]] = set()
-        for name, tensor in named.items():
-            storage = tensor.untyped_storage()
-            place = tensor.data_ptr(), tensor.nbytes
-            if storage.size() == 0 or storage.data_ptr() in stays or place in seen:
-                continue
-            seen.add(place)
-            held.setdefault(storage.data_ptr(), storage)
-            self._tensors[name], self.copies[name] = tensor, tensor.to("cpu", copy=True)
-        for storage in held.values():
-            self._sizes.append((storage, storage.size()))
-            storage.resize_(0)
-
-    def bring_back(self) -> None:
-        for storage, size in self._sizes:
-            storage.resize_(size)
-        for name, tensor in self._tensors.items():
-            tensor.copy_(self.copies[name])
-        self._tensors, self._sizes, self.copies = {}, [], {}
 
 
 def token_places(batch: Batch, samples: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -1,8 +1,9 @@
 """The reference strategy: the whole model in one process, on one device.
 
 Owns the language-model head of a body (body.py): log-probs of tokens, and the gradient of a loss
-over them. Does not own the loss (given with each call), when to step, or how a batch is cut
-(microbatch.py). Other strategies are tested against this one.
+over them, for all parameters or for adapters (lora.py). Does not own the loss (given with each
+call), when to step, or how a batch is cut (microbatch.py). Other strategies are tested against
+this one.
 
     Batch -> microbatches -> Pack -> hidden states -> log-probs of the counted tokens -> loss ->
     backward, per micro-batch; then step
@@ -13,6 +14,8 @@ tokens of a position.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,12 @@ from rollick.algorithms.kl import k3
 from rollick.algorithms.losses import LossInputs
 from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch, TopTokens
+from rollick.errors import ConfigError
+from rollick.models.attention import VARLEN
 from rollick.models.head import chosen_logprobs, output_head, token_logprobs, top_logprobs
-from rollick.models.load import load_tokenizer, quietly
+from rollick.models.load import empty_model, fill_parameters, load_tokenizer, quietly
 from rollick.train.body import Body, Tally, load_packed_model, token_places
+from rollick.train.lora import Adapters, add_adapters
 from rollick.train.microbatch import Pack, counted_tokens, loss_inputs
 from rollick.train.optimizer import MasterAdamW
 from rollick.train.routing import RouterLog, Routing, balance_loss
@@ -54,12 +60,16 @@ class LocalStrategy:
         self.model = model or recipe.model
         self.vocabulary = vocabulary
         module: Any = load_packed_model(self.model, device=device)
+        self.adapters: Adapters | None = None
+        if trainable and recipe.train.lora is not None:
+            self.adapters = add_adapters(module, recipe.train.lora, seed=recipe.run.seed)
+        trained = module.named_parameters() if self.adapters is None else self.adapters.parameters()
         self.body = Body(
             module,
             recipe,
             decoder=module.base_model,
             device=device,
-            optimizer=_optimizer_of(module, recipe) if trainable else None,
+            optimizer=_optimizer_of(trained, recipe) if trainable else None,
             name="learner",
             fixed=recipe.infer.zero_mismatch,
         )
@@ -68,7 +78,8 @@ class LocalStrategy:
 
     @property
     def module(self) -> nn.Module:
-        """Public: an engine in this process shares its parameters."""
+        """Public: an engine in this process shares its parameters, but for those that an adapter
+        is added to."""
         return self.body.module
 
     @property
@@ -85,6 +96,16 @@ class LocalStrategy:
                 places_T = token_places(batch, samples)[packed.places_T]
                 logprobs_N[places_T] = logprobs_T.float().cpu().numpy()
         return logprobs_N
+
+    def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """The same of the model without its adapters, which is the one that the run began with."""
+        if self.adapters is None:
+            raise ConfigError(
+                "a policy without adapters does not know the model that it began with",
+                fix="give the reference a model of its own, or set train.lora",
+            )
+        with self.adapters.disabled():
+            return self.logprobs(batch)
 
     def top_logprobs(self, batch: Batch, *, k: int) -> TopTokens:
         """The k likeliest tokens at each position in the loss mask; 0 elsewhere."""
@@ -106,6 +127,10 @@ class LocalStrategy:
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
         """Accumulates the gradient of the loss over the counted tokens."""
+        with nullcontext() if self.adapters is None else self.adapters.dropping():
+            return self._forward_backward(batch, loss)
+
+    def _forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
         optimizer = self.optimizer
         tally = Tally()
         parts = self._microbatches(batch)
@@ -138,17 +163,35 @@ class LocalStrategy:
         return self.optimizer.step()
 
     def weights(self) -> WeightStream:
-        """The live parameters under their public names; tied ones once."""
+        """The live parameters under their public names; tied ones once. A weight that has an
+        adapter comes as the sum of both, which is not live."""
+        if self.adapters is not None:
+            yield from self.adapters.merged()
+            return
         for name, parameter in self.module.named_parameters():
             yield name, parameter.detach()
 
     def export(self, path: Path) -> None:
-        """Write a plain Hugging Face folder with the tokenizer."""
+        """Write a plain Hugging Face folder with the tokenizer; adapters are added to their
+        weights."""
         module: Any = self.module
+        if self.adapters is not None:
+            module = empty_model(module.config, attention=VARLEN)
+            fill_parameters(module, dict(self.adapters.merged()))
         tokenizer: Any = load_tokenizer(self.model)
         with quietly():
             module.save_pretrained(path)
             tokenizer.save_pretrained(path)
+
+    def export_adapter(self, path: Path) -> None:
+        """Write the adapters alone, as PEFT loads them over the model, with the tokenizer."""
+        if self.adapters is None:
+            raise ConfigError(
+                "there is no adapter to write: the run trained all parameters",
+                fix="export the whole model, or train with train.lora",
+            )
+        self.adapters.export(path)
+        load_tokenizer(self.model).save_pretrained(path)
 
     def save(self, path: Path) -> None:
         """Write the body's state and the random state of the process into the folder `path`."""
@@ -245,10 +288,10 @@ class LocalStrategy:
         }
 
 
-def _optimizer_of(module: nn.Module, recipe: Recipe) -> MasterAdamW:
+def _optimizer_of(trained: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> MasterAdamW:
     train = recipe.train
     return MasterAdamW(
-        module.named_parameters(),
+        trained,
         train.optimizer,
         schedule=train.schedule,
         total_steps=recipe.optimizer_steps,

@@ -121,6 +121,12 @@ class MasterAdamW:
                 held[f"{moment}.{name}"] = value
         return held
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What has been accumulated since the last step, live."""
+        held = {f"gradient.{name}": value.grad for name, value in self.parameters.items()}
+        held |= {f"master_gradient.{name}": value.grad for name, value in self.masters.items()}
+        return {name: value for name, value in held.items() if value is not None}
+
     @torch.no_grad()
     def restore(self, saved: Mapping[str, torch.Tensor], *, steps: int) -> None:
         """Take what `tensors` gave, bit for bit, and the count of updates."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import Loss
+from rollick.algorithms.reward import ScoreInputs
 from rollick.algorithms.value import ValueInputs
 from rollick.data.batch import Batch, TokenValues
 from rollick.types import FloatArray
@@ -34,6 +35,10 @@ LossFn = Callable[[LossInputs], Loss]
 
 ValueLossFn = Callable[[ValueInputs], Loss]
 """The same of a critic."""
+
+
+ScoreLossFn = Callable[[ScoreInputs], Loss]
+"""The same of a reward model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +101,25 @@ class TrainStrategy(Protocol):
 
     def load(self, path: Path) -> None: ...
 
-    def sleep(self) -> None: ...
+    def sleep(self, *, keep_parameters: bool = False) -> None:
+        """Give memory of the device back; that of parameters not, if an engine shares them."""
+        ...
 
     def wake(self) -> None: ...
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """What a strategy also is that can train adapters over a model which stays as it is."""
+
+    @property
+    def adapters(self) -> Any:
+        """The Adapters of lora.py; None if all parameters are trained."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """As `logprobs`, of the model without its adapters."""
+        ...
 
 
 class CriticStrategy(Protocol):

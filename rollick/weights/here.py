@@ -10,7 +10,7 @@ from pathlib import Path
 from rollick.weights.plan import Place
 
 
-def place_here(*, shares: bool = False) -> Place:
+def place_here(*, shares: bool = False, adapters: bool = False) -> Place:
     """The same machine means: processes see each other's ids, and so can map each other's memory.
 
     Two containers on one computer are two machines in this sense.
@@ -19,4 +19,4 @@ def place_here(*, shares: bool = False) -> Place:
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
-    return Place(" ".join(parts), os.getpid(), shares)
+    return Place(" ".join(parts), os.getpid(), shares, adapters)

@@ -50,7 +50,9 @@ class WeightManifest:
     is_base: bool = False
     """Whether later offers may be changes to this one, so that a receiver keeps a copy of it."""
     partial_of: Fingerprint | None = None
-    """Only some of the parameters (such as an adapter): a receiver must hold these weights."""
+    """Only some of the parameters: a receiver must hold these weights."""
+    scale: float | None = None
+    """The tensors are adapters, to be added to those weights times this."""
 
     @property
     def transferred_bytes(self) -> int:

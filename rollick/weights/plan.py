@@ -10,7 +10,7 @@ another machine                            broadcast   torch.distributed
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rollick.cluster.devices import DeviceMap
@@ -28,6 +28,8 @@ class Place:
     process: int
     shares: bool = False
     """Of a generator: whether its engine uses the learner's own parameters."""
+    adapters: bool = False
+    """Of a learner: whether it trains adapters. Of a generator: whether its engine adds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,13 @@ class Route:
     ranks: tuple[int, ...]
     delta: bool = False
     """Send what changed since the version before, where that is possible."""
+    adapters: bool = False
+    """Send the adapters alone."""
+
+    @property
+    def whole(self) -> Route:
+        """The same way for the whole weights, which always fit."""
+        return replace(self, delta=False, adapters=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class PublishPlan:
 
     channels: Mapping[int, Channel]
     delta: bool = False
+    merging: frozenset[int] = frozenset()
+    """Ranks that need the adapters only."""
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -59,10 +70,14 @@ class PublishPlan:
 
     def routes(self) -> tuple[Route, ...]:
         """One for each channel that copies to somebody."""
-        return tuple(
-            Route(channel, self._ranks(channel), self.delta and channel in CARRIES_DELTAS)
-            for channel in sorted(set(self.channels.values()) - {"shared"})
-        )
+        return tuple(self._route(name) for name in sorted(set(self.channels.values()) - {"shared"}))
+
+    def _route(self, channel: Channel) -> Route:
+        ranks = self._ranks(channel)
+        adapters = self.merging.issuperset(ranks)
+        # Adapters are small, so that what changed in them is not worth a copy at either end.
+        delta = self.delta and channel in CARRIES_DELTAS and not adapters
+        return Route(channel, ranks, delta, adapters)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:
         return tuple(rank for rank, name in self.channels.items() if name == channel)
@@ -93,7 +108,8 @@ def plan_publish(
         on_gpus = whole and _both_on_gpus(device_map, rank)
         channels[rank] = _channel(policy, places[rank], config, on_gpus=on_gpus)
         _demand_possible(channels[rank], rank, policy, places[rank], on_gpus=on_gpus)
-    return PublishPlan(channels, config.changes_only)
+    merging = frozenset(rank for rank in places if policy.adapters and places[rank].adapters)
+    return PublishPlan(channels, config.changes_only, merging)
 
 
 def _usual_places(device_map: DeviceMap) -> dict[int, Place]:

@@ -23,10 +23,18 @@ from rollick.weights.manifest import Pairs, WeightManifest
 class WeightReceiver:
     """Takes one offer at a time. An engine's weights change only after `take`."""
 
-    def __init__(self, *, rank: int = 0, adopts: bool = False) -> None:
-        """`adopts`: whether the engine may make lasting memory its own."""
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        adopts: bool = False,
+        loaded: Callable[[], Fingerprint] | None = None,
+    ) -> None:
+        """`adopts`: whether the engine may make lasting memory its own. `loaded` tells the
+        fingerprint of the weights that it began with, where it can add adapters to them."""
         self.rank = rank
         self.adopts = adopts
+        self.loaded = loaded
         self.receivers: dict[type, Receiver] = {}
         self.received: tuple[WeightManifest, VerifiedWeights] | None = None
         self.copy: dict[str, Tensor] = {}
@@ -51,7 +59,9 @@ class WeightReceiver:
             whole = manifest.partial_of is None and not manifest.is_base
             lasting = receiver.lasting and self.adopts and whole
             found = manifest.fingerprint
-            weights = VerifiedWeights(tuple(pairs), found, lasting, manifest.partial_of)
+            weights = VerifiedWeights(
+                tuple(pairs), found, lasting, manifest.partial_of, manifest.scale
+            )
         else:
             weights = self._changed(manifest, pairs)
         self.received = (manifest, weights)
@@ -83,6 +93,8 @@ class WeightReceiver:
 
     def _demand_base(self, manifest: WeightManifest) -> None:
         base = manifest.partial_of
+        if base is not None and self.whole is None and self.loaded is not None:
+            self.whole = self.loaded()
         if base is not None and base != self.whole:
             raise WeightError(
                 f"version {manifest.version} is a part of weights {base[:12]}, and this engine has "

@@ -49,18 +49,22 @@ class WeightSender:
         *,
         route: Route,
         partial_of: Fingerprint | None = None,
+        scale: float | None = None,
     ) -> WeightManifest:
         """Begin: the weights are there for the route's generators until `release`.
 
         With `partial_of` the stream has some of the parameters only, and goes to engines whose last
-        whole weights had that fingerprint.
+        whole weights had that fingerprint. With `scale` it has adapters, which those engines add to
+        these weights.
         """
         if isinstance(stream, ShardedWeights) and route.channel == "host" and not route.delta:
             return self._offer_stream(stream, version, route)
         pairs = [(name, tensor.detach()) for name, tensor in stream]
         change, sent = self._changes(pairs, route) if route.delta else (None, pairs)
         offer = self._sender(route.channel).offer(sent, version, route.ranks)
-        manifest = replace(offer, change=change, is_base=route.delta, partial_of=partial_of)
+        manifest = replace(
+            offer, change=change, is_base=route.delta, partial_of=partial_of, scale=scale
+        )
         self.offered[route.channel] = (route, pairs, manifest)
         return manifest
 

@@ -13,9 +13,9 @@ must be paused from before the optimizer step until the commit; the residency pl
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from rollick.cluster.group import WorkerGroup
@@ -25,6 +25,8 @@ from rollick.types import PolicyVersion
 from rollick.weights.channels.base import Outcome
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Place, PublishPlan, Route, plan_publish
+
+LOG = logging.getLogger("rollick")
 
 
 class Publisher:
@@ -81,11 +83,14 @@ class Publisher:
     ) -> None:
         try:
             await self._copy_once(routes, version, keep_cache)
-        except WeightError:
-            if not any(route.delta for route in routes):
+        except WeightError as error:
+            whole = [route.whole for route in routes]
+            if whole == list(routes):
                 raise
-            # Such as a receiver without the version that the changes are to: the whole always fits.
-            whole = [replace(route, delta=False) for route in routes]
+            if any(route.adapters for route in routes):
+                LOG.warning("version %d is sent whole, not as adapters: %s", version, error.message)
+            # Such as a receiver without the version that the changes are to, or without the model
+            # that the adapters are for: the whole always fits.
             await self._copy_once(whole, version, keep_cache)
 
     async def _copy_once(

@@ -21,6 +21,7 @@ from rollick.train.critic import LocalCritic
 from rollick.train.strategy import CriticStrategy, LossReport, OptimReport, ValueLossFn
 from rollick.types import BoolArray, FloatArray
 from rollick.workers.learner import TrainReport, minibatches, train_report
+from rollick.workers.memory import Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ class CriticReport:
 class CriticWorker:
     """The critic role of a host."""
 
-    def __init__(self, strategy: CriticStrategy, recipe: Recipe) -> None:
+    def __init__(
+        self, strategy: CriticStrategy, recipe: Recipe, *, meter: Meter | None = None
+    ) -> None:
+        self.meter = meter or Meter()
         self.strategy = strategy
         self.recipe = recipe
         self._loss = _bound_loss(recipe)
@@ -96,6 +100,10 @@ class CriticWorker:
     def wake(self) -> None:
         self.strategy.wake()
 
+    def peak_memory(self) -> int:
+        """Bytes that this process held at the most since the role began to be built."""
+        return self.meter.peak()
+
     def _mine(self, batch: Batch) -> BoolArray:
         """Trained tokens of the algorithms that ask for values: only these have a return."""
         if batch.component_N is None:
@@ -136,5 +144,6 @@ def _bound_loss(recipe: Recipe) -> ValueLossFn:
 
 def create(context: HostContext, rank: int, recipe: Recipe) -> CriticWorker:
     """Build the critic on its host."""
+    meter = Meter()
     torch.set_num_threads(context.threads)
-    return CriticWorker(LocalCritic(recipe, device=context.device), recipe)
+    return CriticWorker(LocalCritic(recipe, device=context.device), recipe, meter=meter)

@@ -31,7 +31,7 @@ from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.chat import ChatCodec
 from rollick.errors import EngineError, EngineLost, RollickError, WorkerError
-from rollick.infer.engine import CanBeLost, Capability, Engine, RecordsSteps, WeightStream
+from rollick.infer.engine import CanBeLost, Capability, Engine, Merges, RecordsSteps, WeightStream
 from rollick.models.load import load_end_ids, load_tokenizer
 from rollick.types import (
     Completion,
@@ -48,6 +48,7 @@ from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Place
 from rollick.weights.receive import WeightReceiver
 from rollick.workers.learner import LearnerWorker
+from rollick.workers.memory import Meter
 
 DRAIN_S = 20.0
 """A drain with nothing ready answers empty after this long, so that no call is unbounded."""
@@ -73,8 +74,16 @@ class EngineRecord:
 class GeneratorWorker:
     """The generators role of a host: an engine whose results wait to be drained."""
 
-    def __init__(self, engine: Engine, *, rank: int = 0, shares: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rank: int = 0,
+        shares: bool = False,
+        meter: Meter | None = None,
+    ) -> None:
         """`shares`: whether the engine uses the learner's own parameters."""
+        self.meter = meter or Meter()
         self.engine = engine
         self.shares = shares
         self.lost: EngineLost | None = None
@@ -84,7 +93,9 @@ class GeneratorWorker:
         self.tasks: set[asyncio.Task[None]] = set()
         self.unstarted: set[SampleId] = set()
         adopts = Capability.ADOPTS_WEIGHTS in engine.capabilities
-        self.receiver = WeightReceiver(rank=rank, adopts=adopts)
+        self.merges = Capability.MERGES_ADAPTERS in engine.capabilities
+        loaded = engine.fingerprint if self.merges and isinstance(engine, Merges) else None
+        self.receiver = WeightReceiver(rank=rank, adopts=adopts, loaded=loaded)
         self.receiving = asyncio.Lock()
         self.answers: deque[tuple[SampleId, float]] | None = None
 
@@ -140,8 +151,12 @@ class GeneratorWorker:
         with self._noting_loss():
             await self.engine.resume()
 
+    async def peak_memory(self) -> int:
+        """Bytes that this process held at the most since the role began to be built."""
+        return self.meter.peak()
+
     async def place(self) -> Place:
-        return place_here(shares=self.shares)
+        return place_here(shares=self.shares, adapters=self.merges)
 
     async def receive(self, manifest: WeightManifest) -> None:
         """Transfer and verify: keeps the weights for `commit` if the bytes are right."""
@@ -453,6 +468,7 @@ def _nothing_drawn(request: Request) -> Completion:
 
 def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
     """Build the engine on its host; with a learner there, over the learner's parameters."""
+    meter = Meter()
     torch.set_num_threads(context.threads)
     learner = context.roles.get("policy")
     shared = learner.strategy.module if isinstance(learner, LearnerWorker) else None
@@ -471,7 +487,7 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
         decode=codec.decode,
     )
     sharing = shared is not None and Capability.SHARED_WEIGHTS in engine.capabilities
-    worker = GeneratorWorker(engine, rank=rank, shares=sharing)
+    worker = GeneratorWorker(engine, rank=rank, shares=sharing, meter=meter)
     if recipe.observe.engine_steps:
         worker.record()
     return worker

@@ -16,15 +16,18 @@ from rollick.config.names import resolve
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
 from rollick.errors import ConfigError
+from rollick.models.adapter import adapter_pairs
 from rollick.models.fingerprint import fingerprint
+from rollick.train.lora import Adapters
 from rollick.train.parallel.mesh import Meeting, join, leave
-from rollick.train.strategy import LossFn, LossReport, OptimReport, TrainStrategy
+from rollick.train.strategy import HasAdapters, LossFn, LossReport, OptimReport, TrainStrategy
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
 from rollick.weights.channels.base import Outcome
 from rollick.weights.here import place_here
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, Place, Route
 from rollick.weights.send import WeightSender
+from rollick.workers.memory import Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +76,27 @@ class LearnerWorker:
     """The policy role of a host."""
 
     def __init__(
-        self, strategy: TrainStrategy, objective: LossFn, recipe: Recipe, *, rank: int = 0
+        self,
+        strategy: TrainStrategy,
+        objective: LossFn,
+        recipe: Recipe,
+        *,
+        rank: int = 0,
+        meter: Meter | None = None,
+        lends: bool = False,
     ) -> None:
         """Of a sharded strategy there is one on each rank, and all are called alike; what is sent
-        out of the group is sent by rank 0."""
+        out of the group is sent by rank 0. `lends`: whether an engine in this process uses the
+        parameters, also while the learner sleeps."""
         self.rank = rank
+        self.meter = meter or Meter()
+        self.lends = lends
         self.strategy = strategy
         self.objective = objective
         self.recipe = recipe
         self.sender = WeightSender()
+        self._base: Fingerprint | None = None
+        """Of the model that adapters are added to; it never changes."""
 
     def train(self, batch: Batch) -> TrainReport:
         """All epochs and mini-batches of one batch."""
@@ -105,8 +120,17 @@ class LearnerWorker:
     def logprobs(self, batch: Batch) -> FloatArray:
         return self.strategy.logprobs(batch)
 
+    def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """Of the model that the run began with, which adapters leave as it is."""
+        if not isinstance(self.strategy, HasAdapters):
+            raise ConfigError(
+                f"strategy {self.recipe.train.strategy} has no adapters to switch off",
+                fix="give devices.reference, so that the reference is a model of its own",
+            )
+        return self.strategy.reference_logprobs(batch)
+
     def place(self) -> Place:
-        return place_here()
+        return place_here(adapters=self._adapters is not None)
 
     def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest | None:
         """Begin a publish: the parameters may not change until `release_weights`."""
@@ -115,7 +139,17 @@ class LearnerWorker:
             for _ in self.strategy.weights():
                 pass
             return None
-        return self.sender.offer(self.strategy.weights(), version, route=route)
+        adapters = self._adapters
+        if adapters is None or not route.adapters:
+            return self.sender.offer(self.strategy.weights(), version, route=route)
+        if self._base is None:
+            self._base = fingerprint(list(adapters.base()))
+        stream, scale = adapter_pairs(adapters.each()), adapters.scale
+        return self.sender.offer(stream, version, route=route, partial_of=self._base, scale=scale)
+
+    @property
+    def _adapters(self) -> Adapters | None:
+        return self.strategy.adapters if isinstance(self.strategy, HasAdapters) else None
 
     def send_weights(self, channel: Channel) -> None:
         self.sender.send(channel)
@@ -136,10 +170,17 @@ class LearnerWorker:
         self.strategy.export(path)
 
     def sleep(self) -> None:
-        self.strategy.sleep()
+        if self.lends:
+            self.strategy.sleep(keep_parameters=True)
+        else:
+            self.strategy.sleep()
 
     def wake(self) -> None:
         self.strategy.wake()
+
+    def peak_memory(self) -> int:
+        """Bytes that this process held at the most since the role began to be built."""
+        return self.meter.peak()
 
     def close(self) -> None:
         self.sender.close()
@@ -201,10 +242,12 @@ def create(
 
     Ranks of a sharded learner wait for each other at the meeting.
     """
+    meter = Meter()
     torch.set_num_threads(context.threads)
     if meeting is not None:
         join(meeting, rank, device=context.device)
     torch.manual_seed(stable_hash(recipe.run.seed, "learner", rank))
     strategy = resolve("train_strategies", recipe.train.strategy)(recipe, device=context.device)
-    objective = build_objective(recipe.algorithms, base=base)
-    return LearnerWorker(strategy, objective, recipe, rank=rank)
+    objective = build_objective(recipe.algorithms, base=base, one_step=recipe.is_one_step)
+    lends = "generators" in context.spec.roles
+    return LearnerWorker(strategy, objective, recipe, rank=rank, meter=meter, lends=lends)

@@ -1,4 +1,4 @@
-"""The scorer: a frozen model that gives log-probs (the reference policy, the teacher)."""
+"""The scorer: a frozen model that gives log-probs (reference, teacher) or scores (reward model)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from rollick.data.batch import Batch, TopTokens
 from rollick.errors import ConfigError
 from rollick.models.load import load_config, load_tokenizer
 from rollick.train.local import LocalStrategy
+from rollick.train.reward_model import LocalRewardModel
 from rollick.types import FloatArray
+from rollick.workers.memory import Meter
 
 
 class ScorerWorker:
     """The reference or the teacher role of a host. Its weights never change."""
 
-    def __init__(self, strategy: LocalStrategy, *, top_k: int = 0) -> None:
+    def __init__(
+        self, strategy: LocalStrategy, *, top_k: int = 0, meter: Meter | None = None
+    ) -> None:
+        self.meter = meter or Meter()
         self.strategy = strategy
         self.top_k = top_k
 
@@ -35,15 +40,54 @@ class ScorerWorker:
     def wake(self) -> None:
         self.strategy.wake()
 
+    def peak_memory(self) -> int:
+        """Bytes that this process held at the most since the role began to be built."""
+        return self.meter.peak()
+
+
+class RewardModelWorker:
+    """The reward model role of a host. Its weights never change."""
+
+    def __init__(self, strategy: LocalRewardModel, *, meter: Meter | None = None) -> None:
+        self.strategy = strategy
+        self.meter = meter or Meter()
+
+    def scores(self, batch: Batch) -> FloatArray:
+        """[B]: of each sample as a whole."""
+        return self.strategy.scores(batch)
+
+    def sleep(self) -> None:
+        self.strategy.sleep()
+
+    def wake(self) -> None:
+        self.strategy.wake()
+
+    def peak_memory(self) -> int:
+        """Bytes that this process held at the most since the role began to be built."""
+        return self.meter.peak()
+
+
+def create_reward_model(
+    context: HostContext, rank: int, recipe: Recipe, model: ModelConfig
+) -> RewardModelWorker:
+    """Build a reward model on its host."""
+    meter = Meter()
+    torch.set_num_threads(context.threads)
+    strategy = LocalRewardModel(recipe, model, device=context.device, trainable=False)
+    return RewardModelWorker(strategy, meter=meter)
+
 
 def create(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
     """Build the reference on its host."""
+    meter = Meter()
     torch.set_num_threads(context.threads)
-    return ScorerWorker(LocalStrategy(recipe, device=context.device, trainable=False))
+    strategy = LocalStrategy(recipe, device=context.device, trainable=False)
+    return ScorerWorker(strategy, meter=meter)
 
 
 def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWorker:
     """Build the teacher on its host; refused if it numbers its tokens otherwise than the policy."""
+    meter = Meter()
     torch.set_num_threads(context.threads)
     teacher = recipe.teacher
     if teacher is None:
@@ -58,7 +102,7 @@ def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWor
         model=teacher,
         vocabulary=common_vocabulary(recipe.model, teacher),
     )
-    return ScorerWorker(strategy, top_k=teacher.top_k)
+    return ScorerWorker(strategy, top_k=teacher.top_k, meter=meter)
 
 
 def common_vocabulary(policy: ModelConfig, teacher: ModelConfig) -> int:

@@ -112,9 +112,21 @@ def test_a_role_has_one_rank_on_a_device():
     [
         ({}, "generate:generators train:policy publish:policy,generators"),
         (
-            {"algorithm": {"correction": "none", "kl": {"coefficient": 0.1}}, "data": VALIDATION},
+            {
+                "algorithm": {"correction": "none", "kl": {"coefficient": 0.1}},
+                "train": {"minibatches": 2},
+                "data": VALIDATION,
+            },
             "generate:generators annotate:policy,reference train:policy "
             "publish:policy,generators validate:generators",
+        ),
+        (
+            {"algorithm": {"correction": "none", "kl": {"coefficient": 0.1}}},
+            "generate:generators annotate:reference train:policy publish:policy,generators",
+        ),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1}}, "train": {"lora": {}}},
+            "generate:generators annotate:policy train:policy publish:policy,generators",
         ),
         (
             {"algorithm": {"kl": {"coefficient": 0.1}}},
@@ -170,6 +182,16 @@ def sleeping(roles: dict[str, str], *, max_staleness: float) -> dict[str, str]:
     phases = [GENERATE, ANNOTATE, TRAIN, PUBLISH]
     plans = plan_residency(device_map(**roles), phases, max_staleness=max_staleness)
     return {plan.phase.name: ", ".join(map(str, plan.sleeps)) for plan in plans}
+
+
+def test_a_policy_that_is_to_sleep_does_so_in_phases_that_do_not_use_it():
+    roles = device_map(policy="0", generators="0")
+    phases = [GENERATE, TRAIN, PUBLISH]
+    plans = plan_residency(roles, phases, policy_sleeps=True)
+    asleep = {plan.phase.name for plan in plans if Seat("policy", 0) in plan.sleeps}
+    assert asleep == {"generate"}
+    apart = device_map(policy="0", generators="1")
+    assert not any(plan.sleeps for plan in plan_residency(apart, phases, policy_sleeps=True))
 
 
 def test_on_one_gpu_roles_take_turns_with_the_memory():

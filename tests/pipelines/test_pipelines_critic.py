@@ -27,18 +27,16 @@ RunToy = Callable[..., RunResult]
 
 PPO = ("algorithm=ppo", "critic.optimizer.lr=3e-3")
 LEARNING = ("learner", "critic")
+CLOCKED = ("time/", "speed/", "controller/lag", "memory/")
 LETTERS = "rollick.testing.toys:letter_rows"
 SAYS = "rollick.testing.toys:says_letter"
 
 
 def figures(result: RunResult) -> list[dict[str, float]]:
-    """The metrics of each step, without what depends on the clock."""
+    """The metrics of each step, without what depends on clock and machine."""
     lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows: list[dict[str, float]] = [json.loads(line) for line in lines]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "speed/", "controller/lag"))}
-        for row in rows
-    ]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
 
 
 def newest(result: RunResult) -> Path:

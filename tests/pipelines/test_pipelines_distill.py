@@ -60,7 +60,9 @@ def distill(
 
 def figures(result: RunResult) -> list[dict[str, float]]:
     rows = read_metrics(result.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
+    ]
 
 
 def learner_of(result: RunResult) -> Path:

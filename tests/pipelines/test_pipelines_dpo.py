@@ -56,7 +56,9 @@ def run(loaded: LoadedRecipe, *, resume: bool = False, rows: Any = ROWS) -> RunR
 
 def figures(result: RunResult) -> list[dict[str, float]]:
     rows = read_metrics(result.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
+    ]
 
 
 def learner_of(result: RunResult) -> Path:

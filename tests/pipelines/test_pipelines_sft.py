@@ -34,7 +34,9 @@ def sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunR
 
 def figures(result: RunResult) -> list[dict[str, float]]:
     rows = read_metrics(result.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.testing.toys import toy_recipe
 
 DETERMINISTIC = "run.deterministic=true"
-CLOCKED = ("time/", "speed/", "controller/lag")
+CLOCKED = ("time/", "speed/", "controller/lag", "memory/")
 """Metrics that depend on the clock."""
 
 

@@ -26,15 +26,18 @@ from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, RollickError
-from rollick.infer.engine import Capability, Delta, WeightStream
+from rollick.infer.engine import Capability, Delta, VerifiedWeights, WeightStream
 from rollick.infer.native.endings import Decode, Stops
 from rollick.infer.native.intake import take_weights
+from rollick.infer.native.merging import Merging
 from rollick.infer.native.rows import Job
 from rollick.infer.native.runner import Finished
 from rollick.infer.native.runners import AnyRunner, runner_for
 from rollick.infer.numbers import check_request, vocabulary_of
 from rollick.infer.stream import Feeds
+from rollick.models.adapter import adapted_weights, base_parameters
 from rollick.models.cached_attention import CACHED
+from rollick.models.fingerprint import fingerprint
 from rollick.models.fused import fuse_storage
 from rollick.models.load import empty_model, load_model, share_parameters
 from rollick.types import (
@@ -74,6 +77,8 @@ class NativeEngine:
         self._infer = infer
         self._device = device
         self._shared = shared
+        self.merging = Merging(module)
+        """The weights that adapters are added to; a sharing engine's are the learner's."""
         self._vocabulary = vocabulary_of(module)
         self._paused = False
         self._asleep = False
@@ -102,7 +107,8 @@ class NativeEngine:
         """Load the model, or borrow the parameters of `shared`, a learner's module.
 
         A sharing engine has a module tree of its own (with its own attention) over the learner's
-        storage. `decode` turns drawn ids into text; only stop strings need it.
+        storage; of weights that have adapters there, it has sums of its own. `decode` turns drawn
+        ids into text; only stop strings need it.
         """
         if shared is None:
             module = _apart(lambda: load_model(model, device=device, attention=CACHED))
@@ -112,7 +118,9 @@ class NativeEngine:
                 fuse_storage(shared)
             module = empty_model(config, attention=CACHED)
             share_parameters(module, shared)
-        return cls.around(
+            if adapted_weights(shared) and device.startswith("cuda"):
+                fuse_storage(module)
+        engine = cls.around(
             module,
             infer,
             device=device,
@@ -121,6 +129,10 @@ class NativeEngine:
             stops=Stops(tuple(stop_ids), decode),
             version=version,
         )
+        if shared is not None and (adapted := adapted_weights(shared)):
+            lent = [(n, value.detach()) for n, value in base_parameters(shared) if n in adapted]
+            engine.merging = Merging(module, lent)
+        return engine
 
     @classmethod
     def around(
@@ -150,14 +162,17 @@ class NativeEngine:
     def capabilities(self) -> frozenset[Capability]:
         # The addresses of parameters on a GPU are part of captured graphs, so there they stay.
         adopts = {Capability.ADOPTS_WEIGHTS} if self._owns_cpu_weights else set[Capability]()
+        # Over a learner with adapters: what it publishes has to be added first.
+        shares = set[Capability]() if self.merging.lent else {Capability.SHARED_WEIGHTS}
         return frozenset(
             {
                 Capability.SLEEP,
-                Capability.SHARED_WEIGHTS,
                 Capability.DETERMINISTIC,
                 Capability.CUT_SUPPORT,
                 Capability.KEEP_CACHE,
+                Capability.MERGES_ADAPTERS,
                 *adopts,
+                *shares,
             }
         )
 
@@ -213,7 +228,7 @@ class NativeEngine:
         keep_cache: bool = False,
     ) -> Fingerprint:
         self._check_open()
-        if self._shared:
+        if self._shared and not (self.merging.lent and _adapters(weights)):
             raise EngineError(
                 "this engine shares the learner's parameters and cannot take weights of its own",
                 fix="write the shared parameters in place, then call commit_shared",
@@ -373,6 +388,10 @@ class NativeEngine:
             await asyncio.wait([running])
             raise
 
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights without adapters."""
+        return fingerprint(list(self.merging.base()))
+
     def _take(
         self,
         weights: WeightStream,
@@ -381,22 +400,34 @@ class NativeEngine:
         *,
         keep_cache: bool,
     ) -> Fingerprint:
-        found = take_weights(
-            self.module,
-            weights,
-            version=version,
-            expected=expected,
-            adopt=Capability.ADOPTS_WEIGHTS in self.capabilities,
-        )
+        adapters = _adapters(weights)
+        if adapters is not None:
+            self.merging.take(adapters)
+            found = adapters.fingerprint
+        else:
+            found = take_weights(
+                self.module,
+                weights,
+                version=version,
+                expected=expected,
+                adopt=Capability.ADOPTS_WEIGHTS in self.capabilities,
+            )
+            self.merging.forget()
         self.runner.commit(version, keep_cache=keep_cache)
         return found
 
     def _move(self, device: str) -> None:
         self.module.to(device)
+        self.merging.move(device)
         if device.startswith("cuda"):
             fuse_storage(self.module)
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
+
+
+def _adapters(weights: WeightStream) -> VerifiedWeights | None:
+    """The weights if they are adapters, which always come verified."""
+    return weights if isinstance(weights, VerifiedWeights) and weights.scale is not None else None
 
 
 def _timed(completion: Completion, job: Job, started: float) -> Completion:

@@ -1,0 +1,101 @@
+"""Runs that train adapters: the reference is the policy itself, resume is exact, exports load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from rollick import LoadedRecipe, RunResult
+from rollick.cli import app
+from rollick.cluster.devices import DeviceMap, describe_plan, plan_phases
+from rollick.models.load import quietly
+
+Toy = Callable[..., LoadedRecipe]
+RunToy = Callable[..., RunResult]
+
+LORA = ("train.lora.rank=4", "train.optimizer.lr=2e-2", "algorithm.kl.coefficient=0.05")
+CLOCKED = ("time/", "speed/", "controller/lag", "memory/")
+
+
+def rows_of(result: RunResult) -> list[dict[str, float]]:
+    lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows: list[dict[str, float]] = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def state_of(result: RunResult) -> dict[str, bytes]:
+    newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
+    return {file.name: file.read_bytes() for file in (newest / "learner").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(run_toy: RunToy) -> RunResult:
+    return run_toy(*LORA, "run.deterministic=true", name="lora-whole", steps=3)
+
+
+def test_the_policy_is_its_own_reference_and_no_second_model_is_loaded(
+    toy: Toy, whole: RunResult
+) -> None:
+    recipe = toy(*LORA).recipe
+    assert set(DeviceMap.of(recipe).roles) == {"policy", "generators"}
+    assert [(p.name, p.uses) for p in plan_phases(recipe)][1] == ("annotate", ("policy",))
+    kls = [row["train/mean/kl"] for row in rows_of(whole)]
+    assert kls[0] == pytest.approx(0, abs=1e-6)
+    assert kls[-1] > 1e-4
+
+
+def test_a_reference_may_still_have_a_device_of_its_own(run_toy: RunToy, toy: Toy) -> None:
+    options = (*LORA, "devices.reference=cpu:1")
+    assert "reference" in DeviceMap.of(toy(*options).recipe).roles
+    assert "train/mean/kl" in rows_of(run_toy(*options, steps=1))[0]
+
+
+def test_a_resumed_run_equals_the_one_that_went_through(run_toy: RunToy, whole: RunResult) -> None:
+    options = (*LORA, "run.deterministic=true")
+    run_toy(*options, name="lora-halved", steps=2)
+    halved = run_toy(*options, name="lora-halved", steps=3, resume=True)
+    assert rows_of(halved) == rows_of(whole)
+    assert state_of(halved) == state_of(whole)
+
+
+def test_both_exports_of_a_run_load_and_give_the_same_logits(
+    whole: RunResult, tmp_path: Path
+) -> None:
+    for option, name in ((), "merged"), (("--adapter",), "adapter"):
+        words = ["export", str(whole.folder), str(tmp_path / name), *option]
+        answer = CliRunner().invoke(app, words)
+        assert answer.exit_code == 0, answer.output
+    ids = torch.arange(4, 20)[None]
+    with quietly(), torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids).logits
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
+
+
+def test_engines_of_their_own_draw_what_the_policy_would(run_toy: RunToy) -> None:
+    """If an engine had other weights than the learner, the log-probs of both would differ."""
+    for options in ((), ("devices.generators=cpu:1", "weights.channel=host")):
+        rows = rows_of(run_toy(*LORA, *options, steps=3))
+        assert max(row["train/max/max_abs_dp"] for row in rows) < 1e-4
+        assert rows[-1]["train/mean/kl"] > 1e-4
+
+
+def test_the_plan_says_what_engines_get(toy: Toy) -> None:
+    assert "but for the sums with its adapters" in describe_plan(toy(*LORA).recipe)
+    apart = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
+    assert "adapters are sent at each publish" in apart
+
+
+@pytest.mark.slow
+def test_a_run_on_ray_publishes_adapters_through_host_memory(run_toy: RunToy) -> None:
+    options = ("cluster.backend=ray", "devices.generators=cpu:1", "weights.channel=host")
+    rows = rows_of(run_toy(*LORA, *options, steps=3))
+    assert max(row["train/max/max_abs_dp"] for row in rows) < 1e-4
+    assert rows[-1]["train/mean/kl"] > 1e-4

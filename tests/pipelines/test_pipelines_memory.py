@@ -1,0 +1,144 @@
+"""How much memory a run is said to take before it starts, and what it says that it took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollick import LoadedRecipe, RunResult
+from rollick.cli import app
+from rollick.config.load import dump_recipe
+from rollick.config.schema import Recipe
+from rollick.models.shape import ModelShape
+from rollick.pipelines.memory import microbatch_tokens, plan_memory, predicted_bytes, read_shapes
+from rollick.testing.batches import recipe_of
+
+Toy = Callable[..., LoadedRecipe]
+RunToy = Callable[..., RunResult]
+
+SHAPE = ModelShape(
+    layers=2, hidden=8, inner=16, heads=2, kv_heads=1, head_dim=4, vocabulary=100, tied=True
+)
+PARAMETERS = 100 * 8 + 2 * (8 * 8 + 2 * 4 * 8 + 8 * 8 + 3 * 8 * 16)
+
+
+def phases(recipe: Recipe) -> dict[tuple[int, str], dict[str, int]]:
+    rows = plan_memory(recipe, {recipe.model.path: SHAPE})
+    return {(row.host.index, row.phase): dict(row.bytes) for row in rows}
+
+
+def on_one_gpu(**sections: Any) -> Recipe:
+    """One sample of 10 tokens at a time, so that all sizes are small numbers."""
+    sizes: dict[str, Any] = {
+        "data": {"domains": {"none": {"source": "none.jsonl"}}, "max_prompt_tokens": 4},
+        "sampling": {"max_tokens": 6},
+        "infer": {"slots": 3, "max_length": 10},
+        "devices": {"policy": "0", "generators": "0"},
+    }
+    train = {"tokens_per_microbatch": 1, "logprob_chunk_tokens": 5} | sections.pop("train", {})
+    return recipe_of(Path("m"), **sizes, train=train, **sections)
+
+
+def test_the_parameters_of_a_shape_are_counted_as_they_are(tiny_folder: Path) -> None:
+    assert SHAPE.parameters == PARAMETERS
+    found = ModelShape.read(str(tiny_folder))
+    assert found is not None
+    held = (tiny_folder / "model.safetensors").stat().st_size / 4
+    assert found.parameters == pytest.approx(held, rel=0.02)
+
+
+def test_a_mixture_counts_all_its_experts() -> None:
+    said = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
+    config = said | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    shape = ModelShape.of(config | {"intermediate_size": 99})
+    assert shape is not None
+    assert shape.expert_numbers == 2 * 4 * (3 * 8 * 16 + 8)
+    assert ModelShape.of({"hidden_size": 8}) is None
+
+
+def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
+    found = phases(on_one_gpu())
+    weights, state = 2 * PARAMETERS, 12 * PARAMETERS
+    cache = 3 * 10 * (2 * 2 * 1 * 4) * 2
+    assert found[0, "generate"] == {"policy": weights + state, "generators": cache}
+    layer = 2 * (4 + 4) * 8 + 2 * (8 + 4) * 2 + 4 * 16 * 2
+    head = 2 * 5 * 100 * 4
+    gradients, activations = 6 * PARAMETERS, 10 * 2 * layer
+    training = weights + state + gradients + activations + head
+    assert found[0, "train"] == {"policy": training, "generators": 0}
+
+
+def test_a_policy_that_sleeps_holds_its_weights_only_which_the_engine_uses() -> None:
+    found = phases(on_one_gpu(train={"sleep": True}))
+    assert found[0, "generate"]["policy"] == 2 * PARAMETERS
+    assert found[0, "train"]["policy"] > 14 * PARAMETERS
+
+
+def test_adapters_leave_the_model_without_state_and_the_engine_with_sums() -> None:
+    found = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
+    adapters, sums = 2 * 2 * (8 + 8), 2 * 8 * 8
+    assert found[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
+    assert found[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
+
+
+def test_a_reference_on_a_shared_gpu_is_there_only_while_it_scores() -> None:
+    found = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
+    assert found[0, "generate"]["reference"] == 0
+    assert found[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
+
+
+def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> None:
+    assert microbatch_tokens(on_one_gpu()) == 10
+    assert microbatch_tokens(on_one_gpu(train={"tokens_per_microbatch": 64})) == 64
+    few = {"groups_per_step": 2, "group_size": 2}
+    roomy = on_one_gpu(rollout=few, train={"tokens_per_microbatch": 64})
+    assert microbatch_tokens(roomy) == 40
+
+
+def test_processes_are_counted_one_by_one_and_an_inline_run_as_one() -> None:
+    apart = {"policy": "cpu", "generators": "cpu:1"}
+    ray, inline = (
+        on_one_gpu().model_copy(
+            update={
+                "devices": recipe_of(Path("m"), devices=apart).devices,
+                "cluster": recipe_of(Path("m"), cluster={"backend": backend}).cluster,
+            }
+        )
+        for backend in ("ray", "inline")
+    )
+    rows = plan_memory(ray, {"m": SHAPE})
+    train = [row.total for row in rows if row.phase == "train"]
+    assert len(train) == 2
+    assert predicted_bytes(inline, rows) >= sum(train)
+    assert predicted_bytes(ray, rows) == max(row.total for row in rows)
+
+
+def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None:
+    loaded = toy()
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
+    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
+    assert answer.exit_code == 0, answer.output
+    said = answer.output[answer.output.rindex("memory  ") :].splitlines()
+    assert said[0].split() == ["memory", "phase", "GB", "at", "the", "most", "of", "which"]
+    assert [line.split()[2] for line in said[1:]] == ["generate", "train", "publish", "validate"]
+    assert read_shapes(loaded.recipe) is not None
+
+
+def test_check_says_where_sizes_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
+    text = dump_recipe(toy("model.path=org/name").recipe)
+    (tmp_path / "recipe.yaml").write_text(text)
+    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
+    assert "told when the run starts" in answer.output
+
+
+def test_a_run_logs_what_was_predicted_and_what_was_seen(run_toy: RunToy) -> None:
+    lines = (run_toy(steps=2).folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert all(row["memory/predicted_gb"] > 0.001 for row in rows)
+    assert all(row["memory/seen_gb"] >= 0 for row in rows)
+    assert rows[0]["memory/seen_gb"] <= rows[1]["memory/seen_gb"]

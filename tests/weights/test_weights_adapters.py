@@ -1,0 +1,221 @@
+"""Publishing adapters: only they travel, and the engine's weights are then the learner's sums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.objective import Loss
+from rollick.cluster.devices import DeviceMap
+from rollick.cluster.group import WorkerGroup, open_group
+from rollick.cluster.worker import HostContext, RoleSpec
+from rollick.config.losses import PpoLoss
+from rollick.config.schema import ClusterConfig, Recipe, WeightsConfig
+from rollick.errors import EngineError, WeightError
+from rollick.infer.engine import Capability, VerifiedWeights
+from rollick.infer.native.engine import NativeEngine
+from rollick.models.fingerprint import fingerprint
+from rollick.testing.batches import random_batch, recipe_of, weighed
+from rollick.testing.tiny import save_tiny
+from rollick.train.local import LocalStrategy
+from rollick.types import PolicyVersion
+from rollick.weights.sync import Publisher
+from rollick.workers import generator
+from rollick.workers.generator import GeneratorWorker
+from rollick.workers.learner import LearnerWorker
+
+LENGTHS = [5, 9, 5, 3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=32)
+
+
+def recipe(folder: Path, *, generators: str, dtype: str = "float32", **weights: Any) -> Recipe:
+    return recipe_of(
+        folder,
+        model={"path": str(folder), "dtype": dtype},
+        train={"lora": {"rank": 4, "targets": ["q_proj", "o_proj"]}, "optimizer": {"lr": 1e-2}},
+        devices={"generators": generators},
+        infer={"slots": 2, "max_length": 32},
+        weights=weights,
+    )
+
+
+def loss(inputs: LossInputs) -> Loss:
+    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+
+
+class Parts:
+    """The live roles of a group that is in this process."""
+
+    learner: LearnerWorker
+    generator: GeneratorWorker
+
+
+def make_learner(context: HostContext, rank: int, recipe: Recipe, parts: Parts) -> LearnerWorker:
+    parts.learner = LearnerWorker(LocalStrategy(recipe), loss, recipe)
+    return parts.learner
+
+
+def make_generator(
+    context: HostContext, rank: int, recipe: Recipe, parts: Parts
+) -> GeneratorWorker:
+    parts.generator = generator.create(context, rank, recipe)
+    return parts.generator
+
+
+@asynccontextmanager
+async def group_of(
+    recipe: Recipe, parts: Parts, *, other: Recipe | None = None
+) -> AsyncGenerator[tuple[WorkerGroup, Publisher]]:
+    specs = [
+        RoleSpec("policy", f"{__name__}:make_learner", (recipe, parts)),
+        RoleSpec("generators", f"{__name__}:make_generator", (other or recipe, parts)),
+    ]
+    cluster = ClusterConfig(backend="inline", call_timeout_s=60)
+    async with open_group(DeviceMap.of(recipe), specs, cluster=cluster, threads=1) as group:
+        yield group, Publisher(group, recipe.weights)
+
+
+def train(parts: Parts, seed: int) -> None:
+    parts.learner.strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss)
+    assert not parts.learner.strategy.step().skipped
+
+
+def engine_of(parts: Parts) -> NativeEngine:
+    engine = parts.generator.engine
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def held(parts: Parts) -> str:
+    return fingerprint(list(engine_of(parts).module.named_parameters()))
+
+
+ADAPTER_NUMBERS = 2 * 2 * 4 * (32 + 32)
+"""Layers, targets, rank, rows and columns."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("generators", "channel"), [("cpu", "direct"), ("cpu:1", "direct"), ("cpu:1", "host")]
+)
+async def test_an_engine_adds_the_adapters_and_then_has_the_learners_sums(
+    folder: Path, generators: str, channel: str, dtype: str
+) -> None:
+    """On the learner's device the engine shares what has no adapter; elsewhere all is its own."""
+    parts = Parts()
+    wanted = recipe(folder, generators=generators, dtype=dtype, channel=channel)
+    async with group_of(wanted, parts) as (_, publisher):
+        begun = held(parts)
+        assert begun == parts.learner.fingerprint()
+        for version in (1, 2):
+            train(parts, version)
+            assert held(parts) != parts.learner.fingerprint()
+            await publisher.publish(PolicyVersion(version))
+            assert held(parts) == parts.learner.fingerprint() != begun
+            assert parts.generator.engine.load().version == version
+        assert publisher.transferred_bytes == ADAPTER_NUMBERS * (4 if dtype == "float32" else 2)
+
+
+async def test_an_engine_beside_the_learner_has_only_the_sums_for_itself(folder: Path) -> None:
+    parts = Parts()
+    async with group_of(recipe(folder, generators="cpu"), parts) as (_, publisher):
+        await publisher.publish(PolicyVersion(1))
+        theirs = {
+            p.untyped_storage().data_ptr() for p in parts.learner.strategy.module.parameters()
+        }
+        own = [
+            name
+            for name, p in engine_of(parts).module.named_parameters()
+            if p.untyped_storage().data_ptr() not in theirs
+        ]
+        assert own == [
+            f"model.layers.{n}.self_attn.{t}.weight" for n in (0, 1) for t in ("q_proj", "o_proj")
+        ]
+        assert Capability.SHARED_WEIGHTS not in parts.generator.engine.capabilities
+        with pytest.raises(EngineError, match="cannot take weights of its own"):
+            await parts.generator.engine.update([], PolicyVersion(2))
+
+
+async def test_an_engine_of_another_model_gets_the_whole_weights_and_it_is_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = Parts()
+    wanted = recipe(folder, generators="cpu:1", channel="host")
+    other = recipe(save_tiny(tmp_path, hidden=32, seed=5), generators="cpu:1")
+    async with group_of(wanted, parts, other=other) as (_, publisher):
+        for version in (1, 2):
+            train(parts, version)
+            with caplog.at_level(logging.WARNING, "rollick"):
+                await publisher.publish(PolicyVersion(version))
+            assert held(parts) == parts.learner.fingerprint()
+        assert "sent whole, not as adapters" in caplog.text
+        assert publisher.transferred_bytes > ADAPTER_NUMBERS * 4
+
+
+async def test_adapters_that_do_not_fit_change_nothing(folder: Path) -> None:
+    parts = Parts()
+    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
+        train(parts, 0)
+        await publisher.publish(PolicyVersion(1))
+        before, engine = held(parts), engine_of(parts)
+        layer = "model.layers.0.self_attn.q_proj"
+        good = [
+            (f"{layer}.lora_A.weight", torch.ones(4, 32)),
+            (f"{layer}.lora_B.weight", torch.ones(32, 4)),
+        ]
+        for pairs in (
+            [*good, ("model.layers.9.self_attn.q_proj.lora_A.weight", torch.ones(4, 32))],
+            [*good, ("model.norm.weight", torch.ones(32))],
+            good[:1],
+            [good[0], (good[1][0], torch.ones(32, 5))],
+        ):
+            weights = VerifiedWeights(tuple(pairs), "x", base="y", scale=1.0)
+            with pytest.raises(WeightError, match="do not fit the model"):
+                await engine.update(weights, PolicyVersion(2))
+            assert held(parts) == before
+        assert engine.load().version == 1
+
+
+async def test_a_weight_whose_adapter_is_gone_is_the_models_own_again(folder: Path) -> None:
+    parts = Parts()
+    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
+        begun = held(parts)
+        train(parts, 0)
+        await publisher.publish(PolicyVersion(1))
+        assert held(parts) != begun
+        none = VerifiedWeights((), "x", base="y", scale=1.0)
+        await engine_of(parts).update(none, PolicyVersion(2))
+        assert held(parts) == begun
+        assert engine_of(parts).fingerprint() == begun
+
+
+def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> None:
+    from rollick.config.devices import parse_devices
+    from rollick.weights.plan import Place, plan_publish
+
+    devices = DeviceMap({"policy": parse_devices("cpu"), "generators": parse_devices("cpu:1-2")})
+    learner, able = Place("m", 0, adapters=True), Place("m", 1, adapters=True)
+    unable, plain = Place("m", 2), Place("m", 0)
+    config = WeightsConfig(changes_only=True)
+
+    def route(policy: Place, *places: Place) -> tuple[bool, bool]:
+        by_rank = dict(enumerate(places))
+        plan = plan_publish(devices, policy=policy, generators=by_rank, config=config)
+        [found] = plan.routes()
+        return found.adapters, found.delta
+
+    assert route(learner, able, able) == (True, False)
+    assert route(learner, able, unable) == (False, True)
+    assert route(plain, able, able) == (False, True)
