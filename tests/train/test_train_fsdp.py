@@ -159,7 +159,8 @@ def assert_equal(ours: list[Outcome], theirs: list[Outcome], dtype: torch.dtype)
         assert mine.report.sums.keys() == expected.report.sums.keys()
         for name, value in expected.report.sums.items():
             assert mine.report.sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5)
-        assert mine.report.maxima == pytest.approx(expected.report.maxima, rel=1e-5)
+        # A difference of two probabilities in float32: it has their rounding, not its own.
+        assert mine.report.maxima == pytest.approx(expected.report.maxima, rel=1e-5, abs=1e-7)
         assert distance(mine.gradients, expected.gradients) < limit
 
 
