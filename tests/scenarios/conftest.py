@@ -12,6 +12,9 @@ from rollick.testing.toys import toy_recipe
 
 Run = Callable[..., RunResult]
 
+DROPS = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
+"""Under it most groups of the toy have no signal, and are dropped and refilled."""
+
 
 def toy(model: Path, runs: Path, *overrides: str, **options: Any) -> LoadedRecipe:
     return recipe_from_dict(toy_recipe(model, runs, **options), overrides=overrides)

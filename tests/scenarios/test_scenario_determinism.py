@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Run, learner_state
+from conftest import DROPS, Run, learner_state, toy
 
-from rollick.config.load import dump_recipe, recipe_from_dict
-from rollick.testing.toys import toy_recipe
+from rollick import RunResult, run_recipe
+from rollick.config.load import dump_recipe
 
 DETERMINISTIC = "run.deterministic=true"
 CLOCKED = ("time/", "speed/", "controller/lag", "memory/")
@@ -26,17 +26,19 @@ def test_one_process_and_ray_train_to_the_same_weights_bit_for_bit(run_toy: Run)
 
 
 def test_engines_apart_from_the_learner_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
-    together = run_toy(DETERMINISTIC, name="together")
-    apart = run_toy(DETERMINISTIC, "devices.generators=cpu:1-2", name="apart")
+    together = run_toy(DETERMINISTIC, DROPS, name="together", steps=3)
+    apart = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="apart", steps=3)
     assert learner_state(together) == learner_state(apart)
+    assert _dropped(together.folder) > 0
 
 
 def test_a_resumed_run_equals_the_run_that_went_through(run_toy: Run) -> None:
-    whole = run_toy(DETERMINISTIC, name="whole", steps=6)
-    run_toy(DETERMINISTIC, name="halved", steps=3)
-    halved = run_toy(DETERMINISTIC, name="halved", steps=6, resume=True)
+    whole = run_toy(DETERMINISTIC, DROPS, name="whole", steps=4)
+    run_toy(DETERMINISTIC, DROPS, name="halved", steps=2)
+    halved = run_toy(DETERMINISTIC, DROPS, name="halved", steps=4, resume=True)
     assert learner_state(whole) == learner_state(halved)
     assert _figures(whole.folder) == _figures(halved.folder)
+    assert _dropped(whole.folder) > 0
 
 
 def test_another_seed_gives_other_weights(run_toy: Run) -> None:
@@ -45,23 +47,27 @@ def test_another_seed_gives_other_weights(run_toy: Run) -> None:
     assert learner_state(first) != learner_state(second)
 
 
+@pytest.fixture(scope="module")
+def twelve(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    """Twelve steps that nobody stopped."""
+    runs = tmp_path_factory.mktemp("twelve")
+    return run_recipe(toy(tiny_folder, runs, DETERMINISTIC, "checkpoint.every=1", steps=12))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
 def test_a_run_stopped_by_a_signal_and_resumed_equals_the_whole_one(
-    run_toy: Run, tiny_folder: Path, tmp_path: Path, number: signal.Signals
+    twelve: RunResult, tiny_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    whole = run_toy(DETERMINISTIC, "checkpoint.every=1", name="whole", steps=12)
-    recipe = recipe_from_dict(
-        toy_recipe(tiny_folder, tmp_path, name="stopped", steps=12),
-        overrides=[DETERMINISTIC, "checkpoint.every=1"],
-    ).recipe
+    options = (DETERMINISTIC, "checkpoint.every=1")
+    loaded = toy(tiny_folder, tmp_path, *options, name="stopped", steps=12)
     file = tmp_path / "recipe.yaml"
-    file.write_text(dump_recipe(recipe), encoding="utf-8")
+    file.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     code = _run_until_step(3, file, tmp_path / "stopped", number)
     assert code == (75 if number == signal.SIGTERM else -number)
     assert len(_figures(tmp_path / "stopped")) < 12
-    stopped = run_toy(DETERMINISTIC, "checkpoint.every=1", name="stopped", steps=12, resume=True)
-    assert learner_state(whole) == learner_state(stopped)
-    assert _figures(whole.folder) == _figures(stopped.folder)
+    stopped = run_recipe(loaded, resume=True)
+    assert learner_state(twelve) == learner_state(stopped)
+    assert _figures(twelve.folder) == _figures(stopped.folder)
 
 
 def _run_until_step(step: int, recipe: Path, folder: Path, number: signal.Signals) -> int:
@@ -87,3 +93,7 @@ def _figures(folder: Path) -> list[dict[str, float]]:
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def _dropped(folder: Path) -> float:
+    return sum(row.get("rollout/dropped/no_signal", 0) for row in _figures(folder))

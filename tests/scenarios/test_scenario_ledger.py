@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
+from rollick import load_recipe, run_recipe
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.rollout.events import Dropped, Marked, Restored, Started, Trained
 from rollick.rollout.log import Log, audit, history, read_log
@@ -44,7 +45,7 @@ def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
     before = _kill_in_the_step_after_a_checkpoint(file, path)
     assert sum(isinstance(event, Trained) for event in before.events) < 6
     whole = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
-    assert _run(file, "--resume").wait(90) == 0
+    run_recipe(load_recipe(file), resume=True)
     after = read_log(path)
 
     marks = [e for e in before.events if isinstance(e, Marked)]
@@ -79,8 +80,8 @@ def test_validation_leaves_nothing_in_the_log(run_toy: Run) -> None:
     assert audit(log).groups.trained == 2 * 4
 
 
-def _run(recipe: Path, *options: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "rollick.cli", "train", str(recipe), *options]
+def _run(recipe: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "rollick.cli", "train", str(recipe)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 

@@ -270,7 +270,8 @@ def test_a_sender_that_is_killed_leaves_no_file_and_engines_as_they_were() -> No
         child.send_signal(signal.SIGKILL)
         child.communicate()
     assert torch.equal(dict(weights)["a"], torch.full((70_000,), 1.0))
-    ours = {file for file in set(Path("/dev/shm").iterdir()) - before if "rollick" in file.name}
-    assert ours == set()
+    new = {file.name for file in set(Path("/dev/shm").iterdir()) - before}
+    # vLLM's folders are those of tests that run at the same time.
+    assert {name for name in new if "rollick" in name and "rollick-vllm-" not in name} == set()
     with pytest.raises(WeightError, match="gone"):
         WeightReceiver().receive(manifest)
