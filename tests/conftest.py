@@ -109,7 +109,7 @@ def run_toy(toy: Callable[..., LoadedRecipe]) -> Callable[..., RunResult]:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """So many processes that work together; each number of them is started once."""
     from rollick.testing.ranks import Ranks
