@@ -59,7 +59,7 @@ def join(meeting: Meeting | None, rank: int, *, device: str) -> None:
     """
     on_gpu = device.startswith("cuda")
     if on_gpu:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
     if dist.is_initialized():
         return
     if meeting is None:
