@@ -22,6 +22,9 @@ from rollick.types import RewardFn
 
 T = TypeVar("T")
 
+BEGIN_S = 10.0
+"""Within it a thread that was started has begun its work."""
+
 Prompts = Iterable[str | Mapping[str, Any]] | Callable[[], Iterable[Any]] | str
 
 
@@ -54,15 +57,18 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="rollick").start()
+    thread = threading.Thread(target=run, name="rollick")
     try:
+        thread.start()
         return outcome.result()
     except KeyboardInterrupt:
         # A notebook's stop button: without this the run would go on where nobody can stop it.
         if not outcome.done():
-            with suppress(RuntimeError):  # the loop has just closed by itself
-                begun.result()()
-            wait([outcome])
+            # It has not begun if the interrupt came before the thread; or has just ended by itself.
+            with suppress(TimeoutError, RuntimeError):
+                begun.result(BEGIN_S)()
+            if begun.done():
+                wait([outcome])
         raise
 
 

@@ -130,9 +130,9 @@ class LocalRewardModel:
 
 
 def _head_of(module: nn.Module, model: ModelConfig) -> nn.Linear:
-    head = getattr(module, "score", None)
-    kinds: Any = module.config
-    if not isinstance(head, nn.Linear) or head.bias is not None or other_layers(kinds):
+    head, config = getattr(module, "score", None), getattr(module, "config", None)
+    has_bias = getattr(head, "bias", None) is not None
+    if not isinstance(head, nn.Linear) or has_bias or other_layers(config):
         raise ModelError(
             f"{model.path!r} is no decoder with attention layers and one row `score` as its head",
             fix="use a reward model of a decoder, or a language model to start from",

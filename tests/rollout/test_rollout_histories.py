@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rollick.config.schema import RolloutConfig
 from rollick.errors import NoSignalError
 from rollick.rollout.episode import make_sample
-from rollick.rollout.events import Dropped, Marked, Parked, Restored, Started
+from rollick.rollout.events import Dropped, Marked, Parked, Restored, Started, Unparked
 from rollick.rollout.ledger import Rule
 from rollick.rollout.log import Log, audit, history, since_checkpoint
 from rollick.rollout.rules import SURPLUS_RULES
@@ -274,6 +274,9 @@ class History:
         match event:
             case Started(group, name):
                 assert self.prompt_of.setdefault(group, name) == name, "a kill changed a prompt"
+                self.owed = max(0, self.owed - 1)
+            case Unparked():
+                # The place of a group that was dropped may be that of one which was put off.
                 self.owed = max(0, self.owed - 1)
             case Dropped(_, "no_signal"):
                 ledger = self.rollout.ledger
