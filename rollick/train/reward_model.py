@@ -130,7 +130,8 @@ class LocalRewardModel:
 
 
 def _head_of(module: nn.Module, model: ModelConfig) -> nn.Linear:
-    head, config = getattr(module, "score", None), getattr(module, "config", None)
+    head = getattr(module, "score", None)
+    config: Any = module.config
     has_bias = getattr(head, "bias", None) is not None
     if not isinstance(head, nn.Linear) or has_bias or other_layers(config):
         raise ModelError(
