@@ -120,7 +120,8 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
 ) -> None:
     options = ("rollout.max_staleness=1", "rollout.at_publish=move", "infer.slots=1")
     places = (f"devices.generators={generators}", "rollout.drop_no_signal=false")
-    sizes = ("rollout.groups_per_step=2", "rollout.group_size=2", "sampling.max_tokens=12")
+    # So long, on one slot, that some are under way at a publish however slow the training is.
+    sizes = ("rollout.groups_per_step=2", "rollout.group_size=2", "sampling.max_tokens=48")
     moved = 0
     async with opened(toy(*options, *places, *sizes, steps=6)) as pipeline:
         interrupt = pipeline.rollout.interrupt
