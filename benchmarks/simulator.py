@@ -1,6 +1,6 @@
 """Does the simulator predict real runs? Calibrated on one, it is asked for the step of others.
 
-    python benchmarks/simulator.py [--json] [--keep FOLDER] [--steps 16] [--rounds 3]
+    python benchmarks/simulator.py [--json] [--keep FOLDER] [--steps 20] [--rounds 2]
 
 Every run is real: engine and learner are two processes on Ray with one thread each, on this CPU.
 One run calibrates (`rollick simulate --from` does the same); the others differ from it in seed,
@@ -8,9 +8,11 @@ batch size, staleness, or all three. Answers end by chance, with about 60 tokens
 at most. The learning rate is so small that the policy, and with it the lengths, stay as they are:
 a simulator cannot know what a policy will learn. The first steps of a run are not counted. A shared
 machine is faster at one time and slower at another (the same run, made twice, differed by up to
-46 %), so a round is an experiment of its own: its calibrating run is made among the runs that it
-predicts, in a few minutes. An error is predicted / measured - 1 of the step time, both in the mean
-over the rounds; the errors of the rounds stand beside it.
+46 %, and by 13 to 15 % within ten minutes), so the calibrating run is made again before and after
+every run that is to be predicted: each of the two says a step time, and their mean is the
+prediction. An error is predicted / measured - 1 of the step time, both in the mean over the rounds;
+the errors of the rounds stand beside it, and so does how far the neighbouring calibrations, which
+are one and the same run, are apart: no prediction can be better than that.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,6 +70,16 @@ CASES = (
     Case("all: seed 2, half, staleness 2", seed=2, groups=6, staleness=2),
     Case("all: seed 3, twice, staleness 0", seed=3, groups=24, staleness=0),
 )
+
+
+@dataclass(frozen=True)
+class Round:
+    """Every run once, with calibrations in between."""
+
+    steps: dict[Case, tuple[float, float]]
+    """Measured and predicted seconds of a step."""
+    calibrations: list[float]
+    """Measured seconds of a step of the calibrating run, in the order they were made."""
 
 
 @dataclass(frozen=True)
@@ -129,41 +142,46 @@ class Bench:
         self.model = save_tiny(home / "model", **MODEL)
         self.objects = RunObjects(prompts={"words": make_prompts()}, rewards={"digits": digits})
 
-    def recipe(self, case: Case, *, number: int, times: int) -> Any:
+    def recipe(self, case: Case, *, number: int) -> Any:
         # Runs of about the same length, whatever their batch.
         counted = max(6, round(self.steps * CALIBRATION.groups / case.groups))
-        steps = WARMUP_STEPS + times * counted
-        made = recipe_of(case, self.model, self.home, steps=steps, number=number)
+        made = recipe_of(case, self.model, self.home, steps=WARMUP_STEPS + counted, number=number)
         return recipe_from_dict(made, objects=self.objects.names)
 
-    def run(self, case: Case, *, number: int = 0, times: int = 1) -> Path:
+    def run(self, case: Case, *, number: int) -> Path:
         begun = time.perf_counter()
-        loaded = self.recipe(case, number=number, times=times)
-        folder = run_recipe(loaded, objects=self.objects).folder
-        print(f"{case.name}: {time.perf_counter() - begun:.0f} s", flush=True)
+        folder = run_recipe(self.recipe(case, number=number), objects=self.objects).folder
+        taken = time.perf_counter() - begun
+        print(f"{case.name}: {taken:.0f} s, a step {self.measured(folder):.3f} s", flush=True)
         return folder
 
-    def round(self, number: int) -> dict[Case, tuple[float, float]]:
-        """Measured and predicted seconds of a step. The calibration lies between the others, so
-        that a machine that becomes slower or faster meanwhile does so on either side of it."""
-        half = len(CASES) // 2
-        folders = {case: self.run(case, number=number) for case in CASES[:half]}
-        folders[CALIBRATION] = self.run(CALIBRATION, number=number, times=2)
-        folders |= {case: self.run(case, number=number) for case in CASES[half:]}
-        calibration = calibrate_run(folders[CALIBRATION])
-        for name, text in calibration.describe():
+    def round(self, number: int) -> Round:
+        """Calibration, a run, calibration, the next run, and so on to a last calibration."""
+        links = len(CASES) + 1
+        measured: dict[Case, float] = {}
+        calibrations: list[Path] = []
+        for link in range(links):
+            calibrations.append(self.run(CALIBRATION, number=number * links + link))
+            for case in CASES[link : link + 1]:
+                measured[case] = self.measured(self.run(case, number=number))
+        found = [calibrate_run(folder) for folder in calibrations]
+        for name, text in found[0].describe():
             print(f"{name:<16}{text}", flush=True)
-        return {
-            case: (self.measured(folder), self.predicted(case, calibration))
-            for case, folder in folders.items()
+        said = {
+            case: fmean(self.predicted(case, c) for c in found[link : link + 2])
+            for link, case in enumerate(CASES)
         }
+        own = [self.measured(folder) for folder in calibrations]
+        measured[CALIBRATION] = fmean(own)
+        said[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in found)
+        return Round({case: (measured[case], said[case]) for case in (CALIBRATION, *CASES)}, own)
 
     def measured(self, folder: Path) -> float:
         rows = read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:]
         return fmean(row["time/step"] for row in rows)
 
     def predicted(self, case: Case, calibration: Calibration) -> float:
-        recipe = self.recipe(case, number=0, times=1).recipe
+        recipe = self.recipe(case, number=0).recipe
         scenario = calibration.apply(scenario_of_recipe(recipe))
         changed = scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS)
         return simulate(changed).step_s
@@ -187,22 +205,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which then stay")
-    parser.add_argument("--steps", type=int, default=16, help="counted in a run of a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="counted in a run of a round")
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     with ExitStack() as stack:
         home = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = Bench(home, steps=options.steps)
         rounds = [bench.round(number) for number in range(options.rounds)]
     itself, *outcomes = (
-        Outcome(case.name, *zip(*(found[case] for found in rounds), strict=True))
+        Outcome(case.name, *zip(*(found.steps[case] for found in rounds), strict=True))
         for case in (CALIBRATION, *CASES)
     )
     show([itself, *outcomes])
+    drift = [
+        abs(after / before - 1)
+        for found in rounds
+        for before, after in pairwise(found.calibrations)
+    ]
+    print(f"neighbouring calibrations differ by {max(drift):.1%} at most, {fmean(drift):.1%} mean")
     facts = {
         "worst_error": max(abs(o.error) for o in outcomes),
         "errors": {o.name: o.error for o in outcomes},
         "itself": itself.error,
+        "calibrations": [found.calibrations for found in rounds],
+        "drift": {"worst": max(drift), "mean": fmean(drift)},
         "runs": [asdict(o) for o in [itself, *outcomes]],
     }
     if options.json:
