@@ -7,7 +7,8 @@ Row t is a hidden state; softmax(h_t W' / temperature) is the distribution of th
     top_logprobs      of the K likeliest, no gradient          a teacher
 
 The vocabulary product is made for `chunk` rows at a time, forward and again backward, so at most
-chunk x V logits (and as many gradients) exist at once; nothing of that size is kept between.
+chunk x V logits (and as many gradients) exist at once. Those of the last chunk are kept for the
+backward, which mostly follows at once: rows that make one chunk have no product made twice.
 
 Legend: T rows, D hidden size, V vocabulary, C rows of a chunk, K tokens of a row. All log-probs are
 float32 (float64 for float64 hidden states), whatever the dtype of the model.
@@ -234,6 +235,37 @@ def _logit_gradient(
     return grad_CV.scatter_add_(1, ids_CK, chosen_CK)
 
 
+def _kept_and_others(
+    ctx: Any,
+    hidden_TD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperature_T: torch.Tensor,
+    *,
+    ids_TK: torch.Tensor,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The chunks again, the last one first: the forward kept it (for one backward, which writes
+    over it)."""
+    chunk = ctx.how.chunk
+    last = max(0, (len(hidden_TD) - 1) // chunk * chunk)
+
+    def computed(these: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+        parts = hidden_TD[these], weight_VD, bias_V, temperature_T[these]
+        return _chunks(*parts, how=ctx.how, wanted_TK=_wanted(ids_TK[these]))
+
+    if ctx.kept:
+        yield slice(last, last + chunk), ctx.kept.pop()
+    else:
+        for _, all_CV in computed(slice(last, None)):
+            yield slice(last, last + chunk), all_CV
+    yield from computed(slice(last))
+
+
+def _wanted(ids_TK: torch.Tensor) -> torch.Tensor | None:
+    """The tokens whose log-probs must be most exact: those that were drawn, one a row."""
+    return ids_TK if ids_TK.shape[1] == 1 else None
+
+
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -247,12 +279,14 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         logprobs_TK = hidden_TD.new_empty(ids_TK.shape, dtype=_result_dtype(hidden_TD))
         entropy_T = logprobs_TK.new_empty(len(ids_TK)) if how.entropy else None
-        wanted_TK = ids_TK if ids_TK.shape[1] == 1 else None
         parts = hidden_TD, weight_VD, bias_V, temperature_T
-        for rows, all_CV in _chunks(*parts, how=how, wanted_TK=wanted_TK):
+        ctx.kept = []
+        for rows, all_CV in _chunks(*parts, how=how, wanted_TK=_wanted(ids_TK)):
             logprobs_TK[rows] = all_CV.gather(1, ids_TK[rows])
             if entropy_T is not None:
                 entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)
+            if rows.stop >= len(hidden_TD) and any(ctx.needs_input_grad):
+                ctx.kept.append(all_CV)
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T)
         ctx.how = how
         # An entropy that nobody uses then has the gradient None, not zeros to be worked on.
@@ -273,7 +307,8 @@ class _HeadLogprobs(torch.autograd.Function):
         # Summed over chunks in float32, so that the chunk size does not show in low precision.
         weight_grad = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if for_bias else None
-        for rows, all_CV in _chunks(hidden_TD, weight_VD, bias_V, temperature_T, how=ctx.how):
+        parts = hidden_TD, weight_VD, bias_V, temperature_T
+        for rows, all_CV in _kept_and_others(ctx, *parts, ids_TK=ids_TK):
             by_entropy = None
             if by_entropy_T is not None:
                 by_entropy = by_entropy_T[rows, None] / temperature_T1[rows], entropy_T[rows, None]

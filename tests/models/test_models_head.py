@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from math import log
 from typing import Any
@@ -312,18 +313,73 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str, tiled: bool):
     assert seen.largest == chunk * vocabulary
 
 
+class Alive(TorchDispatchMode):
+    """The most bytes that tensors made within it had at one time, backward included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = made if isinstance(made, (tuple, list)) else [made]
+        self.made += [weakref.ref(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        self.most = max(self.most, self.now)
+        return made
+
+    @property
+    def now(self) -> int:
+        alive = [tensor for reference in self.made if (tensor := reference()) is not None]
+        self.made = [weakref.ref(tensor) for tensor in alive]
+        storages = [tensor.untyped_storage() for tensor in alive]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def peak_bytes(tokens: int, vocabulary: int, *, chunk: int) -> int:
+    hidden, weight, targets, temperature = inputs(rows=tokens, size=2, vocabulary=vocabulary)
+    with Alive() as seen:
+        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+        (logprobs.sum() + entropy.sum()).backward()
+    return seen.most
+
+
+@pytest.mark.parametrize("vocabulary", [8_000, 50_000, 150_000])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(vocabulary: int):
+    chunk = 4
+    few, many = (peak_bytes(tokens, vocabulary, chunk=chunk) for tokens in (8, 32))
+    logits = 8 * chunk * vocabulary
+    assert 2 * logits < few < 5 * logits
+    # What 24 more tokens take is as many rows of everything that is not logits.
+    assert many - few < 24 * 200
+
+
 @pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
-def test_nothing_larger_than_the_inputs_is_kept_for_the_backward(what: str):
-    rows, vocabulary = 512, 300
-    kept: list[int] = []
+def test_no_more_than_a_chunk_of_logits_is_kept_for_the_backward(what: str):
+    rows, vocabulary, chunk = 512, 300, 32
+    loss = losses(rows, vocabulary, chunk=chunk)[what]
+    with Alive() as seen:
+        kept = loss()
+        assert seen.now < 8 * (chunk * vocabulary + 20 * rows)
+        kept.backward()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses(rows, vocabulary, chunk=32)[what]()
-    assert max(kept) == 4 * max(rows, vocabulary)
+@pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
+def test_rows_of_one_chunk_have_their_logits_computed_once(what: str):
+    loss = losses(16, 40, chunk=16)[what]
+    with Made() as seen:
+        loss().backward()
+    products = [name for name, elements in seen.tensors if "mm" in name and elements == 16 * 40]
+    assert len(products) == 1
+
+
+def test_a_second_backward_through_the_same_log_probs_is_the_first():
+    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7)
+    logprobs, _ = token_logprobs(hidden, weight, targets, temperature, chunk=2)
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("tiled", [False, True])
