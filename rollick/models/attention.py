@@ -3,16 +3,16 @@
 The model is called with the tokens of many sequences end to end, [1, N], with positions that
 restart, and with a `PackedLayout` as the keyword `layout`, which transformers hands on to this
 function in every layer. Sequences of equal length make one kernel call, [n, heads, length, d]:
-no padding, no mask, nothing approximate. On a GPU, in half precision, one call takes all lengths
-where torch has the kernel. No mask function is registered under VARLEN, which is how transformers
-is told to build none.
+no padding, no mask, nothing approximate. On a GPU, in half precision, one call takes all lengths,
+and what they share, where torch has the kernel. No mask function is registered under VARLEN, which
+is how transformers is told to build none.
 
 What several sequences begin with can be in the pack once. The packed tokens are then segments:
 each begins a sequence or continues another segment (its parent), and its queries see the keys of
 the segments on the way to it and its own. Which tokens are shared is planned in prefix.py.
 
 Legend: N packed tokens, H heads, K key-value heads, D size of a head, B segments (whole sequences
-where nothing is shared).
+where nothing is shared), M keys that the segments see, shared ones once for each.
 """
 
 from __future__ import annotations
@@ -71,6 +71,28 @@ class PackPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SeenKeys:
+    """The keys of each segment one after another: of what it continues, then its own."""
+
+    places_M: torch.Tensor
+    """Where each of them is in the pack."""
+    starts_B1: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int], *, device: str) -> SeenKeys:
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        paths = [[*_path(parents, parent), b] for b, parent in enumerate(parents)]
+        spans = [np.arange(offsets[b], offsets[b + 1]) for path in paths for b in path]
+        sizes = [sum(lengths[b] for b in path) for path in paths]
+        return cls(
+            places_M=torch.from_numpy(np.concatenate(spans)).to(device),
+            starts_B1=torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)).to(device),
+            longest=int(max(sizes)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
     """Where segments lie in the packed tokens. Built once per micro-batch, on the host.
 
@@ -85,6 +107,8 @@ class PackedLayout:
     per_sequence: bool = False
     order_N: torch.Tensor | None = None
     inverse_N: torch.Tensor | None = None
+    seen: SeenKeys | None = None
+    """Where segments continue others, for the kernel that takes all of them at once."""
     fixed: FixedPlan | None = None
     """Attend with the engine's kernel (fixed_attention.py)."""
     parents: tuple[int, ...] = ()
@@ -121,6 +145,9 @@ class PackedLayout:
             per_sequence=per_sequence,
             order_N=None if order is None else torch.from_numpy(order).to(device),
             inverse_N=None if order is None else torch.from_numpy(np.argsort(order)).to(device),
+            seen=None
+            if all(parent == ROOT for parent in parents)
+            else SeenKeys.of(lengths, parents, device=device),
             fixed=FixedPlan(lengths, [_path(parents, p) for p in parents], device=device)
             if fixed
             else None,
@@ -129,8 +156,7 @@ class PackedLayout:
     @property
     def is_ragged(self) -> bool:
         """Whether one kernel for all lengths may replace (and beats) one call for each run."""
-        shares = any(run.before for run in self.runs)
-        return not self.per_sequence and not shares and len(self.runs) > 1
+        return not self.per_sequence and len(self.runs) > 1
 
     @property
     def tokens(self) -> int:
@@ -235,7 +261,7 @@ def _attend_packed(
     if layout.part is not None:
         return _attend_part(query, key, value, layout.part, layout.runs, scaling, window)
     if query.is_cuda and query.dtype in _HALF and layout.is_ragged and ragged_kernel():
-        return _attend_ragged(query, key, value, layout, scaling, window)
+        return attend_ragged(query, key, value, layout, scaling, window)
     if layout.order_N is not None:
         query, key, value = (x.index_select(2, layout.order_N) for x in (query, key, value))
     queries, keys, values = (_by_run(packed, layout.runs) for packed in (query, key, value))
@@ -284,7 +310,7 @@ def ragged_kernel() -> Callable[..., Any] | None:
     return varlen_attn if {"scale", "window_size"} <= takes.keys() else None
 
 
-def _attend_ragged(
+def attend_ragged(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -296,19 +322,52 @@ def _attend_ragged(
     kernel = ragged_kernel()
     assert kernel is not None
     longest = max(layout.lengths)
+    query_NHD, key_NKD, value_NKD = (packed[0].transpose(0, 1) for packed in (query, key, value))
+    key_starts_B1, longest_key = layout.starts_B1, longest
+    if layout.seen is not None:
+        key_NKD, value_NKD = (
+            _gathered(each, layout.seen.places_M) for each in (key_NKD, value_NKD)
+        )
+        key_starts_B1, longest_key = layout.seen.starts_B1, layout.seen.longest
     # Key-value heads are repeated here because not every version of the kernel does it.
     queries_each = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(queries_each, dim=1) for x in (key, value))
+    key_NHD, value_NHD = (x.repeat_interleave(queries_each, dim=1) for x in (key_NKD, value_NKD))
     return kernel(
-        *(packed[0].transpose(0, 1).contiguous() for packed in (query, key, value)),
+        query_NHD.contiguous(),
+        key_NHD.contiguous(),
+        value_NHD.contiguous(),
         layout.starts_B1,
-        layout.starts_B1,
+        key_starts_B1,
         longest,
-        longest,
+        longest_key,
         scale=scaling,
-        # Tokens that a query sees to its left (-1: all) and to its right (0: causal).
+        # Tokens that a query sees to its left (-1: all) and to its right (0: causal). The last
+        # query of a segment is at its last key.
         window_size=(-1 if window is None else window - 1, 0),
     )
+
+
+def _gathered(packed_NKD: torch.Tensor, places_M: torch.Tensor) -> torch.Tensor:
+    gathered: Any = _Gather.apply(packed_NKD, places_M)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by their places. What a row gets from many who see it is summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, packed_NKD: torch.Tensor, places_M: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_M)
+        ctx.rows = len(packed_NKD)
+        return packed_NKD.index_select(0, places_M)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient_MKD: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        (places_M,) = ctx.saved_tensors
+        sums = gradient_MKD.new_zeros(ctx.rows, *gradient_MKD.shape[1:], dtype=torch.float32)
+        return sums.index_add_(0, places_M, gradient_MKD.float()).to(gradient_MKD.dtype), None
 
 
 def _by_run(packed: torch.Tensor, runs: Sequence[Run]) -> list[torch.Tensor]:

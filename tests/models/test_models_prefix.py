@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
+from rollick.models import attention
 from rollick.models.attention import ROOT, VARLEN, PackedLayout, Run
 from rollick.models.load import empty_model, share_parameters
 from rollick.models.prefix import plan_prefixes, plan_whole, shared_lengths
@@ -172,3 +173,65 @@ def test_a_tree_of_segments_gives_what_each_path_gives_alone(name: str, per_sequ
     (alone * weight).sum().backward()
     for ours, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+def by_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """What torch's kernel for many lengths computes, written out."""
+    outputs: list[torch.Tensor] = []
+    for b in range(len(query_starts) - 1):
+        own = slice(int(query_starts[b]), int(query_starts[b + 1]))
+        seen = slice(int(key_starts[b]), int(key_starts[b + 1]))
+        queries, keys = own.stop - own.start, seen.stop - seen.start
+        assert queries <= longest_query
+        assert keys <= longest_key
+        behind = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None]
+        left, right = window_size
+        hidden = (behind < -right) | ((behind > left) if left >= 0 else False)
+        scores = torch.einsum("qhd,khd->hqk", query[own], key[seen]) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, value[seen]))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "ragged_kernel", lambda: by_segment)
+    layout = PackedLayout.of(TREE_LENGTHS, parents=TREE_PARENTS)
+    torch.manual_seed(0)
+    tokens = sum(TREE_LENGTHS)
+    query = torch.randn(1, 4, tokens, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(2))
+    given = (query, key, value)
+    at_once = attention.attend_ragged(*given, layout, 0.3, window)
+    by_run, _ = attention.varlen_attention(
+        torch.nn.Identity(), *given, None, layout=layout, scaling=0.3, sliding_window=window
+    )
+    torch.testing.assert_close(at_once, by_run[0], rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(at_once)
+    for found, expected in zip(
+        torch.autograd.grad((at_once * weights).sum(), given),
+        torch.autograd.grad((by_run[0] * weights).sum(), given),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_segment_sees_the_keys_on_the_way_to_it_and_its_own():
+    seen = PackedLayout.of([2, 1, 2], parents=[ROOT, 0, 1]).seen
+    assert seen is not None
+    assert seen.places_M.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert seen.starts_B1.tolist() == [0, 2, 5, 10]
+    assert seen.longest == 5
