@@ -29,7 +29,7 @@ def fuse_storage(module: nn.Module) -> None:
     """Move the weights (and biases) of siblings behind one another, where their shapes allow."""
     for layers in sibling_linears(module):
         for parts in _parameters(layers):
-            if _whole(parts) is None:
+            if whole_of(parts) is None:
                 _lay_together(parts)
 
 
@@ -38,7 +38,7 @@ def use_fused(module: nn.Module) -> int:
     use_alone(module)
     count = 0
     for layers in sibling_linears(module):
-        wholes = [whole for parts in _parameters(layers) if (whole := _whole(parts)) is not None]
+        wholes = [whole for parts in _parameters(layers) if (whole := whole_of(parts)) is not None]
         if len(wholes) < len(_parameters(layers)):
             continue
         family = Family(layers, *wholes)
@@ -123,7 +123,7 @@ def _lay_together(parts: Sequence[nn.Parameter]) -> None:
         part.data = place
 
 
-def _whole(parts: Sequence[nn.Parameter]) -> Tensor | None:
+def whole_of(parts: Sequence[nn.Parameter]) -> Tensor | None:
     """One tensor over parameters that lie behind one another; None where they do not."""
     first = parts[0].detach()
     if first.is_meta:

@@ -168,11 +168,11 @@ def _is_plain(decoder: Any, config: Any) -> bool:
         and config.hidden_act == "silu"
         and getattr(decoder.rotary_emb, "rope_type", None) in STEADY_ROPES
         and len({(part.dtype, part.device) for part in decoder.parameters()}) == 1
-        and not any(_is_watched(part) for part in decoder.modules())
+        and not any(is_watched(part) for part in decoder.modules())
     )
 
 
-def _is_watched(part: nn.Module) -> bool:
+def is_watched(part: nn.Module) -> bool:
     """Whether somebody wants to be called when the module is, or takes its place."""
     anything: Any = part
     return bool(

@@ -27,6 +27,7 @@ from rollick.models.attention import VARLEN, other_layers
 from rollick.models.deterministic import deterministic_threads, tile_linears
 from rollick.models.fixed import fix_arithmetic
 from rollick.models.load import load_config, load_model
+from rollick.models.plain_training import plain_hidden, prepare_plain
 from rollick.train.memory import Parked
 from rollick.train.microbatch import Pack, microbatches, pack
 from rollick.train.optimizer import MasterAdamW
@@ -84,6 +85,8 @@ class Body:
             tile_linears(module)
         elif self.fixed:
             fix_arithmetic(module)
+        else:
+            prepare_plain(decoder)
 
     @property
     def optimizer(self) -> MasterAdamW:
@@ -117,12 +120,23 @@ class Body:
 
     def hidden(self, packed: Pack) -> torch.Tensor:
         """The hidden state of every row of the pack, [N, D]."""
+        plain_ND = self._plain_hidden(packed)
+        if plain_ND is not None:
+            return plain_ND
         return self.decoder(
             input_ids=packed.token_ids_N[None],
             position_ids=packed.layout.position_ids_N[None],
             use_cache=False,
             layout=packed.layout,
         ).last_hidden_state[0]
+
+    def _plain_hidden(self, packed: Pack) -> torch.Tensor | None:
+        """Without the decoder's modules, where that computes the same faster."""
+        is_exact = next(self.decoder.parameters()).dtype is torch.float64
+        # In float64 the modules' norms go through float32: whoever asks for it compares with them.
+        if self.deterministic or self.fixed or is_exact:
+            return None
+        return plain_hidden(self.decoder, packed.token_ids_N, packed.layout)
 
     def save(self, path: Path, *, besides: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write masters, moments, counters and what is given besides into the folder `path`.
