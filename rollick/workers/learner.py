@@ -18,6 +18,7 @@ from rollick.data.batch import Batch
 from rollick.errors import ConfigError
 from rollick.models.adapter import adapter_pairs
 from rollick.models.fingerprint import fingerprint
+from rollick.models.threads import release_helpers
 from rollick.train.lora import Adapters
 from rollick.train.parallel.mesh import Meeting, join, leave
 from rollick.train.strategy import HasAdapters, LossFn, LossReport, OptimReport, TrainStrategy
@@ -115,10 +116,14 @@ class LearnerWorker:
             steps.append(self.strategy.step())
             optimizer_s += time.perf_counter() - stepped
         report = train_report(losses, steps, seconds=time.perf_counter() - begun)
+        # An engine in this process decodes next.
+        release_helpers()
         return replace(report, optimizer_seconds=optimizer_s)
 
     def logprobs(self, batch: Batch) -> FloatArray:
-        return self.strategy.logprobs(batch)
+        logprobs_N = self.strategy.logprobs(batch)
+        release_helpers()
+        return logprobs_N
 
     def reference_logprobs(self, batch: Batch) -> FloatArray:
         """Of the model that the run began with, which adapters leave as it is."""
