@@ -377,6 +377,10 @@ class InferConfig(Section):
     """Longest sequence, prompt included, that the cache holds."""
     prefill_tokens: Positive = 8192
     """Prompt tokens computed in one engine step."""
+    free_cache: bool = True
+    """While the learner works on the GPU that the native engine shares with it, give the memory of
+    cache and captured graphs back; graphs are then captured anew in each step, which takes seconds.
+    false keeps both, where there is room for them beside training."""
     zero_mismatch: bool = False
     """On a GPU, engine and learner compute with the same kernels, so that their log-probs agree.
     Slower; a run on the CPU has run.deterministic instead."""

@@ -164,7 +164,7 @@ def _generator_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep: 
         # Weights in the order of its kernels, and the vocabulary matrix in float32.
         weights += shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
     cache = infer.slots * infer.max_length * shape.cache_per_token
-    if asleep:
+    if asleep and (infer.free_cache or not shares):
         return weights * itemsize if shares else 0
     return (weights + cache) * itemsize
 

@@ -73,6 +73,13 @@ def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
     assert found[0, "train"] == {"policy": training, "generators": 0}
 
 
+def test_an_engine_that_keeps_its_cache_holds_it_while_the_policy_trains() -> None:
+    recipe = on_one_gpu()
+    keeps = recipe.infer.model_copy(update={"free_cache": False})
+    found = phases(recipe.model_copy(update={"infer": keeps}))
+    assert found[0, "train"]["generators"] == found[0, "generate"]["generators"] > 0
+
+
 def test_a_policy_that_sleeps_holds_its_weights_only_which_the_engine_uses() -> None:
     found = phases(on_one_gpu(train={"sleep": True}))
     assert found[0, "generate"]["policy"] == 2 * PARAMETERS

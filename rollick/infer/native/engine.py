@@ -251,12 +251,15 @@ class NativeEngine:
         """Running requests survive: they wait, and compute their cache anew after `wake`.
 
         Weights that are not shared move from a GPU to the host. On the CPU they already are in
-        the cheapest place there is, so only the cache is freed.
+        the cheapest place there is, so only the cache is freed. With infer.free_cache=false an
+        engine that shares them keeps its cache too.
         """
         async with self._lock:
             self._asleep = True
             await self._settle()
-            self.runner.free()
+            # Captured graphs hold the addresses of weights: those that move take them along.
+            if self._infer.free_cache or not self._shared:
+                self.runner.free()
             if not self._shared:
                 await self._in_thread(lambda: self._move("cpu"))
 
