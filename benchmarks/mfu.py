@@ -77,7 +77,12 @@ def predicted_gb(strategy: Any, *, micro_batch: int) -> float:
 def build(shape: str, *, device: str, micro_batch: int, frozen: bool) -> Any:
     """The strategy; of a frozen model only the adapters learn."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    options: dict[str, Any] = {"tokens_per_microbatch": micro_batch, "optimizer": {"lr": 1e-9}}
+    options: dict[str, Any] = {
+        "tokens_per_microbatch": micro_batch,
+        # Logits of a micro-batch fit here, so that no product of the head is made twice.
+        "logprob_chunk_tokens": micro_batch,
+        "optimizer": {"lr": 1e-9},
+    }
     if frozen:
         options["lora"] = {"rank": 32}
     return random_strategy(shape, device=device, dtype=dtype, **options)

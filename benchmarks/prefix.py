@@ -1,10 +1,10 @@
 """Training with shared prefixes against the fastest packed training without them, in one process.
 
     python benchmarks/prefix.py --json [--device cpu] [--shape 135M] [--prompt 512] [--samples 16]
-                                [--new 128] [--rounds 5]
+                                [--new 128] [--groups 1] [--rounds 5]
 
-Forward, backward and optimizer step of one group through the reference strategy: one prompt, 16
-samples of 128 new tokens. Both compute the head for the new tokens only, over packs without
+Forward, backward and optimizer step through the reference strategy: one prompt (or several), 16
+samples of 128 new tokens each. Both compute the head for the new tokens only, over packs without
 padding; the only difference is train.share_prefix. Each side takes the best of several sizes of a
 micro-batch, found first; then the two take turns, and the medians count. Both losses are the same
 (asserted).
@@ -60,10 +60,12 @@ class Side:
 def best_side(options: argparse.Namespace, batch: Any, *, share: bool) -> tuple[Side, Any]:
     tried: dict[int, float] = {}
     best: Side | None = None
-    for tokens in options.sizes or SIZES[options.device]:
+    sizes = options.sizes or SIZES[options.device]
+    for tokens in sizes:
         side = Side(options, share=share, tokens=tokens)
-        side.step(batch)
-        tried[tokens] = min(side.step(batch)[0] for _ in range(2))
+        warming_up = side.step(batch)[0]
+        again = range(2 if len(sizes) > 1 else 0)
+        tried[tokens] = min([warming_up, *(side.step(batch)[0] for _ in again)])
         print(f"share={share} {tokens}: {tried[tokens]:.3f} s", file=sys.stderr, flush=True)
         if best is None or tried[tokens] == min(tried.values()):
             best = side
@@ -74,7 +76,11 @@ def best_side(options: argparse.Namespace, batch: Any, *, share: bool) -> tuple[
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     vocabulary = SHAPES[options.shape].vocab_size
     batch = random_batch(
-        1, options.samples, prompt=options.prompt, new=options.new, vocabulary=vocabulary
+        options.groups,
+        options.samples,
+        prompt=options.prompt,
+        new=options.new,
+        vocabulary=vocabulary,
     )
     sides: dict[str, Side] = {}
     tried: dict[str, Any] = {}
@@ -89,21 +95,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     assert abs(losses["with"] - losses["without"]) <= ALIKE[options.dtype] * scale, losses
     seconds = {name: median(one[0] for one in rounds) for name, rounds in taken.items()}
     worked = {name: median(one[1] for one in rounds) for name, rounds in taken.items()}
-    new = options.samples * options.new
+    prompts, new = options.groups * options.prompt, options.groups * options.samples * options.new
     return {
         "ratio": round(seconds["without"] / seconds["with"], 3),
         "ratio_cpu_seconds": round(worked["without"] / worked["with"], 3),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "computed": {
-            "without": options.samples * options.prompt + new,
-            "with": options.prompt + new,
+            "without": options.samples * prompts + new,
+            "with": prompts + new,
         },
         "micro_batch_tokens": {name: side.tokens for name, side in sides.items()},
         "tried": tried,
         "losses": losses,
         "work": {
             name: getattr(options, name)
-            for name in ("device", "shape", "dtype", "prompt", "samples", "new", "rounds")
+            for name in ("device", "shape", "dtype", "groups", "prompt", "samples", "new", "rounds")
         },
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
@@ -120,6 +126,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="*", help="tokens of a micro-batch")
     parser.add_argument("--threads", type=int, default=0)

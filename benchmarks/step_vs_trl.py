@@ -8,9 +8,9 @@ side is set, trl/task.py has prompts and reward. SmolLM2-135M; every sample has 
 tokens on both sides. Prompt tokens are equal, sampled and trained tokens within 2 % (asserted).
 
 TRL's micro-batch is the best of those in the settings, found first, each in a process of its own.
-Then a process of each side makes steps in turn, so that what else the machine does hits both; the
-other one waits. On a GPU, which has memory for one of them at its best, they run one after the
-other. The first step of each does not count; seconds are the median of the others.
+The machine has memory for one of them at its best, so they run one after the other; on the CPU,
+where what else the machine does matters more, ours runs before and after TRL's. The first step of
+each process does not count; seconds are the median of the others.
 
     ratio          TRL's seconds over ours, of one step: generation, rewards, training, update of
                    the engine
@@ -27,7 +27,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -379,17 +378,16 @@ def demand_same_work(steps: dict[str, list[dict[str, Any]]], work: Work) -> None
                 assert abs(given[name] / work.sampled - 1) <= ALIKE, (name, given, work)
 
 
-def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(counted: list[dict[str, Any]]) -> dict[str, Any]:
     """The median step and the shares of its parts."""
-    counted = steps[1:]
     seconds = median(step["seconds"] for step in counted)
     parts = {name: median(step[name] for step in counted) for name in PARTS}
     return {
         "seconds": round(seconds, 3),
-        "all_seconds": [round(step["seconds"], 3) for step in steps],
+        "all_seconds": [round(step["seconds"], 3) for step in counted],
         "shares": {name: round(value / seconds, 3) for name, value in parts.items()},
         "cpu_seconds": median(step["cpu_seconds"] for step in counted),
-        "peak_gb": max(step["peak_gb"] for step in steps),
+        "peak_gb": max(step["peak_gb"] for step in counted),
         "phases": counted[-1].get("phases"),
     }
 
@@ -401,20 +399,25 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     opened = {"rollick": comparison.open_rollick}
     if with_trl:
         opened = {"trl": lambda: comparison.open_trl(chosen), **opened}
-    # On a GPU each side takes the memory for itself, and nobody else computes there.
-    turns = [list(opened)] if options.device == "cpu" else [[name] for name in opened]
-    steps: dict[str, list[dict[str, Any]]] = {}
+    turns = ["rollick", *opened] if options.device == "cpu" and with_trl else list(opened)
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in opened}
+    first: dict[str, float] = {}
     facts: dict[str, Any] = {}
-    for names in turns:
-        with ExitStack() as stack:
-            sides = {name: stack.enter_context(opened[name]()) for name in names}
-            facts |= {name: side.facts for name, side in sides.items()}
+    for name in turns:
+        with opened[name]() as side:
+            facts[name] = side.facts
             for number in range(options.steps + 1):
-                for name, side in sides.items():
-                    steps.setdefault(name, []).append(side.step())
-                    tell(f"{name} step {number}: {steps[name][-1]}")
+                made = side.step()
+                tell(f"{name} step {number}: {made}")
+                if number:
+                    steps[name].append(made)
+                else:
+                    first[name] = round(made["seconds"], 3)
     demand_same_work(steps, comparison.work)
-    found = {name: {**summary(taken), **facts[name]} for name, taken in steps.items()}
+    found = {
+        name: {**summary(taken), "first_seconds": first[name], **facts[name]}
+        for name, taken in steps.items()
+    }
     result: dict[str, Any] = {
         "device": options.device,
         "work": asdict(comparison.work),

@@ -3,7 +3,7 @@
     python benchmarks/training_cuda.py --out FOLDER [--only check mfu prefix head step]
                                        [--trl-python PYTHON]
 
-    check    tests/gpu/test_gpu_training.py                              check.txt
+    check    tests/gpu: training and head                                 check.log
     mfu      mfu.py, 135M to 7B                                          mfu.json
     prefix   prefix.py, 135M and 1.5B                                    prefix_SHAPE.json
     head     head_memory.py                                              head_memory.json
@@ -53,16 +53,18 @@ def commands(
         if small
         else ["--steps", "4"]
     )
-    tests = str(HERE.parent / "tests" / "gpu" / "test_gpu_training.py")
+    tests = [
+        str(HERE.parent / "tests" / "gpu" / f"test_gpu_{name}.py") for name in ("training", "head")
+    ]
     return {
-        "check": (60, [python, "-m", "pytest", "-q", "-p", "no:xdist", tests]),
+        "check": (90, [python, "-m", "pytest", "-q", "-p", "no:xdist", *tests]),
         "mfu": (170, script("mfu.py", "--out", str(out / "mfu.json"), *tiny)),
         "step": (
             160,
             script("step_vs_trl.py", "--out", str(out / "step.json"), *work, *trl),
         ),
-        "prefix_135M": (30, prefix("135M")),
-        "prefix_1.5B": (30, prefix("1.5B")),
+        "prefix_135M": (75, prefix("135M")),
+        "prefix_1.5B": (75, prefix("1.5B")),
         "head": (30, script("head_memory.py", "--out", str(out / "head_memory.json"), *few)),
     }
 

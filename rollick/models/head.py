@@ -98,9 +98,14 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-prob of each target, entropy of its distribution), both differentiable.
 
-    A backward that the entropy has no part in does no work for it.
+    A backward that the entropy has no part in does no work for it. On a GPU kernels do the rest
+    (head_fused.py).
     `tiled` makes a row's bits independent of the other rows (see deterministic.py, fixed.py).
     """
+    if hidden_TD.is_cuda and not tiled and hidden_TD.dtype is not torch.float64:
+        from rollick.models.head_fused import fused_logprobs
+
+        return fused_logprobs(hidden_TD, weight_VD, bias_V, targets_T, temperature_T, chunk=chunk)
     how = _How(chunk, tiled, entropy=True)
     result: Any = _HeadLogprobs.apply(
         hidden_TD, weight_VD, bias_V, targets_T[:, None], temperature_T, how

@@ -217,6 +217,16 @@ class Ways:
         self.turn = wrap(turn)
 
 
+def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+    kernel = torch.compile(work, fullgraph=True)
+
+    def run(*given: Any) -> Any:
+        # The compiler asks a tensor that was computed for its gradient, of which torch warns.
+        return kernel(*(one.detach() if isinstance(one, Tensor) else one for one in given))
+
+    return run
+
+
 @cache
 def _ways(device: str) -> Ways:
     """Compiled on a GPU; as they are on the CPU, where starting the compiler costs more than they
@@ -224,7 +234,7 @@ def _ways(device: str) -> Ways:
     plain = Ways(lambda work: work)
     if device != "cuda":
         return plain
-    compiled = Ways(lambda work: torch.compile(work, fullgraph=True))
+    compiled = Ways(_compiled)
     try:
         compiled.gate_forward(torch.zeros(8, 32, device=device))
     except Exception as error:  # whatever a compiler's toolchain raises where it is not whole

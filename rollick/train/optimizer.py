@@ -82,8 +82,9 @@ class MasterAdamW:
             if master is parameter or parameter.grad is None:
                 continue
             if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            master.grad.add_(parameter.grad)
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
             parameter.grad = None
 
     def step(self) -> OptimReport:
