@@ -113,8 +113,8 @@ def _attend(
         query_NHC = _add_norm(query_NHC, None, attention.q_norm, ways)[1]
         key_NKC = _add_norm(key_NKC, None, attention.k_norm, ways)[1]
         turning_NHC = torch.cat([query_NHC, key_NKC], dim=1)
-    turned: Any = _Turn.apply(turning_NHC, *turn, ways)
-    query, key = turned.split([queries, keys], dim=1)
+    turned: Any = _Turn.apply(turning_NHC, *turn, queries, ways)
+    query, key = turned
     # Mistral's layers read it in the configuration; Llama's never look at it.
     by_config = "Mistral" in type(attention).__name__
     window = getattr(attention.config if by_config else attention, "sliding_window", None)
@@ -205,6 +205,16 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return heads * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def turn_forward(heads: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned, each in memory of its own: attention then gives its output in the
+    order that the gradient of it comes in."""
+    return turn(heads[:, :queries], cos, sin), turn(heads[:, queries:], cos, sin)
+
+
+def turn_backward(by_query: Tensor, by_key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat([turn(by_query, cos, -sin), turn(by_key, cos, -sin)], dim=1)
+
+
 class Ways:
     """The functions above, plain or compiled."""
 
@@ -214,7 +224,8 @@ class Ways:
         self.add_norm_forward = wrap(add_norm_forward)
         self.gate_forward = wrap(gate_forward)
         self.gate_backward = wrap(gate_backward)
-        self.turn = wrap(turn)
+        self.turn_forward = wrap(turn_forward)
+        self.turn_backward = wrap(turn_backward)
 
 
 def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,14 +334,15 @@ class _Gate(torch.autograd.Function):
 
 class _Turn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, ways: Ways) -> Tensor:
+    def forward(
+        ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, queries: int, ways: Ways
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.ways = ways
-        return ways.turn(heads, cos, sin)
+        return ways.turn_forward(heads, cos, sin, queries)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: Tensor
+        ctx: Any, by_query: Tensor, by_key: Tensor
     ) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return ctx.ways.turn(gradient, cos, -sin), None, None, None
+        return ctx.ways.turn_backward(by_query, by_key, *ctx.saved_tensors), None, None, None, None

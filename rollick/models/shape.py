@@ -15,6 +15,10 @@ from typing import Any
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What model families call the number of experts in a layer."""
 
+PLAIN_KINDS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Decoders that are trained without their modules (plain_training.py), as a configuration names
+them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -32,6 +36,7 @@ class ModelShape:
     experts: int = 0
     experts_used: int = 0
     """Experts that a token goes to."""
+    kind: str = ""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
@@ -52,6 +57,7 @@ class ModelShape:
                 tied=bool(config.get("tie_word_embeddings", facts.get("tie_word_embeddings"))),
                 experts=experts,
                 experts_used=int(facts.get("num_experts_per_tok") or 0) if experts else 0,
+                kind=str(facts.get("model_type") or ""),
             )
         except (KeyError, TypeError, ValueError):
             return None

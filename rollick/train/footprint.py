@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollick.config.schema import LoraConfig, TrainConfig
-from rollick.models.shape import ModelShape
+from rollick.models.shape import PLAIN_KINDS, ModelShape
 
 FLOAT32 = 4
 
@@ -74,14 +74,22 @@ def trained_footprint(
         weights=(weights + adapters) * itemsize,
         state=trained * (2 * FLOAT32 + (FLOAT32 if narrow else 0)),
         gradients=trained * (itemsize + (FLOAT32 if narrow else 0)),
-        activations=tokens * activations_per_token(shape, itemsize=itemsize),
+        activations=tokens
+        * activations_per_token(
+            shape, itemsize=itemsize, modules=lora is not None or train.strategy != "local"
+        ),
         head=0 if values else _head(shape, train, tokens=tokens),
     )
 
 
-def activations_per_token(shape: ModelShape, *, itemsize: int) -> int:
-    """Bytes that a backward needs of one token."""
+def activations_per_token(shape: ModelShape, *, itemsize: int, modules: bool) -> int:
+    """Bytes that a backward needs of one token. `modules`: the model's own forward is run, even of
+    a decoder that could do without (plain_training.py)."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.kind in PLAIN_KINDS and not modules:
+        # Inputs of norms and of products; query, key and value, both turned, the output.
+        numbers = 4 * shape.hidden + 3 * (wide + narrow) + 3 * shape.inner
+        return shape.layers * (numbers * itemsize + (2 + shape.heads) * FLOAT32)
     norm = (FLOAT32 + 2 * itemsize) * shape.hidden
     attention = 2 * (wide + narrow) * itemsize
     experts = max(1, shape.experts_used)

@@ -75,8 +75,12 @@ def test_no_rows_are_no_log_probs() -> None:
     given = parts(9, 50, dtype=torch.bfloat16, with_bias=True)
     hidden, weight, bias = given
     logprobs, entropy = token_logprobs(
-        hidden[:0], weight, torch.empty(0, dtype=torch.int64, device="cuda"), temperatures(0),
-        chunk=4, bias_V=bias,
+        hidden[:0],
+        weight,
+        torch.empty(0, dtype=torch.int64, device="cuda"),
+        temperatures(0),
+        chunk=4,
+        bias_V=bias,
     )
     assert len(logprobs) == len(entropy) == 0
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), given)
