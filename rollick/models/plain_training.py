@@ -229,7 +229,7 @@ class Ways:
 
 
 def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
-    kernel = torch.compile(work, fullgraph=True)
+    kernel = torch.compile(work)
 
     def run(*given: Any) -> Any:
         # The compiler asks a tensor that was computed for its gradient, of which torch warns.

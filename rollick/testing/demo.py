@@ -192,7 +192,7 @@ def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str
         "rollout": {"groups_per_step": 64, "group_size": 8, "drop_no_signal": not control},
         "algorithm": {"advantage": f"{__name__}:shuffled_scores" if control else "dr_grpo"},
         "train": {
-            "optimizer": {"lr": 7e-4, "betas": [0.9, 0.95]},
+            "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
             "schedule": {"shape": "linear", "warmup_steps": 5, "final": 0.2},
         },
         "infer": {"slots": 512, "max_length": 64},
