@@ -33,6 +33,10 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at recipes and at what they can say.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+sandbox_app = typer.Typer(help="Run untrusted programs in a box.", no_args_is_help=True)
+app.add_typer(sandbox_app, name="sandbox")
+reward_app = typer.Typer(help="Try rewards.", no_args_is_help=True)
+app.add_typer(reward_app, name="reward")
 
 EXIT_INTERRUPTED = 75
 """Asked to stop by a signal, and saved (EX_TEMPFAIL: try again)."""
@@ -95,6 +99,22 @@ def _summary(recipe: Recipe) -> str:
 def _shares(domains: dict[str, DomainConfig]) -> str:
     total = sum(domain.share for domain in domains.values())
     return ", ".join(f"{name} {domain.share / total:.0%}" for name, domain in domains.items())
+
+
+@app.command()
+def init(
+    name: Annotated[str, typer.Argument(metavar="PROJECT", help="Which starter: rlvr.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Where; by default its name.")
+    ] = None,
+) -> None:
+    """Write a starter project: a recipe and the Python that it names, to be changed."""
+    from rollick.starters.projects import write_starter
+
+    where = folder or Path(name)
+    for path in write_starter(name, where):
+        typer.echo(str(path))
+    typer.echo(f"next: cd {where} && rollick check recipe.yaml && rollick train recipe.yaml")
 
 
 @config_app.command("show")
@@ -266,6 +286,108 @@ def doctor(
         typer.echo(json.dumps(facts))
     else:
         Console().print(shown, soft_wrap=True)
+
+
+@sandbox_app.command("run")
+def sandbox_run(
+    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="The program.")],
+    stdin: Annotated[str, typer.Option(help="Its input; - takes this command's own.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Seconds that it may run.")] = 10.0,
+    memory_mb: Annotated[int, typer.Option(min=32, help="Memory that it may use.")] = 512,
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="Run it even where there is no isolation.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Run one program in a fresh box; print status, output, time and isolation level."""
+    import asyncio
+
+    from rollick.sandbox.base import Limits, Program, Status
+    from rollick.sandbox.local import LocalSandbox
+
+    try:
+        code = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", fix="give a Python file") from None
+    given = sys.stdin.read() if stdin == "-" else stdin
+    limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
+    with LocalSandbox(warm=0, allow_unsafe=allow_unsafe) as sandbox:
+        result = asyncio.run(sandbox.run(Program(code, given, limits)))
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        typer.echo(result.stdout, nl=False)
+        typer.echo(result.stderr, nl=False, err=True)
+        said = f"{result.status}, {result.seconds:.3f} s, isolation {result.isolation}"
+        typer.echo(f"{said}: {result.detail}" if result.detail else said, err=True)
+    if result.status is not Status.OK:
+        raise typer.Exit(1 if result.status.judged else 2)
+
+
+@sandbox_app.command("check")
+def sandbox_check(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Say which layers of isolation hold on this machine; exit code 2 if programs are refused."""
+    import asyncio
+
+    from rollick.sandbox.layers import find_layers
+
+    layers = asyncio.run(find_layers())
+    if as_json:
+        typer.echo(json.dumps(layers.to_json()))
+    else:
+        typer.echo(f"isolation {layers.isolation}")
+        typer.echo("\n".join(f"  {name}" for name in layers.active))
+        typer.echo(
+            "\n".join(f"  missing: {name}" for name in layers.missing), nl=bool(layers.missing)
+        )
+        if layers.problem:
+            typer.echo(layers.problem)
+    if layers.isolation == "none":
+        raise typer.Exit(2)
+
+
+@reward_app.command("test")
+def reward_test(
+    reward: Annotated[
+        str,
+        typer.Argument(metavar="NAME|FILE:NAME", help="A reward from `rollick list`, or yours."),
+    ],
+    rows: Annotated[
+        str | None, typer.Argument(metavar="[ROWS]", help="Rows to try it on; none: its examples.")
+    ] = None,
+    completion: Annotated[
+        str, typer.Option(help="The column with the completions.")
+    ] = "completion",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the reward.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Rows at the most.")] = 5,
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Seconds of a call.")] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+) -> None:
+    """Run one reward on a few rows, in a process as in a run; show values and times."""
+    import asyncio
+
+    from rollick.config.schema import RewardSpec
+    from rollick.observe.tables import reward_table
+    from rollick.pipelines.try_reward import read_options, rows_to_try, try_reward
+
+    spec = RewardSpec(name=reward, options=read_options(option or ()))
+    found = rows_to_try(reward, rows, limit=limit, base=Path.cwd())
+    tried = asyncio.run(
+        try_reward(spec, found, completion=completion, timeout_s=timeout_s, base=Path.cwd())
+    )
+    told = [one.to_json() for one in tried]
+    if as_json:
+        typer.echo("\n".join(json.dumps(one) for one in told))
+    else:
+        from rich.console import Console
+
+        Console().print(reward_table(told))
+    if not all(one.score.ok for one in tried):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -54,6 +54,10 @@ class RewardError(RollickError):
     """A reward function cannot be found or called (not: a sample that scored badly)."""
 
 
+class SandboxError(RollickError):
+    """No box can be had here, or one could not be started (not: a program that failed in it)."""
+
+
 class EngineError(RollickError):
     """An engine was asked for what it cannot do, or failed while generating."""
 

@@ -270,6 +270,12 @@ class Score:
     detail: str = ""
     seconds: float = 0.0
     turns: tuple[float, ...] = ()
+    version: str = ""
+    """Of the reward that said so; of several, name@version each."""
+    isolation: str = ""
+    """What kept the reward from everything else: a process of its own (`process`), a sandbox."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What is counted and never trained on: tokens, cost, how far votes are apart."""
 
     @property
     def ok(self) -> bool:

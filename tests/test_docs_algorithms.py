@@ -26,7 +26,7 @@ from rollick.config.presets import PRESETS
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "algorithms"
 BY_HAND = {"your_own.md"}
-KINDS = CLOSED | {"advantages", "losses", "corrections", "aggregations"}
+KINDS = (CLOSED - {"gym_tasks"}) | {"advantages", "losses", "corrections", "aggregations"}
 BLOCK = re.compile(
     r"(?:\*\*`(?P<file>[^`]+)`\*\*\n\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.S
 )

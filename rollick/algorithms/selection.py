@@ -10,8 +10,9 @@ from typing import Literal
 
 from rollick.types import Group
 
-DropReason = Literal["no_scores", "no_signal"]
-"""no_scores: every reward failed. no_signal: the scores do not differ, so every advantage is 0."""
+DropReason = Literal["no_scores", "no_signal", "too_hard", "too_easy"]
+"""no_scores: every reward failed. no_signal: the scores do not differ, so every advantage is 0.
+too_hard, too_easy: the mean score is out of the range that was asked for."""
 
 
 def has_signal(group: Group, *, min_spread: float) -> bool:
@@ -21,11 +22,22 @@ def has_signal(group: Group, *, min_spread: float) -> bool:
 
 
 def judge_group(
-    group: Group, *, min_spread: float, drop_no_signal: bool = True
+    group: Group,
+    *,
+    min_spread: float,
+    drop_no_signal: bool = True,
+    scores: tuple[float, float] | None = None,
 ) -> DropReason | None:
-    """Why the group is to be dropped, or None if it is to be trained on."""
-    if not any(member.score.ok for member in group.members):
+    """Why the group is to be dropped, or None if it is to be trained on.
+
+    scores: the range that the group's mean score must lie in.
+    """
+    judged = [member.score.value for member in group.members if member.score.ok]
+    if not judged:
         return "no_scores"
     if drop_no_signal and not has_signal(group, min_spread=min_spread):
         return "no_signal"
+    mean = sum(judged) / len(judged)
+    if scores is not None and not scores[0] <= mean <= scores[1]:
+        return "too_hard" if mean < scores[0] else "too_easy"
     return None

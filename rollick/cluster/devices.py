@@ -73,6 +73,9 @@ class DeviceMap:
             roles["critic"] = parse_devices(devices.critic or devices.policy)
         if recipe.needs("teacher") or recipe.needs("teacher_top"):
             roles["teacher"] = parse_devices(devices.teacher or devices.policy)
+        if recipe.judge is not None and recipe.asks_judge:
+            default = parse_devices(devices.policy)[:1]
+            roles["judge"] = parse_devices(devices.judge) if devices.judge else default
         return cls(roles)
 
     def hosts(self) -> tuple[HostSpec, ...]:
@@ -138,20 +141,23 @@ class PhasePlan:
 def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The phases of one step of the recipe, in order."""
     validates = bool(recipe.data.validation)
+    drawing: tuple[RoleName, ...] = ("generators",)
+    if recipe.judge is not None and recipe.asks_judge:
+        drawing = ("generators", "judge")
     if recipe.pipeline in SUPERVISED_LOSSES:
         phases = [Phase("annotate", _annotators(recipe)), Phase("train", ("policy",))]
         if validates:
             phases.append(Phase("publish", ("policy", "generators")))
     else:
         phases = [
-            Phase("generate", ("generators",)),
+            Phase("generate", drawing),
             Phase("annotate", _annotators(recipe)),
             Phase("train_critic", ("critic",) if recipe.needs("values") else ()),
             Phase("train", ("policy",)),
             Phase("publish", ("policy", "generators")),
         ]
     if validates:
-        phases.append(Phase("validate", ("generators",)))
+        phases.append(Phase("validate", drawing))
     return tuple(phase for phase in phases if phase.uses)
 
 
@@ -175,7 +181,8 @@ def plan_residency(
 ) -> tuple[PhasePlan, ...]:
     """Who pauses, sleeps and wakes in each phase.
 
-    A generator pauses while another role works on its device. On a GPU that roles share, a
+    A generator pauses while another role works on its device, but for the judge, which works while
+    samples are drawn. On a GPU that roles share, a
     reference, a critic or a teacher sleeps outside the phases that use it, and a paused generator
     drops its cache, but only at staleness 0: otherwise samples in the middle of their generation
     live in that cache. With `policy_sleeps` the policy sleeps too (see train.sleep).
@@ -204,7 +211,7 @@ def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
     busy = {
         device
         for role in phase.uses
-        if role != "generators"
+        if role not in ("generators", "judge")
         for device in device_map.roles.get(role, ())
     }
     generators = device_map.roles.get("generators", ())

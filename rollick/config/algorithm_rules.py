@@ -25,7 +25,7 @@ from rollick.config.losses import (
 from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
 from rollick.config.rules import Context, Findings, rule
-from rollick.config.schema import RolloutConfig
+from rollick.config.schema import Recipe, RolloutConfig
 
 GROUP_ADVANTAGES = {
     "dr_grpo",
@@ -104,8 +104,20 @@ def _the_ratio_to_the_old_policy_can_move(context: Context) -> Findings:
 
 @rule("pipeline", "rollout.group_size", "rollout.drop_no_signal")
 def _groups_can_be_learned_from(context: Context) -> Findings:
-    for _, algorithm in rl_algorithms(context, "advantage", "loss"):
-        yield from _check_groups(context, algorithm, context.recipe.rollout)
+    for path, algorithm in rl_algorithms(context, "advantage", "loss"):
+        rollouts = _rollouts_of(context.recipe, path)
+        for rollout in rollouts:
+            yield from _check_groups(context, algorithm, rollout)
+
+
+def _rollouts_of(recipe: Recipe, path: KeyPath) -> list[RolloutConfig]:
+    """The different settings under which the algorithm at `path` is used."""
+    domains = recipe.data.domains
+    users = [name for name, domain in domains.items() if domain.algorithm is None]
+    if path[0] == "data":
+        users = [str(path[2])]
+    found = [recipe.rollout_of(name) for name in users] or [recipe.rollout]
+    return [rollout for place, rollout in enumerate(found) if rollout not in found[:place]]
 
 
 def _check_groups(context: Context, algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Findings:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollick.config import (
     algorithm_rules,
+    domain_rules,
     engine_rules,
     lora_rules,
     name_rules,
@@ -32,6 +33,7 @@ KEEPS_CACHE = ("native",)
 RULE_MODULES = (
     name_rules,
     pipeline_rules,
+    domain_rules,
     algorithm_rules,
     role_rules,
     parallel_rules,

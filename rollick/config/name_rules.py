@@ -180,6 +180,11 @@ def _sources_exist(context: Context) -> Findings:
         elif kind == "hub":
             if not name:
                 yield context.problem(where, "has no dataset name", "write it as hub:NAME")
+        elif kind == "reasoning_gym":
+            task = name.partition("?")[0]
+            if task not in NAMES["gym_tasks"]:
+                advice = did_you_mean(task, list(NAMES["gym_tasks"])) or "see `rollick list`"
+                yield context.problem(where, f"reasoning-gym has no task {show(task)}", advice)
         elif is_reference(domain.source):
             yield from _must_be_a_function(context, where, domain.source)
         else:
@@ -242,7 +247,8 @@ def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
     yield from _table_names(context.recipe)
     yield from _algorithm_names(context)
     for path, domain in context.domains():
-        if is_reference(domain.source) and not domain.source.startswith(("hub:", "object:")):
+        kind = domain.source.partition(":")[0]
+        if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
             yield (*path, "source"), "rewards", domain.source
         for index, reward in enumerate(domain.rewards):
             if not reward.name.startswith("object:"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollick.config.gym_tasks import GYM_TASKS
 from rollick.config.plugins import plugin_target, plugins
 from rollick.config.presets import PRESETS
 from rollick.errors import ConfigError
@@ -88,6 +89,19 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "exact_match": "rollick.rewards.text:exact_match",
         "last_number": "rollick.rewards.text:last_number",
         "contains": "rollick.rewards.text:contains",
+        "multiple_choice": "rollick.rewards.text:multiple_choice",
+        "f1": "rollick.rewards.text:f1",
+        "math": "rollick.rewards.math:math_answer",
+        "instructions": "rollick.rewards.instructions:instructions",
+        "json_schema": "rollick.rewards.structure:json_schema",
+        "regex": "rollick.rewards.structure:regex",
+        "length": "rollick.rewards.structure:length",
+        "tags": "rollick.rewards.structure:tags",
+        "repetition": "rollick.rewards.structure:repetition",
+        "language": "rollick.rewards.language:language",
+        "judge": "rollick.rewards.judge:judge",
+        "code": "rollick.rewards.code:code",
+        "reasoning_gym": "rollick.rewards.gym:reasoning_gym",
     },
     "environments": {},
     "engines": {
@@ -134,6 +148,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "truncated_mask": "rollick.algorithms.shaping:trained_members",
         "difficulty_mask": "rollick.algorithms.shaping:trained_members",
     },
+    "gym_tasks": dict.fromkeys(GYM_TASKS, "rollick.data.gym:gym_rows"),
     "presets": dict.fromkeys(PRESETS, "rollick.config.presets:PRESETS"),
 }
 
@@ -146,6 +161,7 @@ CLOSED = frozenset(
         "kl_controllers",
         "divergences",
         "shapings",
+        "gym_tasks",
         "presets",
     }
 )

@@ -76,6 +76,26 @@ def _the_critic_is_used(context: Context) -> Findings:
         yield context.problem("critic.warmup_steps", message, "lower it, or raise run.steps")
 
 
+@rule("judge", "devices.judge", "data")
+def _the_judge_is_used(context: Context) -> Findings:
+    recipe = context.recipe
+    if recipe.judge is not None and not recipe.asks_judge:
+        message = "has no effect: no reward asks it"
+        fix = "add the reward judge (without a url) to a domain, or remove it"
+        yield context.problem("judge", message, fix)
+    if recipe.devices.judge is not None and recipe.judge is None:
+        message = "has no effect: the recipe has no judge"
+        yield context.problem("devices.judge", message, "give judge.path, or remove it")
+    if recipe.judge is not None:
+        return
+    for path, domain in context.domains():
+        for place, reward in enumerate(domain.rewards):
+            if reward.asks_judge:
+                message = "nobody to ask: it has no url, and the recipe has no judge"
+                fix = "set the options url and model, or give judge.path"
+                yield context.problem((*path, "rewards", str(place)), message, fix)
+
+
 @rule("pipeline", "teacher")
 def _there_is_a_teacher_to_learn_from(context: Context) -> Findings:
     if context.recipe.teacher is not None:

@@ -179,7 +179,8 @@ def scenario_of_recipe(recipe: Recipe) -> Scenario:
     answers are it does not say: half of them end within a sixteenth of the limit."""
     policy = parse_devices(recipe.devices.policy)
     generators = parse_devices(recipe.devices.generators)
-    limit = recipe.sampling.max_tokens
+    drawn = [recipe.sampling_of(name).max_tokens for name in recipe.data.domains]
+    limit = max(drawn, default=recipe.sampling.max_tokens)
     return Scenario(
         rollout=recipe.rollout,
         work=WorkConfig(

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from rollick.config.algorithm import Algorithm, AlgorithmConfig, Stream
+from rollick.config.domain import DomainFilters, DomainSampling
 from rollick.config.losses import (
     PAIRWISE,
     DistillationLoss,
@@ -78,6 +79,19 @@ class RewardSpec(Section):
     """Factor of its value in the sample's score."""
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Keyword arguments handed to the function at every call."""
+    cache: bool | None = None
+    """Remember what equal texts and rows scored; none leaves it to what the reward declares."""
+    error_budget: Share | None = None
+    """The run stops if more than this part of the reward's last 100 calls fail; none leaves it to
+    rollout.max_failed_scores."""
+    max_cost: Annotated[float, Field(ge=0)] = 0.0
+    """What the reward's calls may cost in a run (a judge's tokens times their prices); then they
+    fail. 0 is no limit."""
+
+    @property
+    def asks_judge(self) -> bool:
+        """Whether it asks the recipe's own judge and not one at an address."""
+        return self.name == "judge" and "url" not in self.options
 
 
 Reward = Annotated[RewardSpec, BeforeValidator(by_name, json_schema_input_type=str | RewardSpec)]
@@ -87,7 +101,8 @@ class DomainConfig(Section):
     """One source of prompts."""
 
     source: str
-    """A .jsonl, .json or .parquet file, a hub dataset (hub:NAME) or a file.py:function."""
+    """A .jsonl, .json or .parquet file, a hub dataset (hub:NAME) or a file.py:function. Puzzles of
+    reasoning-gym are reasoning_gym:TASK?seed=1&size=500, with a task from `rollick list`."""
     split: str = "train"
     """Split of a hub dataset."""
     prompt: str = "prompt"
@@ -99,7 +114,7 @@ class DomainConfig(Section):
     completion: str | None = None
     """Column with the answer to imitate (SFT)."""
     share: Annotated[float, Field(gt=0)] = 1.0
-    """Part of the prompts drawn from here, relative to the other domains."""
+    """Part of the prompts drawn from here (see data.shares_of), relative to other domains."""
     limit: NonNegative = 0
     """Use only the first rows; 0 takes all."""
     chosen: str | None = None
@@ -110,6 +125,10 @@ class DomainConfig(Section):
     """What scores a sample of this domain; their weighted sum."""
     algorithm: Algorithm | None = None
     """Another algorithm for the samples of this domain; none takes the recipe's."""
+    sampling: DomainSampling = DomainSampling()
+    """How its samples are drawn, where that is not the recipe's `sampling`."""
+    filters: DomainFilters = DomainFilters()
+    """Which of its rows are used, and which of its groups are trained on."""
 
 
 class PromptSelectionConfig(Section):
@@ -136,6 +155,10 @@ class DataConfig(Section):
     """Training prompts by domain."""
     validation: dict[str, DomainConfig] = Field(default_factory=dict[str, DomainConfig])
     """Held-out prompts by domain."""
+    shares_of: Literal["drawn", "trained"] = "drawn"
+    """What the domains' shares are shares of: of the prompts that are drawn, or of the groups that
+    are trained on. With trained, a domain whose groups are often dropped (no signal) is drawn more
+    often, up to five times."""
     shuffle: bool = True
     """Draw rows in an order given by the seed, another one each epoch."""
     selection: PromptSelectionConfig = PromptSelectionConfig()
@@ -353,6 +376,15 @@ class TeacherConfig(ModelConfig):
     """Likeliest tokens of the teacher that the loss distillation looks at."""
 
 
+class JudgeConfig(ModelConfig):
+    """A model of ours that the reward `judge` asks where it names no url; it never learns."""
+
+    slots: Positive = 64
+    """Verdicts that are written together."""
+    max_length: Positive = 4096
+    """Longest question and verdict, in tokens."""
+
+
 class VllmConfig(Section):
     """The engine vllm's own options; slots, max_length and prefill_tokens are those of infer."""
 
@@ -416,6 +448,8 @@ class DevicesConfig(Section):
     """The frozen reference; defaults to the policy's devices where something needs one."""
     critic: DeviceList | None = None
     """The critic; defaults to the policy's devices where an advantage needs one."""
+    judge: DeviceList | None = None
+    """The judge; defaults to the first of the policy's devices where a reward asks it."""
     teacher: DeviceList | None = None
     """The teacher; defaults to the policy's devices where something needs one."""
 
@@ -532,6 +566,8 @@ class Recipe(Section):
     """The critic, where an advantage needs one."""
     teacher: TeacherConfig | None = None
     """The teacher, where something is distilled."""
+    judge: JudgeConfig | None = None
+    """The judge, where a reward asks one and names no url."""
     infer: InferConfig = InferConfig()
     """The engines."""
     devices: DevicesConfig = DevicesConfig()
@@ -587,6 +623,36 @@ class Recipe(Section):
             return 0
         return self.algorithms.index(self._algorithm_of(domain))
 
+    def sampling_of(self, domain: str) -> SamplingConfig:
+        """How the training samples of a domain are drawn."""
+        said = self.data.domains[domain].sampling.model_dump(exclude_none=True)
+        return self.sampling.model_copy(update=said)
+
+    def rollout_of(self, domain: str) -> RolloutConfig:
+        """The rollout's settings with what the domain's filters overrule."""
+        own = self.data.domains[domain].filters
+        said = own.model_dump(exclude_none=True, exclude={"where", "scores"})
+        return self.rollout.model_copy(update=said)
+
+    def evaluation_of(self, domain: str) -> EvaluateConfig:
+        """How a domain is validated: as its validation domain says, with the token limit of
+        training where neither that nor evaluate has one."""
+        trained = self.data.domains.get(domain)
+        held_out = self.data.validation.get(domain)
+        own = held_out.sampling if held_out else DomainSampling()
+        limit = trained.sampling.max_tokens if trained else None
+        tokens = own.max_tokens or self.evaluate.max_tokens or limit or self.sampling.max_tokens
+        heat = self.evaluate.temperature if own.temperature is None else own.temperature
+        return self.evaluate.model_copy(update={"max_tokens": tokens, "temperature": heat})
+
+    def stops_of(self, domain: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The strings and token ids that end a sample in validation."""
+        asked = [part.get(domain) for part in (self.data.validation, self.data.domains)]
+        own = [found.sampling for found in asked if found is not None]
+        stop = next((one.stop for one in own if one.stop is not None), self.sampling.stop)
+        ids = next((one.stop_ids for one in own if one.stop_ids is not None), None)
+        return stop, self.sampling.stop_ids if ids is None else ids
+
     def needs(self, stream: Stream) -> bool:
         """Whether some algorithm of the recipe looks at this stream."""
         return any(
@@ -606,6 +672,12 @@ class Recipe(Section):
     def policy_is_reference(self) -> bool:
         """Whether the policy, with its adapters switched off, gives the reference's log-probs."""
         return self.train.lora is not None and self.devices.reference is None
+
+    @property
+    def asks_judge(self) -> bool:
+        """Whether some reward asks the recipe's own judge."""
+        domains = (*self.data.domains.values(), *self.data.validation.values())
+        return any(reward.asks_judge for domain in domains for reward in domain.rewards)
 
     @property
     def optimizer_steps(self) -> int:

@@ -120,7 +120,9 @@ def unknown_name(kind: str, name: object, *, own: bool) -> tuple[str, str]:
 def advise_key(loc: Sequence[str | int]) -> str:
     """What an unknown key was probably meant to be."""
     key = str(loc[-1])
-    homes = [home for home, name in _all_keys(Recipe, ()) if name == key]
+    found = [home for home, name in _all_keys(Recipe, ()) if name == key]
+    # What a domain may overrule is in most cases meant for the whole recipe.
+    homes = [home for home in found if ".NAME" not in home] or found
     if homes and key != "name":
         return f"it belongs in {' or '.join(home or 'the top level' for home in homes[:3])}"
     known = list(section_at(loc[:-1]).model_fields)

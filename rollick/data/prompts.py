@@ -35,6 +35,7 @@ from rollick.data.rows import (
     refuse_bad_source,
     sort_out,
 )
+from rollick.data.shares import TrainedShares
 from rollick.data.sources import read_rows
 from rollick.errors import DataError
 from rollick.types import Group, Prompt, stable_hash
@@ -73,6 +74,10 @@ class PromptStream:
         self._shuffle = data.shuffle
         self._selection = data.selection
         self._curriculum = Curriculum(data.selection, self.sizes)
+        self._fixed_shares = {domain.name: domain.config.share for domain in domains}
+        self._trained_shares: TrainedShares | None = None
+        if data.shares_of == "trained":
+            self._trained_shares = TrainedShares(self._fixed_shares)
         # How far each domain is in its endless order; a retired prompt is passed and not drawn.
         self._drawn = dict.fromkeys(self._domains, 0)
         self._credit = dict.fromkeys(self._domains, 0.0)
@@ -144,13 +149,17 @@ class PromptStream:
         position, _ = next(self._ahead(domain))
         return self._draw(domain, position, prompt)
 
-    def judged(self, group: Group) -> None:
+    def judged(self, group: Group, *, kept: bool = True) -> None:
         """Every group of a drawn prompt is told here once it is scored, trained on or dropped."""
         self._curriculum.judged(group)
+        if self._trained_shares is not None:
+            self._trained_shares.judged(group.prompt.domain, kept=kept)
 
     def learn(self) -> None:
         """Let what was judged count from now on; called between steps, so that no clock shows."""
         self._curriculum.learn()
+        if self._trained_shares is not None:
+            self._trained_shares.learn()
         self._live.clear()
 
     def metrics(self) -> dict[str, float]:
@@ -194,6 +203,7 @@ class PromptStream:
             "shuffle": self._shuffle,
             "domains": domains,
             "curriculum": self._curriculum.state(),
+            "shares": self._trained_shares.state() if self._trained_shares else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -212,6 +222,8 @@ class PromptStream:
         self._drawn = {name: int(saved[name]["drawn"]) for name in self._domains}
         self._credit = {name: float(saved[name]["credit"]) for name in self._domains}
         self._curriculum.restore(state["curriculum"])
+        if self._trained_shares is not None and state["shares"] is not None:
+            self._trained_shares.restore(state["shares"])
         self._live.clear()
 
     def _refuse_other_order(self, state: Mapping[str, Any]) -> None:
@@ -239,7 +251,8 @@ class PromptStream:
         """Smooth weighted round robin: each domain earns its share, the richest one pays."""
         if not self._domains:
             raise DataError("there are no domains to draw from", fix="name one under data.domains")
-        shares = {name: domain.config.share for name, domain in self._domains.items()}
+        trained = self._trained_shares
+        shares = trained.weights if trained is not None else self._fixed_shares
         for name, share in shares.items():
             self._credit[name] += share
         richest = max(self._credit, key=lambda name: self._credit[name])

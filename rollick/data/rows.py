@@ -79,6 +79,8 @@ def sort_out(
         try:
             if raw.problem:
                 raise _Unusable("not_json", raw.problem)
+            if not _is_wanted(raw.value, config):
+                continue
             prompt = _to_prompt(raw.value, config, domain=name, number=number)
             if count_tokens is not None:
                 _refuse_long(prompt, count_tokens, limit=limit)
@@ -95,6 +97,17 @@ def _refuse_long(prompt: Prompt, count_tokens: CountTokens, *, limit: TokenLimit
         raise _Unusable("cannot_encode", error.message) from error
     if tokens > limit.tokens:
         raise _Unusable("too_long", f"{tokens} tokens, {limit.said} is {limit.tokens}")
+
+
+def _is_wanted(row: Any, config: DomainConfig) -> bool:
+    """Whether the columns hold what the domain's filters ask for."""
+    for column, wanted in config.filters.where.items():
+        if not isinstance(row, Mapping):
+            return True  # a bad row, and told as one
+        value = _column(cast("Mapping[str, Any]", row), column)
+        if value not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+            return False
+    return True
 
 
 def _to_prompt(row: Any, config: DomainConfig, *, domain: str, number: int) -> Prompt:
@@ -198,6 +211,11 @@ def refuse_bad_source(
 ) -> None:
     """Stop on a source without a usable row, or with too many bad ones."""
     total = usable + len(bad)
+    if total == 0 and config.filters.where:
+        raise DataError(
+            f"no row of {config.source} (domain {name!r}) passes its filters",
+            fix=f"look at data.domains.{name}.filters.where",
+        )
     if total == 0:
         raise DataError(f"{config.source} (domain {name!r}) has no rows", fix="give it some rows")
     reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(r.reason for r in bad).items())

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from rollick.config.names import is_reference, load_reference
 from rollick.config.schema import DomainConfig
+from rollick.data.gym import gym_rows
 from rollick.errors import DataError, MissingExtra
 
 MOST_UNLIMITED_ROWS = 1_000_000
@@ -47,6 +48,9 @@ def read_rows(config: DomainConfig, *, base: Path, objects: Mapping[str, Any]) -
         rows = _python_rows(_object(objects, name), source, limited=config.limit > 0)
     elif kind == "hub":
         rows = _hub_rows(name, source, split=config.split)
+    elif kind == "reasoning_gym":
+        puzzles = enumerate(gym_rows(name, limit=config.limit), start=1)
+        rows = (RawRow(f"{source}: puzzle {number}", row) for number, row in puzzles)
     elif is_reference(source):
         rows = _python_rows(_reference(source, base), source, limited=config.limit > 0)
     else:

@@ -130,6 +130,8 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
         "parts": {name: _finite(value) for name, value in score.parts.items()},
         "status": score.status.value,
         "detail": score.detail,
+        "version": score.version,
+        "isolation": score.isolation,
         "stop": sample.stop.value,
         "tokens": sample.length,
         "response_tokens": len(drawn),
@@ -213,6 +215,9 @@ def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str
             "detail": score.detail,
             "seconds": float(score.seconds),
             "turns": [float(value) for value in score.turns],
+            "version": score.version,
+            "isolation": score.isolation,
+            "figures": {name: float(value) for name, value in score.figures.items()},
         },
     }
 

@@ -43,6 +43,7 @@ class LiveView:
         self.scores: list[float] = []
         self.roles: dict[str, str] = {}
         self.metrics: Mapping[str, float] = {}
+        self.alarms: Mapping[str, str] = {}
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -82,6 +83,13 @@ class LiveView:
         if not self.shown:
             LOG.info("step %4d  %s", step, self.summary())
 
+    def warn(self, alarms: Mapping[str, str]) -> None:
+        """What the hacking watch sees now, by rule; one that is new is logged as well."""
+        for rule, message in alarms.items():
+            if rule not in self.alarms:
+                LOG.warning("watch %s: %s", rule, message)
+        self.alarms = alarms
+
     def summary(self) -> str:
         names = {
             "score/mean": "score",
@@ -100,6 +108,8 @@ class LiveView:
             table.add_row(Text(name, style="cyan"), Text(doing))
         table.add_row(Text("score", style="cyan"), Text(sparkline(self.scores), style="green"))
         table.add_row(Text("step", style="cyan"), Text(self.summary()))
+        for rule, message in self.alarms.items():
+            table.add_row(Text(f"watch {rule}", style="red"), Text(message, style="red"))
         return Group(self.progress, table)
 
 

@@ -22,12 +22,26 @@ METRICS: Mapping[str, str] = {
     "score/mean": "mean score of the step's scored samples, dropped groups included",
     "score/trained": "mean score of the samples that were trained on",
     "score/domain/*": "mean score by domain",
+    "score/part/*": "mean of each reward, and of the parts that it gives (REWARD/PART), unweighted",
+    "reward/calls/*": "calls of each reward since the step before (validation included), without "
+    "those that were remembered",
+    "reward/cached/*": "calls that were not needed, since an equal sample had been scored",
+    "reward/failed/*": "calls that gave no score",
+    "reward/mean/*": "what a reward counts (REWARD/FIGURE: tokens, cost, spread of votes), mean of "
+    "the step's judged calls",
+    "reward/total/*": "the same, summed over the run or since its resume",
+    "watch/*": "1 where a rule of the hacking watch sees the score rise while something else "
+    "breaks: length, repetition, format_only, identical, judge, held_out",
+    "rollout/repetition": "mean share of an answer's four-word phrases that it had said before",
+    "rollout/identical": "share of the samples that have the step's commonest answer",
     "rollout/groups": "groups trained on",
     "rollout/samples": "samples trained on",
     "rollout/tokens": "tokens drawn for the step",
     "rollout/response_length": "mean drawn tokens of a sample",
     "rollout/truncated": "share of samples that reached the token limit",
     "rollout/dropped/*": "groups dropped, by reason",
+    "rollout/domain/*": "by domain: groups trained on and dropped, samples that ended, and of "
+    "these the mean length and the shares that were truncated and that could not be scored",
     "rollout/failed_scores": "share of samples that could not be scored",
     "rollout/age_max": "age in versions of the oldest trained token",
     "rollout/age_mean": "mean age in versions of the trained tokens",
@@ -72,6 +86,7 @@ METRICS: Mapping[str, str] = {
     "critic/mean/*": "means over these tokens: value, return, squared error, clip share",
     "eval/*": "validation: score, pass@k and half-widths of their intervals, by domain",
     "time/*": "seconds of each phase",
+    "time/reward/*": "mean seconds of a call of a reward",
     "speed/tokens_per_s": "drawn tokens over the step's seconds",
     "memory/predicted_gb": "gigabytes that the process which holds most was predicted to hold",
     "memory/seen_gb": "gigabytes that the process which holds most has held at its peak: of a GPU "

@@ -36,7 +36,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
-from rollick.config.schema import SUPERVISED_LOSSES, Recipe
+from rollick.config.schema import SUPERVISED_LOSSES, Recipe, RewardSpec
 from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
@@ -52,6 +52,7 @@ from rollick.observe.sinks import open_sink
 from rollick.observe.trace import Trace
 from rollick.pipelines.doctor import reporting, tell_stuck
 from rollick.pipelines.folder import RunFolder, open_folder
+from rollick.pipelines.judge import OwnJudge, open_judge
 from rollick.pipelines.memory import MemoryWatch, Shapes, models_of
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
@@ -127,6 +128,7 @@ class Session:
         self.engines: list[RemoteEngine]
         self.codec: ChatCodec
         self.rewards: RewardPool
+        self.judge: OwnJudge | None = None
         self.publisher: Publisher
         self.residency: Residency
         self.log: MetricLog
@@ -278,13 +280,17 @@ class Session:
     async def score(self, sample: Sample) -> Score:
         """What the rewards of the sample's training domain say of it; 0 where it has none."""
         domain = self.recipe.data.domains[sample.prompt.domain]
-        return await self.rewards.score(sample, domain.rewards) if domain.rewards else Score(0.0)
+        return await self._score(sample, domain.rewards) if domain.rewards else Score(0.0)
 
     async def score_held_out(self, sample: Sample) -> Score:
         """What the rewards of its validation domain say of it, where there is validation."""
         data, name = self.recipe.data, sample.prompt.domain
         domain = data.validation[name] if data.validation else data.domains[name]
-        return await self.rewards.score(sample, domain.rewards)
+        return await self._score(sample, domain.rewards)
+
+    async def _score(self, sample: Sample, rewards: Sequence[RewardSpec]) -> Score:
+        specs = [self.judge.addressed(spec) for spec in rewards] if self.judge else rewards
+        return await self.rewards.score(sample, specs)
 
     def open_prompts(self, *, validation: bool = False) -> PromptStream:
         """The prompts to train or to validate on; those that no engine can answer are left out."""
@@ -360,7 +366,11 @@ async def open_session(
         if device_map.ranks("generators"):
             session.engines = await stack.enter_async_context(open_engines(session.group))
             _check_engines(recipe, session.engines)
-            session.rewards = await stack.enter_async_context(_rewards(recipe, loaded, objects))
+            if device_map.ranks("judge"):
+                session.judge = await stack.enter_async_context(open_judge(session.group, recipe))
+            session.rewards = await stack.enter_async_context(
+                _rewards(recipe, loaded, objects, judge=session.judge)
+            )
         plans = {plan.phase.name: plan for plan in plan_run(recipe)}
         session.publisher = Publisher(session.group, recipe.weights)
         session.residency = Residency(session.group, plans, session.engines)
@@ -419,6 +429,7 @@ def _roles(
         "reference": RoleSpec("reference", "rollick.workers.scorer:create", (recipe,)),
         "critic": RoleSpec("critic", "rollick.workers.critic:create", (recipe,)),
         "teacher": RoleSpec("teacher", "rollick.workers.scorer:create_teacher", (recipe,)),
+        "judge": RoleSpec("judge", "rollick.workers.generator:create_judge", (recipe,)),
         "generators": RoleSpec("generators", "rollick.workers.generator:create", (recipe,)),
     }
     return [known[role] for role in device_map.roles]
@@ -436,12 +447,14 @@ def _threads(recipe: Recipe) -> int:
 def _environment(recipe: Recipe) -> dict[str, str]:
     """bf16 dies on some CPUs; a probe in a child process tells, and the setting avoids it."""
     on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
-    models = (recipe.model, recipe.critic.model, recipe.teacher)
+    models = (recipe.model, recipe.critic.model, recipe.teacher, recipe.judge)
     is_bf16 = any(model is not None and model.dtype == "bfloat16" for model in models)
     return safe_environment() if on_cpu and is_bf16 else {}
 
 
-def _rewards(recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects) -> Any:
+def _rewards(
+    recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects, *, judge: OwnJudge | None
+) -> Any:
     domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
     names = {reward.name for domain in domains for reward in domain.rewards}
     functions: dict[str, RewardFn | str] = {}
@@ -453,6 +466,7 @@ def _rewards(recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects) -> Any:
         processes=recipe.rollout.reward_processes,
         timeout_s=recipe.rollout.reward_timeout_s,
         base=loaded.base,
+        secrets=judge.secrets if judge else {},
     )
 
 

@@ -36,8 +36,8 @@ from rollick.algorithms.objective import (
 from rollick.algorithms.shaping import (
     RunningMoments,
     judged_scores,
+    normalise_scores,
     penalise_length,
-    shape_scores,
     trained_members,
 )
 from rollick.config.algorithm import AlgorithmConfig
@@ -111,6 +111,7 @@ class Credit:
         self.recipe = recipe
         self._parts = tuple(_Part.of(algorithm, base) for algorithm in recipe.algorithms)
         self._component = {name: recipe.component(name) for name in recipe.data.domains}
+        self._max_tokens = {n: recipe.sampling_of(n).max_tokens for n in recipe.data.domains}
         self._running = [RunningMoments() for _ in self._parts]
         self._coefficients = [part.algorithm.kl.coefficient for part in self._parts]
         self._tokens = [0 for _ in self._parts]
@@ -120,7 +121,7 @@ class Credit:
         shaping = self._parts[self._component[group.prompt.domain]].algorithm.shaping
         return trained_members(
             group,
-            drop_truncated=self.recipe.rollout.drop_truncated,
+            drop_truncated=self.recipe.rollout_of(group.prompt.domain).drop_truncated,
             difficulty=shaping.difficulty,
         )
 
@@ -245,11 +246,22 @@ class Credit:
 
     def _shaped(self, number: int, groups: Sequence[Group]) -> Sequence[Group]:
         shaping = self._parts[number].algorithm.shaping
-        max_tokens = self.recipe.sampling.max_tokens
+        penalised = [
+            one
+            for group in groups
+            for one in penalise_length(
+                [group], shaping, max_tokens=self._max_tokens[group.prompt.domain]
+            )
+        ]
         if "running" in (shaping.mean, shaping.std):
-            scores = judged_scores(penalise_length(groups, shaping, max_tokens=max_tokens))
-            self._running[number] = self._running[number].updated(scores)
-        return shape_scores(groups, shaping, max_tokens=max_tokens, running=self._running[number])
+            self._running[number] = self._running[number].updated(judged_scores(penalised))
+        return normalise_scores(
+            penalised,
+            mean_from=shaping.mean,
+            std_from=shaping.std,
+            clip=shaping.clip,
+            running=self._running[number],
+        )
 
     def _weights(self, number: int, batch: Batch, mine_N: BoolArray, streams: _Streams) -> None:
         part, algorithm = self._parts[number], self._parts[number].algorithm
@@ -261,7 +273,10 @@ class Credit:
             weights_T = part.correct(inputs)
             correction_N[trained_N] = weights_T.numpy()
             streams.add(_correction_sums(inputs, weights_T))
-        max_tokens = self.recipe.sampling.max_tokens
+        # Domains of one algorithm share its denominator, so they share the longest limit.
+        max_tokens = max(
+            limit for name, limit in self._max_tokens.items() if self._component[name] == number
+        )
         kept_N = trained_N & (correction_N != 0)
         weights_N = weigh(batch, part.aggregation, max_tokens=max_tokens, among_N=kept_N)
         streams.weights_N += algorithm.weight * weights_N * correction_N

@@ -42,6 +42,7 @@ from rollick.observe.doctor import (
 )
 from rollick.observe.metrics import read_metrics
 from rollick.rollout.waits import generating
+from rollick.sandbox.layers import find_layers
 
 if TYPE_CHECKING:
     from rollick.pipelines.base import Session
@@ -279,7 +280,8 @@ def _process_start(pid: int) -> int:
 def environment_facts(*, probe: bool = False) -> dict[str, str]:
     """What can be told of this machine without importing anything heavy.
 
-    `probe` tries bfloat16 in a child process (seconds) where no former result is kept.
+    `probe` tries bfloat16 in a child process (seconds) where no former result is kept, and starts
+    a box of the sandbox to see which layers hold.
     """
     facts = {"python": platform.python_version()}
     for package in ("rollick", "torch", "ray", "transformers"):
@@ -292,6 +294,8 @@ def environment_facts(*, probe: bool = False) -> dict[str, str]:
     works = probe_bf16() if probe else known_bf16()
     words = {None: "not tried since the last boot", True: "works", False: "crashes: worked around"}
     facts["bfloat16 on the CPU"] = words[works]
+    if probe:
+        facts["sandbox"] = asyncio.run(find_layers()).text
     return facts
 
 

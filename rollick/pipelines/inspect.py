@@ -25,12 +25,13 @@ from rollick.data.batch import Batch
 from rollick.data.store import load_batch, load_groups, samples_to_rows
 from rollick.errors import CheckpointError, ConfigError, RollickError
 from rollick.pipelines.base import Session, open_session
+from rollick.pipelines.domains import training_sampling
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts
 from rollick.rollout.episode import Episode, OneEngine, single_turn
 from rollick.train.local import LocalStrategy
 from rollick.train.parallel.checkpoint import export_state, is_sharded
-from rollick.types import FloatArray, Group, PolicyVersion, Sample, Sampling
+from rollick.types import FloatArray, Group, PolicyVersion, Sample
 from rollick.workers.learner import TrainReport
 
 
@@ -203,10 +204,7 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
 
 
 async def _generate_again(session: Session, groups: Sequence[Group]) -> list[Sample]:
-    config, seed = session.recipe.sampling, session.recipe.run.seed
-    sampling = Sampling(
-        config.temperature, config.max_tokens, stop=config.stop, stop_ids=config.stop_ids
-    )
+    seed, sampling = session.recipe.run.seed, training_sampling(session.recipe)
     answer = single_turn(session.codec, sampling, seed=seed)
     ways = [OneEngine(engine) for engine in session.engines]
     async with asyncio.TaskGroup() as tasks:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from rollick.cluster.devices import DeviceMap, HostSpec, PhasePlan, Seat, plan_run
 from rollick.cluster.group import WorkerGroup
 from rollick.cluster.worker import BUILD_ORDER
-from rollick.config.schema import SUPERVISED_LOSSES, ModelConfig, Recipe
+from rollick.config.schema import SUPERVISED_LOSSES, JudgeConfig, ModelConfig, Recipe
 from rollick.errors import RollickError
 from rollick.models.shape import ModelShape
 from rollick.train.footprint import FLOAT32, Footprint, frozen_footprint, trained_footprint
@@ -55,6 +55,8 @@ def models_of(recipe: Recipe) -> list[ModelConfig]:
         named.append(recipe.critic.model)
     if recipe.teacher is not None:
         named.append(recipe.teacher)
+    if recipe.judge is not None:
+        named.append(recipe.judge)
     return named
 
 
@@ -107,6 +109,8 @@ def _gb(size: float) -> str:
 def _bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, seat: Seat, plan: PhasePlan) -> int:
     if seat.role == "generators":
         return _generator_bytes(recipe, shapes, host, asleep=seat in plan.sleeps)
+    if seat.role == "judge" and recipe.judge is not None:
+        return _judge_bytes(recipe.judge, shapes, host)
     asleep, lends = seat in plan.sleeps, "generators" in host.roles and seat.role == "policy"
     footprint = _footprint(recipe, shapes, host, seat.role)
     if asleep:
@@ -143,7 +147,8 @@ def microbatch_tokens(recipe: Recipe) -> int:
     """Tokens of the largest micro-batch that the recipe can make: its limit, or what a whole batch
     of the longest samples has; a sample that is longer than the limit goes alone."""
     rollout, limit = recipe.rollout, recipe.train.tokens_per_microbatch
-    longest = recipe.data.max_prompt_tokens + recipe.sampling.max_tokens
+    drawn = [recipe.sampling_of(name).max_tokens for name in recipe.data.domains]
+    longest = recipe.data.max_prompt_tokens + max(drawn, default=recipe.sampling.max_tokens)
     samples = rollout.groups_per_step * rollout.group_size
     if recipe.pipeline in SUPERVISED_LOSSES:
         samples = recipe.train.batch_size * (2 if recipe.compares_pairs else 1)
@@ -167,6 +172,15 @@ def _generator_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep: 
     if asleep and (infer.free_cache or not shares):
         return weights * itemsize if shares else 0
     return (weights + cache) * itemsize
+
+
+def _judge_bytes(judge: JudgeConfig, shapes: Shapes, host: HostSpec) -> int:
+    """The weights of its engine and the cache of full slots; it never sleeps."""
+    shape, itemsize = shapes[judge.path], _itemsize(judge, host)
+    weights = shape.parameters
+    if host.device.kind == "cpu":
+        weights += shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
+    return (weights + judge.slots * judge.max_length * shape.cache_per_token) * itemsize
 
 
 def _itemsize(model: ModelConfig, host: HostSpec) -> int:

@@ -19,10 +19,12 @@ from rollick.data.collate import collate
 from rollick.data.prompts import PromptStream
 from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.errors import EngineLost, RollickError, WorkerError
+from rollick.observe.watch import alarm_metrics, find_alarms
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session, phase
 from rollick.pipelines.calibrate import record_row
 from rollick.pipelines.credit import Credit
+from rollick.pipelines.domains import validation_sampling
 from rollick.pipelines.evaluate import EvalReport, summarise
 from rollick.pipelines.folder import ENGINE_STEPS
 from rollick.pipelines.revive import Revival
@@ -30,7 +32,7 @@ from rollick.rollout.journal import Journal
 from rollick.rollout.lag import LagMeter
 from rollick.rollout.once import sample_all
 from rollick.rollout.scheduler import Rollout
-from rollick.types import Group, PolicyVersion, Prompt, Sampling
+from rollick.types import Group, PolicyVersion, Prompt
 from rollick.workers.critic import CriticReport
 from rollick.workers.generator import ask_for_life, lost_ranks, take_records
 from rollick.workers.learner import TrainReport
@@ -204,6 +206,7 @@ class RLPipeline(HasSession):
             | credit
             | self.credit.metrics
             | self.prompts.metrics()
+            | self.session.rewards.tally.take_metrics()
             | {
                 "controller/engines": float(len(self.rollout.fleet.engines)),
                 "controller/engine_restarts": float(self.revival.restarts),
@@ -234,6 +237,9 @@ class RLPipeline(HasSession):
         metrics["version"] = float(self.session.version)
         if "rollout/tokens" in metrics:
             metrics["speed/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step"]
+        alarms = find_alarms([*self.session.log.history, metrics])
+        metrics |= alarm_metrics(alarms)
+        self.session.view.warn({alarm.rule: alarm.message for alarm in alarms})
         self.session.log.log(step, metrics)
         self.session.view.step(step, metrics)
 
@@ -303,21 +309,10 @@ def keep_evaluation(session: Session, step: int, report: EvalReport) -> None:
 async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalReport:
     """Sample and score prompts with the recipe's evaluation settings."""
     config = session.recipe.evaluate
-    sampling = Sampling(
-        temperature=config.temperature,
-        max_tokens=config.max_tokens or session.recipe.sampling.max_tokens,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        min_tokens=config.min_tokens,
-        logit_bias=tuple(sorted(config.logit_bias.items())),
-        stop=session.recipe.sampling.stop,
-        stop_ids=session.recipe.sampling.stop_ids,
-    )
     groups = await sample_all(
         prompts,
         samples=config.samples,
-        sampling=sampling,
+        sampling=validation_sampling(session.recipe),
         engines=[engine for engine in session.engines if not engine.lost],
         codec=session.codec,
         score=session.score_held_out,

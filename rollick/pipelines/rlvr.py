@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
-from rollick.algorithms.selection import judge_group
 from rollick.config.load import LoadedRecipe
 from rollick.data.prompts import PromptStream
 from rollick.pipelines.base import RunObjects, RunResult, Session, open_session
+from rollick.pipelines.domains import group_filter, training_sampling
 from rollick.pipelines.revive import Revival
 from rollick.pipelines.rl import RLPipeline
 from rollick.rollout.journal import Journal, open_journal
 from rollick.rollout.lag import LagMeter
 from rollick.rollout.scheduler import Rollout
-from rollick.types import Sampling
 
 
 async def run_rlvr(
@@ -66,21 +64,16 @@ def open_rollout(
 ) -> AbstractAsyncContextManager[Rollout]:
     """The rollout of the training prompts; `state` is the checkpoint's, or empty."""
     recipe = session.recipe
-    config, sampling = recipe.rollout, recipe.sampling
+    why_dropped = group_filter(recipe)
     return Rollout.open(
-        config=config,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            stop_ids=sampling.stop_ids,
-        ),
+        config=recipe.rollout,
+        sampling=training_sampling(recipe),
         prompts=prompts.next,
         engines=session.engines,
         codec=session.codec,
         score=session.score,
-        signal=partial(judge_group, min_spread=config.min_spread),
-        judged=prompts.judged,
+        signal=why_dropped,
+        judged=lambda group: prompts.judged(group, kept=why_dropped(group) is None),
         seed=recipe.run.seed,
         stuck_after_s=recipe.run.stuck_after_s,
         version=session.version,

@@ -11,6 +11,9 @@ The six names of the library always win over a column of that name (`row` still 
 win over columns. A parameter with a default is optional; `**anything` gets the whole row. The
 answer is a number, a bool or a Score; everything else is a failure with a reason, never a number.
 
+A reward can say more of itself with `declare`: that it takes a batch (every argument but options is
+then a list, and so is the answer), that equal samples score alike, and its version.
+
 This module does no scheduling and starts no process (pool.py does); it needs neither torch nor
 ray, so a reward process stays small.
 """
@@ -20,13 +23,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import isfinite
 from numbers import Real
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -40,6 +44,49 @@ MAX_DETAIL = 500
 """Characters of a failure's detail that are kept: a reward may raise with a whole completion."""
 
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
+F = TypeVar("F", bound=RewardFn)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a reward says of itself."""
+
+    batch: int = 0
+    """Samples that it takes at once at the most, as lists; 0: one by one, and no lists."""
+    cache: bool = False
+    """Equal texts, rows and options always score alike, so that it need not be asked again."""
+    version: str = ""
+    """Changes when its scores do."""
+    sees_sample: bool = False
+    """Whether it takes the Sample itself: no two of these are alike, so it is never cached."""
+
+
+def declare(fn: F, *, batch: int = 0, cache: bool = False, version: str = "") -> F:
+    """Say of a reward that it takes a batch, that its scores may be kept, or which version it is.
+
+    batch: the most samples of a call; 0 is a function that takes them one by one.
+    """
+    fn.__rollick_reward__ = Declaration(batch, cache, version)  # pyright: ignore
+    return fn
+
+
+def declaration_of(fn: RewardFn) -> Declaration:
+    """What the reward declares; its version is a hash of its source where it names none."""
+    said: Declaration = getattr(fn, "__rollick_reward__", Declaration())
+    version = said.version or _source_hash(fn)
+    sees_sample = "sample" in _parameters(fn)
+    return replace(
+        said, version=version, sees_sample=sees_sample, cache=said.cache and not sees_sample
+    )
+
+
+def _source_hash(fn: RewardFn) -> str:
+    try:
+        source = inspect.getsource(inspect.getmodule(fn) or fn).encode()
+    except (OSError, TypeError):
+        code = getattr(fn, "__code__", None)
+        source = code.co_code + repr(code.co_consts).encode() if code else _name(fn).encode()
+    return blake2b(source, digest_size=4).hexdigest()
 
 
 def call_reward(
@@ -64,6 +111,57 @@ def call_reward(
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         score = Score.failed(describe_failure(error))
     return replace(score, seconds=perf_counter() - begun)
+
+
+def call_batch(
+    fn: RewardFn,
+    samples: Sequence[Sample],
+    options: Mapping[str, Any] | None = None,
+    *,
+    run: RunCoroutine = asyncio.run,
+) -> list[Score]:
+    """Call a reward that takes a batch. If it raises, each sample is tried alone.
+
+    RewardError as in `call_reward`.
+    """
+    bound = [bind_arguments(fn, sample, options or {}) for sample in samples]
+    arguments = [list(column) for column in zip(*(place for place, _ in bound), strict=True)]
+    keywords = _columns([names for _, names in bound], fn, options or {})
+    begun = perf_counter()
+    try:
+        answer = fn(*arguments, **keywords)
+        if inspect.isawaitable(answer):
+            answer = run(_wait_for(answer))
+        scores = _read_answers(answer, len(samples))
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        if len(samples) > 1:
+            return [call_batch(fn, [sample], options, run=run)[0] for sample in samples]
+        scores = [Score.failed(describe_failure(error))]
+    seconds = (perf_counter() - begun) / len(samples)
+    return [replace(score, seconds=seconds) for score in scores]
+
+
+def _columns(
+    bound: Sequence[Mapping[str, Any]], fn: RewardFn, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """By name: an option as it is, anything else as a list with a value for each sample."""
+    defaults = {name: each.default for name, each in _parameters(fn).items()}
+    names = dict.fromkeys(name for one in bound for name in one)
+    return {
+        name: options[name]
+        if name in options
+        else [one.get(name, defaults.get(name)) for one in bound]
+        for name in names
+    }
+
+
+def _read_answers(answer: Any, count: int) -> list[Score]:
+    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
+        raise TypeError(f"returned a {type(answer).__name__}; a batch is answered with a list")
+    answers = list(cast("Iterable[Any]", answer))
+    if len(answers) != count:
+        raise ValueError(f"returned {len(answers)} scores for {count} samples")
+    return [read_answer(one) for one in answers]
 
 
 def explain_signature(
@@ -143,6 +241,9 @@ def read_answer(answer: Any) -> Score:
             parts={name: part.value for name, part in parts.items()},
             turns=tuple(turn.value for turn in turns),
             detail=score.detail or _shorten(str(answer.detail)),
+            version=str(answer.version),
+            isolation=str(answer.isolation),
+            figures=answer.figures,
         )
     if isinstance(answer, Real | np.bool_):
         value = float(answer)
@@ -165,8 +266,10 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     if failed:
         timed_out = any(score.status is ScoreStatus.TIMEOUT for score in failed.values())
         status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
-        detail = "; ".join(f"{name}: {score.detail}" for name, score in failed.items())
-        return replace(Score.failed(detail, status=status), seconds=seconds)
+        reasons = {name: score.detail for name, score in failed.items() if score.detail}
+        detail = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        failure = Score.failed(detail, status=status)
+        return replace(failure, seconds=seconds, isolation=_isolations(scores))
     value = float(sum(weights[name] * score.value for name, score in scores.items()))
     if not isfinite(value):
         return Score.failed(f"the weighted sum of {', '.join(scores)} is {value}")
@@ -181,7 +284,28 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     weighed = [[weights[name] * turn for turn in turns] for name, turns in by_turn.items()]
     turns = tuple(float(sum(column)) for column in zip(*weighed, strict=True))
     detail = "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
-    return Score(value, parts=parts, detail=detail, seconds=seconds, turns=turns)
+    versions = ", ".join(
+        f"{name}@{score.version}" for name, score in scores.items() if score.version
+    )
+    return Score(
+        value,
+        parts=parts,
+        detail=detail,
+        seconds=seconds,
+        turns=turns,
+        version=versions,
+        isolation=_isolations(scores),
+        figures={
+            f"{name}/{figure}": amount
+            for name, score in scores.items()
+            for figure, amount in score.figures.items()
+        },
+    )
+
+
+def _isolations(scores: Mapping[str, Score]) -> str:
+    """All levels that took part, each once: the weakest is what the score stands on."""
+    return "+".join(sorted({score.isolation for score in scores.values() if score.isolation}))
 
 
 def part_names(rewards: Iterable[str]) -> list[str]:

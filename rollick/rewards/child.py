@@ -2,10 +2,11 @@
 
     pool (parent)                                child
       LOAD  names and functions      ------->      imports them
-                                     <-------    READY, or BROKEN with the error
-      JOBS  samples, each pickled    ------->      for each sample, for each of its rewards:
-                                     <-------        STARTED (job, reward), before the call
-                                     <-------      DONE (job, score)
+                                     <-------    READY with what they declare, or BROKEN
+      JOBS  samples, each pickled    ------->      rewards that take batches: over all samples
+                                                   then for each sample, for each of the others:
+                                     <-------        STARTED (jobs, rewards), before the call
+                                     <-------      DONE (job, a score for each of its rewards)
 
 A frame is a kind, a length and a body. Bodies are pickled on the way down and JSON on the way up,
 so the parent never unpickles what a process that runs user code has written. The true pipes are
@@ -20,8 +21,8 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,10 +31,19 @@ import cloudpickle
 
 from rollick.config.names import resolve
 from rollick.errors import RewardError, RollickError
-from rollick.rewards.base import call_reward, combine, describe_failure, part_names
+from rollick.rewards.base import (
+    Declaration,
+    call_batch,
+    call_reward,
+    declaration_of,
+    describe_failure,
+)
 from rollick.types import RewardFn, Sample, Score, ScoreStatus
 
 HEADER = struct.Struct("<BI")
+ISOLATION = "process"
+"""What a score rests on whose reward says nothing else: a process that is killed when it hangs."""
+SCORE_FIELDS = tuple(each.name for each in fields(Score))
 
 
 class Kind(IntEnum):
@@ -51,8 +61,11 @@ class Call(NamedTuple):
     """One reward of a sample, as it is asked for."""
 
     reward: str
-    weight: float
     options: Mapping[str, Any]
+
+
+Place = tuple[int, int]
+"""A job, and which of its calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +80,21 @@ def encode_frame(kind: Kind, body: bytes) -> bytes:
     return HEADER.pack(kind, len(body)) + body
 
 
-def encode_score(job: int, score: Score) -> bytes:
-    said = [score.value, dict(score.parts), score.status, score.detail, score.seconds]
-    return encode_frame(Kind.DONE, json.dumps([job, *said, list(score.turns)]).encode())
+def encode_scores(job: int, scores: Sequence[Score]) -> bytes:
+    said = [[getattr(score, name) for name in SCORE_FIELDS] for score in scores]
+    return encode_frame(Kind.DONE, json.dumps([job, said], default=dict).encode())
 
 
-def decode_score(body: bytes) -> tuple[int, Score]:
-    job, value, parts, status, detail, seconds, turns = json.loads(body)
-    return job, Score(value, parts, ScoreStatus(status), detail, seconds, tuple(turns))
+def decode_scores(body: bytes) -> tuple[int, list[Score]]:
+    job, said = json.loads(body)
+    named: list[dict[str, Any]] = [dict(zip(SCORE_FIELDS, one, strict=True)) for one in said]
+    for one in named:
+        one |= {"status": ScoreStatus(one["status"]), "turns": tuple(one["turns"])}
+    return job, [Score(**one) for one in named]
+
+
+def decode_declarations(body: bytes) -> dict[str, Declaration]:
+    return {name: Declaration(**said) for name, said in json.loads(body).items()}
 
 
 @dataclass(slots=True)
@@ -85,6 +105,7 @@ class RewardLoop:
     outbox: int
     runner: asyncio.Runner
     functions: dict[str, RewardFn] = field(default_factory=dict[str, RewardFn])
+    declared: dict[str, Declaration] = field(default_factory=dict[str, Declaration])
     unsent: bytearray = field(default_factory=bytearray)
 
     def run(self) -> None:
@@ -94,44 +115,93 @@ class RewardLoop:
             if kind == Kind.LOAD:
                 self._load(content)
             else:
-                for job, payload in content:
-                    score = self._score(job, payload)
-                    self.unsent += encode_score(job, score)
+                self._score(content)
             self._flush()
 
     def _load(self, definitions: Definitions) -> None:
         try:
             for name, definition in definitions.rewards.items():
                 self.functions[name] = _load_reward(definition, definitions.base)
+                self.declared[name] = declaration_of(self.functions[name])
         except (Exception, SystemExit) as error:
             known = isinstance(error, RollickError)
             message = error.message if known else describe_failure(error)
             problem = {"message": message, "fix": error.fix if known else ""}
             self.unsent += encode_frame(Kind.BROKEN, json.dumps(problem).encode())
         else:
-            self.unsent += encode_frame(Kind.READY, b"")
+            declared = {name: asdict(said) for name, said in self.declared.items()}
+            self.unsent += encode_frame(Kind.READY, json.dumps(declared).encode())
 
-    def _score(self, job: int, payload: bytes) -> Score:
+    def _score(self, jobs: Sequence[tuple[int, bytes]]) -> None:
+        """Answer each job; what takes batches is called first, over all of them."""
+        samples: dict[int, Sample] = {}
+        calls: dict[int, Sequence[Call]] = {}
+        for job, payload in jobs:
+            try:
+                samples[job], calls[job] = cloudpickle.loads(payload)
+            except Exception as error:
+                why = f"the sample cannot be unpickled: {describe_failure(error)}"
+                self.unsent += encode_scores(job, [Score.failed(why)])
+        known = self._call_batches(samples, calls)
+        for job, sample in samples.items():
+            scores = [
+                known.get((job, place)) or self._call(sample, call, (job, place))
+                for place, call in enumerate(calls[job])
+            ]
+            self.unsent += encode_scores(job, scores)
+
+    def _call_batches(
+        self, samples: Mapping[int, Sample], calls: Mapping[int, Sequence[Call]]
+    ) -> dict[Place, Score]:
+        alike: dict[str, list[tuple[Place, Call]]] = {}
+        for job, asked in calls.items():
+            for place, call in enumerate(asked):
+                if self.declared[call.reward].batch:
+                    key = json.dumps([call.reward, dict(call.options)], default=repr)
+                    alike.setdefault(key, []).append(((job, place), call))
+        known: dict[Place, Score] = {}
+        for together in alike.values():
+            size = self.declared[together[0][1].reward].batch
+            for begin in range(0, len(together), size):
+                part = together[begin : begin + size]
+                known |= self._call_batch([place for place, _ in part], part[0][1], samples)
+        return known
+
+    def _call_batch(
+        self, places: Sequence[Place], call: Call, samples: Mapping[int, Sample]
+    ) -> dict[Place, Score]:
+        self._tell_start(places)
+        function = self.functions[call.reward]
+        of = [samples[job] for job, _ in places]
         try:
-            sample, calls = cloudpickle.loads(payload)
-        except Exception as error:
-            return Score.failed(f"the sample cannot be unpickled: {describe_failure(error)}")
-        labels = part_names(call.reward for call in calls)
-        scores: dict[str, Score] = {}
-        for place, (label, call) in enumerate(zip(labels, calls, strict=True)):
-            # Sent before the call, together with the last answer: if this call hangs or kills the
-            # process, the parent knows which one it was.
-            self.unsent += encode_frame(Kind.STARTED, json.dumps([job, place]).encode())
-            self._flush()
-            scores[label] = self._call(sample, call)
-        return combine(scores, dict(zip(labels, (call.weight for call in calls), strict=True)))
+            scores = call_batch(function, of, call.options, run=self.runner.run)
+        except RewardError as error:  # of one row, perhaps
+            if len(places) > 1:
+                alone = [self._call_batch([place], call, samples) for place in places]
+                return {place: score for one in alone for place, score in one.items()}
+            scores = [Score.failed(str(error))]
+        return {
+            place: self._stamped(score, call) for place, score in zip(places, scores, strict=True)
+        }
 
-    def _call(self, sample: Sample, call: Call) -> Score:
+    def _call(self, sample: Sample, call: Call, place: Place) -> Score:
+        self._tell_start([place])
         function = self.functions[call.reward]
         try:
-            return call_reward(function, sample, call.options, run=self.runner.run)
+            score = call_reward(function, sample, call.options, run=self.runner.run)
         except RewardError as error:  # a row without a column is a bad sample, not a bad run
-            return Score.failed(str(error))
+            score = Score.failed(str(error))
+        return self._stamped(score, call)
+
+    def _stamped(self, score: Score, call: Call) -> Score:
+        version = score.version or self.declared[call.reward].version
+        return replace(score, version=version, isolation=score.isolation or ISOLATION)
+
+    def _tell_start(self, places: Sequence[Place]) -> None:
+        """Sent before a call, together with the last answers: if it hangs or kills the process,
+        the parent knows which one it was."""
+        self.unsent += encode_frame(Kind.STARTED, json.dumps(places).encode())
+        self._flush()
 
     def _flush(self) -> None:
         view = memoryview(bytes(self.unsent))

@@ -7,7 +7,11 @@
 A lane is a task that owns one child: it sends the samples that wait as one frame and reads the
 scores as they come. A call past its deadline, or a child that dies, costs the sample that was
 running and nobody else: the rest of the frame goes back to the head of the queue, the child's
-whole process group is killed, and a fresh child takes over. A failure is a status, not a number.
+whole process group is killed, and a fresh child takes over. Of a batch that is lost so, each sample
+is tried again alone. A failure is a status, not a number.
+
+What equal samples scored is remembered (memory.py), where the reward says that it may be; who was
+called how often, failed and cost what is counted, and held against budgets (tally.py).
 """
 
 from __future__ import annotations
@@ -15,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import pickle
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -28,9 +31,11 @@ import cloudpickle
 
 from rollick.config.schema import RewardSpec
 from rollick.errors import RewardError
-from rollick.rewards.base import part_names
-from rollick.rewards.child import Call, Definitions, Kind, decode_score
-from rollick.rewards.process import Child, ChildLost, Guard, define_reward
+from rollick.rewards.base import Declaration, combine, part_names
+from rollick.rewards.child import Call, Definitions, Kind, decode_declarations, decode_scores
+from rollick.rewards.memory import ScoreMemory, content_key
+from rollick.rewards.process import Child, ChildLost, Guard, all_of, define_reward, pack_job
+from rollick.rewards.tally import RewardTally
 from rollick.types import RewardFn, Sample, Score, ScoreStatus
 
 START_SECONDS = 120.0
@@ -38,6 +43,8 @@ START_SECONDS = 120.0
 FRAME_SECONDS = 0.02
 """Work sent to a child at once: long enough to hide the pipe, short enough to share fairly."""
 MAX_FRAME = 64
+NOT_CALLED = Score.failed("")
+"""Of a reward whose process was lost to another one of the same sample."""
 MAX_LOSSES = 3
 """A job whose child dies this often before the job's turn, or a start that fails as often."""
 
@@ -55,11 +62,15 @@ class PoolStats:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A sample on its way: pickled, with the names of its rewards and who waits for the score."""
+    """A sample on its way: pickled, with the names of its rewards and who waits for the scores."""
 
     payload: bytes
-    labels: Sequence[str]
-    answer: asyncio.Future[Score]
+    rewards: Sequence[str]
+    answer: asyncio.Future[list[Score]]
+    batch: int = 0
+    """Samples that its rewards take at once; 0: one."""
+    alone: bool = False
+    """Whether a batch with it was lost, so that it must go by itself."""
     losses: int = 0
 
 
@@ -71,9 +82,13 @@ class RewardPool:
     processes: int
     timeout_s: float
     output: IO[bytes] | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str])
     stats: PoolStats = field(default_factory=PoolStats)
+    tally: RewardTally = field(default_factory=RewardTally)
+    declared: Mapping[str, Declaration] = field(default_factory=dict[str, Declaration])
+    _memory: ScoreMemory = field(default_factory=ScoreMemory)
     _waiting: deque[_Job] = field(default_factory=deque[_Job])
-    _unanswered: set[asyncio.Future[Score]] = field(default_factory=set[asyncio.Future[Score]])
+    _unanswered: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _children: set[Child] = field(default_factory=set[Child])
     _guard: Guard | None = None
@@ -89,21 +104,23 @@ class RewardPool:
         timeout_s: float,
         base: Path | None = None,
         output: Path | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RewardPool, None]:
         """Start the children and wait until each has loaded the rewards.
 
         `rewards`: by the name that a RewardSpec uses, a function or a reference (a built-in name,
         file.py:function relative to `base`, module:function). `output`: a file for what rewards
-        print; by default the error stream of this process.
+        print; by default the error stream of this process. `secrets`: environment variables that
+        the children get besides those of this process.
         """
         loads = {name: define_reward(name, reward) for name, reward in rewards.items()}
         lanes: list[asyncio.Task[None]] = []
         with contextlib.ExitStack() as files:
             log = files.enter_context(output.open("ab")) if output is not None else None
-            pool = cls(Definitions(loads, base), processes, timeout_s, log)
+            pool = cls(Definitions(loads, base), processes, timeout_s, log, secrets or {})
             try:
                 pool._guard = await Guard.spawn()
-                for child in await _all_of(pool._start() for _ in range(processes)):
+                for child in await all_of(pool._start() for _ in range(processes)):
                     lanes.append(asyncio.create_task(pool._serve(child)))
                     lanes[-1].add_done_callback(pool._notice_end)
                 yield pool
@@ -123,21 +140,65 @@ class RewardPool:
         if self._broken is not None:
             raise self._broken
         _check_specs(specs, self.definitions.rewards, sample)
-        calls = [Call(spec.name, spec.weight, spec.options) for spec in specs]
+        known = self._known(sample, specs)
+        asked = [place for place, score in enumerate(known) if score is None]
+        if asked:
+            answers = await self._ask(sample, [specs[place] for place in asked])
+            for place, score in zip(asked, answers, strict=True):
+                known[place] = score
+        return self._sum_up(specs, [score for score in known if score is not None])
+
+    def _known(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score | None]:
+        """Of each reward: what an equal sample scored, or a failure where its budget is spent."""
+        known: list[Score | None] = []
+        for spec in specs:
+            score = self._memory.find(self._key(sample, spec))
+            if score is None and spec.max_cost and self.tally.cost(spec.name) >= spec.max_cost:
+                score = Score.failed(
+                    f"its budget (max_cost) of {spec.max_cost:g} is spent: "
+                    f"{self.tally.cost(spec.name):.4g}"
+                )
+                self.tally.count(spec.name, score)
+            elif score is not None:
+                self.tally.count_cached(spec.name)
+            known.append(score)
+        return known
+
+    def _key(self, sample: Sample, spec: RewardSpec) -> bytes | None:
+        said = self.declared[spec.name]
+        wanted = said.cache if spec.cache is None else spec.cache and not said.sees_sample
+        return content_key(sample, spec, version=said.version) if wanted else None
+
+    async def _ask(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
+        """A score for each of them, from a child."""
+        calls = [Call(spec.name, spec.options) for spec in specs]
         try:
-            payload = _pack(sample, calls)
+            payload = pack_job(sample, calls)
         except Exception as error:
             failed = Score.failed(f"the sample cannot be sent to a reward process: {error}")
-            self._count(failed)
-            return failed
-        answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+            return [failed for _ in specs]
+        answer: asyncio.Future[list[Score]] = asyncio.get_running_loop().create_future()
         self._unanswered.add(answer)
-        self._waiting.append(_Job(payload, part_names(spec.name for spec in specs), answer))
+        batch = max(self.declared[spec.name].batch for spec in specs)
+        self._waiting.append(_Job(payload, [spec.name for spec in specs], answer, batch))
         self._wake.set()
         try:
-            return await answer
+            scores = await answer
         finally:
             self._unanswered.discard(answer)
+        for spec, score in zip(specs, scores, strict=True):
+            self._memory.keep(self._key(sample, spec), score)
+            if score is not NOT_CALLED:
+                self.tally.count(spec.name, score)
+                self.tally.refuse_failures(spec)
+        return scores
+
+    def _sum_up(self, specs: Sequence[RewardSpec], scores: Sequence[Score]) -> Score:
+        labels = part_names(spec.name for spec in specs)
+        weights = {label: spec.weight for label, spec in zip(labels, specs, strict=True)}
+        score = combine(dict(zip(labels, scores, strict=True)), weights)
+        self._count(score)
+        return score
 
     async def _serve(self, child: Child) -> None:
         """A lane. Consumes waiting jobs, produces scores; waits for jobs and for its child."""
@@ -155,11 +216,20 @@ class RewardPool:
                 child = await self._restart()
 
     async def _take_jobs(self, size: int) -> list[_Job]:
-        """Up to `size` jobs that somebody still waits for, but no more than this lane's share."""
+        """Up to `size` jobs that somebody still waits for, or a batch where the first one's rewards
+        take one; but no more than this lane's share."""
         while True:
-            share = min(size, ceil(len(self._waiting) / self.processes))
-            jobs = [self._waiting.popleft() for _ in range(share)]
-            if jobs := [job for job in jobs if not job.answer.done()]:
+            jobs: list[_Job] = []
+            share = ceil(len(self._waiting) / self.processes)
+            while self._waiting and len(jobs) < share:
+                first = self._waiting[0]
+                most = max(size, jobs[0].batch if jobs else first.batch)
+                if jobs and (first.alone or jobs[0].alone or len(jobs) >= most):
+                    break
+                self._waiting.popleft()
+                if not first.answer.done():
+                    jobs.append(first)
+            if jobs:
                 return jobs
             if not self._waiting:
                 self._wake.clear()
@@ -169,7 +239,7 @@ class RewardPool:
         """Send the jobs and settle them as their scores come; whether the child was lost."""
         now = asyncio.get_running_loop().time
         left = dict(enumerate(jobs))
-        running: tuple[int, int] | None = None
+        running: dict[int, int] = {}
         deadline = now() + self.timeout_s
         body = cloudpickle.dumps([(number, job.payload) for number, job in left.items()])
         try:
@@ -178,12 +248,11 @@ class RewardPool:
                 for kind, content in await child.receive(deadline=deadline):
                     deadline = now() + self.timeout_s
                     if kind == Kind.STARTED:
-                        job, place = json.loads(content)
-                        running = (job, place)
+                        running = dict(json.loads(content))
                     else:
-                        number, score = decode_score(content)
-                        running = None
-                        self._settle(left.pop(number), score)
+                        number, scores = decode_scores(content)
+                        running = {}
+                        self._settle(left.pop(number), scores)
             return False
         except TimeoutError:
             reason = f"no answer within {self.timeout_s:g} s; its process was killed"
@@ -195,30 +264,32 @@ class RewardPool:
         self._blame(left, running, failure)
         return True
 
-    def _blame(
-        self, left: dict[int, _Job], running: tuple[int, int] | None, failure: Score
-    ) -> None:
+    def _blame(self, left: dict[int, _Job], running: Mapping[int, int], failure: Score) -> None:
         """Fail the job that was running; the others go back to the head of the queue, in order.
 
-        With nobody running the loss counts against each of them, so that no job can cost
-        processes for ever.
+        Of several that ran together each is tried alone. With nobody running the loss counts
+        against each of them, so that no job can cost processes for ever.
         """
-        if running is not None:
-            culprit = left.pop(running[0])
-            label = culprit.labels[running[1]]
-            self._settle(culprit, replace(failure, detail=f"{label}: {failure.detail}"))
-        else:
+        for number in running:
+            left[number].alone = len(running) > 1
+        if len(running) == 1:
+            [(number, place)] = running.items()
+            culprit = left.pop(number)
+            scores = [NOT_CALLED for _ in culprit.rewards]
+            scores[place] = failure
+            self._settle(culprit, scores)
+        elif not running:
             for number, job in list(left.items()):
                 job.losses += 1
                 if job.losses >= MAX_LOSSES:
-                    self._settle(left.pop(number), failure)
+                    self._settle(left.pop(number), [failure for _ in job.rewards])
         self._waiting.extendleft(reversed(left.values()))
         self._wake.set()
 
-    def _settle(self, job: _Job, score: Score) -> None:
-        self._count(score)
+    def _settle(self, job: _Job, scores: Sequence[Score]) -> None:
         if not job.answer.done():
-            job.answer.set_result(score)
+            whole = len(scores) == len(job.rewards)
+            job.answer.set_result(list(scores) if whole else [scores[0] for _ in job.rewards])
 
     def _count(self, score: Score) -> None:
         stats = self.stats
@@ -243,7 +314,7 @@ class RewardPool:
     async def _start(self) -> Child:
         """A child that has loaded the rewards. RewardError if it cannot."""
         assert self._guard is not None
-        child = await Child.spawn(self.output)
+        child = await Child.spawn(self.output, secrets=self.secrets)
         self._children.add(child)
         self._guard.watch(child)
         try:
@@ -273,6 +344,7 @@ class RewardPool:
         if kind == Kind.BROKEN:
             problem = json.loads(body)
             raise RewardError(f"cannot load {names}: {problem['message']}", fix=problem["fix"])
+        self.declared = decode_declarations(body)
 
     async def _end_child(self, child: Child) -> None:
         assert self._guard is not None
@@ -322,21 +394,3 @@ def _check_specs(specs: Sequence[RewardSpec], known: Mapping[str, Any], sample: 
                 f"the reward {spec.name!r} was not given to the pool",
                 fix=f"it has: {', '.join(known) or 'none'}",
             )
-
-
-def _pack(sample: Sample, calls: Sequence[Call]) -> bytes:
-    """Plain pickle is several times faster, but cannot carry classes of the user's script."""
-    with contextlib.suppress(Exception):
-        payload = pickle.dumps((sample, calls), protocol=5)
-        if b"__main__" not in payload:
-            return payload
-    return cloudpickle.dumps((sample, calls))
-
-
-async def _all_of(starts: Iterable[Coroutine[Any, Any, Child]]) -> list[Child]:
-    """Wait for all of them, then raise the first error: none is left running."""
-    results = await asyncio.gather(*starts, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if isinstance(result, Child)]

@@ -11,19 +11,21 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import pickle
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import cloudpickle
 
 from rollick.errors import RewardError
 from rollick.rewards import guard
-from rollick.rewards.child import HEADER, Kind, encode_frame
-from rollick.types import RewardFn
+from rollick.rewards.child import HEADER, Call, Kind, encode_frame
+from rollick.types import RewardFn, Sample
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
@@ -49,12 +51,17 @@ class Child:
     buffer: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    async def spawn(cls, output: IO[bytes] | None) -> Child:
+    async def spawn(cls, output: IO[bytes] | None, *, secrets: Mapping[str, str]) -> Child:
         paths = json.dumps([path or os.getcwd() for path in sys.path])
         command = (sys.executable, "-c", BOOT, paths)
         return cls(
             await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=output, start_new_session=True
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, **secrets},
             )
         )
 
@@ -181,3 +188,21 @@ def _is_importable(module: str) -> bool:
     top = module.partition(".")[0]
     known = top == "__main__" or top in sys.builtin_module_names
     return known or importlib.machinery.PathFinder.find_spec(top) is not None
+
+
+def pack_job(sample: Sample, calls: Sequence[Call]) -> bytes:
+    """Plain pickle is several times faster, but cannot carry classes of the user's script."""
+    with contextlib.suppress(Exception):
+        payload = pickle.dumps((sample, calls), protocol=5)
+        if b"__main__" not in payload:
+            return payload
+    return cloudpickle.dumps((sample, calls))
+
+
+async def all_of(starts: Iterable[Coroutine[Any, Any, Child]]) -> list[Child]:
+    """Wait for all of them, then raise the first error: none is left running."""
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Child)]

@@ -45,6 +45,8 @@ class Access(Protocol):
 
 
 Episode = Callable[[SampleId, Prompt, Access], Awaitable[Sample]]
+SamplingOf = Callable[[Prompt], Sampling]
+"""How the samples of a prompt are drawn."""
 
 
 class OneEngine:
@@ -93,20 +95,21 @@ def stream_of(seed: int, purpose: str, uid: SampleId) -> int:
 
 
 def single_turn(
-    codec: ChatCodec, sampling: Sampling, *, seed: int, purpose: str = "train"
+    codec: ChatCodec, sampling: Sampling | SamplingOf, *, seed: int, purpose: str = "train"
 ) -> Episode:
-    """The episode of a prompt that is answered once."""
+    """The episode of a prompt that is answered once; `sampling` may differ by prompt."""
 
     async def answer(uid: SampleId, prompt: Prompt, access: Access) -> Sample:
         prompt_ids = codec.encode_prompt(prompt.turns)
         stream = stream_of(seed, purpose, uid)
-        request = Request(uid, prompt_ids, sampling, stream, group=uid.group)
+        drawn = sampling if isinstance(sampling, Sampling) else sampling(prompt)
+        request = Request(uid, prompt_ids, drawn, stream, group=uid.group)
         completion = await access.generate(request)
         return make_sample(
             prompt,
             prompt_ids,
             completion=completion,
-            temperature=sampling.temperature,
+            temperature=drawn.temperature,
             text=codec.decode(completion.token_ids),
         )
 

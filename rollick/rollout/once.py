@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rollick.config.schema import RolloutConfig
 from rollick.infer.engine import Engine
-from rollick.rollout.episode import ChatCodec
+from rollick.rollout.episode import ChatCodec, SamplingOf
 from rollick.rollout.scheduler import Rollout
 from rollick.types import Group, Prompt, Sample, Sampling, Score
 
@@ -16,7 +16,7 @@ async def sample_all(
     prompts: Sequence[Prompt],
     *,
     samples: int,
-    sampling: Sampling,
+    sampling: Sampling | SamplingOf,
     engines: Sequence[Engine],
     codec: ChatCodec,
     score: Callable[[Sample], Awaitable[Score]],

@@ -22,7 +22,13 @@ from rollick.config.schema import RolloutConfig
 from rollick.errors import EngineError, StuckError
 from rollick.infer.engine import Engine
 from rollick.rollout.access import SampleAccess
-from rollick.rollout.episode import ChatCodec, Episode, RememberingCodec, single_turn
+from rollick.rollout.episode import (
+    ChatCodec,
+    Episode,
+    RememberingCodec,
+    SamplingOf,
+    single_turn,
+)
 from rollick.rollout.events import Event
 from rollick.rollout.fleet import Fleet
 from rollick.rollout.garbage import rare_collections
@@ -101,7 +107,7 @@ class Rollout:
         seed: int,
         stuck_after_s: float,
         codec: ChatCodec | None = None,
-        sampling: Sampling | None = None,
+        sampling: Sampling | SamplingOf | None = None,
         episode: Episode | None = None,
         signal: Callable[[Group], str | None] | None = None,
         judged: Callable[[Group], None] | None = None,
@@ -118,8 +124,8 @@ class Rollout:
         """Start sampling at once. Leaving aborts what still runs; nothing outlives the block.
 
         `episode` is what a sample does; without one, `codec` and `sampling` make the single turn.
-        `signal` gives the reason to drop a group, or None to keep it (config.drop_no_signal turns
-        it off). `judged` is told every group once, when it has all its scored samples, or without
+        `signal` gives the reason to drop a group, or None to keep it. `judged` is told
+        every group once, when it has all its scored samples, or without
         any when a staleness rule drops it before. `span` and `record` are told what happens.
         `state` and `groups` are what `state()` and `untrained()` gave a former run, `started` the
         groups that its log knows beyond them: for these, `find_prompt` gives the prompt by its uid
@@ -137,7 +143,7 @@ class Rollout:
             prompts=prompts,
             episode=episode,
             score=score,
-            signal=signal if config.drop_no_signal else None,
+            signal=signal,
             judged=judged,
             purpose=purpose,
             stuck_after_s=stuck_after_s,
@@ -381,7 +387,7 @@ class Rollout:
             self._cancel(self.ledger.complete(uid))
         else:
             self._scored.remove(uid)
-            self._window.dropped[reason] += 1
+            self._window.drop(group.prompt.domain, reason)
             self._cancel(self.ledger.drop(uid, reason))
         self.fleet.end_group(uid)
         self._admit()
@@ -398,7 +404,7 @@ class Rollout:
             was_judged = self._scored.is_whole(uid)
             group = self._scored.remove(uid)
             self.fleet.end_group(uid)
-            self._window.dropped[reason] += 1
+            self._window.drop(group.prompt.domain, reason)
             self._window.shed(group.members)
             if self._wiring.judged is not None and not was_judged:
                 # Only its fast samples are known, which say too much good of the prompt.

@@ -135,7 +135,9 @@ class Simulation:
                     seed=scenario.seed,
                     stuck_after_s=STUCK_AFTER_S,
                     episode=self._episode,
-                    signal=partial(judge_group, min_spread=scenario.rollout.min_spread),
+                    signal=partial(judge_group, min_spread=scenario.rollout.min_spread)
+                    if scenario.rollout.drop_no_signal
+                    else None,
                     record=self._record,
                     span=self.bubbles.span,
                 )

@@ -20,10 +20,41 @@ from typing import Any
 
 import numpy as np
 
-from rollick.types import Group, PolicyVersion, ScoredSample
+from rollick.rewards.structure import repeated_share
+from rollick.types import Group, PolicyVersion, ScoredSample, stable_hash
 
 NAN = float("nan")
 """One object, so that figures without a value compare as equal."""
+
+LOOKED_AT = 4000
+"""Characters at an answer's end that are searched for repetition: it is where answers run wild."""
+
+
+@dataclass(frozen=True, slots=True)
+class DomainStats:
+    """Figures of one domain in one step: of all its samples that ended, and of the batch."""
+
+    scored: int = 0
+    failed: int = 0
+    score: float = NAN
+    response_length: float = NAN
+    truncated: float = NAN
+    groups: int = 0
+    """In the batch."""
+    dropped: int = 0
+    """Groups dropped, for any reason."""
+
+    def metrics(self, name: str) -> dict[str, float]:
+        prefix = f"rollout/domain/{name}"
+        return {
+            f"score/domain/{name}": self.score,
+            f"{prefix}/groups": self.groups,
+            f"{prefix}/dropped": self.dropped,
+            f"{prefix}/samples": self.scored,
+            f"{prefix}/failed_scores": self.failed / max(1, self.scored),
+            f"{prefix}/response_length": self.response_length,
+            f"{prefix}/truncated": self.truncated,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +79,13 @@ class RolloutStats:
     reward_seconds: float = float("nan")
     """Mean time of one of them with the rewards."""
     mean_score: float = float("nan")
-    mean_score_by_domain: Mapping[str, float] = field(default_factory=dict[str, float])
+    domains: Mapping[str, DomainStats] = field(default_factory=dict[str, "DomainStats"])
+    mean_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of each reward, and of the parts that it gives."""
+    repetition: float = float("nan")
+    """Mean share of an answer's phrases that it had said before."""
+    identical: float = float("nan")
+    """Share of the samples that have the commonest answer."""
     trained_score: float = float("nan")
     """Mean score in the batch."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -96,6 +133,8 @@ class RolloutStats:
             "rollout/response_length": self.tokens / max(1, self.scored),
             "rollout/truncated": self.truncated,
             "rollout/failed_scores": self.failed_scores / max(1, self.scored),
+            "rollout/repetition": self.repetition,
+            "rollout/identical": self.identical,
             "rollout/age_max": self.age_max,
             "rollout/age_mean": self.age_mean,
             "rollout/bias/length": self.length_bias,
@@ -117,8 +156,10 @@ class RolloutStats:
             "time/sample_generate": self.generate_seconds,
             "time/sample_reward": self.reward_seconds,
         }
-        for domain, score in self.mean_score_by_domain.items():
-            found[f"score/domain/{domain}"] = score
+        for name, domain in self.domains.items():
+            found |= domain.metrics(name)
+        for part, score in self.mean_parts.items():
+            found[f"score/part/{part}"] = score
         for reason, count in self.dropped.items():
             found[f"rollout/dropped/{reason}"] = count
         return found
@@ -142,7 +183,11 @@ class StepWindow:
         self.deferred_tokens = 0
         self.shed_lengths: list[int] = []
         self.shed_scores: list[float] = []
+        self.domain_sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._scores: defaultdict[str, list[float]] = defaultdict(list)
+        self._parts: defaultdict[str, list[float]] = defaultdict(list)
+        self._answers: Counter[str] = Counter()
+        self._repeated = 0.0
 
     @property
     def mean_score(self) -> float:
@@ -155,11 +200,25 @@ class StepWindow:
         self.truncated += sample.truncated
         self.generate_seconds += generate_s
         self.reward_seconds += reward_s
+        self._answers[f"{stable_hash(sample.text.strip()):x}"] += 1
+        self._repeated += repeated_share(sample.text[-LOOKED_AT:])
+        of_domain = self.domain_sums[sample.prompt.domain]
+        of_domain["scored"] += 1
+        of_domain["tokens"] += sample.response_length
+        of_domain["truncated"] += sample.truncated
+        of_domain["failed"] += not score.ok
         if score.ok:
             self._scores[sample.prompt.domain].append(score.value)
+            for name, value in score.parts.items():
+                self._parts[name].append(value)
         else:
             self.failed += 1
             self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
+
+    def drop(self, domain: str, reason: str) -> None:
+        """A group of the domain is dropped."""
+        self.dropped[reason] += 1
+        self.domain_sums[domain]["dropped"] += 1
 
     def shed(self, members: Sequence[ScoredSample]) -> None:
         """These ended, and a staleness rule dropped their group."""
@@ -169,13 +228,21 @@ class StepWindow:
     def state(self) -> dict[str, Any]:
         """The sums, as JSON."""
         scores = {name: list(values) for name, values in self._scores.items()}
-        return vars(self) | {"dropped": dict(self.dropped), "_scores": scores}
+        parts = {name: list(values) for name, values in self._parts.items()}
+        domains = {name: dict(sums) for name, sums in self.domain_sums.items()}
+        sums = {"dropped": dict(self.dropped), "_scores": scores, "_parts": parts}
+        return vars(self) | sums | {"_answers": dict(self._answers), "domain_sums": domains}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from sums that `state` gave."""
         vars(self).update(state)
         self.dropped = Counter(state["dropped"])
+        self.domain_sums = defaultdict(Counter)
+        for name, sums in state["domain_sums"].items():
+            self.domain_sums[name] = Counter(sums)
         self._scores = defaultdict(list, state["_scores"])
+        self._parts = defaultdict(list, state["_parts"])
+        self._answers = Counter(state["_answers"])
 
     def close(
         self,
@@ -206,7 +273,10 @@ class StepWindow:
             generate_seconds=self.generate_seconds / count,
             reward_seconds=self.reward_seconds / count,
             mean_score=self.mean_score,
-            mean_score_by_domain={name: _mean(scores) for name, scores in self._scores.items()},
+            domains=self._domains(batch),
+            mean_parts={name: _mean(values) for name, values in self._parts.items()},
+            repetition=self._repeated / count,
+            identical=max(self._answers.values(), default=0) / count,
             trained_score=_mean(scores),
             dropped=dict(self.dropped),
             age_mean=float(ages.mean()) if len(ages) else float("nan"),
@@ -229,6 +299,23 @@ class StepWindow:
                 [n for n, put_off in zip(lengths, is_long, strict=True) if not put_off]
             ),
         )
+
+    def _domains(self, batch: Sequence[Group]) -> dict[str, DomainStats]:
+        trained = Counter(group.prompt.domain for group in batch)
+        found: dict[str, DomainStats] = {}
+        for name in sorted({*self.domain_sums, *trained}):
+            sums = self.domain_sums.get(name, Counter[str]())
+            count = sums["scored"] or NAN
+            found[name] = DomainStats(
+                scored=sums["scored"],
+                failed=sums["failed"],
+                score=_mean(self._scores.get(name, ())),
+                response_length=sums["tokens"] / count,
+                truncated=sums["truncated"] / count,
+                groups=trained[name],
+                dropped=sums["dropped"],
+            )
+        return found
 
 
 def token_ages(

@@ -28,7 +28,7 @@ import torch
 from rollick.cluster.group import WorkerGroup
 from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
-from rollick.config.schema import Recipe
+from rollick.config.schema import InferConfig, Recipe
 from rollick.data.chat import ChatCodec
 from rollick.errors import EngineError, EngineLost, RollickError, WorkerError
 from rollick.infer.engine import CanBeLost, Capability, Engine, Merges, RecordsSteps, WeightStream
@@ -39,6 +39,7 @@ from rollick.types import (
     Fingerprint,
     PolicyVersion,
     Request,
+    RoleName,
     SampleId,
     StepRecord,
     StopReason,
@@ -240,8 +241,11 @@ class RemoteEngine:
         rank: int,
         capabilities: frozenset[Capability],
         load: EngineLoad,
+        *,
+        role: RoleName = "generators",
     ) -> None:
         self.group = group
+        self.role: RoleName = role
         self.rank = rank
         self.capabilities = capabilities
         self.waiting: dict[SampleId, asyncio.Future[Completion]] = {}
@@ -331,7 +335,7 @@ class RemoteEngine:
         limit_s = DRAIN_S + self.group.call_timeout_s
         while not self.lost:
             drained: Drained = await self.group.call(
-                "generators", "drain", rank=self.rank, timeout_s=limit_s
+                self.role, "drain", rank=self.rank, timeout_s=limit_s
             )
             results, self.snapshot = drained
             for uid, result in results:
@@ -350,7 +354,8 @@ class RemoteEngine:
         why, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             why, fix = error.message, error.fix
-        self.fail(EngineLost(f"generator {self.rank} is lost: {why}", fix=fix))
+        name = "generator" if self.role == "generators" else self.role
+        self.fail(EngineLost(f"{name} {self.rank} is lost: {why}", fix=fix))
 
     def _settle(self, uid: SampleId, result: Completion | RollickError) -> None:
         if isinstance(result, EngineLost):
@@ -370,17 +375,19 @@ class RemoteEngine:
     async def _call(self, method: str, *args: Any) -> Any:
         self._check()
         try:
-            return await self.group.call("generators", method, *args, rank=self.rank)
+            return await self.group.call(self.role, method, *args, rank=self.rank)
         except EngineLost as error:
             self.lose(error)
             raise
 
 
 @asynccontextmanager
-async def open_engines(group: WorkerGroup) -> AsyncGenerator[list[RemoteEngine]]:
-    """The controller's ends of all generators. A line that breaks fails what waits on it."""
-    described = await group.broadcast("generators", "describe")
-    engines = [_open_line(group, rank, about) for rank, about in enumerate(described)]
+async def open_engines(
+    group: WorkerGroup, role: RoleName = "generators"
+) -> AsyncGenerator[list[RemoteEngine]]:
+    """The controller's ends of all engines of a role. A line that breaks fails what waits on it."""
+    described = await group.broadcast(role, "describe")
+    engines = [_open_line(group, rank, about, role=role) for rank, about in enumerate(described)]
     try:
         yield engines
     finally:
@@ -397,10 +404,12 @@ async def replace_engine(engines: list[RemoteEngine], rank: int) -> RemoteEngine
     return engines[rank]
 
 
-def _open_line(group: WorkerGroup, rank: int, about: Described) -> RemoteEngine:
-    engine = RemoteEngine(group, rank, *about)
+def _open_line(
+    group: WorkerGroup, rank: int, about: Described, *, role: RoleName = "generators"
+) -> RemoteEngine:
+    engine = RemoteEngine(group, rank, *about, role=role)
     for loop in (engine.send_requests, engine.take_results):
-        line = asyncio.create_task(_line(engine, loop), name=f"generator {rank}")
+        line = asyncio.create_task(_line(engine, loop), name=f"{role} {rank}")
         engine.lines.append(line)
     return engine
 
@@ -491,3 +500,17 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
     if recipe.observe.engine_steps:
         worker.record()
     return worker
+
+
+def create_judge(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
+    """Build the judge's engine on its host: a model of its own, which never changes."""
+    meter = Meter()
+    torch.set_num_threads(context.threads)
+    judge = recipe.judge
+    assert judge is not None
+    codec = ChatCodec(load_tokenizer(judge), judge.template, end_of_turn_ids=load_end_ids(judge))
+    infer = InferConfig(slots=judge.slots, max_length=judge.max_length)
+    engine = resolve("engines", infer.engine).create(
+        infer, judge, device=context.device, stop_ids=codec.stop_ids, decode=codec.decode
+    )
+    return GeneratorWorker(engine, rank=rank, meter=meter)

@@ -50,7 +50,15 @@ def varied_groups() -> list[Group]:
     first = group([1, None], uid=3, of=asked, started=2, texts=["yes", ""])
     member = first.members[0]
     score = Score(
-        0.1 + 0.2, {"length": -1e-300}, ScoreStatus.OK, "fine", 0.25, turns=(0.1, -1e-300)
+        0.1 + 0.2,
+        {"length": -1e-300},
+        ScoreStatus.OK,
+        "fine",
+        0.25,
+        turns=(0.1, -1e-300),
+        version="length@1",
+        isolation="process",
+        figures={"length/cost": 1e-300},
     )
     sample = replace(
         member.sample,
@@ -225,6 +233,8 @@ def test_a_row_of_samples_jsonl_says_what_was_asked_answered_and_scored():
         "parts": {},
         "status": "ok",
         "detail": "",
+        "version": "",
+        "isolation": "",
         "stop": "stop",
         "tokens": 5,
         "response_tokens": 1,

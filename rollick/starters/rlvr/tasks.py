@@ -1,0 +1,125 @@
+"""Rows of three domains that a small instruct model can start on: math, code, instructions.
+
+Every row follows from numbers alone, so that a resumed run finds the same ones. Of each domain
+every fifth row is held out. Put your own functions here, or name files in the recipe instead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Row = dict[str, Any]
+Rows = list[Row]
+
+HELD_OUT_OF = 5
+TOPICS = (
+    "the sea", "bread", "winter", "a bicycle", "the moon", "tea", "a garden", "trains", "music",
+    "a cat", "rain", "chess", "the desert", "honey", "a library", "mountains", "coffee", "birds",
+    "a market", "snow", "a river", "the forest", "a clock", "fire", "a bridge", "stars", "a horse",
+    "paper", "glass", "the wind", "soup", "a lamp", "shoes", "a farm", "school", "the sky", "dogs",
+    "a boat", "trees", "salt", "a window", "stones", "a letter", "the night", "flowers", "a hat",
+    "spring", "a castle", "milk", "a drum", "the city", "sand", "a mirror", "games", "an island",
+    "wool", "bees", "a road", "ice", "pictures",
+)  # fmt: skip
+TEXT = "a house of cards in the snow, and nobody near it for many a mile"
+RULES: tuple[tuple[str, str, Row], ...] = (
+    (
+        "Begin with a title in double angular brackets, such as <<title>>.",
+        "detectable_format:title",
+        {},
+    ),
+    (
+        "Answer with exactly 2 bullet points, each on its own line beginning with * .",
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+    ),
+    ("Put your whole answer in double quotation marks.", "startend:quotation", {}),
+    (
+        "At the end add a postscript that begins with P.S.",
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+    ),
+    (
+        "Mark at least 2 words with asterisks, *like this*.",
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+    ),
+)
+
+
+def math() -> Rows:
+    """Sums of two numbers."""
+    return _training(_math())
+
+
+def held_out_math() -> Rows:
+    return _held_out(_math())
+
+
+def code() -> Rows:
+    """Functions of one line, with calls that they must answer."""
+    return _training(_code())
+
+
+def held_out_code() -> Rows:
+    return _held_out(_code())
+
+
+def instructions() -> Rows:
+    """A sentence about something, with a rule that can be checked."""
+    return _training(_instructions())
+
+
+def held_out_instructions() -> Rows:
+    return _held_out(_instructions())
+
+
+def _math() -> Iterator[Row]:
+    pairs = [(a, b) for a in range(1, 50) for b in range(1, 50)]
+    random.Random(1).shuffle(pairs)
+    for a, b in pairs[:1000]:
+        yield {"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)}
+
+
+FUNCTIONS: tuple[tuple[str, Callable[[Any, int], Any], tuple[Any, ...]], ...] = (
+    ("x times {k}, plus 1", lambda x, k: x * k + 1, (0, 5, -3)),
+    ("the square of x, plus {k}", lambda x, k: x * x + k, (0, 5, -3)),
+    ("True if x is larger than {k}, else False", lambda x, k: x > k, (0, 7, 123)),
+    ("the larger one of x and {k}", lambda x, k: max(x, k), (0, 7, 123)),
+    ("the smaller one of x and {k}", lambda x, k: min(x, k), (0, 7, 123)),
+    ("the first {k} characters of the text x", lambda x, k: x[:k], (TEXT,)),
+    ("the text x repeated {k} times", lambda x, k: x * k, ("ab", "")),
+    ("the sum of the list x, plus {k}", lambda x, k: sum(x) + k, ([1, 2, 3], [])),
+    ("the list x without its first {k} items", lambda x, k: x[k:], (list(range(70)),)),
+    ("the largest item of the list x, minus {k}", lambda x, k: max(x) - k, ([1, 5, 2], [80])),
+)  # fmt: skip
+
+
+def _code() -> Iterator[Row]:
+    tasks = [(what, fn, given, k) for what, fn, given in FUNCTIONS for k in range(2, 62)]
+    random.Random(2).shuffle(tasks)
+    for what, fn, given, k in tasks:
+        prompt = f"Write a Python function f(x) that returns {what.format(k=k)}."
+        calls = [{"entry": "f", "args": [x], "expected": fn(x, k)} for x in given]
+        yield {"prompt": f"{prompt} Reply with the code only.", "calls": calls}
+
+
+def _instructions() -> Iterator[Row]:
+    tasks = [(topic, rule) for topic in TOPICS for rule in RULES]
+    random.Random(3).shuffle(tasks)
+    for topic, (said, name, arguments) in tasks:
+        yield {
+            "prompt": f"Write one short sentence about {topic}. {said}",
+            "instruction_id_list": [name],
+            "kwargs": [arguments],
+        }
+
+
+def _training(rows: Iterator[Row]) -> Rows:
+    return [row for number, row in enumerate(rows) if number % HELD_OUT_OF]
+
+
+def _held_out(rows: Iterator[Row]) -> Rows:
+    return [row for number, row in enumerate(rows) if not number % HELD_OUT_OF]

@@ -1,0 +1,15 @@
+"""A sandbox for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rollick.sandbox.local import LocalSandbox
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[LocalSandbox]:
+    with LocalSandbox() as opened:
+        yield opened

@@ -1,0 +1,7 @@
+# role: candidate
+# ends: timeout
+import time
+
+
+def answer(number):
+    time.sleep(1000)

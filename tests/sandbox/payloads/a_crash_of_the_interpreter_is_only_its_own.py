@@ -1,0 +1,5 @@
+# role: program
+# ends: killed
+import ctypes
+
+ctypes.string_at(0)

@@ -1,0 +1,4 @@
+# role: program
+# ends: output_limit
+while True:
+    print("x" * 1000)

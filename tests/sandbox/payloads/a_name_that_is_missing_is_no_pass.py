@@ -1,0 +1,4 @@
+# role: candidate
+# ends: ok killed
+def another(number):
+    return number

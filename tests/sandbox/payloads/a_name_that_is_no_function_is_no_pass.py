@@ -1,0 +1,3 @@
+# role: candidate
+# ends: ok killed
+answer = [[1, 2], {"a": 1}]

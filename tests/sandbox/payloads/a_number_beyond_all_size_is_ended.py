@@ -1,0 +1,3 @@
+# role: program
+# ends: timeout memory
+x = 9**9**9

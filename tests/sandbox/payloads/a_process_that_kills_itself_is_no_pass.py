@@ -1,0 +1,7 @@
+# role: candidate
+# ends: ok killed
+import os, signal
+
+
+def answer(number):
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,5 @@
+# role: program
+# ends: timeout
+import re
+
+re.match(r"(a+)+$", "a" * 64 + "b")

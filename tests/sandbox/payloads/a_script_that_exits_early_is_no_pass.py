@@ -1,0 +1,3 @@
+# role: candidate
+# ends: ok killed
+raise SystemExit(0)

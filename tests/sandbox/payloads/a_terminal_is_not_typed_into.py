@@ -1,0 +1,18 @@
+# role: program
+# ends: ok
+import ctypes, errno, platform
+
+libc = ctypes.CDLL(None, use_errno=True)
+MACHINE = ("x86_64", "aarch64").index(platform.machine())
+
+
+def call(numbers, *arguments):
+    """None if the call worked, else the name of its error."""
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(numbers[MACHINE]), *map(ctypes.c_long, arguments))
+    return errno.errorcode[ctypes.get_errno()] if result == -1 else None
+
+
+letter = ctypes.create_string_buffer(b"x")
+for request in (0x5412, 0x541C):
+    print("held" if call((16, 29), 0, request, ctypes.addressof(letter)) == "EPERM" else "ESCAPED")

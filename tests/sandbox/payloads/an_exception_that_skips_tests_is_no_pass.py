@@ -1,0 +1,11 @@
+# role: candidate
+# ends: ok killed
+import unittest
+
+
+class Skipped(unittest.SkipTest):
+    pass
+
+
+def answer(number):
+    raise Skipped("skip me")

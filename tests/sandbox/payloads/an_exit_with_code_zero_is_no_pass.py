@@ -1,0 +1,5 @@
+# role: candidate
+# ends: ok killed
+import os
+
+os._exit(0)

@@ -1,0 +1,7 @@
+# role: candidate
+# ends: ok killed timeout
+import itertools
+
+
+def answer(number):
+    return itertools.count()

@@ -1,0 +1,4 @@
+# role: candidate
+# ends: ok killed
+def answer(number:
+    return 0

@@ -1,0 +1,4 @@
+# role: program
+# ends: timeout
+while True:
+    pass

@@ -1,0 +1,5 @@
+# role: program
+# ends: timeout
+import time
+
+time.sleep(1000)

@@ -1,0 +1,11 @@
+# role: program
+# ends: ok
+import socket
+
+try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(1)
+        link.connect("CANARY_FOLDER/socket")
+        print("ESCAPED", link.recv(100))
+except OSError as error:
+    print("held", error)

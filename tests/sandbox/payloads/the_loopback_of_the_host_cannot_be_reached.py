@@ -1,0 +1,11 @@
+# role: program
+# ends: ok
+import socket
+
+try:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as link:
+        link.settimeout(1)
+        link.connect(("127.0.0.1", CANARY_PORT))
+        print("ESCAPED", link.recv(100))
+except OSError as error:
+    print("held", error)

@@ -1,0 +1,222 @@
+"""The parts that need no box: the encoding, the filter, names in tests, outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollick.errors import SandboxError
+from rollick.sandbox import wire
+from rollick.sandbox.base import Call, Limits, Program, Tests
+from rollick.sandbox.entries import find_names, modules_used
+from rollick.sandbox.filter import ALLOW, ERROR, KILL, seccomp_program
+from rollick.sandbox.host import uid_range
+from rollick.sandbox.remote import program_from_json, program_to_json
+from rollick.sandbox.verdict import plan_asserts, same_output
+
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+KEYS = st.integers() | st.text() | st.tuples(st.integers(), st.text())
+DATA = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner) | st.sets(KEYS)
+    ),
+    max_leaves=20,
+)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal and of the same types all the way down."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, dict):
+        return same(list(value.items()), list(other.items()))
+    return value == other
+
+
+@settings(max_examples=40)
+@given(DATA)
+def test_data_arrive_as_they_were_sent(value: Any) -> None:
+    assert same(wire.decode(wire.encode(value)), value)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_data_or_an_error(content: bytes) -> None:
+    with contextlib.suppress(wire.WireError):
+        wire.decode(content)
+
+
+def test_a_tuple_is_not_a_list_and_a_bool_is_not_a_number() -> None:
+    assert wire.decode(wire.encode((1, [2], True))) == (1, [2], True)
+    assert type(wire.decode(wire.encode((1, 2)))) is tuple
+    assert wire.decode(wire.encode(True)) is True
+
+
+def test_what_only_looks_like_data_arrives_plain() -> None:
+    pair = namedtuple("pair", "a b")(1, 2)
+    for value, plain in (
+        (Counter("aab"), {"a": 2, "b": 1}),
+        (OrderedDict(a=1), {"a": 1}),
+        (pair, (1, 2)),
+    ):
+        arrived = wire.decode(wire.encode(value))
+        assert (type(arrived), arrived) == (type(plain), plain)
+
+
+def test_numbers_without_bounds_and_odd_floats_arrive() -> None:
+    assert wire.decode(wire.encode(-(10**5000))) == -(10**5000)
+    assert math.isnan(wire.decode(wire.encode(math.nan)))
+    assert wire.decode(wire.encode("\ud800")) == "\ud800"
+
+
+def test_iterators_ranges_and_types_arrive() -> None:
+    assert list(wire.decode(wire.encode(map(str, [1, 2])))) == ["1", "2"]
+    assert wire.decode(wire.encode(range(1, 9, 2))) == range(1, 9, 2)
+    assert wire.decode(wire.encode([int, str])) == [int, str]
+
+
+@pytest.mark.parametrize(
+    "value", [object(), len, sys, lambda: 0, Exception("x"), type("Int", (int,), {})]
+)
+def test_what_is_not_data_is_refused(value: Any) -> None:
+    with pytest.raises(wire.WireError, match="not data"):
+        wire.encode(value)
+
+
+def test_endless_and_bottomless_values_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(1000):
+        deep = [deep]
+    with pytest.raises(wire.WireError, match="deep"):
+        wire.encode(deep)
+    with pytest.raises(wire.WireError, match="deep"):
+        wire.decode(b"l\x01\x00\x00\x00" * 1000 + b"N")
+    with pytest.raises(wire.WireError, match="more than"):
+        wire.encode(iter(int, 1))
+    with pytest.raises(wire.WireError, match="too early"):
+        wire.decode(b"l\xff\xff\xff\xff")
+
+
+def answer(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """What the kernel would say to a call: classic BPF, step by step."""
+    data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps = list(struct.iter_unpack("<HBBI", program))
+    at, loaded = 0, 0
+    while True:
+        code, if_true, if_false, operand = steps[at]
+        at += 1
+        if code == 0x20:
+            (loaded,) = struct.unpack_from("<I", data, operand)
+        elif code == 0x06:
+            return operand
+        else:
+            holds = {0x15: loaded == operand, 0x25: loaded > operand, 0x45: bool(loaded & operand)}
+            at += if_true if holds[code] else if_false
+
+
+X86, ARM = 0xC000003E, 0xC00000B7
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "read", "clone", "unshare", "socket"),
+    [("x86_64", X86, 0, 56, 272, 41), ("aarch64", ARM, 63, 220, 97, 198)],
+)
+def test_the_filter_refuses_what_it_must_and_allows_the_rest(
+    machine: str, arch: int, read: int, clone: int, unshare: int, socket: int
+) -> None:
+    program = seccomp_program(machine)
+    assert answer(program, arch, read) == ALLOW
+    assert answer(program, arch, unshare, 0x10000000) == ERROR | 1
+    assert answer(program, arch, clone, 17) == ALLOW
+    assert answer(program, arch, clone, 0x10000011) == ERROR | 1
+    assert answer(program, arch, 435) == ERROR | 38
+    assert answer(program, arch, 999) == ERROR | 38
+    assert answer(program, arch, socket, 1) == ALLOW
+    assert answer(program, arch, socket, 2) == ERROR | 1
+    assert answer(program, arch ^ 1, read) == KILL
+
+
+def test_a_machine_without_a_filter_is_named() -> None:
+    with pytest.raises(SandboxError, match="riscv64"):
+        seccomp_program("riscv64")
+
+
+def test_names_of_the_candidate_are_those_that_the_tests_do_not_define() -> None:
+    names = find_names(["assert area(side) == 4"], setup="side = 2")
+    assert names.entries == ("area",)
+
+
+def test_builtins_and_modules_are_not_the_candidates() -> None:
+    names = find_names(["assert math.isclose(sum(area(x) for x in [1]), 4)"])
+    assert names.entries == ("area",)
+    assert modules_used(["assert math.isclose(area(1), 4)"]) == {"math"}
+
+
+def test_a_reference_that_defines_a_builtin_name_makes_it_the_candidates() -> None:
+    assert find_names(["assert sum(10, 15) == 6"]).entries == ()
+    assert find_names(["assert sum(10, 15) == 6"], reference="def sum(a, b): ...").entries == (
+        "sum",
+    )
+
+
+def test_tests_that_make_objects_of_the_reference_share_a_box() -> None:
+    reference = "class Node: ...\ndef height(node): ..."
+    tests = plan_asserts(["assert height(root) == 1"], setup="root = Node()", reference=reference)
+    assert tests.shared
+    assert not plan_asserts(["assert height(1) == 1"], reference=reference).shared
+
+
+def test_imports_of_the_reference_reach_the_tests() -> None:
+    reference = "from collections import Counter\ndef count(text): ..."
+    tests = plan_asserts(["assert count('a') == Counter('a')"], reference=reference)
+    assert tests.entries == ("count",)
+    assert tests.setup == "from collections import Counter\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("1 2  3\n\n", "1 2 3\n", True),
+        ("1 2\n3", "1 2 3", False),
+        ("0.3333333", "0.333333333", True),
+        ("0.34", "0.333", False),
+        ("3.0", "3", False),
+        ("", "3", False),
+        ("yes", "YES", False),
+    ],
+)
+def test_outputs_are_compared_word_by_word(printed: str, expected: str, same: bool) -> None:
+    assert same_output(printed, expected) is same
+
+
+def test_uids_of_boxes_are_unused_ones_or_the_highest_that_a_container_has() -> None:
+    assert uid_range("0 0 4294967295\n") == (1_000_000_000, (1 << 22) * 64)
+    assert uid_range("0 100000 65536\n") == (32768, 32768)
+
+
+def test_a_program_survives_the_way_to_a_server_and_back() -> None:
+    tests = Tests(("assert f(1)", Call("f", ((1, [2]),), {3})), setup="x = 1", entries=("f",))
+    program = Program("def f(x): ...", "in", Limits(wall_s=1.5), tests)
+    back = program_from_json(program_to_json(program))
+    assert back == program
+    assert back.tests is not None
+    assert back.tests.cases[1] == Call("f", ((1, [2]),), {3})

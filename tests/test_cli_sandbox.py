@@ -1,0 +1,74 @@
+"""`rollick sandbox`: one program in a box, and which layers hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEVEL = "full" if os.geteuid() == 0 else "user"
+
+
+def run(*arguments: str, stdin: str = "", path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1"} | ({"PATH": path} if path else {})
+    command = [sys.executable, "-m", "rollick.cli", "sandbox", *arguments]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    file = tmp_path / "program.py"
+    file.write_text("import os\nprint(input()[::-1], os.environ.get('SECRET'))\n")
+    return str(file)
+
+
+def test_a_program_runs_and_its_end_is_one_line_of_json(program: str) -> None:
+    done = run("run", program, "--stdin", "olleh", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["status"], said["stdout"], said["isolation"]) == ("ok", "hello None\n", LEVEL)
+    assert said["seconds"] > 0
+
+
+def test_people_see_output_status_time_and_level(program: str) -> None:
+    done = run("run", program, "--stdin", "-", stdin="olleh")
+    assert done.stdout == "hello None\n"
+    assert done.stderr.startswith("ok, 0.")
+    assert f"isolation {LEVEL}" in done.stderr
+
+
+def test_a_program_that_fails_gives_exit_code_one(program: str) -> None:
+    done = run("run", program)
+    assert done.returncode == 1
+    assert "EOFError" in done.stderr
+    assert "failed" in done.stderr
+
+
+def test_without_the_layers_it_refuses_unless_told_otherwise(program: str, tmp_path: Path) -> None:
+    refused = run("run", program, "--stdin", "x", "--json", path=str(tmp_path))
+    assert refused.returncode == 2
+    assert json.loads(refused.stdout)["status"] == "refused"
+    unsafe = run("run", program, "--stdin", "x", "--json", "--allow-unsafe", path=str(tmp_path))
+    said = json.loads(unsafe.stdout)
+    assert (said["status"], said["isolation"]) == ("ok", "none")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    done = run("run", str(tmp_path / "none.py"))
+    assert done.returncode == 2
+    assert "none.py" in done.stderr
+
+
+def test_the_layers_are_listed(tmp_path: Path) -> None:
+    found = json.loads(run("check", "--json").stdout)
+    assert found["isolation"] == LEVEL
+    assert "seccomp" in found["active"]
+    without = run("check", path=str(tmp_path))
+    assert without.returncode == 2
+    assert "bwrap is not installed" in without.stdout
