@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollick.config.load import LoadedRecipe, load_recipe
     from rollick.config.schema import Recipe
+    from rollick.envs.base import TextEnv
     from rollick.errors import ConfigError, RollickError
     from rollick.pipelines.base import RunResult
     from rollick.pipelines.run import run_recipe, train
@@ -36,6 +37,7 @@ _HOMES = {
     "SampleId": "rollick.types",
     "Score": "rollick.types",
     "StopReason": "rollick.types",
+    "TextEnv": "rollick.envs.base",
     "Turn": "rollick.types",
     "load_recipe": "rollick.config.load",
     "run_recipe": "rollick.pipelines.run",
@@ -54,6 +56,7 @@ __all__ = [
     "SampleId",
     "Score",
     "StopReason",
+    "TextEnv",
     "Turn",
     "load_recipe",
     "run_recipe",

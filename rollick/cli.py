@@ -37,6 +37,8 @@ sandbox_app = typer.Typer(help="Run untrusted programs in a box.", no_args_is_he
 app.add_typer(sandbox_app, name="sandbox")
 reward_app = typer.Typer(help="Try rewards.", no_args_is_help=True)
 app.add_typer(reward_app, name="reward")
+env_app = typer.Typer(help="Try environments.", no_args_is_help=True)
+app.add_typer(env_app, name="env")
 
 EXIT_INTERRUPTED = 75
 """Asked to stop by a signal, and saved (EX_TEMPFAIL: try again)."""
@@ -514,6 +516,68 @@ def serve(
     with model_of(model, best=best, dtype=dtype) as chosen:
         served = ServedModel(chosen, infer, shown, device, template)
         wait_for(serve_until_stopped(served, settings, announce))
+
+
+@env_app.command("test")
+def env_test(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME|FILE:CLASS", help="An environment; see `rollick list`.")
+    ],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes that are played.")] = 100,
+    policy: Annotated[str, typer.Option(help="Who plays: random or solver.")] = "random",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="KEY=VALUE for the environment.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The first seed; the others follow.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="A .gif or .png of the first episode to write.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Figures as the last line.")] = False,
+) -> None:
+    """Say what is wrong with an environment, then play it. Exit code 1 if anything is."""
+    from rollick.envs.base import find_env, make_env
+    from rollick.envs.check import check_across_processes, check_env
+    from rollick.envs.play import find_policy, play_episode, play_many
+
+    player, options, make = find_policy(policy), _env_options(option or ()), find_env(name)
+    problems = check_env(make, options, name=name) or check_across_processes(name, options)
+    for problem in problems:
+        typer.echo(f"wrong: {problem}", err=as_json)
+    seeds = range(seed, seed + episodes)
+    report = play_many(make, seeds, options=options, policy=player, name=name)
+    if picture is not None:
+        from rollick.envs.pictures import save_episode
+
+        env = make_env(make, options, name=name)
+        save_episode(picture, play_episode(env, seed, player, pictures=True))
+    figures = {"problems": problems, **report.to_json()}
+    if as_json:
+        typer.echo(json.dumps(figures))
+    else:
+        shown = {key: value for key, value in figures.items() if key != "problems"}
+        typer.echo("\n".join(f"{key:<14}{_figure(value)}" for key, value in shown.items()))
+    if problems or report.errors:
+        raise typer.Exit(1)
+
+
+def _env_options(given: Sequence[str]) -> dict[str, object]:
+    """KEY=VALUE; a value is JSON where it can be read as such, else text."""
+    options: dict[str, object] = {}
+    for item in given:
+        key, found, value = item.partition("=")
+        if not found:
+            raise ConfigError(f"the option {item!r} has no value", fix="write it as KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, tuple):
+        return "; ".join(str(item) for item in value) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _demand_extra(extra: str, *packages: str) -> None:

@@ -58,6 +58,10 @@ class SandboxError(RollickError):
     """No box can be had here, or one could not be started (not: a program that failed in it)."""
 
 
+class EnvError(RollickError):
+    """An environment cannot be found, made or called (not: an episode that fails)."""
+
+
 class EngineError(RollickError):
     """An engine was asked for what it cannot do, or failed while generating."""
 

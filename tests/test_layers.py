@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "rollick"
 LEVELS = {
     0: {"types", "errors"},
     1: {"config", "observe", "starters"},
-    2: {"algorithms", "data", "models", "sandbox"},
+    2: {"algorithms", "children", "data", "models", "sandbox"},
     3: {"cluster", "train", "infer", "rewards", "envs"},
     4: {"rollout", "weights", "checkpoint"},
     5: {"workers", "serve"},
@@ -32,14 +32,17 @@ LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 THIRD_PARTY = {
     "accelerate": {"models"},
     "antlr4": set[str](),
-    "cloudpickle": {"rewards", "cluster"},
+    "PIL": {"envs"},
+    "cloudpickle": {"children", "cluster", "envs", "rewards"},
     "datasets": {"data"},
     "gguf": {"models"},
+    "gymnasium": {"envs"},
     "httpx": {"rewards"},
     "jinja2": {"data"},
     "jsonschema": {"rewards"},
     "math_verify": {"rewards"},
     "matplotlib": {"observe"},
+    "minigrid": {"envs"},
     "mlflow": {"observe"},
     "omegaconf": {"config"},
     "pandas": set[str](),
@@ -50,7 +53,7 @@ THIRD_PARTY = {
     "pydantic_core": {"config"},
     "pytest": {"sandbox"},
     "ray": {"cluster"},
-    "reasoning_gym": {"data", "rewards"},
+    "reasoning_gym": {"data", "envs", "rewards"},
     "referencing": {"rewards"},
     "rich": {"cli", "observe"},
     "safetensors": {"infer", "models", "train", "weights"},
@@ -58,6 +61,7 @@ THIRD_PARTY = {
     "starlette": {"serve"},
     "sympy": {"rewards"},
     "tensorboard": {"observe"},
+    "textarena": {"envs"},
     "tokenizers": {"testing"},
     "trackio": {"observe"},
     "transformers": {"models", "testing"},
@@ -72,10 +76,11 @@ THIRD_PARTY = {
 
 EVERYWHERE = {"numpy", "torch"}
 
-NO_TORCH = {"types", "errors", "config", "observe", "cli", "__init__"}
+NO_TORCH = {"types", "errors", "config", "observe", "children", "cli", "__init__"}
 """Rooms that `import rollick`, `rollick check` or a reward process load."""
 
 UNPICKLES = {
+    "envs/child.py": "frames from its own parent",
     "rewards/child.py": "frames from its own parent",
     "rewards/pool.py": "frames from its own child",
 }

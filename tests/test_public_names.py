@@ -18,6 +18,7 @@ NAMES = [
     "SampleId",
     "Score",
     "StopReason",
+    "TextEnv",
     "Turn",
     "load_recipe",
     "run_recipe",

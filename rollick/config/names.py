@@ -103,7 +103,15 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "code": "rollick.rewards.code:code",
         "reasoning_gym": "rollick.rewards.gym:reasoning_gym",
     },
-    "environments": {},
+    "environments": {
+        "frozen_lake": "rollick.envs.frozen_lake:FrozenLake",
+        "sokoban": "rollick.envs.sokoban:Sokoban",
+        "webshop": "rollick.envs.webshop:WebShop",
+        "gymnasium": "rollick.envs.adapters.gym:GymEnv",
+        "minigrid": "rollick.envs.adapters.minigrid:minigrid_env",
+        "reasoning_gym": "rollick.envs.adapters.reasoning:ReasoningGymEnv",
+        "textarena": "rollick.envs.adapters.arena:TextArenaEnv",
+    },
     "engines": {
         "native": "rollick.infer.native.engine:NativeEngine",
         "vllm": "rollick.infer.vllm:VllmEngine",

@@ -19,8 +19,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import struct
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
@@ -29,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import cloudpickle
 
+from rollick.children.process import HEADER, encode_frame, take_standard_streams
 from rollick.config.names import resolve
 from rollick.errors import RewardError, RollickError
 from rollick.rewards.base import (
@@ -40,7 +39,6 @@ from rollick.rewards.base import (
 )
 from rollick.types import RewardFn, Sample, Score, ScoreStatus
 
-HEADER = struct.Struct("<BI")
 ISOLATION = "process"
 """What a score rests on whose reward says nothing else: a process that is killed when it hangs."""
 SCORE_FIELDS = tuple(each.name for each in fields(Score))
@@ -74,10 +72,6 @@ class Definitions:
 
     rewards: Mapping[str, str | bytes]
     base: Path | None
-
-
-def encode_frame(kind: Kind, body: bytes) -> bytes:
-    return HEADER.pack(kind, len(body)) + body
 
 
 def encode_scores(job: int, scores: Sequence[Score]) -> bytes:
@@ -222,12 +216,6 @@ def _load_reward(definition: str | bytes, base: Path | None) -> RewardFn:
 
 
 def main() -> None:
-    inbox, outbox = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    inbox, outbox = take_standard_streams()
     with os.fdopen(inbox, "rb") as pipe, asyncio.Runner() as runner:
         RewardLoop(pipe, outbox, runner).run()

@@ -25,28 +25,29 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
+from rollick.children.nursery import Nursery
+from rollick.children.process import Child, ChildLost
 from rollick.config.schema import RewardSpec
 from rollick.errors import RewardError
 from rollick.rewards.base import Declaration, combine, part_names
 from rollick.rewards.child import Call, Definitions, Kind, decode_declarations, decode_scores
 from rollick.rewards.memory import ScoreMemory, content_key
-from rollick.rewards.process import Child, ChildLost, Guard, all_of, define_reward, pack_job
+from rollick.rewards.process import define_reward, pack_job
 from rollick.rewards.tally import RewardTally
 from rollick.types import RewardFn, Sample, Score, ScoreStatus
 
-START_SECONDS = 120.0
-"""For a child to import the rewards; a reward may import large libraries."""
+PROGRAM = "rollick.rewards.child"
 FRAME_SECONDS = 0.02
 """Work sent to a child at once: long enough to hide the pipe, short enough to share fairly."""
 MAX_FRAME = 64
 NOT_CALLED = Score.failed("")
 """Of a reward whose process was lost to another one of the same sample."""
 MAX_LOSSES = 3
-"""A job whose child dies this often before the job's turn, or a start that fails as often."""
+"""A job whose child dies this often before the job's turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,7 @@ class RewardPool:
     definitions: Definitions
     processes: int
     timeout_s: float
-    output: IO[bytes] | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict[str, str])
+    _nursery: Nursery
     stats: PoolStats = field(default_factory=PoolStats)
     tally: RewardTally = field(default_factory=RewardTally)
     declared: Mapping[str, Declaration] = field(default_factory=dict[str, Declaration])
@@ -90,8 +90,6 @@ class RewardPool:
     _waiting: deque[_Job] = field(default_factory=deque[_Job])
     _unanswered: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
-    _children: set[Child] = field(default_factory=set[Child])
-    _guard: Guard | None = None
     _broken: RewardError | None = None
 
     @classmethod
@@ -117,10 +115,14 @@ class RewardPool:
         lanes: list[asyncio.Task[None]] = []
         with contextlib.ExitStack() as files:
             log = files.enter_context(output.open("ab")) if output is not None else None
-            pool = cls(Definitions(loads, base), processes, timeout_s, log, secrets or {})
+            definitions = Definitions(loads, base)
+            names, body = ", ".join(loads), cloudpickle.dumps(definitions)
+            nursery = Nursery(PROGRAM, "reward", names, body, RewardError, log, secrets or {})
+            pool = cls(definitions, processes, timeout_s, nursery)
             try:
-                pool._guard = await Guard.spawn()
-                for child in await all_of(pool._start() for _ in range(processes)):
+                children = await nursery.start_all(processes)
+                pool.declared = decode_declarations(nursery.said)
+                for child in children:
                     lanes.append(asyncio.create_task(pool._serve(child)))
                     lanes[-1].add_done_callback(pool._notice_end)
                 yield pool
@@ -212,8 +214,8 @@ class RewardPool:
             size = max(1, min(MAX_FRAME, 2 * size, int(FRAME_SECONDS / seconds_each)))
             if lost:
                 size = 1
-                await self._end_child(child)
-                child = await self._restart()
+                self.stats = replace(self.stats, restarts=self.stats.restarts + 1)
+                child = await self._nursery.replace(child)
 
     async def _take_jobs(self, size: int) -> list[_Job]:
         """Up to `size` jobs that somebody still waits for, or a batch where the first one's rewards
@@ -301,58 +303,6 @@ class RewardPool:
             seconds=stats.seconds + score.seconds,
         )
 
-    async def _restart(self) -> Child:
-        for failed_starts in range(MAX_LOSSES):
-            self.stats = replace(self.stats, restarts=self.stats.restarts + 1)
-            try:
-                return await self._start()
-            except RewardError:
-                if failed_starts + 1 == MAX_LOSSES:
-                    raise
-        raise AssertionError("the last failed start raises")
-
-    async def _start(self) -> Child:
-        """A child that has loaded the rewards. RewardError if it cannot."""
-        assert self._guard is not None
-        child = await Child.spawn(self.output, secrets=self.secrets)
-        self._children.add(child)
-        self._guard.watch(child)
-        try:
-            await self._load(child)
-        except RewardError:
-            await self._end_child(child)
-            raise
-        return child
-
-    async def _load(self, child: Child) -> None:
-        deadline = asyncio.get_running_loop().time() + START_SECONDS
-        names = ", ".join(self.definitions.rewards)
-        try:
-            await child.send(Kind.LOAD, cloudpickle.dumps(self.definitions), deadline=deadline)
-            [(kind, body)] = await child.receive(deadline=deadline)
-        except TimeoutError:
-            raise RewardError(
-                f"a reward process did not load {names} within {START_SECONDS:g} s",
-                fix="look for slow imports or downloads at the top of the reward's file",
-            ) from None
-        except (ChildLost, ConnectionError):
-            await child.wait()
-            raise RewardError(
-                f"a reward process died while loading {names} ({child.exit_text})",
-                fix="import the reward's file in a plain Python to see why",
-            ) from None
-        if kind == Kind.BROKEN:
-            problem = json.loads(body)
-            raise RewardError(f"cannot load {names}: {problem['message']}", fix=problem["fix"])
-        self.declared = decode_declarations(body)
-
-    async def _end_child(self, child: Child) -> None:
-        assert self._guard is not None
-        child.kill()
-        await child.wait()
-        self._guard.forget(child)
-        self._children.discard(child)
-
     def _notice_end(self, lane: asyncio.Task[None]) -> None:
         """A lane ends only by being cancelled; any other end breaks the pool, loudly."""
         if lane.cancelled() or (error := lane.exception()) is None:
@@ -369,17 +319,14 @@ class RewardPool:
                 answer.set_exception(error)
 
     async def _close(self, lanes: Sequence[asyncio.Task[None]]) -> None:
-        for child in self._children:
-            child.kill()
+        self._nursery.kill_all()
         for lane in lanes:
             lane.cancel()
         self._give_up(RewardError("the reward pool is closed", fix="score inside its `async with`"))
         try:
             await asyncio.gather(*lanes, return_exceptions=True)
-            await asyncio.gather(*(self._end_child(child) for child in list(self._children)))
         finally:
-            if self._guard is not None:
-                await self._guard.close()
+            await self._nursery.close()
 
 
 def _check_specs(specs: Sequence[RewardSpec], known: Mapping[str, Any], sample: Sample) -> None:

@@ -1,10 +1,11 @@
-"""The program that ends reward processes when the process that started them is gone.
+"""The program that ends child processes when the process that started them is gone.
 
     parent --"+PGID" / "-PGID" lines--> guard          end of input: kill every group still listed
 
-A reward process can be busy for ever (a regular expression that explodes holds the interpreter
-lock, so no thread of that process can act) and can have processes of its own. The kernel ends the
-guard's input when the parent dies, however it dies. Run by path, with the standard library only.
+A child that runs user code can be busy for ever (a regular expression that explodes holds the
+interpreter lock, so no thread of that process can act) and can have processes of its own. The
+kernel ends the guard's input when the parent dies, however it dies. Run by path, with the standard
+library only.
 """
 
 from __future__ import annotations

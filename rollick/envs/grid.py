@@ -1,0 +1,160 @@
+"""What the games on a grid share: directions, ways, how a turn is read and told.
+
+A cell is a number, row * width + column; a grid has a border that nobody can enter, so that a move
+is one addition and needs no test of the edge.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+from rollick.envs.base import Reset, Step, TextEnv
+from rollick.envs.formats import Format, ask, read_actions, write_actions, write_reply
+from rollick.errors import EnvError
+
+DIRECTIONS = ("Up", "Down", "Left", "Right")
+UP, DOWN, LEFT, RIGHT = range(4)
+NAMES_OF = (
+    ("up", "u", "north", "↑"),
+    ("down", "d", "south", "↓"),
+    ("left", "l", "west", "←"),
+    ("right", "r", "east", "→"),
+)
+WORDS = {word: direction for direction, words in enumerate(NAMES_OF) for word in words}
+
+
+def offsets(width: int) -> tuple[int, int, int, int]:
+    """What each direction adds to a cell."""
+    return (-width, width, -1, 1)
+
+
+def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, int]:
+    """Moves from `start` to every cell that can be reached over free ones."""
+    found = {start: 0}
+    queue = deque([start])
+    moves = offsets(width)
+    while queue:
+        cell = queue.popleft()
+        for move in moves:
+            if cell + move not in found and free(cell + move):
+                found[cell + move] = found[cell] + 1
+                queue.append(cell + move)
+    return found
+
+
+def path(start: int, goal: int, free: Container[int], width: int) -> list[int] | None:
+    """Directions of a shortest way over the cells of `free`; None if there is none."""
+    left = distances(goal, free.__contains__, width)
+    if start not in left:
+        return None
+    moves, way, cell = offsets(width), list[int](), start
+    while cell != goal:
+        direction = next(d for d in range(4) if left.get(cell + moves[d], 1 << 30) < left[cell])
+        way.append(direction)
+        cell += moves[direction]
+    return way
+
+
+class GridGame(TextEnv):
+    """A game of four directions: reads replies, counts, speaks. A game says what a move does."""
+
+    def __init__(
+        self,
+        *,
+        max_steps: int,
+        style: Format,
+        max_actions: int,
+        rules: bool,
+        invalid_reward: float,
+    ) -> None:
+        if max_steps < 1 or max_actions < 1:
+            raise EnvError(f"max_steps={max_steps} and max_actions={max_actions} must be positive")
+        self.max_steps = max_steps
+        self.style: Format = style
+        self.max_actions = max_actions
+        self.rules = rules
+        self.invalid_reward = invalid_reward
+        self.turns = 0
+        self.plan: list[int] = []
+        """What is left of the solver's way, while somebody follows it."""
+
+    @abstractmethod
+    def build(self, seed: int) -> None:
+        """Make the puzzle."""
+
+    @abstractmethod
+    def move(self, direction: int) -> tuple[float, bool]:
+        """Do one move: the reward, and whether anything changed."""
+
+    @abstractmethod
+    def grid(self) -> str:
+        """The board as lines of symbols; also the key of the state."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """The rules and what each symbol means."""
+
+    @abstractmethod
+    def outcome(self) -> bool | None:
+        """True: solved; False: lost; None: the game goes on."""
+
+    @abstractmethod
+    def find_way(self) -> Sequence[int] | None:
+        """Directions from here to success, as far as they are certain; None if there is no way."""
+
+    def reset(self, seed: int) -> Reset:
+        self.build(seed)
+        grid = self.grid()
+        text = f"{self.explain()}\n{self._asks()}\n\n{grid}" if self.rules else grid
+        return text, {"state": grid, "success": False}
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        directions = read_actions(action, self.style, WORDS, limit=self.max_actions)
+        reward, changed = (0.0, False) if directions else (self.invalid_reward, False)
+        for direction in directions:
+            gained, moved = self.move(direction)
+            reward += gained
+            changed = changed or moved
+            if self.outcome() is not None:
+                break
+        followed = directions and self.plan[: len(directions)] == directions
+        self.plan = self.plan[len(directions) :] if followed else []
+        outcome, grid = self.outcome(), self.grid()
+        terminated = outcome is not None
+        info: dict[str, Any] = {
+            "valid": bool(directions),
+            "effective": changed,
+            "success": outcome is True,
+            "state": grid,
+        }
+        truncated = not terminated and self.turns >= self.max_steps
+        said = self._say(bool(directions), changed, outcome)
+        return f"{said}{grid}", reward, terminated, truncated, info
+
+    def legal_actions(self) -> Sequence[str]:
+        return [write_reply(name, self.style) for name in DIRECTIONS]
+
+    def solve(self) -> str | None:
+        self.plan = self.plan or list(self.find_way() or ())
+        if not self.plan:
+            return None
+        names = [DIRECTIONS[direction] for direction in self.plan[: self.max_actions]]
+        return write_actions(names, self.style)
+
+    def _asks(self) -> str:
+        names = ", ".join(DIRECTIONS[:-1]) + f" or {DIRECTIONS[-1]}"
+        several = ""
+        if self.max_actions > 1:
+            several = f" Up to {self.max_actions} moves at once, with || between them."
+        return f"{ask(self.style, names)}{several}"
+
+    def _say(self, valid: bool, changed: bool, outcome: bool | None) -> str:
+        if outcome is not None:
+            return "You made it.\n" if outcome else "You lost.\n"
+        if not valid:
+            return f"That is no action. {self._asks()}\n"
+        return "" if changed else "Nothing moved.\n"

@@ -1,0 +1,303 @@
+"""The check names each mistake; the command plays; processes agree; plugins are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick import TextEnv
+from rollick.config.names import NAMES
+from rollick.envs.base import (
+    NotAnAnswer,
+    find_env,
+    make_env,
+    plain,
+    read_reset,
+    read_step,
+    task_seed,
+)
+from rollick.envs.check import check_across_processes, check_env
+from rollick.envs.play import find_policy, play_episode, play_random
+from rollick.errors import ConfigError, EnvError
+from rollick.types import Turn
+
+MAPS = """
+import json, sys
+from rollick.envs.base import task_seed, find_env
+seeds = [task_seed(7, "train", "lake", group) for group in range(5)]
+names = {"frozen_lake": {}, "sokoban": {"size": 8, "boxes": 2}}
+print(json.dumps([[find_env(n)(**o).reset(s)[0] for s in seeds] for n, o in names.items()]))
+"""
+SETS = """
+from rollick import TextEnv
+class Unsorted(TextEnv):
+    def reset(self, seed):
+        self.words = list({f"word{seed}{n}" for n in range(20)})
+        return " ".join(self.words), {}
+    def step(self, action):
+        return "over", 0.0, True, False, {}
+"""
+
+
+class Good(TextEnv):
+    """Guess a number; three tries."""
+
+    shared: list[int] = []  # noqa: RUF012 - what `Sharing` does wrong
+
+    def reset(self, seed: int) -> Any:
+        self.number = random.Random(seed).randrange(100)
+        self.tries = 0
+        return f"Guess {seed}", {}
+
+    def step(self, action: str) -> Any:
+        self.tries += 1
+        won = action.strip() == str(self.number)
+        return f"no {self.tries}", float(won), won, not won and self.tries == 3, {}
+
+    def legal_actions(self) -> Any:
+        return [str(number) for number in range(100)]
+
+
+class Raising(Good):
+    def step(self, action: str) -> Any:
+        return super().step(str(int(action or "1")))
+
+
+class Unseeded(Good):
+    def reset(self, seed: int) -> Any:
+        return f"Guess {random.SystemRandom().random()}", super().reset(seed)[1]
+
+
+class OnePuzzle(Good):
+    def reset(self, seed: int) -> Any:
+        return "Guess", super().reset(3)[1]
+
+
+class Global(Good):
+    def reset(self, seed: int) -> Any:
+        random.random()
+        return super().reset(seed)
+
+
+class Sharing(Good):
+    def step(self, action: str) -> Any:
+        text, *rest = super().step(action)
+        self.shared.append(1)
+        if self.tries == 1:
+            del self.shared[:-1]
+        return f"{text} {len(self.shared)}", *rest
+
+
+class Endless(Good):
+    def step(self, action: str) -> Any:
+        return "on", 0.0, False, False, {}
+
+
+class Silent(Good):
+    def step(self, action: str) -> Any:
+        _, *rest = super().step(action)
+        return "", *rest
+
+
+class Waiting(Good):
+    async def step(self, action: str) -> Any:
+        return super().step(action)
+
+
+class OldSignature(Good):
+    def step(self, action: str) -> Any:
+        return super().step(action)[:4]
+
+
+class Misled(Good):
+    def step(self, action: str) -> Any:
+        *rest, _ = super().step(action)
+        return *rest, {"valid": action.isdecimal()}
+
+    def solve(self) -> str | None:
+        return "the number"
+
+
+class NoSeed(Good):
+    def reset(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().reset(0)
+
+
+def test_a_right_environment_has_no_problem() -> None:
+    assert check_env(Good) == []
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (Raising, "step('   ') raises ValueError"),
+        (Unseeded, "seed 0 does not give the same episode twice"),
+        (OnePuzzle, "8 seeds give the same puzzle"),
+        (Global, "it uses the global random numbers"),
+        (Sharing, "two episodes at once disturb each other"),
+        (Endless, "it did not end within 2000 steps"),
+        (Silent, "an observation is empty"),
+        (Waiting, "step() is a coroutine"),
+        (OldSignature, "step() must return (observation, reward, terminated, truncated, info), "
+         "not 4 values"),
+        (Misled, "its solver writes what the environment itself calls no valid action"),
+        (NoSeed, "reset() must take one argument, seed"),
+        (dict, "made a dict, which has no reset()"),
+    ],
+)  # fmt: skip
+def test_each_mistake_is_named(env: Any, said: str) -> None:
+    assert said in "\n".join(check_env(env))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("text", "reset() must return (observation, info), not str 'text'"),
+        ((1, {}), "the observation must be text or messages, not int 1"),
+        (([], {}), "the observation must be text or messages, not list []"),
+        (([{"role": "user"}], {}), "a message must have a role and a content of text"),
+        (("text", None), "info must be a mapping, not NoneType None"),
+    ],
+)
+def test_a_wrong_answer_to_reset_is_named(answer: Any, said: str) -> None:
+    with pytest.raises(NotAnAnswer) as error:
+        read_reset(answer)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (("t", "1", False, False, {}), "the reward must be a finite number, not str '1'"),
+        (("t", True, False, False, {}), "the reward must be a finite number, not bool True"),
+        (("t", 1, 0, False, {}), "terminated must be True or False, not int 0"),
+        (("t", 1, False, None, {}), "truncated must be True or False, not NoneType None"),
+    ],
+)
+def test_a_wrong_answer_to_step_is_named(answer: Any, said: str) -> None:
+    with pytest.raises(NotAnAnswer) as error:
+        read_step(answer)
+    assert said in str(error.value)
+
+
+def test_messages_are_turns_and_info_becomes_plain() -> None:
+    import numpy as np
+
+    moment = read_reset(
+        ([{"role": "user", "content": "hi"}, Turn("user", "ho")], {"a": np.ones(2)})
+    )
+    assert moment.observation == (Turn("user", "hi"), Turn("user", "ho"))
+    assert moment.info == {"a": [1.0, 1.0]}
+    assert moment.text == "hi\nho"
+    assert plain({1: (float("inf"), {2})}) == {"1": ["inf", "{2}"]}
+
+
+def test_the_seed_of_a_task_is_that_of_its_group_and_no_other() -> None:
+    assert task_seed(0, "train", "lake", 3) == task_seed(0, "train", "lake", 3)
+    others = {task_seed(0, "train", "lake", n) for n in range(9)} | {
+        task_seed(1, "train", "lake", 3), task_seed(0, "validation", "lake", 3),
+    }  # fmt: skip
+    assert len(others) == 11
+
+
+def test_processes_with_different_hash_seeds_see_the_same_puzzles() -> None:
+    def seen(hash_seed: str) -> str:
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", MAPS]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    first = seen("1")
+    assert first.count("#") > 100
+    assert {seen("2"), seen("random")} == {first}
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_whole_episodes_do_not_depend_on_the_hash_seed(name: str) -> None:
+    assert check_across_processes(name) == []
+
+
+def test_an_environment_that_follows_the_order_of_a_set_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SETS)
+    [problem] = check_across_processes("mine.py:Unsorted", base=tmp_path)
+    assert "another process makes another puzzle of the same seed" in problem
+
+
+def test_a_hang_is_an_error_of_the_episode() -> None:
+    class Hanging(Good):
+        def step(self, action: str) -> Any:
+            while True:
+                pass
+
+    episode = play_episode(Hanging(), 0, play_random, timeout_s=0.2)
+    assert "it took more than 0.2 s" in episode.error
+    assert not episode.success
+
+
+def test_models_cannot_play_yet_and_it_says_so() -> None:
+    with pytest.raises(EnvError, match="models cannot play here yet"):
+        find_policy("my-model")
+
+
+def test_names_and_files_are_found_and_wrong_ones_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SETS + "number = 3\n")
+    assert find_env("frozen_lake").__name__ == "FrozenLake"
+    assert find_env("mine.py:Unsorted", base=tmp_path)().reset(0)
+    with pytest.raises(EnvError, match="is a int"):
+        find_env("mine.py:number", base=tmp_path)
+    with pytest.raises(ConfigError, match="did you mean sokoban"):
+        find_env("sokoben")
+    with pytest.raises(EnvError, match="cannot be made with"):
+        make_env(find_env("sokoban"), {"rooms": 3}, name="sokoban")
+
+
+def test_environments_of_installed_packages_are_found_by_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_envs.py").write_text(SETS)
+    info = tmp_path / "their_envs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-envs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rollick.environments]\nwords = their_envs:Unsorted\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_env("words").__name__ == "Unsorted"
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "rollick.cli", "env", "test", *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_plays_and_ends_with_one_line_of_figures(tmp_path: Path) -> None:
+    done = command(
+        tmp_path, "frozen_lake", "--episodes", "20", "--policy", "solver", "-o", "size=5",
+        "--picture", "lake.gif", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["success"], figures["errors"], figures["problems"]) == (1.0, 0, [])
+    assert figures["steps_per_s"] > 0
+    assert (tmp_path / "lake.gif").stat().st_size > 100
+
+
+def test_the_command_tells_the_author_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SETS)
+    done = command(tmp_path, "mine.py:Unsorted", "--episodes", "2")
+    assert done.returncode == 1
+    assert done.stdout.startswith("wrong: another process makes another puzzle")
+    assert "errors        0" in done.stdout
+    wrong = command(tmp_path, "mine.py:Unsorted", "--policy", "gpt")
+    assert wrong.returncode == 2
+    assert "the policy 'gpt' is not one of random, solver" in wrong.stderr
+
+
+def test_every_named_environment_is_a_class_or_a_function_that_makes_one() -> None:
+    assert set(NAMES["environments"]) >= {"frozen_lake", "sokoban", "webshop", "gymnasium"}

@@ -1,0 +1,253 @@
+"""FrozenLake and Sokoban: rules by hand, a thousand seeds each, pictures."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rollick.envs.base import TextEnv
+from rollick.envs.check import check_env
+from rollick.envs.formats import read_actions, read_reply, write_reply
+from rollick.envs.frozen_lake import FrozenLake
+from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, WORDS
+from rollick.envs.pictures import save_episode
+from rollick.envs.play import play_episode, play_many, play_random, play_solver
+from rollick.envs.sokoban import SYMBOLS, Sokoban, make_puzzle
+from rollick.envs.sokoban_solver import Room, solve
+from rollick.errors import EnvError
+
+GAMES: list[tuple[type[TextEnv], dict[str, Any]]] = [
+    (FrozenLake, {}),
+    (FrozenLake, {"size": 8, "holes": 0.3, "style": "think", "symbols": "marks"}),
+    (FrozenLake, {"slip": 2 / 3, "style": "plain"}),
+    (Sokoban, {}),
+    (Sokoban, {"size": 8, "boxes": 2, "symbols": "classic", "max_actions": 3}),
+]
+
+
+def lake(*rows: str, slip: float = 0.0) -> FrozenLake:
+    """A lake with this map instead of a random one."""
+    env = FrozenLake(size=len(rows), holes=0.0, style="plain", slip=slip)
+    env.reset(0)
+    places = {
+        (y + 1) * env.width + x + 1: tile
+        for y, row in enumerate(rows)
+        for x, tile in enumerate(row)
+    }
+    env.ice = frozenset(cell for cell, tile in places.items() if tile != "H")
+    env.letters = [tile for row in rows for tile in row]
+    return env
+
+
+def room(*rows: str, **options: Any) -> Sokoban:
+    """A room with this map, in the symbols of Sokoban's level files."""
+    env = Sokoban(size=len(rows), style="plain", symbols="classic", **options)
+    env.reset(0)
+    size, text = len(rows), "".join(rows)
+    cells = {mark: {at for at, seen in enumerate(text) if seen == mark} for mark in "# .$*@+"}
+    targets = cells["."] | cells["*"] | cells["+"]
+    floor = set(range(size * size)) - cells["#"]
+    env.room = Room(size, frozenset(floor), frozenset(targets))
+    env.boxes = cells["$"] | cells["*"]
+    [env.player] = cells["@"] | cells["+"]
+    env.letters = [
+        "#" if at not in floor else "." if at in targets else " " for at in range(size**2)
+    ]
+    return env
+
+
+@pytest.mark.parametrize(("make", "options"), GAMES)
+def test_it_passes_its_check(make: type[TextEnv], options: dict[str, Any]) -> None:
+    assert check_env(make, options) == []
+
+
+@pytest.mark.parametrize(("make", "options"), [GAMES[0], GAMES[1], GAMES[3]])
+def test_a_thousand_puzzles_are_all_solved(make: type[TextEnv], options: dict[str, Any]) -> None:
+    report = play_many(make, range(1000), options=options, policy=play_solver)
+    assert (report.success, report.errors, report.valid) == (1.0, 0, 1.0)
+
+
+def test_two_boxes_in_a_larger_room_are_solved() -> None:
+    report = play_many(Sokoban, range(100), options={"size": 8, "boxes": 2}, policy=play_solver)
+    assert (report.success, report.errors) == (1.0, 0)
+
+
+@pytest.mark.parametrize(("make", "options"), GAMES)
+def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
+    make: type[TextEnv], options: dict[str, Any]
+) -> None:
+    options = {**options, "max_steps": 15}
+    first = play_many(make, range(1000), options=options, policy=play_random)
+    again = play_many(make, range(1000), options=options, policy=play_random)
+    assert first.errors == 0
+    assert (first.success, first.reward, first.steps, first.effective) == (
+        again.success, again.reward, again.steps, again.effective,
+    )  # fmt: skip
+
+
+def test_the_best_policy_on_slippery_ice_drowns_now_and_then() -> None:
+    options = {"slip": 2 / 3, "max_steps": 200}
+    best = play_many(FrozenLake, range(100), options=options, policy=play_solver)
+    chance = play_many(FrozenLake, range(100), options=options, policy=play_random)
+    assert 0.8 < best.success < 1.0
+    assert chance.success < 0.3
+
+
+def test_walking_over_ice_to_the_goal_pays_one() -> None:
+    env = lake("SF", "HG")
+    text, reward, terminated, truncated, info = env.step("Right")
+    assert (text, reward, terminated, truncated) == ("SP\nHG", 0.0, False, False)
+    assert info == {"valid": True, "effective": True, "success": False, "state": "SP\nHG"}
+    text, reward, terminated, _, info = env.step("down.")
+    assert (text, reward, terminated, info["success"]) == ("You made it.\nSF\nHW", 1.0, True, True)
+
+
+def test_a_hole_ends_the_episode_with_nothing() -> None:
+    text, reward, terminated, _, info = lake("SF", "HG").step("Down")
+    assert (text, reward, terminated) == ("You lost.\nSF\nXG", 0.0, True)
+    assert not info["success"]
+
+
+@pytest.mark.parametrize(
+    ("action", "valid", "said"),
+    [("Up", True, "Nothing moved."), ("Jump", False, "That is no action. Reply with")],
+)
+def test_what_changes_nothing_is_told_and_marked(action: str, valid: bool, said: str) -> None:
+    text, _, _, _, info = lake("SF", "HG").step(action)
+    assert text.startswith(said)
+    assert (info["valid"], info["effective"]) == (valid, False)
+
+
+def test_on_certain_slip_every_step_goes_to_the_side() -> None:
+    for _ in range(20):
+        env = lake("SFF", "FFF", "FFG", slip=1.0)
+        env.player += env.width + 1  # the middle
+        before = env.player
+        env.move(UP)
+        assert env.player - before in (-1, 1)
+
+
+def test_an_episode_is_truncated_after_its_turns() -> None:
+    env = FrozenLake(max_steps=2, style="plain")
+    env.reset(0)
+    assert [env.step("?")[3] for _ in range(2)] == [False, True]
+
+
+def test_a_box_is_pushed_but_neither_pulled_nor_pushed_into_a_wall() -> None:
+    env = room("#####", "#@$.#", "#   #", "#   #", "#####", box_reward=0.25, step_reward=-0.5)
+    assert env.move(LEFT) == (-0.5, False)
+    text, reward, terminated, _, info = env.step("Right")
+    assert (reward, terminated, info["success"]) == (0.75, True, True)
+    assert text.split("\n")[2] == "# @*#"
+    env = room("#####", "#$@.#", "#   #", "#   #", "#####")
+    assert env.move(LEFT) == (0.0, False)
+    assert env.move(RIGHT) == (0.0, True)
+    assert env.grid().split("\n")[1] == "#$ +#"
+
+
+def test_the_solver_finds_a_shortest_way_and_knows_a_lost_position() -> None:
+    env = room("#####", "#@  #", "# $ #", "#  .#", "#####")
+    # Above the box, push down, walk round, push right: five moves.
+    assert len(solve(env.room, env.player, frozenset(env.boxes)) or []) == 5
+    stuck = room("#####", "#$ @#", "#   #", "#  .#", "#####")
+    assert stuck.solve() is None
+
+
+def test_the_solver_needs_as_few_moves_as_a_plain_search() -> None:
+    for seed in range(30):
+        puzzle = make_puzzle(Random(seed), size=6, boxes=1, walls=0.1)
+        way = solve(puzzle.room, puzzle.player, puzzle.boxes)
+        assert way is not None
+        assert len(way) == fewest_moves(puzzle.room, puzzle.player, puzzle.boxes)
+
+
+def fewest_moves(room: Room, player: int, boxes: frozenset[int]) -> int:
+    """Breadth first over single moves."""
+    seen, edge, count = {(player, boxes)}, [(player, boxes)], 0
+    while not any(now == room.targets for _, now in edge):
+        following: list[tuple[int, frozenset[int]]] = []
+        for (cell, now), step in product(edge, (-room.width, room.width, -1, 1)):
+            there, then = cell + step, now
+            if there in now:
+                then = (now - {there}) | {there + step}
+                if there + step in now or there + step not in room.floor:
+                    continue
+            if there in room.floor and (there, then) not in seen:
+                seen.add((there, then))
+                following.append((there, then))
+        edge, count = following, count + 1
+    return count
+
+
+@pytest.mark.parametrize("symbols", list(SYMBOLS))
+def test_every_symbol_set_tells_all_tiles_apart_and_explains_them(symbols: Any) -> None:
+    assert len(set(SYMBOLS[symbols])) == 7
+    text, info = Sokoban(symbols=symbols).reset(1)
+    assert isinstance(text, str)
+    assert set(info["state"]) - {"\n"} <= set(SYMBOLS[symbols])
+    assert f"{SYMBOLS[symbols][3]} a box" in text
+
+
+def test_a_group_of_symbols_is_the_same_puzzle() -> None:
+    states = [Sokoban(symbols=name).reset(5)[1]["state"] for name in ("classic", "digits")]
+    assert states[0].translate(str.maketrans(SYMBOLS["classic"], SYMBOLS["digits"])) == states[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "style", "actions"),
+    [
+        ("Right", "plain", [RIGHT]),
+        ("<answer>Right</answer>", "answer", [RIGHT]),
+        ("<answer> up || LEFT </answer>", "answer", [UP, LEFT]),
+        ("<answer>up||left||down</answer>", "answer", []),
+        ("<answer>up||jump</answer>", "answer", []),
+        ("Right", "answer", []),
+        ("<think>Why not?</think><answer>Down</answer>", "think", [DOWN]),
+        ("Why not?</think> <answer>Down</answer>", "think", [DOWN]),
+        ("<answer>Down</answer>", "think", []),
+        ("<think>x</think>Down", "think", []),
+    ],
+)
+def test_replies_are_read_by_their_format(text: str, style: Any, actions: list[int]) -> None:
+    assert read_actions(text, style, WORDS, limit=2) == actions
+
+
+@pytest.mark.parametrize("style", ["plain", "answer", "think"])
+def test_what_is_written_is_read_again(style: Any) -> None:
+    assert read_reply(write_reply("click[a]", style, thought="hm"), style).answer == "click[a]"
+
+
+def test_several_moves_in_a_turn_stop_at_the_end_of_the_game() -> None:
+    env = FrozenLake(max_actions=6)
+    env.reset(1)
+    reply = env.solve()
+    assert reply is not None
+    assert reply.count("||") == 5
+    assert env.step(reply)[1:3] == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(FrozenLake, {"size": 1}), (FrozenLake, {"slip": 2}), (Sokoban, {"size": 4}),
+     (Sokoban, {"boxes": 9}), (Sokoban, {"symbols": "runes"}), (FrozenLake, {"max_steps": -1})],
+)  # fmt: skip
+def test_impossible_options_are_refused(make: type[TextEnv], options: dict[str, Any]) -> None:
+    with pytest.raises(EnvError):
+        make(**options)
+
+
+@pytest.mark.parametrize("make", [FrozenLake, Sokoban])
+def test_an_episode_becomes_a_gif_and_a_png(make: type[TextEnv], tmp_path: Path) -> None:
+    episode = play_episode(make(), 3, play_solver, pictures=True)
+    save_episode(tmp_path / "a.gif", episode)
+    save_episode(tmp_path / "a.png", episode)
+    with Image.open(tmp_path / "a.gif") as film, Image.open(tmp_path / "a.png") as sheet:
+        assert getattr(film, "n_frames", 1) == len(episode.moments)
+        assert sheet.width > film.width
+    with pytest.raises(EnvError, match=r"neither \.gif nor \.png"):
+        save_episode(tmp_path / "a.txt", episode)
