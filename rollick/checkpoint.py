@@ -132,6 +132,11 @@ class CheckpointStore:
             )
         return None
 
+    def of_step(self, step: int) -> Checkpoint | None:
+        """That of a step, verified; None if it is not kept, or damaged."""
+        path = self.folder / _folder_name(step)
+        return self._verified(path) if path.is_dir() else None
+
     def best(self) -> Checkpoint | None:
         """The checkpoint with the highest score, the newer of equals; None if none has one."""
         for checkpoint in _by_score(self._glance()):

@@ -237,11 +237,14 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only what train.lora trained, for PEFT.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint of this step; by default the newest.")
+    ] = None,
 ) -> None:
     """Write a run's policy as a plain Hugging Face folder; adapters are added to its weights."""
     from rollick.pipelines.inspect import export_run
 
-    typer.echo(str(export_run(run, out, best=best, adapter=adapter)))
+    typer.echo(str(export_run(run, out, best=best, adapter=adapter, step=step)))
 
 
 @app.command()
@@ -558,6 +561,30 @@ def env_test(
         typer.echo("\n".join(f"{key:<14}{_figure(value)}" for key, value in shown.items()))
     if problems or report.errors:
         raise typer.Exit(1)
+
+
+@env_app.command("show")
+def env_show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    sample: Annotated[
+        str, typer.Option(help="Which one, such as g3.1; by default the newest.")
+    ] = "",
+    step: Annotated[int | None, typer.Option(help="The step that it was recorded at.")] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="Of the training samples, not of validation.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help="A .gif or .png to write.")] = None,
+) -> None:
+    """Play a recorded episode again and show it, turn by turn."""
+    from rollick.envs.recorded import describe, find_episode, play_again
+
+    row = find_episode(run, sample=sample, step=step, training=training)
+    episode = play_again(row["played"], base=run, pictures=picture is not None)
+    typer.echo(describe(row, episode))
+    if picture is not None:
+        from rollick.envs.pictures import save_episode
+
+        save_episode(picture, episode)
 
 
 def _env_options(given: Sequence[str]) -> dict[str, object]:

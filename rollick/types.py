@@ -225,6 +225,9 @@ class Sample:
     kept_cache: BoolArray | None = None
     """Tokens drawn over a cache that an older version had computed (rollout.at_publish: keep);
     None: none. Their log-prob is the one that they were drawn with, of no single version."""
+    played: Played | None = None
+    """The episode, where there was an environment. For records: it is not in a checkpoint, which
+    has the sample's score."""
 
     @property
     def length(self) -> int:
@@ -284,6 +287,26 @@ class Score:
     @classmethod
     def failed(cls, detail: str, *, status: ScoreStatus = ScoreStatus.FAILED) -> Score:
         return cls(value=float("nan"), status=status, detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The episode of a sample in an environment: which one, what the policy wrote in each turn, and
+    what that was worth. A failure of the environment is a status of the score.
+
+    Environment, options, seed and replies are all that it takes to play the episode again.
+    """
+
+    environment: str
+    options: Mapping[str, Any]
+    seed: int
+    replies: tuple[str, ...]
+    score: Score
+    success: bool = False
+    valid: tuple[bool, ...] = ()
+    """Of each turn whose environment says so: whether the reply could be read."""
+    effective: tuple[bool, ...] = ()
+    """Of each turn whose environment says so: whether it changed anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,7 +25,7 @@ from rollick.config.losses import (
 from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
 from rollick.config.rules import Context, Findings, rule
-from rollick.config.schema import Recipe, RolloutConfig
+from rollick.config.schema import SAMPLED, Recipe, RolloutConfig
 
 GROUP_ADVANTAGES = {
     "dr_grpo",
@@ -49,7 +49,7 @@ def looks_at_scores(algorithm: AlgorithmConfig) -> bool:
 
 def rl_algorithms(context: Context, *parts: str) -> Iterator[tuple[KeyPath, AlgorithmConfig]]:
     """The algorithms of the RL step whose parts of these names are sound, and where they are."""
-    if context.recipe.pipeline == "rlvr":
+    if context.recipe.pipeline in SAMPLED:
         yield from context.algorithms(*parts)
 
 
@@ -154,7 +154,7 @@ def _the_correction_suits_the_loss(context: Context) -> Findings:
 
 @rule("pipeline")
 def _options_of_the_loss_are_used(context: Context) -> Findings:
-    if context.recipe.pipeline not in ("rlvr", "distill"):
+    if context.recipe.pipeline not in SAMPLED | {"distill"}:
         return
     for path, algorithm in context.algorithms("loss"):
         loss, where = algorithm.loss, (*path, "loss")

@@ -23,6 +23,7 @@ from rollick.config import (
 from rollick.config.names import NAMES
 from rollick.config.problems import Problem
 from rollick.config.rules import RULES, Context, Findings, rule
+from rollick.config.schema import SAMPLED
 
 if TYPE_CHECKING:
     from rollick.config.load import LoadedRecipe
@@ -73,7 +74,7 @@ def _there_is_a_domain(context: Context) -> Findings:
 
 @rule("pipeline", "sampling")
 def _training_samples_have_full_support(context: Context) -> Findings:
-    if context.recipe.pipeline != "rlvr":
+    if context.recipe.pipeline not in SAMPLED:
         return
     sampling = context.recipe.sampling
     reason = "cuts the support, so the learner's log-probs would not be those of the samples"

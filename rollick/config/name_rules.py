@@ -172,6 +172,8 @@ def _unknown_object(context: Context, name: str) -> tuple[str, str]:
 @rule()
 def _sources_exist(context: Context) -> Findings:
     for path, domain in context.domains():
+        if not domain.source:
+            continue
         kind, _, name = domain.source.partition(":")
         where = (*path, "source")
         if kind == "object":
@@ -192,6 +194,19 @@ def _sources_exist(context: Context) -> Findings:
         if domain.split != "train" and kind != "hub":
             message = f"{domain.split!r} has no effect: only hub datasets have splits"
             yield context.problem((*path, "split"), message, "remove it")
+
+
+@rule()
+def _environments_exist(context: Context) -> Findings:
+    for path, domain in context.domains():
+        if domain.environment is None:
+            continue
+        name, said = domain.environment.name, (*path, "environment")
+        where = (*said, "name") if context.source.find((*said, "name")) else said
+        if not is_reference(name):
+            yield from _must_be_known(context, where, "environments", name, own=True)
+        elif isinstance(problem := _read(context, name), ConfigError):
+            yield context.problem(where, problem.message, problem.fix)
 
 
 def _check_file(context: Context, where: KeyPath, source: str) -> Findings:
@@ -250,6 +265,8 @@ def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
         kind = domain.source.partition(":")[0]
         if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
             yield (*path, "source"), "rewards", domain.source
+        if domain.environment is not None:
+            yield (*path, "environment"), "environments", domain.environment.name
         for index, reward in enumerate(domain.rewards):
             if not reward.name.startswith("object:"):
                 yield (*path, "rewards", index), "rewards", reward.name

@@ -107,6 +107,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "frozen_lake": "rollick.envs.frozen_lake:FrozenLake",
         "sokoban": "rollick.envs.sokoban:Sokoban",
         "webshop": "rollick.envs.webshop:WebShop",
+        "tools": "rollick.envs.tools.env:ToolEnv",
         "gymnasium": "rollick.envs.adapters.gym:GymEnv",
         "minigrid": "rollick.envs.adapters.minigrid:minigrid_env",
         "reasoning_gym": "rollick.envs.adapters.reasoning:ReasoningGymEnv",
@@ -122,6 +123,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "pipelines": {
         "rlvr": "rollick.pipelines.rlvr:run_rlvr",
+        "agentic": "rollick.pipelines.agentic:run_agentic",
         "sft": "rollick.pipelines.sft:run_sft",
         "dpo": "rollick.pipelines.dpo:run_dpo",
         "distill": "rollick.pipelines.distill:run_distill",

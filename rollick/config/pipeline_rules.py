@@ -9,8 +9,10 @@ from rollick.config.algorithm_rules import looks_at_scores
 from rollick.config.problems import KeyPath
 from rollick.config.rules import Context, Findings, rule
 from rollick.config.schema import (
+    SAMPLED,
     SUPERVISED_LOSSES,
     DomainConfig,
+    EnvironmentSpec,
     ObserveConfig,
     PromptSelectionConfig,
     RolloutConfig,
@@ -27,6 +29,7 @@ ANSWERS: Mapping[str, str] = {
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "rlvr": (),
+    "agentic": (),
     "sft": ("completion",),
     "dpo": ("chosen", "rejected"),
     "distill": ("completion",),
@@ -55,6 +58,9 @@ NOT_SUPERVISED: Mapping[str, str] = {
 }
 """Settings of the algorithm that no pipeline of given answers looks at, and why."""
 
+PLAYING = ("agentic", "sft")
+"""Pipelines that do something with a training domain's environment."""
+
 ADD_A_REWARD = "add rewards: [NAME]; see `rollick list`"
 
 
@@ -63,11 +69,13 @@ def _training_domains_have_what_is_learned_from(context: Context) -> Findings:
     pipeline = context.recipe.pipeline
     for path, domain in context.domains(validation=False):
         for column in COLUMNS.get(pipeline, ()):
-            if getattr(domain, column) is None:
+            shown = pipeline == "sft" and domain.environment is not None
+            if getattr(domain, column) is None and not shown:
                 fix = f"name the column with the {ANSWERS[column]}"
                 yield context.problem((*path, column), f"pipeline {pipeline} needs it", fix)
-        if pipeline == "rlvr" and not domain.rewards and _needs_rewards(context, path, domain):
-            message = "pipeline rlvr needs a reward"
+        scored = bool(domain.rewards) or domain.environment is not None
+        if pipeline in SAMPLED and not scored and _needs_rewards(context, path, domain):
+            message = f"pipeline {pipeline} needs a reward"
             yield context.problem((*path, "rewards"), message, ADD_A_REWARD)
 
 
@@ -81,8 +89,56 @@ def _needs_rewards(context: Context, path: KeyPath, domain: DomainConfig) -> boo
 def _validation_has_rewards(context: Context) -> Findings:
     pipeline = context.recipe.pipeline
     for path, domain in context.domains(validation=True):
-        if pipeline in COLUMNS and not domain.rewards:
+        if pipeline in COLUMNS and not domain.rewards and domain.environment is None:
             yield context.problem((*path, "rewards"), "validation needs a reward", ADD_A_REWARD)
+
+
+@rule("pipeline")
+def _environments_are_played(context: Context) -> Findings:
+    pipeline, playing = context.recipe.pipeline, 0
+    for path, domain in context.domains(validation=False):
+        playing += domain.environment is not None or domain.agent is not None
+        if domain.agent is not None and pipeline != "agentic" and pipeline in COLUMNS:
+            message = f"has no effect: pipeline {pipeline} runs no agents"
+            yield context.problem((*path, "agent"), message, "use pipeline: agentic")
+        if domain.environment is not None and pipeline in COLUMNS and pipeline not in PLAYING:
+            message = f"has no effect: pipeline {pipeline} plays no environments"
+            fix = "use pipeline: agentic, or sft to imitate its solver"
+            yield context.problem((*path, "environment"), message, fix)
+    if pipeline == "agentic" and not playing and context.is_sound(("data", "domains")):
+        message = "agentic needs a domain with an environment or an agent"
+        fix = "give one an environment: NAME, or use pipeline: rlvr"
+        yield context.problem("pipeline", message, fix)
+
+
+@rule()
+def _tasks_come_from_somewhere(context: Context) -> Findings:
+    for path, domain in context.domains():
+        environment = domain.environment
+        if not domain.source and environment is None:
+            message = "there is neither a source of prompts nor an environment"
+            yield context.problem((*path, "source"), message, "name a file, or an environment")
+        if domain.agent is not None:
+            yield from _check_agent(context, path, domain)
+        if environment is None:
+            continue
+        if domain.source and environment.tasks != EnvironmentSpec.model_fields["tasks"].default:
+            message = f"{environment.tasks} has no effect: the tasks are the rows of the source"
+            fix = "remove it, or use limit"
+            yield context.problem((*path, "environment", "tasks"), message, fix)
+        if environment.columns and not domain.source:
+            message = "there are no columns: the domain has no source of rows"
+            yield context.problem((*path, "environment", "columns"), message, "remove it")
+
+
+def _check_agent(context: Context, path: KeyPath, domain: DomainConfig) -> Findings:
+    where = (*path, "agent")
+    if domain.environment is not None:
+        fix = "keep one of the two; an agent can hold an environment of its own"
+        yield context.problem(where, "the domain has an environment already", fix)
+    if not (context.base / str(domain.agent)).is_file():
+        fix = "give the path of a Python script relative to the recipe"
+        yield context.problem(where, f"there is no file {domain.agent!r}", fix)
 
 
 @rule("pipeline")
@@ -132,7 +188,7 @@ def _selection_of_prompts_is_used(context: Context) -> Findings:
 def _every_minibatch_has_a_sample(context: Context) -> Findings:
     recipe, minibatches = context.recipe, context.recipe.train.minibatches
     samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
-    if recipe.pipeline == "rlvr" and minibatches > samples:
+    if recipe.pipeline in SAMPLED and minibatches > samples:
         message = f"{minibatches} is more than the {samples} samples of a step"
         fix = "lower it, or raise rollout.groups_per_step or rollout.group_size"
         yield context.problem("train.minibatches", message, fix)
@@ -145,7 +201,7 @@ def _every_minibatch_has_a_sample(context: Context) -> Findings:
 @rule("pipeline", "train.batch_size")
 def _the_batch_size_is_used(context: Context) -> Findings:
     recipe = context.recipe
-    if recipe.pipeline == "rlvr" and recipe.train.batch_size != TrainConfig().batch_size:
+    if recipe.pipeline in SAMPLED and recipe.train.batch_size != TrainConfig().batch_size:
         message = f"{recipe.train.batch_size} has no effect: it is for pipelines of given answers"
         fix = "use rollout.groups_per_step and rollout.group_size"
         yield context.problem("train.batch_size", message, fix)

@@ -97,12 +97,42 @@ class RewardSpec(Section):
 Reward = Annotated[RewardSpec, BeforeValidator(by_name, json_schema_input_type=str | RewardSpec)]
 
 
+class EnvironmentSpec(Section):
+    """The environment that the samples of a domain play."""
+
+    name: str
+    """An environment from `rollick list`, or your own as file.py:Class."""
+    options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
+    """Keyword arguments that it is made with."""
+    columns: tuple[str, ...] = ()
+    """Columns of the domain's rows that it is made with, too, under their own names."""
+    tasks: Positive = 1000
+    """Different tasks, each with a seed of its own, where the domain has no source of rows."""
+    seed: NonNegative = 0
+    """Other tasks; those of the run's seed are the same in every run."""
+    turn_tokens: NonNegative = 0
+    """New tokens of one turn at the most; 0 is what sampling.max_tokens leaves of the sample."""
+
+
+Environment = Annotated[
+    EnvironmentSpec, BeforeValidator(by_name, json_schema_input_type=str | EnvironmentSpec)
+]
+
+
 class DomainConfig(Section):
     """One source of prompts."""
 
-    source: str
+    source: str = ""
     """A .jsonl, .json or .parquet file, a hub dataset (hub:NAME) or a file.py:function. Puzzles of
-    reasoning-gym are reasoning_gym:TASK?seed=1&size=500, with a task from `rollick list`."""
+    reasoning-gym are reasoning_gym:TASK?seed=1&size=500, with a task from `rollick list`. A domain
+    with an environment needs none: its tasks are numbers."""
+    environment: Environment | None = None
+    """What its samples play, turn by turn, in place of answering once (pipeline agentic); what its
+    solver shows is imitated (pipeline sft)."""
+    agent: str | None = None
+    """A Python script of your own that does the domain's tasks (pipeline agentic). It gets a row as
+    JSON in ROLLICK_TASK, asks the model through any OpenAI client (OPENAI_BASE_URL,
+    OPENAI_API_KEY) and prints its answer, which the rewards look at."""
     split: str = "train"
     """Split of a hub dataset."""
     prompt: str = "prompt"
@@ -244,6 +274,14 @@ class RolloutConfig(Section):
     """A reward call that takes longer is killed; its sample is masked and counted."""
     reward_processes: Positive = 1
     """Processes that run rewards."""
+    env_processes: Positive = 1
+    """Processes that run environments; each holds many episodes."""
+    env_threads: Positive = 1
+    """Calls that such a process runs at once: for environments that wait rather than compute."""
+    env_step_timeout_s: Seconds = 60
+    """A step of an environment that takes longer ends its process; its sample is masked."""
+    env_episode_timeout_s: Seconds = 3600
+    """The same for all steps of an episode together; the time of the policy is not counted."""
     max_failed_scores: Share = 0.2
     """The run stops if more than this part of a step's samples cannot be scored."""
 
@@ -541,6 +579,9 @@ SUPERVISED_LOSSES: Mapping[str, tuple[SftLoss | DpoLoss | IpoLoss | Distillation
     "distill": (DistillationLoss(),),
 }
 """Pipelines that learn from given answers, and what they minimise; the first is the default."""
+
+SAMPLED = frozenset({"rlvr", "agentic"})
+"""Pipelines that learn from samples of the policy."""
 
 
 class Recipe(Section):

@@ -282,7 +282,7 @@ def _naming_key(path: KeyPath) -> str:
             return "preset"
         case ("algorithm", part) | ("data", _, _, "algorithm", part):
             return "name" if part in PARTS else ""
-        case ("data", _, _, "rewards", int()):
+        case ("data", _, _, "rewards", int()) | ("data", _, _, "environment"):
             return "name"
         case _:
             return ""

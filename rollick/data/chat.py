@@ -102,10 +102,13 @@ class ChatCodec:
 
     def encode_example(self, turns: Sequence[Turn], completion: str) -> tuple[IntArray, BoolArray]:
         """[T] ids of prompt, completion and end of turn; [T] True on the last two."""
-        prompt = self.encode_prompt(turns)
-        answer = _joined(self._tokenized(completion), [] if self.end_id is None else [self.end_id])
+        prompt, answer = self.encode_prompt(turns), self.encode_answer(completion)
         mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
         return _joined(prompt, answer), frozen_array(mask, np.bool_)
+
+    def encode_answer(self, text: str) -> IntArray:
+        """[T] ids of an answer as the assistant should draw it, with the end of its turn."""
+        return _joined(self._tokenized(text), [] if self.end_id is None else [self.end_id])
 
     def decode(self, token_ids: npt.ArrayLike) -> str:
         """The text, without special tokens and with its spaces as they were drawn."""

@@ -108,7 +108,12 @@ class PromptStream:
         domains: list[_Domain] = []
         bad: list[BadRow] = []
         for name, config in (data.validation if validation else data.domains).items():
-            rows = read_rows(config, base=base or Path.cwd(), objects=objects)
+            rows = read_rows(
+                config,
+                base=base or Path.cwd(),
+                objects=objects,
+                purpose="held_out" if validation else "train",
+            )
             prompts, unusable = sort_out(
                 name, config, rows=rows, count_tokens=count_tokens, limit=limit
             )

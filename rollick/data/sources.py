@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollick.config.names import is_reference, load_reference
-from rollick.config.schema import DomainConfig
+from rollick.config.schema import DomainConfig, EnvironmentSpec
 from rollick.data.gym import gym_rows
 from rollick.errors import DataError, MissingExtra
+from rollick.types import stable_hash
 
 MOST_UNLIMITED_ROWS = 1_000_000
 """A generator without `limit` that gives more rows than this is taken to be endless."""
@@ -40,9 +41,22 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def read_rows(config: DomainConfig, *, base: Path, objects: Mapping[str, Any]) -> Iterator[RawRow]:
-    """The rows of a source, at most `limit` of them; nothing beyond the limit is read."""
-    source = config.source
+def task_seed(seed: int, purpose: str, environment: str, task: int) -> int:
+    """The seed of a task: the same for all samples of its group, in every process and run."""
+    return stable_hash("task", seed, purpose, environment, task)
+
+
+def read_rows(
+    config: DomainConfig, *, base: Path, objects: Mapping[str, Any], purpose: str = "train"
+) -> Iterator[RawRow]:
+    """The rows of a source, at most `limit` of them; nothing beyond the limit is read.
+
+    An environment without a source has a row for each task: its number, and its seed, which is
+    another one where the `purpose` is another one.
+    """
+    source, environment = config.source, config.environment
+    if not source and environment is not None:
+        return islice(_task_rows(environment, purpose), config.limit or None)
     kind, _, name = source.partition(":")
     if kind == "object":
         rows = _python_rows(_object(objects, name), source, limited=config.limit > 0)
@@ -56,6 +70,14 @@ def read_rows(config: DomainConfig, *, base: Path, objects: Mapping[str, Any]) -
     else:
         rows = _file_rows(_locate(source, base), source)
     return islice(rows, config.limit or None)
+
+
+def _task_rows(environment: EnvironmentSpec, purpose: str) -> Iterator[RawRow]:
+    name = environment.name
+    for task in range(environment.tasks):
+        seed = task_seed(environment.seed, purpose, name, task)
+        place = f"{name}: task {task}"
+        yield RawRow(place, {"prompt": place, "task": task, "seed": seed})
 
 
 def _locate(source: str, base: Path) -> Path:

@@ -25,6 +25,7 @@ from rollick.errors import DataError
 from rollick.types import (
     NOT_SAMPLED,
     Group,
+    Played,
     PolicyVersion,
     Prompt,
     Sample,
@@ -120,11 +121,11 @@ def samples_to_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
 def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
     sample, score = member.sample, member.score
     drawn = sample.versions[sample.versions != NOT_SAMPLED]
-    return {
+    row = {
         "sample": str(sample.uid),
         "prompt_uid": group.prompt.uid,
         "domain": group.prompt.domain,
-        "prompt": group.prompt.text,
+        "prompt": sample.prompt.text,
         "response": sample.text,
         "score": _finite(score.value),
         "parts": {name: _finite(value) for name, value in score.parts.items()},
@@ -136,6 +137,19 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
         "tokens": sample.length,
         "response_tokens": len(drawn),
         "versions": [int(drawn.min()), int(drawn.max())] if len(drawn) else [],
+    }
+    return row if sample.played is None else row | {"played": _played_to_row(sample.played)}
+
+
+def _played_to_row(played: Played) -> dict[str, Any]:
+    """What `rollick env show` plays again."""
+    return {
+        "environment": played.environment,
+        "options": dict(played.options),
+        "seed": played.seed,
+        "replies": list(played.replies),
+        "rewards": list(played.score.turns),
+        "success": played.success,
     }
 
 
@@ -232,6 +246,7 @@ def _member_from_json(
         stop=StopReason(entry["stop"]),
         text=entry["text"],
         states=tuple(entry["states"]),
+        played=None,
         **tokens,
     )
     said: dict[str, Any] = entry["score"]

@@ -104,11 +104,6 @@ class NotAnAnswer(Exception):
     """What an environment returned breaks the signature; the message says how."""
 
 
-def task_seed(seed: int, purpose: str, environment: str, task: int) -> int:
-    """The seed of a task: the same for all samples of its group, in every process and run."""
-    return stable_hash("task", seed, purpose, environment, task)
-
-
 def random_of(purpose: str, seed: int, *more: str | int) -> Random:
     """An environment's random numbers. Hashed, so that neighbouring seeds have nothing alike."""
     return Random(stable_hash(purpose, seed, *more))

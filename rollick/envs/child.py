@@ -40,7 +40,8 @@ from rollick.envs.base import (
     read_reset,
     read_step,
 )
-from rollick.errors import RollickError
+from rollick.envs.play import play_episode, play_solver
+from rollick.errors import EnvError, RollickError
 from rollick.types import Turn
 
 NUMBER = struct.Struct("<Q")
@@ -81,6 +82,14 @@ class Start(NamedTuple):
     seed: int
 
 
+class Show(NamedTuple):
+    """Let the environment's own solver play a whole episode."""
+
+    name: str
+    options: Mapping[str, Any]
+    seed: int
+
+
 class Act(NamedTuple):
     """One step."""
 
@@ -91,7 +100,7 @@ class End(NamedTuple):
     """Nobody plays it any more."""
 
 
-Call = Start | Act | End
+Call = Start | Show | Act | End
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,24 @@ def decode_reply(body: bytes) -> tuple[int, Reply]:
     if not isinstance(observation, str):
         observation = tuple(Turn(role, content) for role, content in observation)
     return episode, Reply(EnvStatus(status), Moment(observation, *rest), detail, seconds)
+
+
+def show_solution(env: TextEnv, seed: int) -> Moment:
+    """The whole episode of its solver as one moment: all messages, and what they earned. The
+    solver's own are those of the role `assistant`; the last observation, which nobody answers, is
+    left out."""
+    played = play_episode(env, seed, play_solver)
+    if played.error:
+        raise EnvError(played.error)
+    messages: list[Turn] = []
+    for moment, action in zip(played.moments, played.actions, strict=False):
+        seen = moment.observation
+        messages += [Turn("user", seen)] if isinstance(seen, str) else seen
+        messages.append(Turn("assistant", action))
+    if not messages:
+        raise EnvError("its solver knows no reply", fix="write solve(), or name another source")
+    info = {"success": played.success}
+    return Moment(tuple(messages), played.reward, terminated=True, info=info)
 
 
 @dataclass(slots=True)
@@ -202,6 +229,9 @@ class EnvLoop:
             env = make_env(self.makers[call.name], call.options, name=call.name)
             self.episodes[episode] = env
             return read_reset(env.reset(call.seed))
+        if isinstance(call, Show):
+            env = make_env(self.makers[call.name], call.options, name=call.name)
+            return show_solution(env, call.seed)
         if isinstance(call, End):
             self._drop(episode)
             return None

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rollick.envs.base import Frame, random_of
 from rollick.envs.formats import Format
-from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, GridGame, distances, offsets, path
+from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, GridGame, Split, distances, offsets, path
 from rollick.errors import EnvError
 
 ICE, HOLE, GOAL, START, PLAYER, DROWNED, ARRIVED = range(7)
@@ -41,10 +41,11 @@ class FrozenLake(GridGame):
         max_actions: int = 1,
         rules: bool = True,
         invalid_reward: float = 0.0,
+        split: Split = "all",
     ) -> None:
         """`holes`: the share of the cells; `slip`: the chance that a step goes astray;
         `max_steps` in turns, by default several times the longest way. `invalid_reward`: for a
-        reply that is no action."""
+        reply that is no action. `split`: which lakes (one of five is held out)."""
         if size < 2 or not 0 <= holes < 1 or not 0 <= slip <= 1 or symbols not in SYMBOLS:
             raise EnvError(
                 f"no lake has size={size}, holes={holes}, slip={slip}, symbols={symbols!r}",
@@ -56,6 +57,7 @@ class FrozenLake(GridGame):
             max_actions=max_actions,
             rules=rules,
             invalid_reward=invalid_reward,
+            split=split,
         )
         self.size = size
         self.holes = holes
@@ -80,7 +82,9 @@ class FrozenLake(GridGame):
         while True:
             ice = {cell for cell in cells if random.random() >= self.holes}
             ice |= {self.start, self.goal}
-            if self.goal in distances(self.start, ice.__contains__, self.width):
+            board = "".join("." if cell in ice else "O" for cell in cells)
+            solvable = self.goal in distances(self.start, ice.__contains__, self.width)
+            if solvable and self.fits(board):
                 break
         self.ice = frozenset(ice)
         # Every turn of the board starts from these symbols; only the player's place changes.

@@ -9,12 +9,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rollick.envs.base import Reset, Step, TextEnv
 from rollick.envs.formats import Format, ask, read_actions, write_actions, write_reply
 from rollick.errors import EnvError
+from rollick.types import stable_hash
 
+Split = Literal["all", "train", "held_out"]
+"""Which puzzles: one of five, by its board alone, is held out."""
 DIRECTIONS = ("Up", "Down", "Left", "Right")
 UP, DOWN, LEFT, RIGHT = range(4)
 NAMES_OF = (
@@ -69,9 +72,13 @@ class GridGame(TextEnv):
         max_actions: int,
         rules: bool,
         invalid_reward: float,
+        split: Split,
     ) -> None:
         if max_steps < 1 or max_actions < 1:
             raise EnvError(f"max_steps={max_steps} and max_actions={max_actions} must be positive")
+        if split not in ("all", "train", "held_out"):
+            raise EnvError(f"no game has split={split!r}", fix="use all, train or held_out")
+        self.split: Split = split
         self.max_steps = max_steps
         self.style: Format = style
         self.max_actions = max_actions
@@ -83,7 +90,14 @@ class GridGame(TextEnv):
 
     @abstractmethod
     def build(self, seed: int) -> None:
-        """Make the puzzle."""
+        """Make the puzzle; of several that the seed gives, the first that `fits`."""
+
+    def fits(self, board: str) -> bool:
+        """Whether a puzzle is of the split. The board decides, not the seed: the same board is
+        never on both sides."""
+        if self.split == "all":
+            return True
+        return (stable_hash("split", board) % 5 == 0) == (self.split == "held_out")
 
     @abstractmethod
     def move(self, direction: int) -> tuple[float, bool]:

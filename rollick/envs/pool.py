@@ -39,6 +39,7 @@ from rollick.envs.child import (
     EnvStatus,
     Kind,
     Reply,
+    Show,
     Start,
     decode_reply,
 )
@@ -221,6 +222,17 @@ class EnvPool:
     ) -> EnvSession:
         """A new episode. Waits for room, for a process and for the environment's reset; whether
         that went well is in `session.opening`."""
+        return await self._open(Start(name, options or {}, seed))
+
+    async def show(
+        self, name: str, options: Mapping[str, Any] | None = None, seed: int = 0
+    ) -> Reply:
+        """The whole episode of the environment's solver, in one reply (see child.show_solution).
+        The deadline is that of a step."""
+        return (await self._open(Show(name, options or {}, seed))).opening
+
+    async def _open(self, start: Start | Show) -> EnvSession:
+        name = start.name
         if name not in self._names:
             raise EnvError(
                 f"the environment {name!r} was not given to the pool",
@@ -236,13 +248,13 @@ class EnvPool:
             raise
         self.stats.episodes += 1
         try:
-            session.opening = await self.call(session, Start(name, options or {}, seed))
+            session.opening = await self.call(session, start)
         except BaseException:
             session.close()
             raise
         return session
 
-    async def call(self, session: EnvSession, call: Start | Act) -> Reply:
+    async def call(self, session: EnvSession, call: Start | Show | Act) -> Reply:
         """Send a call of an episode and wait for what comes of it."""
         if self._broken is not None:
             raise self._broken

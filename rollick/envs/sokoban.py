@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from rollick.envs.base import Frame, random_of
 from rollick.envs.formats import Format
-from rollick.envs.grid import GridGame, distances, offsets
+from rollick.envs.grid import GridGame, Split, distances, offsets
 from rollick.envs.sokoban_solver import Room, solve
 from rollick.errors import EnvError
 
@@ -41,6 +41,13 @@ class Puzzle(NamedTuple):
     player: int
     boxes: frozenset[int]
 
+    @property
+    def board(self) -> str:
+        """Walls, targets, boxes and player, cell by cell."""
+        room = self.room
+        parts = (room.floor, room.targets, self.boxes, (self.player,))
+        return ";".join(",".join(map(str, sorted(cells))) for cells in parts)
+
 
 class Sokoban(GridGame):
     """A room of `size` by `size` cells, its outer walls among them."""
@@ -59,9 +66,11 @@ class Sokoban(GridGame):
         invalid_reward: float = 0.0,
         box_reward: float = 0.0,
         step_reward: float = 0.0,
+        split: Split = "all",
     ) -> None:
         """`walls`: the share of the inner cells. Solving pays 1; `box_reward` is for each box that
-        comes onto a target (and is taken back when it leaves), `step_reward` for each move."""
+        comes onto a target (and is taken back when it leaves), `step_reward` for each move.
+        `split`: which puzzles (one of five is held out)."""
         if size < 5 or not 1 <= boxes <= (size - 2) ** 2 // 5 or symbols not in SYMBOLS:
             raise EnvError(
                 f"no room has size={size}, boxes={boxes}, symbols={symbols!r}",
@@ -74,6 +83,7 @@ class Sokoban(GridGame):
             max_actions=max_actions,
             rules=rules,
             invalid_reward=invalid_reward,
+            split=split,
         )
         self.size = size
         self.count = boxes
@@ -85,7 +95,10 @@ class Sokoban(GridGame):
 
     def build(self, seed: int) -> None:
         random = random_of("sokoban", seed, self.size, self.count, str(self.walls))
-        puzzle = make_puzzle(random, size=self.size, boxes=self.count, walls=self.walls)
+        while True:
+            puzzle = make_puzzle(random, size=self.size, boxes=self.count, walls=self.walls)
+            if self.fits(puzzle.board):
+                break
         self.room, self.player, start = puzzle
         self.boxes = set(start)
         floor, targets = self.room.floor, self.room.targets

@@ -65,6 +65,16 @@ METRICS: Mapping[str, str] = {
     "rollout/long_groups": "groups trained on that had been put off",
     "rollout/long_length": "mean drawn tokens of their samples",
     "rollout/other_length": "mean drawn tokens of the other samples trained on",
+    "env/episodes": "episodes of the training tasks that ended, those that failed included",
+    "env/success": "share of them that solved their task, of those that did not fail",
+    "env/turns": "mean turns of an episode",
+    "env/valid": "share of the turns whose reply could be read as an action",
+    "env/effective": "share of the turns that changed something",
+    "env/failed/*": "episodes whose environment failed, by status: failed (it raised), garbage, "
+    "timeout, crashed, lost (with another episode's process); like the next two since the run "
+    "began or resumed, validation included",
+    "env/restarts": "processes of environments that were replaced",
+    "env/seconds": "seconds inside environments",
     "controller/lag_ms": "how late the controller's event loop was at most, in milliseconds",
     "controller/engines": "engines that answer",
     "controller/engine_restarts": "lost engines that were replaced, since the run began or resumed",

@@ -23,12 +23,18 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass, field, replace
 from functools import wraps
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from rollick.checkpoint import Checkpoint
 from rollick.cluster.devices import DeviceMap, plan_run
@@ -36,12 +42,20 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
-from rollick.config.schema import SUPERVISED_LOSSES, Recipe, RewardSpec
+from rollick.config.schema import SUPERVISED_LOSSES, DomainConfig, Recipe
 from rollick.data.batch import Batch
 from rollick.data.chat import ChatCodec
 from rollick.data.prompts import PromptStream
 from rollick.data.store import load_groups, save_batch, save_groups
-from rollick.errors import CheckpointError, ConfigError, NoSignalError, RollickError, StuckError
+from rollick.envs.pool import EnvLimits, EnvPool
+from rollick.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingExtra,
+    NoSignalError,
+    RollickError,
+    StuckError,
+)
 from rollick.infer.engine import Capability
 from rollick.models.load import load_config, load_tokenizer
 from rollick.models.probe import safe_environment
@@ -51,17 +65,23 @@ from rollick.observe.metrics import MetricLog
 from rollick.observe.sinks import open_sink
 from rollick.observe.trace import Trace
 from rollick.pipelines.doctor import reporting, tell_stuck
+from rollick.pipelines.episodes import has_agents
 from rollick.pipelines.folder import RunFolder, open_folder
 from rollick.pipelines.judge import OwnJudge, open_judge
 from rollick.pipelines.memory import MemoryWatch, Shapes, models_of
 from rollick.pipelines.residency import Residency
 from rollick.rewards.pool import RewardPool
+from rollick.rollout.plays import PlayTally
 from rollick.rollout.scheduler import Rollout
 from rollick.train.parallel.mesh import Meeting, open_meeting
 from rollick.types import Group, PolicyVersion, RewardFn, RoleName, Sample, Score
 from rollick.weights.channels.broadcast import own_address
 from rollick.weights.sync import Publisher
 from rollick.workers.generator import RemoteEngine, open_engines
+
+if TYPE_CHECKING:
+    # Its server is an extra (rollick[serve]), which only runs with agents need.
+    from rollick.pipelines.agents import Agents
 
 LOG = logging.getLogger("rollick")
 
@@ -129,6 +149,9 @@ class Session:
         self.codec: ChatCodec
         self.rewards: RewardPool
         self.judge: OwnJudge | None = None
+        self.environments: EnvPool | None = None
+        self.agents: Agents | None = None
+        self.plays = PlayTally()
         self.publisher: Publisher
         self.residency: Residency
         self.log: MetricLog
@@ -278,19 +301,32 @@ class Session:
         self.folder.forget_after(step)
 
     async def score(self, sample: Sample) -> Score:
-        """What the rewards of the sample's training domain say of it; 0 where it has none."""
-        domain = self.recipe.data.domains[sample.prompt.domain]
-        return await self._score(sample, domain.rewards) if domain.rewards else Score(0.0)
+        """What environment and rewards of its training domain say of a sample; 0 if it has none."""
+        if sample.played is not None:
+            self.plays.add(sample.played)
+        return await self._score(sample, self.recipe.data.domains[sample.prompt.domain])
 
     async def score_held_out(self, sample: Sample) -> Score:
-        """What the rewards of its validation domain say of it, where there is validation."""
-        data, name = self.recipe.data, sample.prompt.domain
-        domain = data.validation[name] if data.validation else data.domains[name]
-        return await self._score(sample, domain.rewards)
+        """What those of its validation domain say of it, where there is validation."""
+        return await self._score(sample, self.held_out[sample.prompt.domain])
 
-    async def _score(self, sample: Sample, rewards: Sequence[RewardSpec]) -> Score:
-        specs = [self.judge.addressed(spec) for spec in rewards] if self.judge else rewards
-        return await self.rewards.score(sample, specs)
+    @property
+    def held_out(self) -> Mapping[str, DomainConfig]:
+        """The domains to validate on: those of training where there are no others."""
+        return self.recipe.data.validation or self.recipe.data.domains
+
+    async def _score(self, sample: Sample, domain: DomainConfig) -> Score:
+        earned = Score(0.0) if sample.played is None else sample.played.score
+        if not earned.ok or not domain.rewards:
+            return earned
+        judge, specs = self.judge, domain.rewards
+        said = await self.rewards.score(
+            sample, [judge.addressed(spec) for spec in specs] if judge else specs
+        )
+        if not said.ok or sample.played is None:
+            return said
+        parts = {**earned.parts, **said.parts}
+        return replace(said, value=earned.value + said.value, parts=parts, turns=earned.turns)
 
     def open_prompts(self, *, validation: bool = False) -> PromptStream:
         """The prompts to train or to validate on; those that no engine can answer are left out."""
@@ -371,6 +407,10 @@ async def open_session(
             session.rewards = await stack.enter_async_context(
                 _rewards(recipe, loaded, objects, judge=session.judge)
             )
+        if environments := _environments(recipe, loaded, folder.path):
+            session.environments = await stack.enter_async_context(environments)
+        if has_agents(recipe.data.domains) or has_agents(recipe.data.validation):
+            session.agents = await stack.enter_async_context(_agents(session))
         plans = {plan.phase.name: plan for plan in plan_run(recipe)}
         session.publisher = Publisher(session.group, recipe.weights)
         session.residency = Residency(session.group, plans, session.engines)
@@ -467,6 +507,42 @@ def _rewards(
         timeout_s=recipe.rollout.reward_timeout_s,
         base=loaded.base,
         secrets=judge.secrets if judge else {},
+    )
+
+
+def _environments(
+    recipe: Recipe, loaded: LoadedRecipe, folder: Path
+) -> AbstractAsyncContextManager[EnvPool] | None:
+    """The processes of all environments that some domain names; None if none does."""
+    domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
+    names = sorted({domain.environment.name for domain in domains if domain.environment})
+    if not names:
+        return None
+    config = recipe.rollout
+    limits = EnvLimits(step_s=config.env_step_timeout_s, episode_s=config.env_episode_timeout_s)
+    return EnvPool.open(
+        {name: name for name in names},
+        processes=config.env_processes,
+        threads=config.env_threads,
+        limits=limits,
+        base=loaded.base,
+        output=folder / "environments.log",
+    )
+
+
+def _agents(session: Session) -> AbstractAsyncContextManager[Agents]:
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise MissingExtra.of(package, "serve")
+    from rollick.pipelines.agents import Agents
+
+    recipe = session.recipe
+    return Agents.open(
+        session.codec,
+        base=session.base,
+        max_length=recipe.infer.max_length,
+        timeout_s=recipe.rollout.env_episode_timeout_s,
+        seed=recipe.run.seed,
     )
 
 

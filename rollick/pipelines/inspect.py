@@ -26,6 +26,7 @@ from rollick.data.store import load_batch, load_groups, samples_to_rows
 from rollick.errors import CheckpointError, ConfigError, RollickError
 from rollick.pipelines.base import Session, open_session
 from rollick.pipelines.domains import training_sampling
+from rollick.pipelines.episodes import playing_episode
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts
 from rollick.rollout.episode import Episode, OneEngine, single_turn
@@ -40,20 +41,26 @@ def is_run(path: str) -> bool:
     return (Path(path) / "recipe.yaml").is_file()
 
 
-def find_checkpoint(run: Path, *, best: bool = False) -> Checkpoint:
-    """The newest checkpoint of a run, or the one with the best validation."""
+def find_checkpoint(run: Path, *, best: bool = False, step: int | None = None) -> Checkpoint:
+    """The newest checkpoint of a run, the one with the best validation, or that of a step."""
     store = CheckpointStore(run / "checkpoints", keep_last=1, keep_best=1)
-    found = store.best() if best else store.latest()
+    if step is not None:
+        found = store.of_step(step)
+    else:
+        found = store.best() if best else store.latest()
     if found is None:
-        raise CheckpointError(f"{run} has no checkpoint", fix="train it first")
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointError(f"{run} has {which}", fix="train it first")
     return found
 
 
-def export_run(run: Path, out: Path, *, best: bool = False, adapter: bool = False) -> Path:
+def export_run(
+    run: Path, out: Path, *, best: bool = False, adapter: bool = False, step: int | None = None
+) -> Path:
     """A run's policy as a plain Hugging Face folder; or its adapter alone, as PEFT loads it."""
     if not is_run(str(run)):
         raise ConfigError(f"{run} is not a run's folder", fix="give the folder with recipe.yaml")
-    checkpoint = find_checkpoint(run, best=best)
+    checkpoint = find_checkpoint(run, best=best, step=step)
     recipe = load_recipe(run / "recipe.yaml", check=False).recipe
     if recipe.model.dtype == "auto" and "cpu" not in recipe.devices.policy:
         # Trained and sampled in bfloat16 on a GPU: exported as the weights that were sampled.
@@ -205,7 +212,8 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
 
 async def _generate_again(session: Session, groups: Sequence[Group]) -> list[Sample]:
     seed, sampling = session.recipe.run.seed, training_sampling(session.recipe)
-    answer = single_turn(session.codec, sampling, seed=seed)
+    answer = playing_episode(session, sampling, session.recipe.data.domains, purpose="train")
+    answer = answer or single_turn(session.codec, sampling, seed=seed)
     ways = [OneEngine(engine) for engine in session.engines]
     async with asyncio.TaskGroup() as tasks:
         running = [

@@ -25,6 +25,7 @@ from rollick.pipelines.base import INTERRUPTIBLE, HasSession, RunResult, Session
 from rollick.pipelines.calibrate import record_row
 from rollick.pipelines.credit import Credit
 from rollick.pipelines.domains import validation_sampling
+from rollick.pipelines.episodes import environment_metrics, playing_episode
 from rollick.pipelines.evaluate import EvalReport, summarise
 from rollick.pipelines.folder import ENGINE_STEPS
 from rollick.pipelines.revive import Revival
@@ -207,6 +208,7 @@ class RLPipeline(HasSession):
             | self.credit.metrics
             | self.prompts.metrics()
             | self.session.rewards.tally.take_metrics()
+            | environment_metrics(self.session)
             | {
                 "controller/engines": float(len(self.rollout.fleet.engines)),
                 "controller/engine_restarts": float(self.revival.restarts),
@@ -308,11 +310,12 @@ def keep_evaluation(session: Session, step: int, report: EvalReport) -> None:
 
 async def evaluate_prompts(session: Session, prompts: Sequence[Prompt]) -> EvalReport:
     """Sample and score prompts with the recipe's evaluation settings."""
-    config = session.recipe.evaluate
+    config, sampling = session.recipe.evaluate, validation_sampling(session.recipe)
     groups = await sample_all(
         prompts,
         samples=config.samples,
-        sampling=validation_sampling(session.recipe),
+        sampling=sampling,
+        episode=playing_episode(session, sampling, session.held_out, purpose="eval"),
         engines=[engine for engine in session.engines if not engine.lost],
         codec=session.codec,
         score=session.score_held_out,

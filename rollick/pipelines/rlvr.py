@@ -10,6 +10,7 @@ from rollick.config.load import LoadedRecipe
 from rollick.data.prompts import PromptStream
 from rollick.pipelines.base import RunObjects, RunResult, Session, open_session
 from rollick.pipelines.domains import group_filter, training_sampling
+from rollick.pipelines.episodes import playing_episode
 from rollick.pipelines.revive import Revival
 from rollick.pipelines.rl import RLPipeline
 from rollick.rollout.journal import Journal, open_journal
@@ -64,10 +65,11 @@ def open_rollout(
 ) -> AbstractAsyncContextManager[Rollout]:
     """The rollout of the training prompts; `state` is the checkpoint's, or empty."""
     recipe = session.recipe
-    why_dropped = group_filter(recipe)
+    why_dropped, sampling = group_filter(recipe), training_sampling(recipe)
     return Rollout.open(
         config=recipe.rollout,
-        sampling=training_sampling(recipe),
+        sampling=sampling,
+        episode=playing_episode(session, sampling, recipe.data.domains, purpose="train"),
         prompts=prompts.next,
         engines=session.engines,
         codec=session.codec,

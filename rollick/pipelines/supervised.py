@@ -8,17 +8,19 @@ validate, and get the weights only then. What the answers of a prompt are is pas
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rollick.algorithms.objective import resolve_aggregation
 from rollick.config.load import LoadedRecipe
 from rollick.data.batch import Batch
-from rollick.data.collate import examples_to_batch
+from rollick.data.collate import Example, examples_to_batch
 from rollick.data.prompts import PromptStream
 from rollick.errors import RollickError
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import HasSession, RunObjects, RunResult, Session, open_session, phase
+from rollick.pipelines.episodes import solved_example
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts, keep_evaluation
 from rollick.types import PolicyVersion, Prompt
@@ -64,21 +66,24 @@ class SupervisedPipeline(HasSession):
 
     async def step(self) -> TrainReport:
         """One update."""
-        batch = await annotate(self, self.draw())
+        batch = await annotate(self, await self.draw())
         return await self.train(batch)
 
-    def draw(self) -> Batch:
+    async def draw(self) -> Batch:
         """The next batch: the answers of `train.batch_size` prompts, a group for each prompt."""
         prompts = [self.prompts.next() for _ in range(self.recipe.train.batch_size)]
-        encode = self.session.codec.encode_example
         return examples_to_batch(
-            [
-                [encode(prompt.turns, answer) for answer in self.answers_of(self.prompts, prompt)]
-                for prompt in prompts
-            ],
+            await asyncio.gather(*(self.examples(prompt) for prompt in prompts)),
             aggregation=self.aggregation,
             max_tokens=self.recipe.sampling.max_tokens,
         )
+
+    async def examples(self, prompt: Prompt) -> Sequence[Example]:
+        """What is imitated (or compared) of a prompt; in an environment, what its solver does."""
+        if self.recipe.data.domains[prompt.domain].environment is not None:
+            return [await solved_example(self.session, prompt)]
+        encode = self.session.codec.encode_example
+        return [encode(prompt.turns, answer) for answer in self.answers_of(self.prompts, prompt)]
 
     @phase("train")
     async def train(self, batch: Batch) -> TrainReport:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from rollick.config.schema import RolloutConfig
 from rollick.infer.engine import Engine
-from rollick.rollout.episode import ChatCodec, SamplingOf
+from rollick.rollout.episode import ChatCodec, Episode, SamplingOf
 from rollick.rollout.scheduler import Rollout
 from rollick.types import Group, Prompt, Sample, Sampling, Score
 
@@ -25,12 +25,14 @@ async def sample_all(
     progress: Callable[[int, int], None] | None = None,
     stuck_after_s: float = 600.0,
     follow: Callable[[Rollout], AbstractContextManager[None]] = nullcontext,
+    episode: Episode | None = None,
 ) -> list[Group]:
     """A group of samples for each prompt, in the order of the prompts: a rollout of one step.
 
     Nothing is dropped, and failed scores are members. Ids are -1, -2, … (see Ledger); `purpose`
     keys the random streams. `progress` is told (groups done, groups in all);
-    `follow` gives a block that the rollout is followed in while it is waited for.
+    `follow` gives a block that the rollout is followed in while it is waited for. `episode` is what
+    a sample does, if it is not a single turn.
     """
     if not prompts:
         return []
@@ -50,6 +52,7 @@ async def sample_all(
         version=min(engine.load().version for engine in engines),
         purpose=purpose,
         progress=progress,
+        episode=episode,
     ) as rollout:
         with follow(rollout):
             return await rollout.take()

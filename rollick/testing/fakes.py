@@ -56,6 +56,15 @@ class FakeCodec:
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(chr(number) for number in token_ids)
 
+    def append_turns(self, token_ids: IntArray, turns: Sequence[Turn]) -> IntArray:
+        return self.append_text(token_ids, "".join(turn.content for turn in turns))
+
+    def append_text(self, token_ids: IntArray, text: str) -> IntArray:
+        return frozen_array([*token_ids, *_ids(text)], np.int32)
+
+    def encode_answer(self, text: str) -> IntArray:
+        return _ids(text)
+
 
 @dataclass(slots=True)
 class _Draw:

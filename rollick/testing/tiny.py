@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,14 @@ SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 ALPHABET = string.digits + string.ascii_lowercase + string.ascii_uppercase + " +-*/=?.,:;()<>|\n"
 
 
-def tiny_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """One token per character; a plain chat template that opens and closes turns with `|`."""
+def tiny_tokenizer(alphabet: Sequence[str] = ALPHABET) -> PreTrainedTokenizerFast:
+    """One token per character, and for each word among them; a plain chat template that opens and
+    closes turns with `|`."""
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    words = [token for token in alphabet if len(token) > 1]
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")  # pyright: ignore
+    pieces = Regex("|".join([*map(re.escape, words), "[\\s\\S]"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")  # pyright: ignore
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -136,7 +141,13 @@ def save_tiny_mixture(path: Path, *, seed: int = 0, **sizes: int) -> Path:
     return path
 
 
-def save_tiny(path: Path, *, seed: int = 0, alphabet: str = ALPHABET, **sizes: int) -> Path:
+def save_tiny(
+    path: Path,
+    *,
+    seed: int = 0,
+    alphabet: Sequence[str] = ALPHABET,
+    **sizes: int,
+) -> Path:
     """Write model and tokenizer as a Hugging Face folder; returns the folder."""
     tokenizer = tiny_tokenizer(alphabet)
     with quietly():

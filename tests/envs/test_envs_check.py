@@ -14,6 +14,7 @@ import pytest
 
 from rollick import TextEnv
 from rollick.config.names import NAMES
+from rollick.data.sources import task_seed
 from rollick.envs.base import (
     NotAnAnswer,
     find_env,
@@ -21,7 +22,6 @@ from rollick.envs.base import (
     plain,
     read_reset,
     read_step,
-    task_seed,
 )
 from rollick.envs.check import check_across_processes, check_env
 from rollick.envs.play import find_policy, play_episode, play_random
@@ -30,7 +30,8 @@ from rollick.types import Turn
 
 MAPS = """
 import json, sys
-from rollick.envs.base import task_seed, find_env
+from rollick.data.sources import task_seed
+from rollick.envs.base import find_env
 seeds = [task_seed(7, "train", "lake", group) for group in range(5)]
 names = {"frozen_lake": {}, "sokoban": {"size": 8, "boxes": 2}}
 print(json.dumps([[find_env(n)(**o).reset(s)[0] for s in seeds] for n, o in names.items()]))

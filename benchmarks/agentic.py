@@ -1,0 +1,197 @@
+"""Environments that are fast and slow: turns by sample against turns in lockstep, on Ray.
+
+    python benchmarks/agentic.py [--json] [--seeds 0 1 2] [--steps 3] [--unit 0.02]
+
+Every step of the environment waits between 1 and 50 units of `--unit` seconds, log-uniformly, by
+the task's seed, the turn and what was replied. Three ways to play the same tasks, with the same
+model, engine, cores and numbers of samples:
+
+    lockstep   a batch barrier: nobody generates a turn before all have got their observation
+    sample     each sample goes on as soon as its own observation is there
+    stale      the same with rollout.max_staleness 1: the next step's samples start meanwhile
+
+Wall-clock is that of the training steps after the first, from one batch to the next; the same
+number of samples in each (asserted). The last line with --json has the seconds and the quotients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rollick.config.load import recipe_from_dict
+from rollick.observe.metrics import read_metrics
+from rollick.pipelines import rlvr
+from rollick.pipelines.run import run_recipe
+from rollick.rollout.episode import Access, Episode
+from rollick.testing.tiny import save_tiny
+from rollick.types import Completion, Prompt, Request, Sample, SampleId
+
+TURNS = 12
+GROUPS, SIZE = 8, 8
+ENVIRONMENT = f'''
+import time
+from rollick import TextEnv
+from rollick.types import stable_hash
+
+class Waits(TextEnv):
+    """{TURNS} turns, each of which takes 1 to 50 units of time."""
+    def __init__(self, *, unit):
+        self.unit, self.turns, self.seed, self.said = unit, 0, 0, ""
+    def reset(self, seed):
+        self.seed = seed
+        return "go", {{}}
+    def step(self, action):
+        self.turns += 1
+        self.said += action
+        chance = (stable_hash("waits", self.seed, self.turns, self.said) % 10**6) / 10**6
+        time.sleep(self.unit * 50**chance)
+        over = self.turns == {TURNS}
+        return "on", float(len(action) % 2), over, False, {{}}
+'''
+
+
+class Lockstep:
+    """A barrier of all samples under way: each waits until every other one waits, too."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = self._live = samples
+        self._waiting = 0
+        self._go = asyncio.Event()
+
+    async def wait(self) -> None:
+        self._waiting += 1
+        go = self._go
+        self._let_go()
+        await go.wait()
+
+    def leave(self) -> None:
+        self._live -= 1
+        if self._live == 0:
+            self._live = self._samples
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._waiting == self._live:
+            self._waiting = 0
+            self._go.set()
+            self._go = asyncio.Event()
+
+
+class LockstepAccess:
+    """An Access whose generations begin together."""
+
+    def __init__(self, access: Access, lockstep: Lockstep) -> None:
+        self._access = access
+        self._lockstep = lockstep
+
+    async def generate(self, request: Request) -> Completion:
+        with self._access.doing("lockstep"):
+            await self._lockstep.wait()
+        return await self._access.generate(request)
+
+    @contextmanager
+    def doing(self, what: str) -> Generator[None]:
+        with self._access.doing(what):
+            yield
+
+
+@contextmanager
+def in_lockstep(samples: int) -> Generator[None]:
+    """Inside the block, the samples of a run's steps go on together."""
+    plain = rlvr.playing_episode
+
+    def playing_episode(*args: Any, **options: Any) -> Episode:
+        live = plain(*args, **options)
+        assert live is not None
+        lockstep = Lockstep(samples)
+
+        async def together(uid: SampleId, prompt: Prompt, access: Access) -> Sample:
+            try:
+                return await live(uid, prompt, LockstepAccess(access, lockstep))
+            finally:
+                lockstep.leave()
+
+        return together
+
+    rlvr.playing_episode = playing_episode
+    try:
+        yield
+    finally:
+        rlvr.playing_episode = plain
+
+
+def recipe_of(home: Path, name: str, *, seed: int, steps: int, unit: float) -> dict[str, Any]:
+    (home / "waits.py").write_text(ENVIRONMENT)
+    sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": 256}
+    model = save_tiny(home / f"model{seed}", seed=seed, **sizes)
+    environment = {"name": "waits.py:Waits", "turn_tokens": 4, "options": {"unit": unit}}
+    return {
+        "pipeline": "agentic",
+        "run": {"steps": steps + 1, "seed": seed, "name": name, "folder": str(home / "runs")},
+        "model": {"path": str(model)},
+        "data": {"domains": {"waits": {"environment": environment}}},
+        "sampling": {"max_tokens": 60},
+        "rollout": {
+            "groups_per_step": GROUPS,
+            "group_size": SIZE,
+            "drop_no_signal": False,
+            "env_threads": 2 * GROUPS * SIZE,
+            "max_staleness": 1 if name.startswith("stale") else 0,
+        },
+        "train": {"optimizer": {"lr": 1e-6}},
+        "infer": {"slots": 2 * GROUPS * SIZE, "max_length": 250},
+        "observe": {"sinks": [], "live": "off"},
+    }
+
+
+def measure(home: Path, way: str, *, seed: int, steps: int, unit: float) -> float:
+    """Seconds of a training step."""
+    name = f"{way}{seed}"
+    loaded = recipe_from_dict(
+        recipe_of(home, name, seed=seed, steps=steps, unit=unit), base=home, origin=name
+    )
+    if way == "lockstep":
+        with in_lockstep(GROUPS * SIZE):
+            result = run_recipe(loaded)
+    else:
+        result = run_recipe(loaded)
+    rows = read_metrics(result.folder / "metrics.jsonl")[1:]
+    assert all(row["rollout/samples"] == GROUPS * SIZE for row in rows)
+    return mean(row["time/step"] for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--unit", type=float, default=0.02)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    seconds: dict[str, list[float]] = {"lockstep": [], "sample": [], "stale": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in args.seeds:
+            for way, found in seconds.items():
+                found.append(
+                    measure(Path(folder), way, seed=seed, steps=args.steps, unit=args.unit)
+                )
+                sys.stderr.write(f"{way} seed {seed}: {found[-1]:.2f} s a step\n")
+    quotients = {
+        way: [slow / fast for slow, fast in zip(seconds["lockstep"], found, strict=True)]
+        for way, found in seconds.items()
+        if way != "lockstep"
+    }
+    figures = {"seconds": seconds, "times_faster_than_lockstep": quotients}
+    sys.stdout.write(json.dumps(figures, indent=None if args.json else 1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A game from its warm-up to RL, with several seeds: what `docs/results.md` shows.
+
+    python benchmarks/games.py frozen_lake --model tiny --seeds 0 1 2 --out runs/games
+    python benchmarks/games.py sokoban --model smollm2 --device 0 --seeds 0 1 2 --minutes 8.5
+
+For each seed a process of its own, side by side:
+
+    (tiny: a model from nothing) -> imitation of the solver, validated and saved every few steps,
+    until it solves more than `--cap` of the held-out tasks -> the best checkpoint that does not
+    -> RL -> held-out tasks, greedy
+
+A run that is not through after its minutes is stopped; its last validation counts. The last line
+is JSON: of each seed the warm-up's and the final success, their means with Student's 95 % interval
+over the seeds. Warm-up, training and validation have different tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rollick.observe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+CAPS = {"frozen_lake": 0.42, "sokoban": 0.30, "webshop": 0.30}
+"""Half of what RL is to reach, at most."""
+STUDENT = {1: float("nan"), 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+
+
+def evaluations(run: Path) -> list[tuple[int, float, float]]:
+    """(step, success on held-out tasks, seconds since the first step) of each validation."""
+    found: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    for row in read_metrics(run / "metrics.jsonl"):
+        seconds += row.get("time/step", 0.0)
+        if "eval/pass@1" in row:
+            found.append((int(row["step"]), row["eval/pass@1"], seconds))
+    return found
+
+
+def recipe_of(name: str, tail: str) -> Path:
+    """That of the model; a game that has only one takes that."""
+    path = ROOT / "recipes" / f"{name}{tail}.yaml"
+    return path if path.is_file() else ROOT / "recipes" / f"{name}.yaml"
+
+
+@contextmanager
+def stopping_above(cap: float, run: Path) -> Generator[None]:
+    """Inside the block, a run that validates above the cap gets the signal to save and stop."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            known = evaluations(run) if (run / "metrics.jsonl").is_file() else []
+            if any(success > cap for _, success, _ in known):
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def play_seed(args: argparse.Namespace, seed: int) -> None:
+    """One seed, in this process."""
+    from rollick.config.load import load_recipe
+    from rollick.pipelines.inspect import export_run
+    from rollick.pipelines.run import run_recipe
+
+    home = args.out / f"seed{seed}"
+    tail = "" if args.model == "tiny" else f"_{args.model}"
+    shared = [f"run.seed={seed}", f"run.folder={json.dumps(str(home))}", "observe.live=off"]
+    shared += ["cluster.backend=inline", "observe.sinks=[]", *args.set]
+    if args.device != "cpu":
+        shared += [f"devices.policy={args.device}", f"devices.generators={args.device}"]
+    warm = ["run.name=warm_up"]
+    if args.model == "tiny":
+        sys.path.insert(0, str(ROOT / "recipes"))
+        from tiny_games import save_model
+
+        warm.append(f"model.path={json.dumps(str(save_model(home / 'model', seed)))}")
+    recipe = recipe_of(f"{args.game}_warm_up", tail)
+    with stopping_above(args.cap, home / "warm_up"):
+        result = run_recipe(load_recipe(recipe, [*shared, *warm, *args.warm]))
+    known = [entry for entry in evaluations(result.folder) if entry[0] and entry[1] <= args.cap]
+    if not known:
+        raise SystemExit("no checkpoint of the warm-up is below the cap: validate it earlier")
+    step, success, _ = max(known, key=lambda entry: (entry[1], entry[0]))
+    start = export_run(result.folder, home / "start", step=step)
+    (home / "warm_up.json").write_text(json.dumps({"step": step, "success": success}))
+    recipe = recipe_of(args.game, tail)
+    overrides = [*shared, "run.name=rl", f"model.path={json.dumps(str(start))}", *args.rl]
+    run_recipe(load_recipe(recipe, overrides))
+
+
+def interval(values: list[float]) -> list[float]:
+    """Mean, and Student's 95 % interval, not beyond 0 and 1."""
+    centre = mean(values)
+    if len(values) < 2:
+        return [centre, float("nan"), float("nan")]
+    half = STUDENT[len(values)] * stdev(values) / len(values) ** 0.5
+    return [centre, max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def summarise(args: argparse.Namespace) -> dict[str, Any]:
+    seeds: dict[str, Any] = {}
+    for seed in args.seeds:
+        home = args.out / f"seed{seed}"
+        if not (home / "rl" / "metrics.jsonl").is_file():
+            seeds[str(seed)] = {"failed": True}
+            continue
+        curve = evaluations(home / "rl")
+        warm = json.loads((home / "warm_up.json").read_text())
+        seeds[str(seed)] = {
+            "warm_up": warm["success"],
+            "warm_up_step": warm["step"],
+            "start": curve[0][1] if curve else None,
+            "final": curve[-1][1] if curve else None,
+            "steps": curve[-1][0] if curve else 0,
+            "rl_seconds": curve[-1][2] if curve else 0.0,
+            "curve": curve,
+        }
+    whole = [entry for entry in seeds.values() if entry.get("final") is not None]
+    figures: dict[str, Any] = {"game": args.game, "model": args.model, "seeds": seeds}
+    if whole:
+        figures["warm_up"] = interval([entry["warm_up"] for entry in whole])
+        figures["final"] = interval([entry["final"] for entry in whole])
+    return figures
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("game", choices=list(CAPS))
+    parser.add_argument("--model", choices=["tiny", "smollm2"], default="tiny")
+    parser.add_argument("--device", default="cpu", help="cpu, or the number of a GPU")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/games"))
+    parser.add_argument("--cap", type=float, default=0.0, help="success of the warm-up at most")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--set", nargs="*", default=[], help="A.B=C for both recipes")
+    parser.add_argument("--warm", nargs="*", default=[], help="A.B=C for the warm-up")
+    parser.add_argument("--rl", nargs="*", default=[], help="A.B=C for RL")
+    parser.add_argument("--child", type=int, default=-1, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.cap = args.cap or CAPS[args.game]
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.child >= 0:
+        play_seed(args, args.child)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    children: list[subprocess.Popen[bytes]] = []
+    for seed in args.seeds:
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", str(seed)]
+        log = (args.out / f"seed{seed}.log").open("wb")
+        children.append(
+            subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ}, cwd=ROOT)
+        )
+    # A signal makes a run save and stop; whoever does not is killed a little later.
+    for wait_s, number in ((60 * args.minutes, signal.SIGTERM), (45.0, signal.SIGKILL)):
+        deadline = (begun if number == signal.SIGTERM else time.monotonic()) + wait_s
+        for child in children:
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.send_signal(number)
+    for child in children:
+        child.wait()
+    figures = summarise(args)
+    figures["minutes"] = (time.monotonic() - begun) / 60
+    (args.out / f"{args.game}_{args.model}.json").write_text(json.dumps(figures, indent=1))
+    sys.stdout.write(json.dumps(figures) + "\n")
+
+
+if __name__ == "__main__":
+    main()

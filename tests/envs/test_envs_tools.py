@@ -1,0 +1,143 @@
+"""Tools: calls in the formats of the common templates, what tools say, servers of tools."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.envs.check import check_env
+from rollick.envs.play import play_many, play_solver
+from rollick.envs.tools.calls import STYLES, BadCall, CallStyle, ToolCall, read_calls, write_call
+from rollick.envs.tools.env import ToolEnv
+from rollick.envs.tools.kit import calculate, search
+from rollick.envs.tools.mcp import McpServer
+from rollick.errors import EnvError
+
+TOOLS = {"search": "query", "calculator": "expression"}
+SERVER = """
+import json, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if "id" not in ask:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}))
+    method, said = ask["method"], ask.get("params", {})
+    result = {}
+    if method == "tools/list":
+        schema = {"type": "object", "properties": {"text": {"description": "a text"}}}
+        result = {"tools": [{"name": "shout", "description": "louder", "inputSchema": schema}]}
+    if method == "tools/call":
+        text = said["arguments"].get("text", "")
+        result = {"content": [{"type": "text", "text": text.upper()}], "isError": not text}
+    if method == "no/such":
+        print(json.dumps({"id": ask["id"], "error": {"message": "never heard of it"}}), flush=True)
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": ask["id"], "result": result}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_call_is_read_as_it_is_written(style: CallStyle) -> None:
+    call = ToolCall("search", {"query": "thin ice"})
+    assert read_calls(write_call(call, style), style, tools=TOOLS) == [call]
+    assert read_calls("The answer is 4.", style, tools=TOOLS) == []
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", "Let me see. <tool_call>{name: search}</tool_call>"),
+        ("hermes", '<tool_call>{"name": 3}</tool_call>'),
+        ("llama", '{"name": "search", "parameters": 3}'),
+        ("mistral", "[1]"),
+    ],
+)
+def test_what_was_meant_as_a_call_but_is_none_is_said(style: CallStyle, text: str) -> None:
+    assert isinstance(read_calls(text, style, tools=TOOLS), BadCall)
+
+
+def test_several_calls_come_in_order() -> None:
+    text = "".join(write_call(ToolCall("calculator", {"expression": e}), "hermes") for e in "12")
+    calls = read_calls(text, "hermes", tools=TOOLS)
+    assert isinstance(calls, list)
+    assert [call.arguments["expression"] for call in calls] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3 * (4 + 5) / 2", "13.5"),
+        ("2^10", "1024"),
+        ("1,000 - 1", "999"),
+        ("-7 // 2", "-4"),
+        ("1 / 0", "error: division by zero"),
+        ("9 ** 9 ** 9", "error: the power is too large"),
+        ("__import__('os')", "error: only numbers and + - * / // % ** can be used"),
+        ("(-8) ** 0.5", "error: the result is not a real number"),
+        ("2 +", "error: invalid syntax"),
+    ],
+)
+def test_the_calculator_computes_and_runs_nothing_else(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("ice is cold\nfire is hot\nsnow is cold and white\n")
+    assert search(path, results=1).run({"query": "white snow"}) == "- snow is cold and white"
+    assert search(path).run({"query": "sand"}) == "nothing was found"
+
+
+def play(env: ToolEnv, *replies: str) -> list[Any]:
+    env.reset(0)
+    return [env.step(reply) for reply in replies]
+
+
+def test_a_question_is_answered_with_a_tool() -> None:
+    call = write_call(ToolCall("calculator", {"expression": "12 * 12"}), "hermes")
+    env = ToolEnv(question="What is 12 * 12?", answer="#### 144")
+    used, answered = play(env, f"I compute. {call}", "It is 144.")
+    assert (used[0][0].role, used[0][0].content, used[2]) == ("tool", "144", False)
+    assert answered[1:4] == (1.0, True, False)
+
+
+def test_an_answer_that_nobody_knows_pays_nothing_by_itself() -> None:
+    (answered,) = play(ToolEnv(question="Who are you?"), "Nobody, 7 times.")
+    assert (answered[1], answered[2], "success" in answered[4]) == (0.0, True, False)
+
+
+def test_a_call_of_no_tool_is_told_and_not_valid() -> None:
+    (step,) = play(ToolEnv(max_steps=1), '<tool_call>{"name": "fly"}</tool_call>')
+    assert step[0][0].content == "error: there is no tool fly"
+    assert (step[3], step[4]["valid"]) == (True, False)
+
+
+def test_the_environment_of_tools_passes_its_check() -> None:
+    assert check_env(ToolEnv, {}, name="tools") == []
+    seeds = range(200)
+    report = play_many(ToolEnv, seeds, options={"style": "tag"}, policy=play_solver, name="tools")
+    assert (report.success, report.errors, report.steps) == (1.0, 0, 2.0)
+
+
+def test_tools_of_a_server_are_offered_and_called(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    server = McpServer(f"{sys.executable} {tmp_path / 'server.py'}")
+    (tool,) = server.tools()
+    assert (tool.name, tool.parameters) == ("shout", {"text": "a text"})
+    assert tool.run({"text": "ice"}) == "ICE"
+    assert tool.run({}) == "error: "
+    with pytest.raises(EnvError, match="never heard of it"):
+        server.ask("no/such", {})
+    server.close()
+    with pytest.raises(EnvError, match="cannot be started"):
+        McpServer("/no/such/program")
+
+
+def test_tools_that_are_not_there_are_refused() -> None:
+    with pytest.raises(EnvError, match="there is no tool 'abacus'"):
+        ToolEnv(tools="abacus")
+    with pytest.raises(EnvError, match="nothing to search"):
+        ToolEnv(tools="search")

@@ -1,0 +1,307 @@
+"""Runs whose samples play environments: what is trained, validated, recorded, counted, resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
+from rollick.envs.base import make_env
+from rollick.envs.frozen_lake import FrozenLake
+from rollick.errors import ConfigError
+from rollick.observe.metrics import is_documented, read_metrics
+from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.run import run_recipe
+from rollick.testing.tiny import save_tiny
+
+ENVS = '''
+import os, time
+from rollick import TextEnv
+
+class Guess(TextEnv):
+    """Wants the letter that the seed names, in two tries. If it is bad, the first step of all hangs
+    and some replies break it, and each time that is written down."""
+    def __init__(self, *, log="", bad=False):
+        self.log, self.bad, self.tries = log, bad, 0
+    def note(self, what):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(what + "\\n")
+    def is_the_first(self):
+        try:
+            os.close(os.open(self.log + ".first", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+    def reset(self, seed):
+        self.wanted = "abcd"[seed % 4]
+        self.note("reset")
+        return self.wanted, {"state": self.wanted}
+    def step(self, action):
+        self.tries += 1
+        what = {"e": "failed", "f": "failed", "g": "garbage"}.get(action[:1])
+        if self.bad and self.is_the_first():
+            what = "timeout"
+        if self.bad and what:
+            self.note(what)
+            if what == "failed":
+                raise ValueError("bad luck")
+            if what == "garbage":
+                return action
+            time.sleep(600)
+        won = action == self.wanted
+        over = won or self.tries == 2
+        return "?", float(won), won, over and not won, {"success": won, "state": "again"}
+    def solve(self):
+        return self.wanted
+'''
+LETTERS = "abcdefgh?"
+GAMES = [
+    f"{game}{warm}{model}"
+    for game in ("frozen_lake", "sokoban", "webshop")
+    for warm in ("", "_warm_up")
+    for model in ("", "_smollm2")
+    if (game, model) != ("webshop", "_smollm2")
+]
+
+
+def recipe_of(folder: Path, *, bad: bool = False, pipeline: str = "agentic") -> dict[str, Any]:
+    (folder / "mine.py").write_text(ENVS)
+    sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": 32}
+    model = save_tiny(folder / "model", alphabet=LETTERS, **sizes)
+    environment: dict[str, Any] = {"name": "mine.py:Guess", "tasks": 8, "turn_tokens": 2}
+    training = {**environment, "options": {"log": str(folder / "log"), "bad": bad}}
+    return {
+        "pipeline": pipeline,
+        "run": {"steps": 3, "folder": str(folder / "runs"), "threads": 1, "stuck_after_s": 60},
+        "model": {"path": str(model)},
+        "data": {
+            "domains": {"letters": {"environment": training}},
+            "validation": {"letters": {"environment": environment}},
+        },
+        "sampling": {"max_tokens": 6},
+        "rollout": {"groups_per_step": 4, "group_size": 8},
+        "train": {"optimizer": {"lr": 0.05}},
+        "infer": {"slots": 16, "max_length": 24},
+        "cluster": {"backend": "inline"},
+        "observe": {"sinks": [], "live": "off", "samples_per_step": 1000},
+        "evaluate": {"at_start": True},
+    }
+
+
+def load(recipe: dict[str, Any], folder: Path) -> LoadedRecipe:
+    return recipe_from_dict(recipe, base=folder)
+
+
+def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (result.folder / name).read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    folder = tmp_path_factory.mktemp("agentic")
+    recipe = recipe_of(folder)
+    recipe["algorithm"] = {"advantage": "gigpo"}
+    recipe["run"] |= {"steps": 12, "deterministic": True}
+    return run_recipe(load(recipe, folder))
+
+
+def test_a_policy_learns_what_its_environment_pays_for(whole: RunResult) -> None:
+    success = [row["env/success"] for row in rows_of(whole, "metrics.jsonl") if row["step"]]
+    assert success[0] < 0.5
+    assert sum(success[-3:]) / 3 > success[0] + 0.2
+
+
+def test_every_metric_of_an_agentic_run_is_documented(whole: RunResult) -> None:
+    logged = {name for row in rows_of(whole, "metrics.jsonl") for name in row} - {"step"}
+    assert {name for name in logged if not is_documented(name)} == set()
+    assert {"env/success", "env/turns", "env/episodes", "eval/pass@1"} <= logged
+
+
+def test_the_samples_of_a_group_play_one_puzzle_and_are_written_down(whole: RunResult) -> None:
+    rows = rows_of(whole, "samples.jsonl")
+    seeds: dict[str, set[int]] = {}
+    for row in rows:
+        seeds.setdefault(row["sample"].split(".")[0], set()).add(row["played"]["seed"])
+        assert row["prompt"] == "abcd"[row["played"]["seed"] % 4]
+        assert row["score"] == sum(row["played"]["rewards"])
+        assert len(row["played"]["replies"]) in (1, 2)
+    assert len(seeds) == 48
+    assert {len(of) for of in seeds.values()} == {1}
+
+
+def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) -> None:
+    rows = rows_of(whole, "validation.jsonl")
+    training = {row["played"]["seed"] for row in rows_of(whole, "samples.jsonl")}
+    by_step = {
+        step: [row["played"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
+    }
+    assert by_step[0] == by_step[12]
+    assert len(set(by_step[0])) == 8
+    assert not training & set(by_step[0])
+
+
+def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(tmp_path, bad=True)
+    recipe["rollout"] |= {"env_step_timeout_s": 5, "max_failed_scores": 1, "env_processes": 2}
+    recipe["rollout"] |= {"drop_no_signal": False}
+    recipe["train"] |= {"optimizer": {"lr": 1e-6}}
+    result = run_recipe(load(recipe, tmp_path))
+    wrote = Counter((tmp_path / "log").read_text().split())
+    metrics = read_metrics(result.folder / "metrics.jsonl")
+    counted = {
+        name.removeprefix("env/failed/"): int(value)
+        for name, value in metrics[-1].items()
+        if name.startswith("env/failed/")
+    }
+    happened = {name: count for name, count in wrote.items() if name != "reset"}
+    assert set(happened) == {"failed", "garbage", "timeout"}
+    assert happened["timeout"] == 1
+    assert {name: n for name, n in counted.items() if name != "lost"} == happened
+    assert metrics[-1]["env/restarts"] == wrote["timeout"]
+    assert sum(row.get("env/episodes", 0) for row in metrics) == wrote["reset"]
+    assert result.step == 3
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    recipe["run"] |= {"steps": 4, "deterministic": True, "name": "at_once"}
+    at_once = run_recipe(load(recipe, tmp_path))
+    for steps in (2, 4):
+        recipe["run"] |= {"steps": steps, "name": "in_two"}
+        in_two = run_recipe(load(recipe, tmp_path), resume=steps == 4)
+    names = ("score/mean", "train/loss", "train/grad_norm", "eval/pass@1")
+    assert [at_once.metrics[name] for name in names] == [in_two.metrics[name] for name in names]
+
+
+def test_the_solver_can_be_imitated(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, pipeline="sft")
+    del recipe["rollout"]
+    recipe["run"]["steps"] = 25
+    recipe["train"]["batch_size"] = 16
+    recipe["observe"] = {"sinks": [], "live": "off"}
+    result = run_recipe(load(recipe, tmp_path))
+    assert result.metrics["train/loss"] < 1
+    assert result.metrics["eval/pass@1"] > 0.5
+
+
+def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    recipe["data"]["domains"]["plain"] = {
+        "source": "object:rows", "rewards": ["exact_match"], "share": 1.0,
+    }  # fmt: skip
+    recipe["run"]["steps"] = 1
+    recipe["rollout"] |= {"drop_no_signal": False}
+    rows = [{"prompt": letter, "answer": letter} for letter in "abcd"]
+    objects = RunObjects(prompts={"rows": rows})
+    loaded = recipe_from_dict(recipe, base=tmp_path, objects=objects.names)
+    result = run_recipe(loaded, objects=objects)
+    played = Counter("played" in row for row in rows_of(result, "samples.jsonl"))
+    assert played == {True: 16, False: 16}
+
+
+AGENT = """
+import json, os, sys, time, urllib.request
+
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 2}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+               "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+task = json.loads(os.environ["ROLLICK_TASK"])
+if task["answer"] == "d":
+    sys.exit("no idea")
+if task["answer"] == "c":
+    time.sleep(60)
+said = ask([{"role": "user", "content": task["prompt"]}])
+again = ask([{"role": "user", "content": task["prompt"]},
+             {"role": "assistant", "content": said}, {"role": "user", "content": "?"}])
+print(again)
+"""
+
+
+def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_counted(
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    domain = {"source": "object:rows", "rewards": ["exact_match"], "agent": "agent.py"}
+    recipe["data"] = {"domains": {"letters": domain}}
+    recipe["rollout"] = {"groups_per_step": 4, "group_size": 2, "drop_no_signal": False}
+    recipe["rollout"] |= {"env_episode_timeout_s": 6, "max_failed_scores": 1}
+    recipe["run"]["steps"] = 1
+    del recipe["evaluate"]
+    rows = [{"prompt": letter, "answer": letter} for letter in "abcd"]
+    objects = RunObjects(prompts={"rows": rows})
+    result = run_recipe(
+        recipe_from_dict(recipe, base=tmp_path, objects=objects.names), objects=objects
+    )
+    samples = rows_of(result, "samples.jsonl")
+    status = {row["prompt"]: row["status"] for row in samples}
+    assert status == {"a": "ok", "b": "ok", "c": "timeout", "d": "failed"}
+    assert "no idea" in next(row["detail"] for row in samples if row["prompt"] == "d")
+    assert result.metrics["rollout/failed_scores"] == 0.5
+    # Two turns in one sequence: prompt, reply, question, reply.
+    assert all(row["response_tokens"] in (2, 3, 4) for row in samples if row["status"] == "ok")
+    assert result.metrics["train/tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"pipeline": "rlvr"}, "pipeline rlvr plays no environments"),
+        ({"pipeline": "dpo"}, "pipeline dpo plays no environments"),
+        ({"data": {"domains": {"a": {"rewards": ["exact_match"]}}}}, "neither a source"),
+        ({"data": {"domains": {"a": {"environment": "frozen_lak"}}}}, "frozen_lake"),
+        ({"data": {"domains": {"a": {"environment": "mine.py:Gues"}}}}, "Guess"),
+        (
+            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "columns": ["x"]}}}}},
+            "there are no columns",
+        ),
+    ],
+)
+def test_what_a_recipe_with_environments_gets_wrong_is_said(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(recipe_of(tmp_path) | change, tmp_path)
+
+
+def test_agentic_without_an_environment_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["exact_match"]}
+    recipe["data"] = {"domains": {"a": domain}}
+    with pytest.raises(ConfigError, match="needs a domain with an environment"):
+        load(recipe, tmp_path)
+
+
+def test_held_out_lakes_are_no_training_lakes() -> None:
+    boards: dict[str, set[str]] = {}
+    for split in ("train", "held_out"):
+        lakes = [
+            make_env(FrozenLake, {"split": split, "rules": False}, name="lake") for _ in "x" * 300
+        ]
+        boards[split] = {str(lake.reset(seed)[0]) for seed, lake in enumerate(lakes)}
+    assert not boards["train"] & boards["held_out"]
+    assert min(len(of) for of in boards.values()) > 100
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_the_recipes_of_the_games_are_right(name: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    recipe = load_recipe(path).recipe
+    (training,), (held_out,) = recipe.data.domains.values(), recipe.data.validation.values()
+    assert training.environment is not None
+    assert held_out.environment is not None
+    assert (training.environment.options["split"], held_out.environment.options["split"]) == (
+        "train", "held_out",
+    )  # fmt: skip
