@@ -11,7 +11,8 @@ For each seed a process of its own, side by side:
 
 A run that is not through after its minutes is stopped; its last validation counts. The last line
 is JSON: of each seed the warm-up's and the final success, their means with Student's 95 % interval
-over the seeds. Warm-up, training and validation have different tasks.
+over the seeds; the same is in `--out`. Runs and logs are in `--scratch`, some gigabytes for each
+seed of SmolLM2. Warm-up, training and validation have different tasks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,7 +84,7 @@ def play_seed(args: argparse.Namespace, seed: int) -> None:
     from rollick.pipelines.inspect import export_run
     from rollick.pipelines.run import run_recipe
 
-    home = args.out / f"seed{seed}"
+    home = args.scratch / f"seed{seed}"
     tail = "" if args.model == "tiny" else f"_{args.model}"
     shared = [f"run.seed={seed}", f"run.folder={json.dumps(str(home))}", "observe.live=off"]
     shared += ["cluster.backend=inline", "observe.sinks=[]", *args.set]
@@ -97,11 +99,14 @@ def play_seed(args: argparse.Namespace, seed: int) -> None:
     recipe = recipe_of(f"{args.game}_warm_up", tail)
     with stopping_above(args.cap, home / "warm_up"):
         result = run_recipe(load_recipe(recipe, [*shared, *warm, *args.warm]))
-    known = [entry for entry in evaluations(result.folder) if entry[0] and entry[1] <= args.cap]
+    kept = {int(path.name.split("-")[1]) for path in result.folder.glob("checkpoints/step-*")}
+    known = [entry for entry in evaluations(result.folder) if entry[0] in kept]
+    known = [entry for entry in known if entry[1] <= args.cap]
     if not known:
         raise SystemExit("no checkpoint of the warm-up is below the cap: validate it earlier")
     step, success, _ = max(known, key=lambda entry: (entry[1], entry[0]))
     start = export_run(result.folder, home / "start", step=step)
+    shutil.rmtree(result.folder / "checkpoints")
     (home / "warm_up.json").write_text(json.dumps({"step": step, "success": success}))
     recipe = recipe_of(args.game, tail)
     overrides = [*shared, "run.name=rl", f"model.path={json.dumps(str(start))}", *args.rl]
@@ -120,9 +125,10 @@ def interval(values: list[float]) -> list[float]:
 def summarise(args: argparse.Namespace) -> dict[str, Any]:
     seeds: dict[str, Any] = {}
     for seed in args.seeds:
-        home = args.out / f"seed{seed}"
+        home = args.scratch / f"seed{seed}"
         if not (home / "rl" / "metrics.jsonl").is_file():
-            seeds[str(seed)] = {"failed": True}
+            log = (args.scratch / f"seed{seed}.log").read_text(errors="replace")
+            seeds[str(seed)] = {"failed": log[-2000:]}
             continue
         curve = evaluations(home / "rl")
         warm = json.loads((home / "warm_up.json").read_text())
@@ -150,6 +156,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, or the number of a GPU")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/games"))
+    parser.add_argument("--scratch", type=Path, help="for the runs; by default OUT/GAME_MODEL")
+    parser.add_argument("--products", help="WebShop's product file")
     parser.add_argument("--cap", type=float, default=0.0, help="success of the warm-up at most")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--set", nargs="*", default=[], help="A.B=C for both recipes")
@@ -158,6 +166,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--child", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.cap = args.cap or CAPS[args.game]
+    args.scratch = args.scratch or args.out / f"{args.game}_{args.model}"
+    args.scratch = args.scratch.resolve()
+    if args.products:
+        path = json.dumps(str(Path(args.products).resolve()))
+        for part in ("domains", "validation"):
+            args.set.append(f"data.{part}.shop.environment.options.products={path}")
     return args
 
 
@@ -167,11 +181,12 @@ def main() -> None:
         play_seed(args, args.child)
         return
     args.out.mkdir(parents=True, exist_ok=True)
+    args.scratch.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     children: list[subprocess.Popen[bytes]] = []
     for seed in args.seeds:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", str(seed)]
-        log = (args.out / f"seed{seed}.log").open("wb")
+        log = (args.scratch / f"seed{seed}.log").open("wb")
         children.append(
             subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ}, cwd=ROOT)
         )

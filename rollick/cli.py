@@ -527,7 +527,9 @@ def env_test(
         str, typer.Argument(metavar="NAME|FILE:CLASS", help="An environment; see `rollick list`.")
     ],
     episodes: Annotated[int, typer.Option(min=1, help="Episodes that are played.")] = 100,
-    policy: Annotated[str, typer.Option(help="Who plays: random or solver.")] = "random",
+    policy: Annotated[
+        str, typer.Option(help="Who plays: random, solver, or a model: a folder, a file or a run.")
+    ] = "random",
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="KEY=VALUE for the environment.")
     ] = None,
@@ -540,14 +542,21 @@ def env_test(
     """Say what is wrong with an environment, then play it. Exit code 1 if anything is."""
     from rollick.envs.base import find_env, make_env
     from rollick.envs.check import check_across_processes, check_env
-    from rollick.envs.play import find_policy, play_episode, play_many
+    from rollick.envs.play import POLICIES, find_policy, play_episode, play_many
 
-    player, options, make = find_policy(policy), _env_options(option or ()), find_env(name)
+    options, make = _env_options(option or ()), find_env(name)
+    plays = policy not in POLICIES and Path(policy).exists()
+    player = find_policy("random" if plays else policy)
     problems = check_env(make, options, name=name) or check_across_processes(name, options)
     for problem in problems:
         typer.echo(f"wrong: {problem}", err=as_json)
-    seeds = range(seed, seed + episodes)
-    report = play_many(make, seeds, options=options, policy=player, name=name)
+    if plays:
+        from rollick.pipelines.contest import play_model
+
+        report = play_model(policy, name, options=options, episodes=episodes, seed=seed)
+    else:
+        seeds = range(seed, seed + episodes)
+        report = play_many(make, seeds, options=options, policy=player, name=name)
     if picture is not None:
         from rollick.envs.pictures import save_episode
 

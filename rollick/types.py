@@ -228,10 +228,19 @@ class Sample:
     played: Played | None = None
     """The episode, where there was an environment. For records: it is not in a checkpoint, which
     has the sample's score."""
+    breaks: tuple[int, ...] = ()
+    """Where a new segment starts: its tokens were drawn without those before it, because what the
+    policy sees of the past was rewritten. A model reads each segment as a sequence of its own."""
 
     @property
     def length(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def segments(self) -> list[slice]:
+        """Of most samples one, the whole."""
+        ends = [*self.breaks, self.length]
+        return [slice(start, end) for start, end in zip([0, *self.breaks], ends, strict=True)]
 
     @property
     def response_length(self) -> int:

@@ -129,6 +129,11 @@ def _tasks_come_from_somewhere(context: Context) -> Findings:
         if environment.columns and not domain.source:
             message = "there are no columns: the domain has no source of rows"
             yield context.problem((*path, "environment", "columns"), message, "remove it")
+        if environment.carried and environment.carried >= environment.window:
+            message = f"{environment.carried} turns leave no room in a window of "
+            message += f"{environment.window}" if environment.window else "all turns"
+            fix = "carry fewer turns than the window has"
+            yield context.problem((*path, "environment", "carried"), message, fix)
 
 
 def _check_agent(context: Context, path: KeyPath, domain: DomainConfig) -> Findings:

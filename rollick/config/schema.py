@@ -112,6 +112,12 @@ class EnvironmentSpec(Section):
     """Other tasks; those of the run's seed are the same in every run."""
     turn_tokens: NonNegative = 0
     """New tokens of one turn at the most; 0 is what sampling.max_tokens leaves of the sample."""
+    window: NonNegative = 0
+    """Turns that the policy has in sight; 0 is all. When they are full a new segment starts, which
+    begins with the opening observation and the newest turns; each is trained on as it was drawn. 1
+    makes every step a segment of its own."""
+    carried: NonNegative = 0
+    """Turns that a new segment takes over from the one before, fewer than `window`."""
 
 
 Environment = Annotated[

@@ -1,7 +1,8 @@
 """Batch: the samples of one training step, packed end to end, never padded.
 
 Shapes: B samples, N tokens over all of them. Token arrays (`*_N`) hold sample 0, then sample 1,
-and so on; `lengths_B` cuts them. Numpy only, so that a batch crosses processes without torch.
+and so on; `lengths_B` cuts them. A sample of several segments is here once for each, one after
+another under the same id (`places`). Numpy only, so that a batch crosses processes without torch.
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ class Batch:
         """Tokens of each sample that are in the loss mask."""
         sums_N1 = np.concatenate([[0], np.cumsum(self.loss_mask_N, dtype=np.int64)])
         return np.diff(sums_N1[self.offsets_B1])
+
+    def places(self) -> dict[SampleId, range]:
+        """Where each sample is: one place, or as many as it has segments."""
+        found: dict[SampleId, range] = {}
+        for place, uid in enumerate(self.uids):
+            known = found.get(uid)
+            found[uid] = range(known.start if known else place, place + 1)
+        return found
 
     def scaled(self, factor: float) -> Batch:
         """With every weight times the factor."""

@@ -40,7 +40,7 @@ Example = tuple[IntArray, BoolArray]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A sample on its way into a batch, with what is trained of it."""
+    """A segment of a sample on its way into a batch, with what is trained of it."""
 
     uid: SampleId
     token_ids: IntArray
@@ -49,6 +49,7 @@ class _Entry:
     versions: IntArray
     temperature: float
     score: float = 0.0
+    segment: int = 0
 
     @property
     def trained(self) -> int:
@@ -61,9 +62,8 @@ def collate(groups: Sequence[Group], *, chosen: Chosen | None = None, version: i
     for group in groups:
         picks = chosen(group) if chosen is not None else [True] * len(group.members)
         for member, pick in zip(group.members, picks, strict=True):
-            mask = _without_first(member.sample.loss_mask)
-            if pick and member.score.ok and mask.any():
-                entries.append(_entry(member, mask))
+            if pick and member.score.ok and _without_first(member.sample.loss_mask).any():
+                entries += _segments(member)
     if not entries:
         raise _nothing_to_train(groups)
     return _pack(entries, version=version)
@@ -120,17 +120,22 @@ def _without_first(mask: BoolArray) -> BoolArray:
     return trained
 
 
-def _entry(member: ScoredSample, mask: BoolArray) -> _Entry:
+def _segments(member: ScoredSample) -> list[_Entry]:
+    """All of them, in order: the tokens of a sample stay neighbours."""
     sample = member.sample
-    return _Entry(
-        uid=sample.uid,
-        token_ids=sample.token_ids,
-        mask=mask,
-        logprobs=sample.logprobs,
-        versions=sample.versions,
-        temperature=sample.temperature,
-        score=member.score.value,
-    )
+    return [
+        _Entry(
+            uid=sample.uid,
+            token_ids=sample.token_ids[span],
+            mask=_without_first(sample.loss_mask[span]),
+            logprobs=sample.logprobs[span],
+            versions=sample.versions[span],
+            temperature=sample.temperature,
+            score=member.score.value,
+            segment=number,
+        )
+        for number, span in enumerate(sample.segments)
+    ]
 
 
 def _example_entry(uid: SampleId, token_ids: IntArray, mask: BoolArray) -> _Entry:
@@ -146,9 +151,10 @@ def _example_entry(uid: SampleId, token_ids: IntArray, mask: BoolArray) -> _Entr
 
 
 def _pack(entries: Iterable[_Entry], *, version: int) -> Batch:
-    ordered = sorted(entries, key=lambda entry: entry.uid)
+    ordered = sorted(entries, key=lambda entry: (entry.uid, entry.segment))
     uids = tuple(entry.uid for entry in ordered)
-    assert len(set(uids)) == len(uids), "a sample is in the batch twice"
+    known = {(entry.uid, entry.segment) for entry in ordered}
+    assert len(known) == len(ordered), "a sample is in the batch twice"
     lengths = [len(entry.token_ids) for entry in ordered]
     return Batch(
         token_ids_N=np.concatenate([entry.token_ids for entry in ordered]),

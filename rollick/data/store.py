@@ -222,6 +222,7 @@ def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str
         "stop": sample.stop.value,
         "text": sample.text,
         "states": list(sample.states),
+        "breaks": list(sample.breaks),
         "score": {
             "value": float(score.value),
             "parts": {name: float(value) for name, value in score.parts.items()},
@@ -247,6 +248,7 @@ def _member_from_json(
         text=entry["text"],
         states=tuple(entry["states"]),
         played=None,
+        breaks=tuple(entry["breaks"]),
         **tokens,
     )
     said: dict[str, Any] = entry["score"]

@@ -41,15 +41,22 @@ class FrozenLake(GridGame):
         max_actions: int = 1,
         rules: bool = True,
         invalid_reward: float = 0.0,
+        progress_reward: float = 0.0,
         split: Split = "all",
     ) -> None:
         """`holes`: the share of the cells; `slip`: the chance that a step goes astray;
         `max_steps` in turns, by default several times the longest way. `invalid_reward`: for a
-        reply that is no action. `split`: which lakes (one of five is held out)."""
+        reply that is no action; `progress_reward`: for each step nearer to the goal, less it for
+        one away from it. `split`: which lakes (one of five is held out)."""
         if size < 2 or not 0 <= holes < 1 or not 0 <= slip <= 1 or symbols not in SYMBOLS:
             raise EnvError(
                 f"no lake has size={size}, holes={holes}, slip={slip}, symbols={symbols!r}",
                 fix=f"size from 2, holes and slip from 0 to 1, symbols of {', '.join(SYMBOLS)}",
+            )
+        if slip and progress_reward:
+            raise EnvError(
+                f"progress_reward={progress_reward} pays for steps that slip={slip} may turn aside",
+                fix="leave one of the two at 0",
             )
         super().__init__(
             max_steps=max_steps or (25 if slip else 4) * size,
@@ -57,6 +64,7 @@ class FrozenLake(GridGame):
             max_actions=max_actions,
             rules=rules,
             invalid_reward=invalid_reward,
+            progress_reward=progress_reward,
             split=split,
         )
         self.size = size
@@ -127,7 +135,7 @@ class FrozenLake(GridGame):
         if self.slip:
             self.policy = self.policy or self._best_policy()
             return [self.policy[self.player]]
-        return path(self.player, self.goal, self.ice, self.width)
+        return path(self.player, self.goal, self.ice, self.width, random=self.random)
 
     def draw(self) -> Frame:
         tile = {self.symbols[HOLE]: "hole", self.symbols[GOAL]: "goal", self.symbols[START]: "ice"}

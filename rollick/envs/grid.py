@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from random import Random
 from typing import Any, Literal
 
 from rollick.envs.base import Reset, Step, TextEnv
@@ -48,14 +49,18 @@ def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, 
     return found
 
 
-def path(start: int, goal: int, free: Container[int], width: int) -> list[int] | None:
-    """Directions of a shortest way over the cells of `free`; None if there is none."""
+def path(
+    start: int, goal: int, free: Container[int], width: int, *, random: Random | None = None
+) -> list[int] | None:
+    """Directions of a shortest way over the cells of `free`, of several any, if `random` is given;
+    None if there is none."""
     left = distances(goal, free.__contains__, width)
     if start not in left:
         return None
     moves, way, cell = offsets(width), list[int](), start
     while cell != goal:
-        direction = next(d for d in range(4) if left.get(cell + moves[d], 1 << 30) < left[cell])
+        nearer = [d for d in range(4) if left.get(cell + moves[d], 1 << 30) < left[cell]]
+        direction = nearer[0] if random is None else random.choice(nearer)
         way.append(direction)
         cell += moves[direction]
     return way
@@ -72,6 +77,7 @@ class GridGame(TextEnv):
         max_actions: int,
         rules: bool,
         invalid_reward: float,
+        progress_reward: float,
         split: Split,
     ) -> None:
         if max_steps < 1 or max_actions < 1:
@@ -84,6 +90,7 @@ class GridGame(TextEnv):
         self.max_actions = max_actions
         self.rules = rules
         self.invalid_reward = invalid_reward
+        self.progress_reward = progress_reward
         self.turns = 0
         self.plan: list[int] = []
         """What is left of the solver's way, while somebody follows it."""
@@ -128,6 +135,7 @@ class GridGame(TextEnv):
     def step(self, action: str) -> Step:
         self.turns += 1
         directions = read_actions(action, self.style, WORDS, limit=self.max_actions)
+        before = self._moves_left() if self.progress_reward else None
         reward, changed = (0.0, False) if directions else (self.invalid_reward, False)
         for direction in directions:
             gained, moved = self.move(direction)
@@ -135,6 +143,10 @@ class GridGame(TextEnv):
             changed = changed or moved
             if self.outcome() is not None:
                 break
+        if before is not None and changed:
+            after = self._moves_left()
+            # Where there is no way any more, the turn has led one step away.
+            reward += self.progress_reward * (-1 if after is None else before - after)
         followed = directions and self.plan[: len(directions)] == directions
         self.plan = self.plan[len(directions) :] if followed else []
         outcome, grid = self.outcome(), self.grid()
@@ -158,6 +170,11 @@ class GridGame(TextEnv):
             return None
         names = [DIRECTIONS[direction] for direction in self.plan[: self.max_actions]]
         return write_actions(names, self.style)
+
+    def _moves_left(self) -> int | None:
+        """From here to success, at the least; None if there is no way."""
+        way = [] if self.outcome() else self.find_way()
+        return None if way is None else len(way)
 
     def _asks(self) -> str:
         names = ", ".join(DIRECTIONS[:-1]) + f" or {DIRECTIONS[-1]}"

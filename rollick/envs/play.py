@@ -107,8 +107,8 @@ def find_policy(name: str) -> Policy:
     if name in POLICIES:
         return POLICIES[name]
     raise EnvError(
-        f"the policy {name!r} is not one of {', '.join(POLICIES)}; models cannot play here yet",
-        fix="play with --policy random or --policy solver",
+        f"the policy {name!r} is not one of {', '.join(POLICIES)}, and there is no such model",
+        fix="play with --policy random, --policy solver, or the path of a model or of a run",
     )
 
 

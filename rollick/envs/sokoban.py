@@ -64,12 +64,14 @@ class Sokoban(GridGame):
         max_actions: int = 1,
         rules: bool = True,
         invalid_reward: float = 0.0,
+        progress_reward: float = 0.0,
         box_reward: float = 0.0,
         step_reward: float = 0.0,
         split: Split = "all",
     ) -> None:
         """`walls`: the share of the inner cells. Solving pays 1; `box_reward` is for each box that
-        comes onto a target (and is taken back when it leaves), `step_reward` for each move.
+        comes onto a target (and is taken back when it leaves), `step_reward` for each move,
+        `progress_reward` for each move nearer to the solution (less it for one away from it).
         `split`: which puzzles (one of five is held out)."""
         if size < 5 or not 1 <= boxes <= (size - 2) ** 2 // 5 or symbols not in SYMBOLS:
             raise EnvError(
@@ -83,6 +85,7 @@ class Sokoban(GridGame):
             max_actions=max_actions,
             rules=rules,
             invalid_reward=invalid_reward,
+            progress_reward=progress_reward,
             split=split,
         )
         self.size = size

@@ -9,8 +9,7 @@ The script runs as a process of its own, unchanged: OPENAI_BASE_URL and OPENAI_A
 but its session, and tokens are drawn as the recipe says. What it prints is the sample's text, which
 the rewards of its domain look at. A script that fails, hangs or asks for nothing is a status.
 
-Where an agent rewrites its history a new segment starts; the one with the most drawn tokens is
-trained on.
+Where an agent rewrites its history a new segment of the sample starts; all are trained on.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ class Agents:
         sampling: Sampling,
     ) -> Sample:
         if segments:
-            longest = max(segments, key=lambda segment: int(np.count_nonzero(segment.loss_mask)))
-            sample = replace(longest.sample(uid, prompt), text=ended.said)
+            sample = replace(_joined(segments, uid, prompt), text=ended.said)
         else:
             sample = _empty(uid, prompt, self.gateway.codec, sampling.temperature)
         if not ended.failure:
@@ -152,6 +150,19 @@ class Agents:
         status = ScoreStatus.TIMEOUT if ended.late else ScoreStatus.FAILED
         score = Score.failed(f"the agent failed: {ended.failure}", status=status)
         return replace(sample, played=Played("agent", {}, 0, (), score))
+
+
+def _joined(segments: tuple[Segment, ...], uid: SampleId, prompt: Prompt) -> Sample:
+    """One sample of all segments, in the order in which they began; it stopped as the last did."""
+    ends = np.cumsum([len(segment.token_ids) for segment in segments])
+    return replace(
+        segments[-1].sample(uid, prompt),
+        token_ids=frozen_array(np.concatenate([s.token_ids for s in segments]), np.int32),
+        logprobs=frozen_array(np.concatenate([s.logprobs for s in segments]), np.float32),
+        versions=frozen_array(np.concatenate([s.versions for s in segments]), np.int32),
+        loss_mask=frozen_array(np.concatenate([s.loss_mask for s in segments]), np.bool_),
+        breaks=tuple(ends[:-1].tolist()),
+    )
 
 
 def _empty(uid: SampleId, prompt: Prompt, codec: ChatCodec, temperature: float) -> Sample:

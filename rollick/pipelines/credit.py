@@ -133,7 +133,7 @@ class Credit:
         trained_T = component_N[batch.loss_mask_N]
         self._tokens = np.bincount(trained_T, minlength=len(self._parts)).tolist()
         streams = _Streams.of(batch)
-        places = {uid: place for place, uid in enumerate(batch.uids)}
+        places = batch.places()
         for number in range(len(self._parts)):
             mine = [group for group in groups if of_group[group.uid] == number]
             if mine:
@@ -220,7 +220,7 @@ class Credit:
         number: int,
         groups: Sequence[Group],
         batch: Batch,
-        places: Mapping[SampleId, int],
+        places: Mapping[SampleId, range],
         streams: _Streams,
     ) -> None:
         part = self._parts[number]
@@ -237,8 +237,8 @@ class Credit:
                 place = places.get(member.sample.uid)
                 if place is None:
                     continue
-                span = slice(offsets[place], offsets[place + 1])
-                streams.scores_B[place] = member.score.value
+                span = slice(offsets[place.start], offsets[place.stop])
+                streams.scores_B[place.start : place.stop] = member.score.value
                 if isinstance(value, Gae):
                     streams.returns_N[span] = value.returns_T
                     value = value.advantages_T
@@ -291,7 +291,7 @@ class Credit:
         streams.entropy_weights_N += algorithm.entropy * every_N
 
 
-def _annotated(group: Group, batch: Batch, places: Mapping[SampleId, int]) -> Group:
+def _annotated(group: Group, batch: Batch, places: Mapping[SampleId, range]) -> Group:
     """The group with what the batch knows of its members' tokens."""
     streams = {
         "old": batch.old_logprobs_N,
@@ -308,10 +308,10 @@ def _annotated(group: Group, batch: Batch, places: Mapping[SampleId, int]) -> Gr
         place = places.get(uid)
         if place is None:
             return Annotations()
-        span = slice(offsets[place], offsets[place + 1])
+        span = slice(offsets[place.start], offsets[place.stop])
         return Annotations(
             **{name: values_N[span] for name, values_N in known.items()},
-            last_value=0.0 if last_B is None else float(last_B[place]),
+            last_value=0.0 if last_B is None else float(last_B[place.stop - 1]),
         )
 
     return _with_members(
@@ -319,7 +319,7 @@ def _annotated(group: Group, batch: Batch, places: Mapping[SampleId, int]) -> Gr
     )
 
 
-def _without_strangers(group: Group, places: Mapping[SampleId, int]) -> Group:
+def _without_strangers(group: Group, places: Mapping[SampleId, range]) -> Group:
     """Members that are not in the batch, and so have no annotations, as if they were not judged."""
     unknown = Score.failed("not trained on")
     return _with_members(

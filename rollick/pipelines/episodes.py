@@ -3,7 +3,7 @@ user's own run (agents.py), the others answer once. A wiring of rollout/playing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollick.config.schema import DomainConfig, EnvironmentSpec
@@ -79,6 +79,8 @@ def tasks_of(domains: Mapping[str, DomainConfig]) -> TaskOf:
             options={**spec.options, **columns},
             seed=_seed_of_row(spec, prompt) if domain.source else int(prompt.row["seed"]),
             turn_tokens=spec.turn_tokens,
+            window=spec.window,
+            carried=spec.carried,
         )
 
     return task_of
@@ -89,8 +91,8 @@ def _seed_of_row(spec: EnvironmentSpec, prompt: Prompt) -> int:
     return task_seed(spec.seed, "row", spec.name, int(prompt.uid.rpartition("/")[2]))
 
 
-async def solved_example(session: Session, prompt: Prompt) -> Example:
-    """The episode of the environment's solver, to be imitated."""
+async def solved_examples(session: Session, prompt: Prompt) -> Sequence[Example]:
+    """The episode of the environment's solver, to be imitated, segment by segment."""
     assert session.environments is not None, prompt.uid
     return await show_example(
         prompt,

@@ -20,7 +20,7 @@ from rollick.data.prompts import PromptStream
 from rollick.errors import RollickError
 from rollick.pipelines.annotate import annotate
 from rollick.pipelines.base import HasSession, RunObjects, RunResult, Session, open_session, phase
-from rollick.pipelines.episodes import solved_example
+from rollick.pipelines.episodes import solved_examples
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.rl import evaluate_prompts, keep_evaluation
 from rollick.types import PolicyVersion, Prompt
@@ -72,18 +72,21 @@ class SupervisedPipeline(HasSession):
     async def draw(self) -> Batch:
         """The next batch: the answers of `train.batch_size` prompts, a group for each prompt."""
         prompts = [self.prompts.next() for _ in range(self.recipe.train.batch_size)]
+        drawn = await asyncio.gather(*(self.examples(prompt) for prompt in prompts))
         return examples_to_batch(
-            await asyncio.gather(*(self.examples(prompt) for prompt in prompts)),
+            [group for groups in drawn for group in groups],
             aggregation=self.aggregation,
             max_tokens=self.recipe.sampling.max_tokens,
         )
 
-    async def examples(self, prompt: Prompt) -> Sequence[Example]:
-        """What is imitated (or compared) of a prompt; in an environment, what its solver does."""
+    async def examples(self, prompt: Prompt) -> Sequence[Sequence[Example]]:
+        """What is imitated (or compared) of a prompt, in groups; in an environment, what its solver
+        does, each segment a group of its own."""
         if self.recipe.data.domains[prompt.domain].environment is not None:
-            return [await solved_example(self.session, prompt)]
+            return [[shown] for shown in await solved_examples(self.session, prompt)]
         encode = self.session.codec.encode_example
-        return [encode(prompt.turns, answer) for answer in self.answers_of(self.prompts, prompt)]
+        answers = self.answers_of(self.prompts, prompt)
+        return [[encode(prompt.turns, answer) for answer in answers]]
 
     @phase("train")
     async def train(self, batch: Batch) -> TrainReport:

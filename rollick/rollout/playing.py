@@ -6,9 +6,11 @@
               |        +------------------------------------------------------------------+
               +-> Sample: all turns in one sequence; only what the policy drew is trained on
 
-Token ids are appended and never tokenised again: what is trained on is what was drawn. Between two
-turns the sample holds no engine. An environment that fails ends the sample with a status and not
-with a score; tokens that ran out end it with what it has earned so far.
+Token ids are appended and never tokenised again: what is trained on is what was drawn. Where only
+so many turns are in sight, the next ones are put into a new segment of the sample, behind the
+opening and what is carried over. Between two turns the sample holds no engine. An environment that
+fails ends the sample with a status and not with a score; tokens that ran out end it with what it
+has earned so far.
 """
 
 from __future__ import annotations
@@ -64,6 +66,10 @@ class Task:
     seed: int
     turn_tokens: int = 0
     """New tokens of one turn at the most; 0: what is left of the sample's."""
+    window: int = 0
+    """Turns in sight; 0: all."""
+    carried: int = 0
+    """Turns that a new segment begins with."""
 
 
 TaskOf = Callable[[Prompt], Task]
@@ -73,19 +79,35 @@ TaskOf = Callable[[Prompt], Task]
 class Transcript:
     """The sequence of a conversation while it grows: ids, and what is known of each."""
 
-    token_ids: IntArray
+    codec: PlayingCodec
+    task: Task
+    opening: tuple[Turn, ...]
+    token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     prompt_length: int = 0
     drawn: int = 0
+    breaks: list[int] = field(default_factory=list[int])
+    past: list[tuple[str, tuple[Turn, ...]]] = field(
+        default_factory=list[tuple[str, tuple[Turn, ...]]]
+    )
+    """Each turn: the reply, and what was observed then."""
+    in_sight: int = 0
+    """Turns of the segment."""
     logprobs: list[FloatArray] = field(default_factory=list[FloatArray])
     versions: list[IntArray] = field(default_factory=list[IntArray])
     masks: list[BoolArray] = field(default_factory=list[BoolArray])
     kept: list[BoolArray] = field(default_factory=list[BoolArray])
 
     @classmethod
-    def of(cls, prompt_ids: IntArray) -> Transcript:
-        transcript = cls(prompt_ids, len(prompt_ids))
-        transcript._given(len(prompt_ids))
+    def of(cls, opening: Sequence[Turn], codec: PlayingCodec, task: Task) -> Transcript:
+        transcript = cls(codec, task, tuple(opening))
+        transcript._show(transcript.opening)
+        transcript.prompt_length = len(transcript.token_ids)
         return transcript
+
+    @property
+    def segment(self) -> IntArray:
+        """The ids that the policy has before it."""
+        return self.token_ids[self.breaks[-1] :] if self.breaks else self.token_ids
 
     def draw(self, completion: Completion) -> None:
         """The policy has spoken."""
@@ -98,14 +120,20 @@ class Transcript:
         kept = completion.kept_cache
         self.kept.append(np.zeros(count, np.bool_) if kept is None else kept)
 
-    def observe(self, turns: Sequence[Turn], codec: PlayingCodec) -> None:
-        """The environment has spoken: the ids so far stay, those of its turns come behind."""
-        before = len(self.token_ids)
-        self.token_ids = codec.append_turns(self.token_ids, turns)
-        if len(self.token_ids) == before:
+    def observe(self, reply: str, turns: Sequence[Turn]) -> None:
+        """The environment has answered: the ids so far stay, those of its turns come behind, or
+        begin a new segment where the window is full."""
+        self.past.append((reply, tuple(turns)))
+        self.in_sight += 1
+        if self.in_sight == self.task.window:
+            self._slide()
+            return
+        before = len(self.segment)
+        after = self.codec.append_turns(self.segment, turns)
+        if len(after) == before:
             # Two turns of the policy with nothing between them would count as one.
-            self.token_ids = codec.append_text(self.token_ids, "\n")
-        self._given(len(self.token_ids) - before)
+            after = self.codec.append_text(self.segment, "\n")
+        self._given(after[before:])
 
     def sample(
         self, uid: SampleId, prompt: Prompt, *, temperature: float, stop: StopReason, text: str
@@ -122,10 +150,26 @@ class Transcript:
             stop=stop,
             text=text,
             kept_cache=frozen_array(kept, np.bool_) if kept.any() else None,
+            breaks=tuple(self.breaks),
         )
 
-    def _given(self, count: int) -> None:
+    def _slide(self) -> None:
+        """A new segment: the opening, what is carried, and what was observed last."""
+        self.in_sight = self.task.carried
+        (_, seen), *carried = self.past[-1 - self.task.carried :]
+        turns = [*self.opening, *seen]
+        for reply, observed in carried:
+            turns += [Turn("assistant", reply), *observed]
+        self.breaks.append(len(self.token_ids))
+        self._show(turns)
+
+    def _show(self, turns: Sequence[Turn]) -> None:
+        self._given(self.codec.encode_prompt(turns))
+
+    def _given(self, token_ids: IntArray) -> None:
         """Tokens that no policy drew."""
+        count = len(token_ids)
+        self.token_ids = np.concatenate([self.token_ids, token_ids], dtype=np.int32)
         self.logprobs.append(np.zeros(count, np.float32))
         self.versions.append(np.full(count, NOT_SAMPLED, np.int32))
         self.masks.append(np.zeros(count, np.bool_))
@@ -197,10 +241,10 @@ class Player:
             moment = session.opening.moment
             if moment is None:
                 game.failure = session.opening
-                seen, transcript = prompt, Transcript.of(self.codec.encode_prompt(prompt.turns))
-                return self._end(uid, seen, transcript, game, StopReason.STOP)
+                transcript = Transcript.of(prompt.turns, self.codec, task)
+                return self._end(uid, prompt, transcript, game, StopReason.STOP)
             seen = replace(prompt, turns=opening_turns(prompt, moment))
-            transcript = Transcript.of(self.codec.encode_prompt(seen.turns))
+            transcript = Transcript.of(seen.turns, self.codec, task)
             while True:
                 request = self._request(uid, transcript, game)
                 if request is None:
@@ -218,20 +262,18 @@ class Player:
                 game.moments.append(moment)
                 if moment.over:
                     return self._end(uid, seen, transcript, game, StopReason.STOP)
-                transcript.observe(turns_of(moment), self.codec)
+                transcript.observe(game.replies[-1], turns_of(moment))
 
     def _request(self, uid: SampleId, transcript: Transcript, game: _Game) -> Request | None:
         """The next generation; None if there is no room for one more token."""
-        left = min(
-            game.sampling.max_tokens - transcript.drawn, self.room - len(transcript.token_ids)
-        )
+        left = min(game.sampling.max_tokens - transcript.drawn, self.room - len(transcript.segment))
         if left < 1:
             return None
         turn, limit = len(game.replies), game.task.turn_tokens or left
         stream = stream_of(self.seed, self.purpose, uid)
         return Request(
             uid,
-            frozen_array(transcript.token_ids, np.int32),
+            frozen_array(transcript.segment, np.int32),
             replace(game.sampling, max_tokens=min(left, limit)),
             # Token numbers begin anew in each turn, and so must the random numbers.
             stream if turn == 0 else stable_hash(stream, "turn", turn),
@@ -248,7 +290,9 @@ class Player:
             prompt,
             temperature=game.sampling.temperature,
             stop=stop,
-            text=self.codec.decode(transcript.token_ids[transcript.prompt_length :]),
+            text="\n".join(game.replies)
+            if transcript.breaks
+            else self.codec.decode(transcript.token_ids[transcript.prompt_length :]),
         )
         return replace(sample, states=tuple(game.states), played=game.played())
 
@@ -267,9 +311,9 @@ def turns_of(moment: Moment) -> tuple[Turn, ...]:
 
 async def show_example(
     prompt: Prompt, *, codec: PlayingCodec, pool: EnvPool, task_of: TaskOf
-) -> tuple[IntArray, BoolArray]:
+) -> list[tuple[IntArray, BoolArray]]:
     """What the environment's solver does, as ids and what of them to imitate: the very tokens that
-    a policy would have seen and drawn."""
+    a policy would have seen and drawn, segment by segment."""
     task = task_of(prompt)
     reply = await pool.show(task.environment, task.options, task.seed)
     if reply.moment is None:
@@ -280,19 +324,22 @@ async def show_example(
         )
     transcript: Transcript | None = None
     heard: list[Turn] = []
+    said = ""
     for turn in opening_turns(prompt, reply.moment):
         if turn.role != "assistant":
             heard.append(turn)
             continue
         if transcript is None:
-            transcript = Transcript.of(codec.encode_prompt(heard))
+            transcript = Transcript.of(heard, codec, task)
         else:
-            transcript.observe(heard, codec)
-        heard = []
+            transcript.observe(said, heard)
+        heard, said = [], turn.content
         transcript.draw(_as_drawn(codec.encode_answer(turn.content)))
     assert transcript is not None, "a solver's episode has a reply"
-    mask = frozen_array(np.concatenate(transcript.masks), np.bool_)
-    return frozen_array(transcript.token_ids, np.int32), mask
+    shown = transcript.sample(
+        SampleId(0, 0), prompt, temperature=1.0, stop=StopReason.STOP, text=""
+    )
+    return [(shown.token_ids[span], shown.loss_mask[span]) for span in shown.segments]
 
 
 def _as_drawn(token_ids: IntArray) -> Completion:

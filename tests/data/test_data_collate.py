@@ -63,6 +63,19 @@ def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
     assert (batch.weights_N.dtype, batch.logprobs_N.dtype) == (np.float64, np.float32)
 
 
+def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
+    of = changed(group([1, 0], texts=["wxyz", "v"], of=ASKED), 0, breaks=(4,))
+    batch = collate([of])
+    assert batch.lengths_B.tolist() == [4, 2, 3]
+    assert batch.uids == (SampleId(0, 0), SampleId(0, 0), SampleId(0, 1))
+    assert batch.places() == {SampleId(0, 0): range(2), SampleId(0, 1): range(2, 3)}
+    # Nothing comes before the first token of a segment.
+    masks = [False, False, True, True, False, True, False, False, True]
+    assert batch.loss_mask_N.tolist() == masks
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 1, 0]
+
+
 def test_weights_are_those_of_the_trained_tokens():
     batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED)])
     assert weights_of(batch) == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]

@@ -66,6 +66,7 @@ def varied_groups() -> list[Group]:
         temperature=0.7,
         stop=StopReason.LENGTH,
         states=("at the door", "\u00fc"),
+        breaks=(1,),
     )
     members = (replace(member, sample=sample, score=score), first.members[1])
     return [replace(first, members=members), group([0], uid=9, of=prompt("x", answer={"a": 1.5}))]

@@ -244,7 +244,7 @@ def test_a_hang_is_an_error_of_the_episode() -> None:
 
 
 def test_models_cannot_play_yet_and_it_says_so() -> None:
-    with pytest.raises(EnvError, match="models cannot play here yet"):
+    with pytest.raises(EnvError, match="there is no such model"):
         find_policy("my-model")
 
 

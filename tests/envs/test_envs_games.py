@@ -30,9 +30,9 @@ GAMES: list[tuple[type[TextEnv], dict[str, Any]]] = [
 ]
 
 
-def lake(*rows: str, slip: float = 0.0) -> FrozenLake:
+def lake(*rows: str, **options: Any) -> FrozenLake:
     """A lake with this map instead of a random one."""
-    env = FrozenLake(size=len(rows), holes=0.0, style="plain", slip=slip)
+    env = FrozenLake(size=len(rows), holes=0.0, style="plain", **options)
     env.reset(0)
     places = {
         (y + 1) * env.width + x + 1: tile
@@ -105,6 +105,27 @@ def test_walking_over_ice_to_the_goal_pays_one() -> None:
     assert info == {"valid": True, "effective": True, "success": False, "state": "SP\nHG"}
     text, reward, terminated, _, info = env.step("down.")
     assert (text, reward, terminated, info["success"]) == ("You made it.\nSF\nHW", 1.0, True, True)
+
+
+def test_progress_is_paid_for_and_taken_back() -> None:
+    env = lake("SFF", "FHF", "FFG", progress_reward=0.1)
+    paid = [env.step(action)[1] for action in ("Right", "Left", "Up", "Jump", "Down", "Down")]
+    assert paid == pytest.approx([0.1, -0.1, 0.0, 0.0, 0.1, 0.1])
+    assert env.step("Right")[1] == pytest.approx(0.1)
+    assert env.step("Right")[1] == pytest.approx(1.1)
+    env = lake("SF", "HG", progress_reward=0.1)
+    assert env.step("Down")[1] == pytest.approx(-0.1)
+
+
+def test_a_box_that_can_no_longer_be_brought_home_is_one_step_away() -> None:
+    env = room("######", "#    #", "# $@ #", "#    #", "#   .#", "######", progress_reward=0.5)
+    assert env.step("Left")[1] == pytest.approx(-0.5)
+    assert env.step("Right")[1] == 0.0
+
+
+def test_slippery_ice_pays_for_no_progress() -> None:
+    with pytest.raises(EnvError, match="turn aside"):
+        FrozenLake(slip=0.5, progress_reward=0.1)
 
 
 def test_a_hole_ends_the_episode_with_nothing() -> None:

@@ -14,6 +14,7 @@ from rollick.envs.tools.calls import STYLES, BadCall, CallStyle, ToolCall, read_
 from rollick.envs.tools.env import ToolEnv
 from rollick.envs.tools.kit import calculate, search
 from rollick.envs.tools.mcp import McpServer
+from rollick.envs.tools.python import python
 from rollick.errors import EnvError
 
 TOOLS = {"search": "query", "calculator": "expression"}
@@ -89,6 +90,26 @@ def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
     path.write_text("ice is cold\nfire is hot\nsnow is cold and white\n")
     assert search(path, results=1).run({"query": "white snow"}) == "- snow is cold and white"
     assert search(path).run({"query": "sand"}) == "nothing was found"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print(sum(range(5)))", "10"),
+        ("x = 1", "(it printed nothing)"),
+        ("print(1)\n1 / 0", "1\nerror: ZeroDivisionError: division by zero"),
+        ("while True: pass", "error: timeout"),
+    ],
+)
+def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, said: str) -> None:
+    tool = python(timeout_s=1.0, allow_unsafe=True)
+    assert tool.run({"code": code}) == said
+
+
+def test_python_is_a_tool_of_the_environment() -> None:
+    env = ToolEnv(question="q", answer="12", tools="python", style="tag", allow_unsafe=True)
+    used, answered = play(env, "<python>print(3 * 4)</python>", "12")
+    assert (used[0][0].content, answered[1]) == ("12", 1.0)
 
 
 def play(env: ToolEnv, *replies: str) -> list[Any]:

@@ -15,6 +15,7 @@ from rollick.envs.frozen_lake import FrozenLake
 from rollick.errors import ConfigError
 from rollick.observe.metrics import is_documented, read_metrics
 from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.contest import play_model
 from rollick.pipelines.run import run_recipe
 from rollick.testing.tiny import save_tiny
 
@@ -180,7 +181,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert [at_once.metrics[name] for name in names] == [in_two.metrics[name] for name in names]
 
 
-def test_the_solver_can_be_imitated(tmp_path: Path) -> None:
+def test_the_solver_can_be_imitated_and_what_came_of_it_plays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = recipe_of(tmp_path, pipeline="sft")
     del recipe["rollout"]
     recipe["run"]["steps"] = 25
@@ -189,6 +192,26 @@ def test_the_solver_can_be_imitated(tmp_path: Path) -> None:
     result = run_recipe(load(recipe, tmp_path))
     assert result.metrics["train/loss"] < 1
     assert result.metrics["eval/pass@1"] > 0.5
+    monkeypatch.chdir(tmp_path)
+    report = play_model(str(result.folder), "mine.py:Guess", options={}, episodes=8)
+    assert (report.episodes, report.errors) == (8, 0)
+    assert 1.0 <= report.steps <= 2.0
+    assert report.success == report.reward > 0.5
+
+
+def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    recipe["data"]["domains"]["letters"]["environment"]["window"] = 1
+    recipe["data"]["validation"]["letters"]["environment"]["window"] = 1
+    recipe["algorithm"] = {"advantage": "gigpo"}
+    recipe["rollout"] |= {"drop_no_signal": False}
+    recipe["run"] |= {"steps": 1}
+    result = run_recipe(load(recipe, tmp_path))
+    turns = Counter(len(row["played"]["replies"]) for row in rows_of(result, "samples.jsonl"))
+    assert turns[1] + turns[2] == 32
+    assert turns[2] > 0
+    texts = [row for row in rows_of(result, "samples.jsonl") if len(row["played"]["replies"]) == 2]
+    assert all(row["response"] == "\n".join(row["played"]["replies"]) for row in texts)
 
 
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
@@ -225,6 +248,7 @@ if task["answer"] == "c":
 said = ask([{"role": "user", "content": task["prompt"]}])
 again = ask([{"role": "user", "content": task["prompt"]},
              {"role": "assistant", "content": said}, {"role": "user", "content": "?"}])
+ask([{"role": "user", "content": "?"}])
 print(again)
 """
 
@@ -250,8 +274,8 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
     assert status == {"a": "ok", "b": "ok", "c": "timeout", "d": "failed"}
     assert "no idea" in next(row["detail"] for row in samples if row["prompt"] == "d")
     assert result.metrics["rollout/failed_scores"] == 0.5
-    # Two turns in one sequence: prompt, reply, question, reply.
-    assert all(row["response_tokens"] in (2, 3, 4) for row in samples if row["status"] == "ok")
+    # Two turns in one segment (prompt, reply, question, reply), and one in another.
+    assert all(row["response_tokens"] in range(3, 7) for row in samples if row["status"] == "ok")
     assert result.metrics["train/tokens"] > 0
 
 
@@ -266,6 +290,10 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
         (
             {"data": {"domains": {"a": {"environment": {"name": "sokoban", "columns": ["x"]}}}}},
             "there are no columns",
+        ),
+        (
+            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "carried": 2}}}}},
+            "leave no room in a window of all turns",
         ),
     ],
 )

@@ -78,6 +78,20 @@ def cut(of: Group, index: int) -> Group:
     return replace(of, members=tuple(members))
 
 
+def test_segments_of_a_sample_share_its_credit():
+    credit = credit_of({"advantage": "dr_grpo", "aggregation": "token_mean"})
+    whole = group([1, 0], texts=["wxyz", "v"], of=A)
+    cut_up = replace(whole.members[0], sample=replace(whole.members[0].sample, breaks=(5,)))
+    groups = [replace(whole, members=(cut_up, whole.members[1]))]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert batch.lengths_B.tolist() == [5, 2, 4]
+    # The first token of the second segment has nothing before it.
+    assert trained(batch, batch.advantages_N) == [0.5, 0.5, 0.5, -0.5]
+    assert trained(batch, batch.weights_N) == [0.25] * 4
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 1, 0]
+
+
 def test_two_domains_have_their_own_advantages_denominators_and_factors():
     credit = credit_of(
         {"advantage": "dr_grpo", "aggregation": "token_mean"},

@@ -64,7 +64,14 @@ async def open_pool(folder: Path) -> AsyncGenerator[EnvPool]:
 
 
 async def played(
-    folder: Path, replies: str, *, environment: str = "Echo", turn_tokens: int = 1, **limits: Any
+    folder: Path,
+    replies: str,
+    *,
+    environment: str = "Echo",
+    turn_tokens: int = 1,
+    window: int = 0,
+    carried: int = 0,
+    **limits: Any,
 ) -> tuple[Sample, FakeEngine]:
     """The sample of a policy that says these letters, one a turn."""
     engine = FakeEngine(reply=lambda request: replies[len(engine.requests) - 1 :], version=4)
@@ -73,7 +80,7 @@ async def played(
         player = Player(
             codec=FakeCodec(),
             pool=pool,
-            task_of=lambda prompt: Task(environment, {}, 7, turn_tokens),
+            task_of=lambda prompt: Task(environment, {}, 7, turn_tokens, window, carried),
             sampling=lambda _: sampling,
             room=limits.get("room", 100),
             seed=1,
@@ -177,7 +184,7 @@ async def test_what_the_solver_does_is_the_sequence_that_a_policy_would_have_dra
 ) -> None:
     made, _ = await played(tmp_path, "ab!")
     async with open_pool(tmp_path) as pool:
-        ids, mask = await show_example(
+        [(ids, mask)] = await show_example(
             prompt("task 7"), codec=FakeCodec(), pool=pool, task_of=lambda _: Task("Echo", {}, 7)
         )
         with pytest.raises(EnvError, match="its solver knows no reply"):
@@ -189,6 +196,54 @@ async def test_what_the_solver_does_is_the_sequence_that_a_policy_would_have_dra
             )
     assert np.array_equal(ids, made.token_ids)
     assert np.array_equal(mask, made.loss_mask)
+
+
+@pytest.mark.parametrize(
+    ("window", "carried", "segments"),
+    [
+        (1, 0, ["<7>a", "<7>(a)b", "<7>(b)c", "<7>(c)!"]),
+        (2, 0, ["<7>a(a)b", "<7>(b)c(c)!"]),
+        (2, 1, ["<7>a(a)b", "<7>(a)b(b)c", "<7>(b)c(c)!"]),
+        (3, 1, ["<7>a(a)b(b)c", "<7>(b)c(c)!"]),
+        (4, 3, ["<7>a(a)b(b)c(c)!"]),
+    ],
+)
+async def test_turns_that_slide_out_of_sight_start_a_new_segment(
+    tmp_path: Path, window: int, carried: int, segments: list[str]
+) -> None:
+    made, engine = await played(tmp_path, "abc!", window=window, carried=carried)
+    assert [text_of(made.token_ids[span]) for span in made.segments] == segments
+    # What was drawn is trained on once; what is carried over is only read.
+    assert text_of(made.token_ids[made.loss_mask]) == "abc!"
+    assert [text_of(made.token_ids[span][made.loss_mask[span]])[-1] for span in made.segments] == [
+        text[-1] for text in segments
+    ]
+    for request, reply in zip(engine.requests, "abc!", strict=True):
+        assert any(text.startswith(text_of(request.token_ids) + reply) for text in segments)
+    assert made.text == ("a\nb\nc\n!" if len(segments) > 1 else "a(a)b(b)c(c)!")
+    assert made.played is not None
+    assert made.played.score.turns == (0.25, 0.25, 0.25, 1.25)
+
+
+async def test_room_is_that_of_a_segment(tmp_path: Path) -> None:
+    made, _ = await played(tmp_path, "abc!", window=1, room=7)
+    assert not made.truncated
+    assert len(made.token_ids) > 7
+
+
+async def test_a_solver_is_shown_in_the_segments_that_a_policy_would_see(tmp_path: Path) -> None:
+    made, _ = await played(tmp_path, "ab!", window=2, carried=1)
+    async with open_pool(tmp_path) as pool:
+        shown = await show_example(
+            prompt("task 7"),
+            codec=FakeCodec(),
+            pool=pool,
+            task_of=lambda _: Task("Echo", {}, 7, window=2, carried=1),
+        )
+    assert [text_of(ids) for ids, _ in shown] == ["<7>a(a)b", "<7>(a)b(b)!"]
+    for (ids, mask), span in zip(shown, made.segments, strict=True):
+        assert np.array_equal(ids, made.token_ids[span])
+        assert np.array_equal(mask, made.loss_mask[span])
 
 
 def test_the_tally_counts_episodes_once_and_leaves_failed_ones_out_of_success() -> None:

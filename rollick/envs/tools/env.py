@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rollick.envs.base import Reset, Step, TextEnv, random_of
 from rollick.envs.tools.calls import STYLES, BadCall, CallStyle, ToolCall, read_calls, write_call
 from rollick.envs.tools.kit import Tool, calculate, calculator, search
 from rollick.envs.tools.mcp import mcp_server
+from rollick.envs.tools.python import python
 from rollick.errors import EnvError
 from rollick.types import Turn
 
@@ -27,7 +30,7 @@ MOST_TEXT = 2000
 
 
 class ToolEnv(TextEnv):
-    """One question. `tools`: names with commas between them, of calculator and search."""
+    """One question. `tools`: names with commas between them, of calculator, search and python."""
 
     def __init__(
         self,
@@ -41,10 +44,13 @@ class ToolEnv(TextEnv):
         max_steps: int = 6,
         role: str = "tool",
         rules: bool = True,
+        program_s: float = 5.0,
+        allow_unsafe: bool = False,
     ) -> None:
         """`answer`: a text whose last number is right; `corpus`: the file that search looks into;
         `mcp`: the command of a server whose tools are offered, too; `role`: of the messages with
-        what tools say (some templates know no `tool`)."""
+        what tools say (some templates know no `tool`); `program_s`: for a program of the tool
+        python, which runs where there is no isolation only if `allow_unsafe` says so."""
         if style not in STYLES or max_steps < 1:
             raise EnvError(
                 f"no tools are called with style={style!r}, max_steps={max_steps}",
@@ -58,7 +64,9 @@ class ToolEnv(TextEnv):
         self.role = role
         self.rules = rules
         self.steps = 0
-        offered = [_tool(name.strip(), corpus) for name in tools.split(",") if name.strip()]
+        boxed = partial(python, timeout_s=program_s, allow_unsafe=allow_unsafe)
+        makers = {"calculator": calculator, "search": partial(_search, corpus), "python": boxed}
+        offered = [_tool(name.strip(), makers) for name in tools.split(",") if name.strip()]
         if mcp:
             offered += mcp_server(mcp).tools()
         self.tools = {tool.name: tool for tool in offered}
@@ -127,13 +135,16 @@ def _example(tool: Tool) -> ToolCall:
     return ToolCall(tool.name, dict.fromkeys(tool.parameters, "..."))
 
 
-def _tool(name: str, corpus: str) -> Tool:
-    if name == "calculator":
-        return calculator()
-    if name == "search":
-        if not corpus:
-            raise EnvError("the tool search has nothing to search", fix="give corpus=FILE")
-        return search(Path(corpus).expanduser().resolve())
-    raise EnvError(
-        f"there is no tool {name!r}", fix="use calculator, search, or mcp=COMMAND for a server's"
-    )
+def _tool(name: str, makers: Mapping[str, Callable[[], Tool]]) -> Tool:
+    if name not in makers:
+        raise EnvError(
+            f"there is no tool {name!r}",
+            fix=f"use {', '.join(makers)}, or mcp=COMMAND for a server's",
+        )
+    return makers[name]()
+
+
+def _search(corpus: str) -> Tool:
+    if not corpus:
+        raise EnvError("the tool search has nothing to search", fix="give corpus=FILE")
+    return search(Path(corpus).expanduser().resolve())

@@ -1,7 +1,7 @@
-"""Tools: what a policy may call. Calculator, search, and those of MCP servers (mcp.py).
+"""Tools: what a policy may call. Calculator and search; python and MCP servers have their own file.
 
 A tool takes arguments by name and gives text. What it cannot do is a text, too, for the policy to
-read: only a tool that breaks raises. None of them runs what the policy wrote as a program.
+read: only a tool that breaks raises. Only `python` runs what the policy wrote as a program.
 """
 
 from __future__ import annotations
