@@ -1,6 +1,6 @@
 """SmolLM2-135M on three domains at once: several seeds side by side on one device.
 
-    python benchmarks/multidomain.py --out FOLDER [--seeds 0 1 2] [--minutes 8.5] [a.b=c ...]
+    python benchmarks/multidomain.py --out FOLDER [--seeds 0,1,2] [--minutes 8.5] [a.b=c ...]
 
 Each seed is `rollick train recipes/rlvr_multidomain_smollm2.yaml` in a process of its own. When the
 time is up they are asked to stop (SIGTERM). FOLDER gets each seed's metrics and log, and a
@@ -37,10 +37,12 @@ LEAST_RATIO, LEAST_GAIN = 2.89, 0.1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/multidomain")))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=read_seeds, default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--recipe", type=Path, default=RECIPE)
-    options, overrides = parser.parse_known_args()
+    parser.add_argument("overrides", nargs="*", help="settings of the recipe, as a.b=c")
+    options = parser.parse_intermixed_args()
+    overrides: list[str] = options.overrides
     options.out.mkdir(parents=True, exist_ok=True)
     unsafe = shutil.which("bwrap") is None
     if unsafe:
@@ -61,6 +63,10 @@ def main() -> None:
             }
             (options.out / "summary.json").write_text(json.dumps(summary, indent=1))
     sys.stdout.write(json.dumps(summary) + "\n")
+
+
+def read_seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")]
 
 
 def start(

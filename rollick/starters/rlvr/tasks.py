@@ -23,13 +23,7 @@ TOPICS = (
     "spring", "a castle", "milk", "a drum", "the city", "sand", "a mirror", "games", "an island",
     "wool", "bees", "a road", "ice", "pictures",
 )  # fmt: skip
-TEXT = "a house of cards in the snow, and nobody near it for many a mile"
 RULES: tuple[tuple[str, str, Row], ...] = (
-    (
-        "Begin with a title in double angular brackets, such as <<title>>.",
-        "detectable_format:title",
-        {},
-    ),
     (
         "Answer with exactly 2 bullet points, each on its own line beginning with * .",
         "detectable_format:number_bullet_lists",
@@ -45,6 +39,11 @@ RULES: tuple[tuple[str, str, Row], ...] = (
         "Mark at least 2 words with asterisks, *like this*.",
         "detectable_format:number_highlighted_sections",
         {"num_highlights": 2},
+    ),
+    (
+        "Write at least 3 words in capital letters.",
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 3, "capital_relation": "at least"},
     ),
 )
 
@@ -84,17 +83,15 @@ def _math() -> Iterator[Row]:
 
 
 FUNCTIONS: tuple[tuple[str, Callable[[Any, int], Any], tuple[Any, ...]], ...] = (
-    ("x times {k}, plus 1", lambda x, k: x * k + 1, (0, 5, -3)),
     ("the square of x, plus {k}", lambda x, k: x * x + k, (0, 5, -3)),
     ("True if x is larger than {k}, else False", lambda x, k: x > k, (0, 7, 123)),
     ("the larger one of x and {k}", lambda x, k: max(x, k), (0, 7, 123)),
-    ("the smaller one of x and {k}", lambda x, k: min(x, k), (0, 7, 123)),
-    ("the first {k} characters of the text x", lambda x, k: x[:k], (TEXT,)),
-    ("the text x repeated {k} times", lambda x, k: x * k, ("ab", "")),
-    ("the sum of the list x, plus {k}", lambda x, k: sum(x) + k, ([1, 2, 3], [])),
-    ("the list x without its first {k} items", lambda x, k: x[k:], (list(range(70)),)),
     ("the largest item of the list x, minus {k}", lambda x, k: max(x) - k, ([1, 5, 2], [80])),
-)  # fmt: skip
+    ("the distance between x and {k}", lambda x, k: abs(x - k), (0, 7, 123)),
+    ("True if x is divisible by {k}, else False", lambda x, k: x % k == 0, (0, 7, 60, 437)),
+    ("the sum of the list x, plus {k}", lambda x, k: sum(x) + k, ([1, 2, 3], [])),
+    ("x divided by {k}, rounded down", lambda x, k: x // k, (0, 7, 123)),
+)
 
 
 def _code() -> Iterator[Row]:
