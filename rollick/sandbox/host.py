@@ -36,14 +36,23 @@ NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 STAGING = """
 set -e
+number=3
+for place in "$@"; do
+  eval "exec $number<\\"\\${place#*=}\\""
+  number=$((number + 1))
+done
 mount -t tmpfs -o mode=755 tmpfs "$0"
+number=3
 for place in "$@"; do
   mkdir "$0/${place%%=*}"
-  mount --bind "${place#*=}" "$0/${place%%=*}"
+  mount --no-canonicalize --bind "/proc/self/fd/$number" "$0/${place%%=*}"
+  number=$((number + 1))
 done
 echo staged
 read end
 """
+"""The folders are held open first: one that lies below STAGE has no path any more once that is
+covered."""
 
 
 @dataclass(frozen=True, slots=True)
