@@ -265,10 +265,12 @@ async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
         engines=[engine],
         codec=FakeCodec(),
         score_held_out=score,
+        held_out=recipe.data.domains,
         view=SimpleNamespace(role=lambda *shown: None),
         follow=lambda rollout: nullcontext(),
     )
-    await evaluate_prompts(session, [prompt(uid="toy/0"), prompt(uid="toy/1")])
+    asked_of = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
+    await evaluate_prompts(session, asked_of)
     asked = {request.sampling for request in engine.requests}
     assert asked == {Sampling(temperature=expected, max_tokens=5)}
     assert expected != recipe.sampling.temperature
