@@ -29,8 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from qwen_shapes import QWEN_SHAPES
 from rollout_vllm import SMOLLM2, run_vllm
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.infer.native.endings import Stops
@@ -50,41 +51,8 @@ ROUNDS = 3
 MEMORY_BYTES_S = 4.3e12
 """What an H200 reads in a second when nothing else limits it."""
 
-QWEN: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 1e6}
 BESIDE_VLLM = ("135M", "0.5B", "1.5B")
-SHAPES: dict[str, Any] = {
-    "135M": None,
-    "0.5B": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        **QWEN,
-    ),
-    "1.5B": Qwen2Config(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        **QWEN,
-    ),
-    "7B": Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        **QWEN,
-    ),
-}
+SHAPES: dict[str, Any] = {"135M": None, **QWEN_SHAPES}
 
 
 def module_of(shape: str) -> Any:

@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from qwen_shapes import QWEN_SHAPES
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from rollick.algorithms.objective import build_objective
 from rollick.config.load import recipe_from_dict
@@ -18,11 +19,6 @@ from rollick.train import local
 from rollick.train.strategy import LossFn
 from rollick.types import SampleId
 
-QWEN: dict[str, Any] = {
-    "vocab_size": 151936,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e6,
-}
 SHAPES: dict[str, PretrainedConfig] = {
     "tiny": LlamaConfig(
         vocab_size=512,
@@ -43,33 +39,7 @@ SHAPES: dict[str, PretrainedConfig] = {
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
-    "0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        **QWEN,
-    ),
-    "1.5B": Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        **QWEN,
-    ),
-    "7B": Qwen2Config(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        **{**QWEN, "vocab_size": 152064},
-    ),
+    **QWEN_SHAPES,
 }
 
 

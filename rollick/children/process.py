@@ -21,7 +21,7 @@ import struct
 import sys
 import traceback
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +45,13 @@ LATE_SECONDS = 0.05
 
 def encode_frame(kind: int, body: bytes) -> bytes:
     return HEADER.pack(kind, len(body)) + body
+
+
+def read_frames(inbox: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """In the child: kind and body of each frame, until the input ends."""
+    while header := inbox.read(HEADER.size):
+        kind, length = HEADER.unpack(header)
+        yield kind, inbox.read(length)
 
 
 class ChildLost(Exception):

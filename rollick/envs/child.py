@@ -29,7 +29,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import cloudpickle
 
-from rollick.children.process import HEADER, describe_failure, encode_frame, take_standard_streams
+from rollick.children.process import (
+    describe_failure,
+    encode_frame,
+    read_frames,
+    take_standard_streams,
+)
 from rollick.envs.base import (
     MakeEnv,
     Moment,
@@ -179,9 +184,8 @@ class EnvLoop:
     writing: Lock = field(default_factory=Lock)
 
     def run(self) -> None:
-        while header := self.inbox.read(HEADER.size):
-            kind, length = HEADER.unpack(header)
-            content = cloudpickle.loads(self.inbox.read(length))
+        for kind, body in read_frames(self.inbox):
+            content = cloudpickle.loads(body)
             if kind == Kind.LOAD:
                 self._load(content)
                 continue

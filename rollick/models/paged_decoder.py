@@ -27,8 +27,9 @@ from torch.nn.functional import embedding, linear, silu
 from rollick.models.fixed import plain_norm
 from rollick.models.fused import FusedLinear
 from rollick.models.paged_attention import NO_WINDOW, Cache, Packed, PagedStep
+from rollick.models.shape import PLAIN_KINDS
 
-PLAIN = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+PLAIN = frozenset(f"{kind.capitalize()}Model" for kind in PLAIN_KINDS)
 """Decoders of transformers: norm, attention, norm, gated MLP, and two residual sums a layer."""
 
 STEADY_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -160,19 +161,26 @@ def _parts(module: nn.Module) -> tuple[Any, Any]:
 
 
 def _is_plain(decoder: Any, config: Any) -> bool:
-    kind = type(decoder)
     return (
-        kind.__name__ in PLAIN
-        and kind.__module__.startswith("transformers.")
+        is_known(decoder)
         and type(decoder.embed_tokens) is nn.Embedding
         and config.hidden_act == "silu"
         and getattr(decoder.rotary_emb, "rope_type", None) in STEADY_ROPES
         and len({(part.dtype, part.device) for part in decoder.parameters()}) == 1
-        and not any(is_watched(part) for part in decoder.modules())
     )
 
 
-def is_watched(part: nn.Module) -> bool:
+def is_known(decoder: nn.Module) -> bool:
+    """Whether the decoder is of a kind in PLAIN, and nobody changed or watches a part of it."""
+    kind = type(decoder)
+    return (
+        kind.__name__ in PLAIN
+        and kind.__module__.startswith("transformers.")
+        and not any(_is_watched(part) for part in decoder.modules())
+    )
+
+
+def _is_watched(part: nn.Module) -> bool:
     """Whether somebody wants to be called when the module is, or takes its place."""
     anything: Any = part
     return bool(

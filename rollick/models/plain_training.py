@@ -30,17 +30,16 @@ from torch.nn.functional import embedding, linear
 
 from rollick.models.attention import PackedLayout, varlen_attention
 from rollick.models.fused import fuse_storage, whole_of
-from rollick.models.paged_decoder import PLAIN, is_watched
+from rollick.models.paged_decoder import is_known
 
 LOG = logging.getLogger("rollick")
 
 
 def is_plain(decoder: nn.Module) -> bool:
     """Whether the decoder is of a known kind and nothing in it was changed."""
-    kind, anything = type(decoder), decoder
-    if kind.__name__ not in PLAIN or not kind.__module__.startswith("transformers."):
+    if not is_known(decoder):
         return False
-    config: Any = anything.config
+    config: Any = decoder.config
     layers: Any = decoder.layers
     return (
         type(decoder.embed_tokens) is nn.Embedding
@@ -50,7 +49,6 @@ def is_plain(decoder: nn.Module) -> bool:
         # A part of a sharded parameter is a tensor of another type.
         and all(type(part) is nn.Parameter for part in decoder.parameters())
         and len({(part.dtype, part.device) for part in decoder.parameters()}) == 1
-        and not any(is_watched(part) for part in decoder.modules())
     )
 
 

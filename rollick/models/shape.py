@@ -16,8 +16,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What model families call the number of experts in a layer."""
 
 PLAIN_KINDS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Decoders that are trained without their modules (plain_training.py), as a configuration names
-them."""
+"""Decoders whose forward is known here (paged_decoder.py, plain_training.py), as a configuration
+names them."""
 
 
 @dataclass(frozen=True, slots=True)

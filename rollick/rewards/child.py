@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import cloudpickle
 
-from rollick.children.process import HEADER, encode_frame, take_standard_streams
+from rollick.children.process import encode_frame, read_frames, take_standard_streams
 from rollick.config.names import resolve
 from rollick.errors import RewardError, RollickError
 from rollick.rewards.base import (
@@ -103,9 +103,8 @@ class RewardLoop:
     unsent: bytearray = field(default_factory=bytearray)
 
     def run(self) -> None:
-        while header := self.inbox.read(HEADER.size):
-            kind, length = HEADER.unpack(header)
-            content = cloudpickle.loads(self.inbox.read(length))
+        for kind, body in read_frames(self.inbox):
+            content = cloudpickle.loads(body)
             if kind == Kind.LOAD:
                 self._load(content)
             else:

@@ -24,7 +24,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from rollick.infer.native.packed import PackedLinear
 from rollick.models.cached_attention import AttentionStep, Projected
-from rollick.models.paged_decoder import PLAIN
+from rollick.models.paged_decoder import is_known
 
 _ACTIVATIONS = ("silu", "swish")
 
@@ -51,14 +51,8 @@ class Turn(NamedTuple):
 def plain_decoder(module: nn.Module) -> PlainDecoder | None:
     """The module's decoder, if it is of a kind that is known here and nothing in it is changed."""
     decoder: Any = module.base_model
-    kind = type(decoder)
-    if kind.__name__ not in PLAIN or not kind.__module__.startswith("transformers.models."):
+    if not is_known(decoder) or decoder.config.hidden_act not in _ACTIVATIONS:
         return None
-    if decoder.config.hidden_act not in _ACTIVATIONS:
-        return None
-    for part in decoder.modules():
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            return None
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for p in decoder.parameters()):
         return None
     layers = list(decoder.layers)[: decoder.config.num_hidden_layers]
