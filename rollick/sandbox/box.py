@@ -186,20 +186,21 @@ class Box:
         if self.first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.first, signal.SIGKILL)
-            return
-        if self.isolation is Isolation.NONE:
+        elif self.isolation is Isolation.NONE:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.exited, signal.SIGKILL)
+        else:
+            # It is still starting, and holds no program. bubblewrap killed now would leave a child
+            # that waits for it for ever; an interpreter that finds nobody at the socket ends.
+            with contextlib.suppress(OSError):
+                self.control.shutdown(socket.SHUT_RDWR)
 
     async def end(self) -> None:
         """Kill, and wait until nothing is left. The pipes stay open until `close`."""
         self.kill()
         try:
-            for descriptor in (self.first, self.exited):
-                if descriptor is not None:
-                    await wait_readable(descriptor, END_SECONDS)
+            for descriptor, seconds in self._last_signs():
+                await wait_readable(descriptor, seconds)
         except asyncio.CancelledError:
             self.end_now()
             raise
@@ -208,17 +209,23 @@ class Box:
     def end_now(self) -> None:
         """The same, where no event loop runs or nobody may wait: blocks for some milliseconds."""
         self.kill()
-        for descriptor in (self.first, self.exited):
-            if descriptor is not None:
-                watch = select.poll()
-                watch.register(descriptor, select.POLLIN)
-                watch.poll(END_SECONDS * 1000)
+        for descriptor, seconds in self._last_signs():
+            watch = select.poll()
+            watch.register(descriptor, select.POLLIN)
+            watch.poll(seconds * 1000)
         self._reap()
+
+    def _last_signs(self) -> list[tuple[int, float]]:
+        """Descriptors that are readable once all has ended, and how long each may take."""
+        if self.first is None:
+            return [(self.exited, START_SECONDS)]
+        return [(self.first, END_SECONDS), (self.exited, END_SECONDS)]
 
     def _reap(self) -> None:
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
+            self.process.kill()
             raise SandboxError(f"a box did not end within {END_SECONDS:g} s of its kill") from None
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import errno
 import platform
 import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 from rollick.errors import SandboxError
@@ -130,6 +131,7 @@ class Instruction(NamedTuple):
     operand: int
 
 
+@cache
 def seccomp_program(machine: str = "") -> bytes:
     """The filter for this machine (or the one named); SandboxError where none is known."""
     machine = machine or platform.machine()

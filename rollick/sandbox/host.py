@@ -16,8 +16,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class Host:
         if self.isolation is not Isolation.FULL:
             return None
         number = os.getpid() * UIDS_PER_PROCESS + next(self._numbers) % UIDS_PER_PROCESS
-        first, size = uid_range(Path("/proc/self/uid_map").read_text())
+        first, size = own_uids()
         return first + number % size
 
     def inherited(self) -> tuple[int, ...]:
@@ -161,8 +162,16 @@ class Host:
             return []
         if self.mounts is not None:
             there = f"--mount=/proc/self/fd/{self.mounts}"
-            return ["nsenter", there, "--setuid", str(uid), "--setgid", str(uid), "--"]
-        return ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--"]
+            return [path_of("nsenter"), there, "--setuid", str(uid), "--setgid", str(uid), "--"]
+        return [
+            path_of("setpriv"),
+            "--reuid",
+            str(uid),
+            "--regid",
+            str(uid),
+            "--clear-groups",
+            "--",
+        ]
 
 
 def packages_folder() -> dict[str, str]:
@@ -192,14 +201,28 @@ def stage(folders: dict[str, str]) -> int:
         helper.communicate(timeout=HELPER_SECONDS)
 
 
-def system_links(root: Path = Path("/")) -> Iterable[str]:
+@cache
+def path_of(tool: str) -> str:
+    """Where the tool lies: the kernel need not try each folder of PATH for every box."""
+    return shutil.which(tool) or tool
+
+
+@cache
+def system_links() -> tuple[str, ...]:
     """/bin, /lib and their like: links into /usr where they are links, else the folders."""
-    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        path = root / name
+    words: list[str] = []
+    for path in map(Path, ("/bin", "/sbin", "/lib", "/lib32", "/lib64")):
         if path.is_symlink():
-            yield from ("--symlink", os.readlink(path), f"/{name}")
+            words += ("--symlink", os.readlink(path), str(path))
         elif path.is_dir():
-            yield from ("--ro-bind", str(path), f"/{name}")
+            words += ("--ro-bind", str(path), str(path))
+    return tuple(words)
+
+
+@cache
+def own_uids() -> tuple[int, int]:
+    """The uids for boxes in the user namespace of this process."""
+    return uid_range(Path("/proc/self/uid_map").read_text())
 
 
 def uid_range(uid_map: str) -> tuple[int, int]:

@@ -34,6 +34,7 @@ from rollick.sandbox.box import Box, BoxEnded
 from rollick.sandbox.entries import modules_used
 from rollick.sandbox.follow import Ending, Following
 from rollick.sandbox.host import Host
+from rollick.sandbox.starter import Starter
 from rollick.sandbox.wire import WireError
 
 REFUSAL = "set allow_unsafe to run programs without isolation, or use a remote sandbox"
@@ -64,6 +65,7 @@ class LocalSandbox:
     """The writable /tmp of a box."""
     allow_unsafe: bool = False
     host: Host = field(default_factory=Host.find)
+    _starter: Starter = field(default_factory=Starter)
     _waiting: deque[Box] = field(default_factory=deque[Box])
     _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
     _closed: bool = False
@@ -84,6 +86,7 @@ class LocalSandbox:
             box.kill()
         while self._waiting:
             self._drop(self._waiting.popleft())
+        self._starter.close()
         self.host.close()
 
     def _drop(self, box: Box) -> None:
@@ -209,16 +212,16 @@ class LocalSandbox:
         if packages:
             if "packages" not in self.host.sources:
                 raise SandboxError("pytest is not installed", fix="pip install pytest")
-            return Box.start(self.host, disk_mb=self.disk_mb, packages=True)
-        # A box ends with the thread that started it, so one that waited may be gone.
+            return self._start(packages=True)
+        # One that waited for long may have been ended from outside, for want of memory perhaps.
         while self._waiting and self._waiting[0].process.poll() is not None:
             self._drop(self._waiting.popleft())
         box = self._waiting.popleft() if self._waiting else self._start()
         self._refill()
         return box
 
-    def _start(self) -> Box:
-        return Box.start(self.host, disk_mb=self.disk_mb)
+    def _start(self, *, packages: bool = False) -> Box:
+        return self._starter.start(self.host, disk_mb=self.disk_mb, packages=packages)
 
     def _refill(self) -> None:
         while len(self._waiting) < self.warm:

@@ -8,22 +8,24 @@ Everything else is a WireError. A decoder builds only these types, so no `__eq__
 
     value -> tag, then a length or count and the content -> value
 
-The same module runs in this process and inside the boxes: the standard library only.
+The same module runs in this process and inside the boxes: it imports only what the interpreter
+has loaded by itself (inside/__init__.py says why).
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterator
+from _collections_abc import Iterator
 from itertools import islice
-from typing import Any, cast
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 MAX_DEPTH = 200
 MAX_ITEMS = 200_000
 """Of an iterator: one without end must not fill the memory."""
-U32 = struct.Struct("<I")
-F64 = struct.Struct("<d")
-COMPLEX = struct.Struct("<dd")
+COUNT_BYTES = 4
 
 CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 SEQUENCES: dict[type[Any], bytes] = {list: b"l", tuple: b"t", set: b"S", frozenset: b"z"}
@@ -57,7 +59,7 @@ def decode(content: bytes) -> Any:
     """WireError unless the bytes are exactly one encoded value."""
     try:
         value, end = _decode(content, 0, 0)
-    except (struct.error, IndexError, TypeError, UnicodeDecodeError, ValueError) as error:
+    except (IndexError, TypeError, OverflowError, ValueError) as error:
         raise WireError(f"the bytes are not an encoded value: {error}") from None
     if end != len(content):
         raise WireError(f"{len(content) - end} bytes too many")
@@ -76,9 +78,11 @@ def _encode(value: Any, parts: list[bytes], depth: int) -> None:
             b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True), parts
         )
     elif isinstance(value, float):
-        parts += (b"f", F64.pack(value))
+        _sized(b"f", float.hex(value).encode(), parts)
     elif isinstance(value, complex):
-        parts += (b"c", COMPLEX.pack(value.real, value.imag))
+        parts.append(b"c")
+        for number in (value.real, value.imag):
+            _encode(number, parts, depth + 1)
     elif isinstance(value, bytes | bytearray):
         _sized(b"b", bytes(value), parts)
     elif isinstance(value, range):
@@ -88,8 +92,8 @@ def _encode(value: Any, parts: list[bytes], depth: int) -> None:
     elif isinstance(value, type) and TYPES.get(value.__name__) is value:
         _sized(b"y", value.__name__.encode(), parts)
     elif isinstance(value, dict):
-        pairs = list(dict.items(cast("dict[Any, Any]", value)))
-        parts += (b"d", U32.pack(len(pairs)))
+        pairs: list[tuple[Any, Any]] = list(dict.items(value))
+        parts += (b"d", _count(pairs))
         for key, item in pairs:
             _encode(key, parts, depth + 1)
             _encode(item, parts, depth + 1)
@@ -105,16 +109,23 @@ def _encode_many(value: Any, parts: list[bytes], depth: int) -> None:
         if not isinstance(value, Iterator):
             name = type(value).__name__
             raise WireError(f"a {name} is not data (numbers, text, lists, tuples, dicts, sets)")
-        tag, items = b"g", list(islice(cast("Iterator[Any]", value), MAX_ITEMS + 1))
+        tag, items = b"g", list(islice(value, MAX_ITEMS + 1))
         if len(items) > MAX_ITEMS:
             raise WireError(f"an iterator gives more than {MAX_ITEMS} values")
-    parts += (tag, U32.pack(len(items)))
+    parts += (tag, _count(items))
     for item in items:
         _encode(item, parts, depth + 1)
 
 
 def _sized(tag: bytes, content: bytes, parts: list[bytes]) -> None:
-    parts += (tag, U32.pack(len(content)), content)
+    parts += (tag, _count(content), content)
+
+
+def _count(items: bytes | list[Any]) -> bytes:
+    try:
+        return len(items).to_bytes(COUNT_BYTES, "little")
+    except OverflowError:
+        raise WireError(f"a value has {len(items)} parts or bytes: too many") from None
 
 
 def _decode(content: bytes, at: int, depth: int) -> tuple[Any, int]:
@@ -125,18 +136,21 @@ def _decode(content: bytes, at: int, depth: int) -> tuple[Any, int]:
     at += 1
     if tag in b"NTF":
         return {78: None, 84: True, 70: False}[tag], at
-    if tag == 102:  # f
-        return F64.unpack_from(content, at)[0], at + F64.size
     if tag == 99:  # c
-        return complex(*COMPLEX.unpack_from(content, at)), at + COMPLEX.size
+        numbers, at = _decode_items(content, at, 2, depth)
+        if not all(type(number) is float for number in numbers):
+            raise WireError("a complex of what are no floats")
+        return complex(*numbers), at
     if tag == 114:  # r
         numbers, at = _decode_items(content, at, 3, depth)
         if not all(type(number) is int for number in numbers):
             raise WireError("a range of what are no whole numbers")
         return range(*numbers), at
-    (size,) = U32.unpack_from(content, at)
-    at += U32.size
-    if tag in b"isby":
+    size = int.from_bytes(content[at : at + COUNT_BYTES], "little")
+    at += COUNT_BYTES
+    if at > len(content):
+        raise WireError("the bytes end too early")
+    if tag in b"isbyf":
         return _decode_sized(tag, content[at : at + size], size), at + size
     if tag == 100:  # d
         items, at = _decode_items(content, at, 2 * size, depth)
@@ -147,11 +161,13 @@ def _decode(content: bytes, at: int, depth: int) -> tuple[Any, int]:
     return BUILDERS[tag](items), at
 
 
-def _decode_sized(tag: int, content: bytes, size: int) -> int | str | bytes | type[Any]:
+def _decode_sized(tag: int, content: bytes, size: int) -> Any:
     if len(content) != size:
         raise WireError("the bytes end too early")
     if tag == 105:  # i
         return int.from_bytes(content, "little", signed=True)
+    if tag == 102:  # f
+        return float.fromhex(content.decode("ascii"))
     if tag == 121:  # y
         kind = TYPES.get(content.decode())
         if kind is None:

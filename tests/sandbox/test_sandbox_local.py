@@ -98,6 +98,18 @@ async def test_each_program_has_a_fresh_box(sandbox: LocalSandbox) -> None:
     assert [result.stdout for result in results] == ["[]\n"] * 4
 
 
+async def test_a_box_does_not_pay_for_modules_that_its_program_does_not_use(
+    sandbox: LocalSandbox,
+) -> None:
+    """Each of these costs every verdict milliseconds; together, as much as the interpreter."""
+    check = "import sys\nassert not {'typing', 'collections', 'struct', 're'} & sys.modules.keys()"
+    assert (await sandbox.run(Program(check))).status is Status.OK
+    verdict = await check_asserts(
+        sandbox, f"{check}\n{ADD}", asserts=[check, "assert add(1, 2) == 3"]
+    )
+    assert verdict.all_passed, verdict
+
+
 async def test_many_programs_run_at_once_and_all_end(sandbox: LocalSandbox) -> None:
     results = await asyncio.gather(*(sandbox.run(Program(f"print({n})")) for n in range(20)))
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(20)]
@@ -118,6 +130,30 @@ async def test_a_cancelled_program_leaves_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
     assert set(children_of(os.getpid(), "bwrap")) <= set(before)
+
+
+def test_boxes_outlive_the_thread_that_asked_for_them() -> None:
+    with LocalSandbox(warm=1) as sandbox:
+
+        def ask() -> None:
+            asyncio.run(sandbox.run(Program("")))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        (box,) = sandbox._waiting
+        time.sleep(0.3)
+        assert box.process.poll() is None
+
+
+def test_boxes_that_are_closed_while_they_start_leave_nothing() -> None:
+    before, uids = set(children_of(1, "bwrap")), {os.getuid()}
+    for milliseconds in range(8):
+        with LocalSandbox(warm=3) as sandbox:
+            uids |= {box.uid for box in sandbox._waiting if box.uid}
+            time.sleep(milliseconds / 2000)
+    left = set(children_of(1, "bwrap")) - before
+    assert [pid for pid in left if Path(f"/proc/{pid}").stat().st_uid in uids] == []
 
 
 def children_of(pid: int, name: str) -> list[int]:

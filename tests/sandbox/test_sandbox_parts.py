@@ -84,6 +84,9 @@ def test_what_only_looks_like_data_arrives_plain() -> None:
 def test_numbers_without_bounds_and_odd_floats_arrive() -> None:
     assert wire.decode(wire.encode(-(10**5000))) == -(10**5000)
     assert math.isnan(wire.decode(wire.encode(math.nan)))
+    assert (
+        str(wire.decode(wire.encode([-0.0, -math.inf, 5e-324, 0.1]))) == "[-0.0, -inf, 5e-324, 0.1]"
+    )
     assert wire.decode(wire.encode("\ud800")) == "\ud800"
 
 

@@ -15,8 +15,11 @@ import os
 import resource
 import sys
 from _socket import CMSG_SPACE, SCM_RIGHTS, SOL_SOCKET, socket
-from types import CodeType, ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType
+    from typing import Any
 
 HIGHEST_FD = 1 << 16
 READY, TAKEN = b"R", b"T"
@@ -45,7 +48,7 @@ def main(control: int, codes: dict[str, CodeType]) -> None:
 
 
 def load_module(name: str, codes: dict[str, CodeType]) -> Any:
-    module = ModuleType(name)
+    module = type(sys)(name)
     sys.modules[name] = module
     exec(codes[name], module.__dict__)
     return module

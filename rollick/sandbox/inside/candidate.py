@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 MESSAGE_CHARACTERS = 500
 
 
 def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
     requests, replies = pipes
-    module = ModuleType("candidate")
+    module = type(sys)("candidate")
     sys.modules["candidate"] = module
     failure: list[Any] | None = None
     try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import builtins
 import sys
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 NAME = "program.py"
 
 
 def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
-    module = ModuleType("__main__")
+    module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     sys.argv = [NAME]

@@ -6,10 +6,12 @@ the tests and with this harness. So every result of this role says `shared`.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
@@ -18,7 +20,7 @@ def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
     namespace: dict[str, Any] = {"__name__": "candidate"}
     try:
         for name in message["imports"]:
-            namespace[name] = importlib.import_module(name)
+            namespace[name] = __import__(name)
         exec(compile(message["code"], "candidate.py", "exec"), namespace)
         exec(compile(message["setup"], "<the set-up>", "exec"), namespace)
         for number, case in enumerate(message["cases"]):

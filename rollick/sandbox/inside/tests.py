@@ -10,12 +10,16 @@ with the nonce that only this box was told.
 from __future__ import annotations
 
 import builtins
-import importlib
 import os
 import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+else:
+    ModuleType = type(sys)
 
 MAX_REPLY = 16 << 20
 """Bytes of one answer of the candidate."""
@@ -132,7 +136,7 @@ def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
 def run_cases(message: dict[str, Any], candidate: Candidate, reporter: Reporter) -> None:
     namespace: dict[str, Any] = {"__name__": "tests"}
     for name in message["imports"]:
-        namespace[name] = importlib.import_module(name)
+        namespace[name] = __import__(name)
     setup = prepare(message["setup"], "the set-up")
     cases = [
         case if isinstance(case, list) else prepare(case, f"test {number}")
