@@ -15,8 +15,8 @@ from rollick.errors import DataError, RewardError
 from rollick.pipelines.try_reward import read_options, rows_to_try, sample_of_row
 from rollick.rewards.examples import EXAMPLES
 
-NEEDS_MORE = {"judge", "code"}
-"""Built-in rewards that cannot be tried without something else: a server, a sandbox."""
+NEEDS_MORE = {"judge", "code", "model"}
+"""Built-in rewards that cannot be tried without something else: a server, a sandbox, a run."""
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

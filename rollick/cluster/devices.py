@@ -19,6 +19,9 @@ from rollick.config.schema import SUPERVISED_LOSSES, Recipe
 from rollick.errors import ConfigError, PlacementError
 from rollick.types import ROLES, RoleName
 
+SCORING: tuple[RoleName, ...] = ("reward_model", "judge")
+"""Roles that work while samples are drawn."""
+
 
 class Seat(NamedTuple):
     """One rank of a role."""
@@ -73,9 +76,12 @@ class DeviceMap:
             roles["critic"] = parse_devices(devices.critic or devices.policy)
         if recipe.needs("teacher") or recipe.needs("teacher_top"):
             roles["teacher"] = parse_devices(devices.teacher or devices.policy)
+        first = parse_devices(devices.policy)[:1]
+        if recipe.reward_model is not None and recipe.asks_reward_model:
+            own = devices.reward_model
+            roles["reward_model"] = parse_devices(own) if own else first
         if recipe.judge is not None and recipe.asks_judge:
-            default = parse_devices(devices.policy)[:1]
-            roles["judge"] = parse_devices(devices.judge) if devices.judge else default
+            roles["judge"] = parse_devices(devices.judge) if devices.judge else first
         return cls(roles)
 
     def hosts(self) -> tuple[HostSpec, ...]:
@@ -141,9 +147,9 @@ class PhasePlan:
 def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
     """The phases of one step of the recipe, in order."""
     validates = bool(recipe.data.validation)
-    drawing: tuple[RoleName, ...] = ("generators",)
-    if recipe.judge is not None and recipe.asks_judge:
-        drawing = ("generators", "judge")
+    device_map = DeviceMap.of(recipe)
+    asked: list[RoleName] = [role for role in SCORING if device_map.ranks(role)]
+    drawing: tuple[RoleName, ...] = ("generators", *asked)
     if recipe.pipeline in SUPERVISED_LOSSES:
         phases = [Phase("annotate", _annotators(recipe)), Phase("train", ("policy",))]
         if validates:
@@ -181,11 +187,11 @@ def plan_residency(
 ) -> tuple[PhasePlan, ...]:
     """Who pauses, sleeps and wakes in each phase.
 
-    A generator pauses while another role works on its device, but for the judge, which works while
-    samples are drawn. On a GPU that roles share, a
-    reference, a critic or a teacher sleeps outside the phases that use it, and a paused generator
-    drops its cache, but only at staleness 0: otherwise samples in the middle of their generation
-    live in that cache. With `policy_sleeps` the policy sleeps too (see train.sleep).
+    A generator pauses while another role works on its device, but for those that score samples
+    while others are drawn; these never sleep. On a GPU that roles share, a reference, a critic or a
+    teacher sleeps outside the phases that use it, and a paused generator drops its cache, but only
+    at staleness 0: otherwise samples in the middle of their generation live in that cache. With
+    `policy_sleeps` the policy sleeps too (see train.sleep).
     """
     beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
     if policy_sleeps:
@@ -211,7 +217,7 @@ def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
     busy = {
         device
         for role in phase.uses
-        if role not in ("generators", "judge")
+        if role != "generators" and role not in SCORING
         for device in device_map.roles.get(role, ())
     }
     generators = device_map.roles.get("generators", ())

@@ -100,6 +100,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "repetition": "rollick.rewards.structure:repetition",
         "language": "rollick.rewards.language:language",
         "judge": "rollick.rewards.judge:judge",
+        "model": "rollick.rewards.model:model",
         "code": "rollick.rewards.code:code",
         "reasoning_gym": "rollick.rewards.gym:reasoning_gym",
     },

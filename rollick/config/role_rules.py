@@ -96,6 +96,28 @@ def _the_judge_is_used(context: Context) -> Findings:
                 yield context.problem((*path, "rewards", str(place)), message, fix)
 
 
+@rule("reward_model", "devices.reward_model", "data")
+def _the_reward_model_is_used(context: Context) -> Findings:
+    recipe = context.recipe
+    if recipe.reward_model is not None and not recipe.asks_reward_model:
+        message = "has no effect: no reward asks it"
+        fix = "add the reward model to a domain, or remove it"
+        yield context.problem("reward_model", message, fix)
+    if recipe.devices.reward_model is not None and recipe.reward_model is None:
+        message = "has no effect: the recipe has no reward model"
+        fix = "give reward_model.path, or remove it"
+        yield context.problem("devices.reward_model", message, fix)
+    if recipe.reward_model is not None:
+        return
+    for path, domain in context.domains():
+        for place, reward in enumerate(domain.rewards):
+            if reward.asks_reward_model:
+                message = "nobody to ask: the recipe has no reward model"
+                yield context.problem(
+                    (*path, "rewards", str(place)), message, "give reward_model.path"
+                )
+
+
 @rule("pipeline", "teacher")
 def _there_is_a_teacher_to_learn_from(context: Context) -> Findings:
     if context.recipe.teacher is not None:

@@ -93,6 +93,11 @@ class RewardSpec(Section):
         """Whether it asks the recipe's own judge and not one at an address."""
         return self.name == "judge" and "url" not in self.options
 
+    @property
+    def asks_reward_model(self) -> bool:
+        """Whether it is what the recipe's reward model says."""
+        return self.name == "model"
+
 
 Reward = Annotated[RewardSpec, BeforeValidator(by_name, json_schema_input_type=str | RewardSpec)]
 
@@ -429,6 +434,18 @@ class JudgeConfig(ModelConfig):
     """Longest question and verdict, in tokens."""
 
 
+class RewardModelConfig(ModelConfig):
+    """A frozen model with one number for a prompt and its answer: the reward `model`.
+
+    A folder for sequence classification with one label, as transformers writes it.
+    """
+
+    batch_size: Positive = 64
+    """Samples that are scored together at the most."""
+    max_length: Positive = 4096
+    """Longest prompt and answer, in tokens; the score of a longer one is a failure."""
+
+
 class VllmConfig(Section):
     """The engine vllm's own options; slots, max_length and prefill_tokens are those of infer."""
 
@@ -492,6 +509,8 @@ class DevicesConfig(Section):
     """The frozen reference; defaults to the policy's devices where something needs one."""
     critic: DeviceList | None = None
     """The critic; defaults to the policy's devices where an advantage needs one."""
+    reward_model: DeviceList | None = None
+    """The reward model; defaults to the first of the policy's devices where a reward asks it."""
     judge: DeviceList | None = None
     """The judge; defaults to the first of the policy's devices where a reward asks it."""
     teacher: DeviceList | None = None
@@ -613,6 +632,8 @@ class Recipe(Section):
     """The critic, where an advantage needs one."""
     teacher: TeacherConfig | None = None
     """The teacher, where something is distilled."""
+    reward_model: RewardModelConfig | None = None
+    """The reward model, where a reward asks it."""
     judge: JudgeConfig | None = None
     """The judge, where a reward asks one and names no url."""
     infer: InferConfig = InferConfig()
@@ -723,8 +744,17 @@ class Recipe(Section):
     @property
     def asks_judge(self) -> bool:
         """Whether some reward asks the recipe's own judge."""
+        return any(reward.asks_judge for reward in self._rewards)
+
+    @property
+    def asks_reward_model(self) -> bool:
+        """Whether some reward asks the recipe's reward model."""
+        return any(reward.asks_reward_model for reward in self._rewards)
+
+    @property
+    def _rewards(self) -> list[RewardSpec]:
         domains = (*self.data.domains.values(), *self.data.validation.values())
-        return any(reward.asks_judge for domain in domains for reward in domain.rewards)
+        return [reward for domain in domains for reward in domain.rewards]
 
     @property
     def optimizer_steps(self) -> int:

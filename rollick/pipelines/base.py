@@ -70,7 +70,8 @@ from rollick.pipelines.folder import RunFolder, open_folder
 from rollick.pipelines.judge import OwnJudge, open_judge
 from rollick.pipelines.memory import MemoryWatch, Shapes, models_of
 from rollick.pipelines.residency import Residency
-from rollick.rewards.pool import RewardPool
+from rollick.pipelines.reward_model import AskedRewardModel
+from rollick.rewards.pool import AskHere, RewardPool
 from rollick.rollout.plays import PlayTally
 from rollick.rollout.scheduler import Rollout
 from rollick.train.parallel.mesh import Meeting, open_meeting
@@ -404,8 +405,12 @@ async def open_session(
             _check_engines(recipe, session.engines)
             if device_map.ranks("judge"):
                 session.judge = await stack.enter_async_context(open_judge(session.group, recipe))
+            here: dict[str, AskHere] = {}
+            if device_map.ranks("reward_model"):
+                opened = AskedRewardModel.open(session.group, recipe)
+                here["model"] = (await stack.enter_async_context(opened)).score
             session.rewards = await stack.enter_async_context(
-                _rewards(recipe, loaded, objects, judge=session.judge)
+                _rewards(recipe, loaded, objects, judge=session.judge, here=here)
             )
         if environments := _environments(recipe, loaded, folder.path):
             session.environments = await stack.enter_async_context(environments)
@@ -469,6 +474,11 @@ def _roles(
         "reference": RoleSpec("reference", "rollick.workers.scorer:create", (recipe,)),
         "critic": RoleSpec("critic", "rollick.workers.critic:create", (recipe,)),
         "teacher": RoleSpec("teacher", "rollick.workers.scorer:create_teacher", (recipe,)),
+        "reward_model": RoleSpec(
+            "reward_model",
+            "rollick.workers.scorer:create_reward_model",
+            (recipe, recipe.reward_model),
+        ),
         "judge": RoleSpec("judge", "rollick.workers.generator:create_judge", (recipe,)),
         "generators": RoleSpec("generators", "rollick.workers.generator:create", (recipe,)),
     }
@@ -487,18 +497,24 @@ def _threads(recipe: Recipe) -> int:
 def _environment(recipe: Recipe) -> dict[str, str]:
     """bf16 dies on some CPUs; a probe in a child process tells, and the setting avoids it."""
     on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
-    models = (recipe.model, recipe.critic.model, recipe.teacher, recipe.judge)
+    scoring = (recipe.reward_model, recipe.judge)
+    models = (recipe.model, recipe.critic.model, recipe.teacher, *scoring)
     is_bf16 = any(model is not None and model.dtype == "bfloat16" for model in models)
     return safe_environment() if on_cpu and is_bf16 else {}
 
 
 def _rewards(
-    recipe: Recipe, loaded: LoadedRecipe, objects: RunObjects, *, judge: OwnJudge | None
+    recipe: Recipe,
+    loaded: LoadedRecipe,
+    objects: RunObjects,
+    *,
+    judge: OwnJudge | None,
+    here: Mapping[str, AskHere],
 ) -> Any:
     domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
     names = {reward.name for domain in domains for reward in domain.rewards}
     functions: dict[str, RewardFn | str] = {}
-    for name in sorted(names):
+    for name in sorted(names - set(here)):
         own = objects.rewards.get(name.removeprefix("object:")) if ":" in name else None
         functions[name] = own if own is not None else name
     return RewardPool.open(
@@ -507,6 +523,7 @@ def _rewards(
         timeout_s=recipe.rollout.reward_timeout_s,
         base=loaded.base,
         secrets=judge.secrets if judge else {},
+        here=here,
     )
 
 

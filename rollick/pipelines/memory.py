@@ -55,8 +55,7 @@ def models_of(recipe: Recipe) -> list[ModelConfig]:
         named.append(recipe.critic.model)
     if recipe.teacher is not None:
         named.append(recipe.teacher)
-    if recipe.judge is not None:
-        named.append(recipe.judge)
+    named += [model for model in (recipe.reward_model, recipe.judge) if model is not None]
     return named
 
 
@@ -126,8 +125,9 @@ def _bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, seat: Seat, plan: Pha
 
 def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -> Footprint:
     train = recipe.train
-    if role == "teacher" and recipe.teacher is not None:
-        shape, itemsize = shapes[recipe.teacher.path], _itemsize(recipe.teacher, host)
+    frozen = {"teacher": recipe.teacher, "reward_model": recipe.reward_model}.get(role)
+    if frozen is not None:
+        shape, itemsize = shapes[frozen.path], _itemsize(frozen, host)
         return frozen_footprint(shape, train, itemsize=itemsize)
     model = recipe.critic.model or recipe.model if role == "critic" else recipe.model
     shape, itemsize = shapes[model.path], _itemsize(model, host)

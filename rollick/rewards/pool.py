@@ -11,7 +11,8 @@ whole process group is killed, and a fresh child takes over. Of a batch that is 
 is tried again alone. A failure is a status, not a number.
 
 What equal samples scored is remembered (memory.py), where the reward says that it may be; who was
-called how often, failed and cost what is counted, and held against budgets (tally.py).
+called how often, failed and cost what is counted, and held against budgets (tally.py). A reward of
+a model that the run holds (`here`) is asked for in this process, and counted like the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import asyncio
 import contextlib
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -44,8 +45,12 @@ PROGRAM = "rollick.rewards.child"
 FRAME_SECONDS = 0.02
 """Work sent to a child at once: long enough to hide the pipe, short enough to share fairly."""
 MAX_FRAME = 64
+ANSWERED_HERE = Declaration(cache=True)
+"""A frozen model says the same of equal samples."""
 NOT_CALLED = Score.failed("")
 """Of a reward whose process was lost to another one of the same sample."""
+AskHere = Callable[[Sample], Coroutine[Any, Any, Score]]
+"""A reward that this process answers."""
 MAX_LOSSES = 3
 """A job whose child dies this often before the job's turn."""
 
@@ -83,12 +88,14 @@ class RewardPool:
     processes: int
     timeout_s: float
     _nursery: Nursery
+    here: Mapping[str, AskHere] = field(default_factory=dict[str, AskHere])
     stats: PoolStats = field(default_factory=PoolStats)
     tally: RewardTally = field(default_factory=RewardTally)
     declared: Mapping[str, Declaration] = field(default_factory=dict[str, Declaration])
     _memory: ScoreMemory = field(default_factory=ScoreMemory)
     _waiting: deque[_Job] = field(default_factory=deque[_Job])
     _unanswered: set[asyncio.Future[Any]] = field(default_factory=set[asyncio.Future[Any]])
+    _scoring: int = 0
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _broken: RewardError | None = None
 
@@ -103,13 +110,14 @@ class RewardPool:
         base: Path | None = None,
         output: Path | None = None,
         secrets: Mapping[str, str] | None = None,
+        here: Mapping[str, AskHere] | None = None,
     ) -> AsyncGenerator[RewardPool, None]:
         """Start the children and wait until each has loaded the rewards.
 
         `rewards`: by the name that a RewardSpec uses, a function or a reference (a built-in name,
         file.py:function relative to `base`, module:function). `output`: a file for what rewards
         print; by default the error stream of this process. `secrets`: environment variables that
-        the children get besides those of this process.
+        the children get besides those of this process. `here`: rewards that no child is asked for.
         """
         loads = {name: define_reward(name, reward) for name, reward in rewards.items()}
         lanes: list[asyncio.Task[None]] = []
@@ -118,10 +126,10 @@ class RewardPool:
             definitions = Definitions(loads, base)
             names, body = ", ".join(loads), cloudpickle.dumps(definitions)
             nursery = Nursery(PROGRAM, "reward", names, body, RewardError, log, secrets or {})
-            pool = cls(definitions, processes, timeout_s, nursery)
+            pool = cls(definitions, processes, timeout_s, nursery, here or {})
             try:
-                children = await nursery.start_all(processes)
-                pool.declared = decode_declarations(nursery.said)
+                children = await nursery.start_all(processes if loads else 0)
+                pool.declared = decode_declarations(nursery.said) if children else {}
                 for child in children:
                     lanes.append(asyncio.create_task(pool._serve(child)))
                     lanes[-1].add_done_callback(pool._notice_end)
@@ -132,7 +140,7 @@ class RewardPool:
     @property
     def under_way(self) -> int:
         """Samples whose score somebody waits for."""
-        return len(self._unanswered)
+        return self._scoring
 
     async def score(self, sample: Sample, specs: Sequence[RewardSpec]) -> Score:
         """The weighted score of a sample. Waits for a child; failures come as a status.
@@ -141,11 +149,15 @@ class RewardPool:
         """
         if self._broken is not None:
             raise self._broken
-        _check_specs(specs, self.definitions.rewards, sample)
+        _check_specs(specs, {**self.definitions.rewards, **self.here}, sample)
         known = self._known(sample, specs)
         asked = [place for place, score in enumerate(known) if score is None]
         if asked:
-            answers = await self._ask(sample, [specs[place] for place in asked])
+            self._scoring += 1
+            try:
+                answers = await self._ask(sample, [specs[place] for place in asked])
+            finally:
+                self._scoring -= 1
             for place, score in zip(asked, answers, strict=True):
                 known[place] = score
         return self._sum_up(specs, [score for score in known if score is not None])
@@ -167,12 +179,30 @@ class RewardPool:
         return known
 
     def _key(self, sample: Sample, spec: RewardSpec) -> bytes | None:
-        said = self.declared[spec.name]
+        said = self.declared.get(spec.name, ANSWERED_HERE)
         wanted = said.cache if spec.cache is None else spec.cache and not said.sees_sample
         return content_key(sample, spec, version=said.version) if wanted else None
 
     async def _ask(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
-        """A score for each of them, from a child."""
+        """A score for each of them, from a child or from here, side by side."""
+        away = [spec for spec in specs if spec.name not in self.here]
+        asks = [self.here[spec.name] for spec in specs if spec.name in self.here]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                told = [tasks.create_task(ask(sample)) for ask in asks]
+                from_child = iter(await self._ask_child(sample, away) if away else ())
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        from_here = (task.result() for task in told)
+        scores = [next(from_here if spec.name in self.here else from_child) for spec in specs]
+        for spec, score in zip(specs, scores, strict=True):
+            self._memory.keep(self._key(sample, spec), score)
+            if score is not NOT_CALLED:
+                self.tally.count(spec.name, score)
+                self.tally.refuse_failures(spec)
+        return scores
+
+    async def _ask_child(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
         calls = [Call(spec.name, spec.options) for spec in specs]
         try:
             payload = pack_job(sample, calls)
@@ -185,15 +215,9 @@ class RewardPool:
         self._waiting.append(_Job(payload, [spec.name for spec in specs], answer, batch))
         self._wake.set()
         try:
-            scores = await answer
+            return await answer
         finally:
             self._unanswered.discard(answer)
-        for spec, score in zip(specs, scores, strict=True):
-            self._memory.keep(self._key(sample, spec), score)
-            if score is not NOT_CALLED:
-                self.tally.count(spec.name, score)
-                self.tally.refuse_failures(spec)
-        return scores
 
     def _sum_up(self, specs: Sequence[RewardSpec], scores: Sequence[Score]) -> Score:
         labels = part_names(spec.name for spec in specs)

@@ -49,22 +49,25 @@ class LocalRewardModel:
         self.model = model or recipe.model
         module, is_new = load_score_model(self.model, device=device, attention=VARLEN)
         self.head = _head_of(module, self.model)
+        self.has_new_head = is_new
         if is_new:
             _start(self.head, seed=recipe.run.seed)
         train = recipe.train
-        optimizer = MasterAdamW(
-            module.named_parameters(),
-            train.optimizer,
-            schedule=train.schedule,
-            total_steps=recipe.optimizer_steps,
-        )
+        optimizer: MasterAdamW | None = None
+        if trainable:  # of a frozen model it would only keep copies in float32
+            optimizer = MasterAdamW(
+                module.named_parameters(),
+                train.optimizer,
+                schedule=train.schedule,
+                total_steps=recipe.optimizer_steps,
+            )
         decoder: Any = module.base_model
         self.body = Body(
             module,
             recipe,
             decoder=decoder,
             device=device,
-            optimizer=optimizer if trainable else None,
+            optimizer=optimizer,
             name="reward_model",
         )
 

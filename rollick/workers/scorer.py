@@ -9,7 +9,7 @@ import torch
 from rollick.cluster.worker import HostContext
 from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch, TopTokens
-from rollick.errors import ConfigError
+from rollick.errors import ConfigError, ModelError
 from rollick.models.load import load_config, load_tokenizer
 from rollick.train.local import LocalStrategy
 from rollick.train.reward_model import LocalRewardModel
@@ -74,6 +74,11 @@ def create_reward_model(
     meter = Meter()
     torch.set_num_threads(context.threads)
     strategy = LocalRewardModel(recipe, model, device=context.device, trainable=False)
+    if strategy.has_new_head:
+        raise ModelError(
+            f"{model.path!r} is a language model: it has no head that scores",
+            fix="name a folder for sequence classification with one label",
+        )
     return RewardModelWorker(strategy, meter=meter)
 
 

@@ -112,7 +112,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 async def appears(file: Path) -> None:
     """Wait for a sign of life from another process; pytest's own time limit ends a wait in vain."""
-    while not file.exists():  # noqa: ASYNC110, ASYNC240 - a file sets no Event
+    while not file.exists() or not file.read_text():  # noqa: ASYNC110, ASYNC240 - sets no Event
         await asyncio.sleep(0.001)
 
 
@@ -248,6 +248,20 @@ async def test_what_a_reward_prints_or_reads_does_not_disturb_the_pipe(folder: P
     async with open_pool(folder, output=folder / "log") as pool:
         assert (await pool.score(attempt("print"), act_in(folder))).value == 1
     assert (folder / "log").read_text() == "a line for the log\nraw bytes\ninput True\n"
+
+
+async def test_a_reward_that_this_process_answers_needs_no_child():
+    async def half(sample: Sample) -> Score:
+        return Score(0.5)
+
+    before = children()
+    async with RewardPool.open({}, processes=2, timeout_s=1, here={"model": half}) as pool:
+        guard = children() - before
+        score = await pool.score(attempt("fine"), [RewardSpec(name="model", weight=2.0)])
+        again = await pool.score(attempt("fine"), [RewardSpec(name="model")])
+    assert (score.value, score.parts, again.value) == (1.0, {"model": 0.5}, 0.5)
+    assert pool.tally.take_metrics()["reward/cached/model"] == 1
+    assert len(guard) == 1
 
 
 async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: Path):

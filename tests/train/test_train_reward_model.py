@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -15,13 +16,13 @@ from transformers import AutoModelForSequenceClassification
 from rollick.algorithms.aggregation import prompt_mean
 from rollick.algorithms.reward import ScoreInputs, bradley_terry
 from rollick.cluster.devices import DeviceMap
-from rollick.cluster.group import open_group
+from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig, ModelConfig
 from rollick.data.batch import Batch
 from rollick.data.collate import examples_to_batch
-from rollick.errors import ConfigError
+from rollick.errors import ConfigError, RollickError
 from rollick.models.load import fingerprint, quietly
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.tiny import save_tiny, widen_norms
@@ -128,13 +129,24 @@ def test_what_is_no_pair_is_refused(folder: Path) -> None:
         model.forward_backward(batch.take([0, 1, 2]), bradley_terry)
 
 
-async def test_a_role_of_a_run_gives_the_scores(folder: Path) -> None:
-    recipe, batch = recipe_of(folder), pairs()
-    spec = RoleSpec(
-        "reward_model", "rollick.workers.scorer:create_reward_model", (recipe, recipe.model)
-    )
+def role_of(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
+    """A group with a reward model from this folder, and nobody else."""
+    args = (recipe_of(path), ModelConfig(path=str(path)))
+    spec = RoleSpec("reward_model", "rollick.workers.scorer:create_reward_model", args)
     devices = DeviceMap({"reward_model": parse_devices("cpu")})
     cluster = ClusterConfig(backend="inline", call_timeout_s=60)
-    async with open_group(devices, [spec], cluster=cluster, threads=1) as group:
+    return open_group(devices, [spec], cluster=cluster, threads=1)
+
+
+async def test_a_role_of_a_run_gives_the_scores(folder: Path, tmp_path: Path) -> None:
+    model, batch = model_of(folder), pairs()
+    model.export(tmp_path)
+    async with role_of(tmp_path) as group:
         found = await group.call("reward_model", "scores", batch)
-    assert np.array_equal(found, LocalRewardModel(recipe).scores(batch))
+    np.testing.assert_allclose(found, model.scores(batch), atol=1e-6)
+
+
+async def test_a_role_refuses_a_model_without_a_head(folder: Path) -> None:
+    with pytest.raises(RollickError, match="no head that scores"):
+        async with role_of(folder):
+            pass

@@ -1,0 +1,173 @@
+"""The reward `model`: a frozen reward model on the device map, asked in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rollick.algorithms.aggregation import token_mean
+from rollick.cluster.devices import DeviceMap, plan_phases
+from rollick.config.devices import parse_devices
+from rollick.config.load import LoadedRecipe
+from rollick.config.schema import RewardSpec
+from rollick.data.batch import Batch
+from rollick.data.collate import examples_to_batch
+from rollick.errors import WorkerError
+from rollick.pipelines.base import Session, open_session
+from rollick.pipelines.reward_model import AskedRewardModel
+from rollick.pipelines.run import run_recipe
+from rollick.testing.batches import recipe_of
+from rollick.testing.fakes import prompt, sample
+from rollick.train.reward_model import LocalRewardModel
+from rollick.types import FloatArray, Sample, Score
+from rollick.workers.scorer import RewardModelWorker
+
+Toy = Callable[..., LoadedRecipe]
+LETTERS = {"source": "rollick.testing.toys:letter_rows"}
+ANSWERS = ("a", "bb", "b a", "abba")
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a reward model that nobody has trained."""
+    folder = tmp_path_factory.mktemp("scorer")
+    LocalRewardModel(recipe_of(tiny_folder), trainable=False).export(folder)
+    return folder
+
+
+def asking(toy: Toy, scorer: Path, *rewards: Any, **options: Any) -> LoadedRecipe:
+    return toy(
+        data={"domains": {"letters": LETTERS | {"rewards": list(rewards)}}},
+        reward_model={"path": str(scorer)} | options,
+    )
+
+
+def samples_of(answers: tuple[str, ...]) -> list[Sample]:
+    asked = prompt(domain="letters")
+    return [sample(text, uid=(0, place), of=asked) for place, text in enumerate(answers)]
+
+
+def expected(session: Session, scorer: Path) -> list[float]:
+    """What the reference implementation says of the answers."""
+    codec, turns = session.codec, prompt(domain="letters").turns
+    told = [codec.encode_example(turns, text)[0] for text in ANSWERS]
+    examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in told]
+    batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=64)
+    return LocalRewardModel(recipe_of(scorer), trainable=False).scores(batch).tolist()
+
+
+async def test_a_sample_scores_what_the_model_says_times_the_weight(toy: Toy, scorer: Path) -> None:
+    loaded = asking(toy, scorer, {"name": "model", "weight": 2.0}, batch_size=3)
+    async with open_session(loaded) as session:
+        scores = await asyncio.gather(*(session.score(one) for one in samples_of(ANSWERS)))
+        wanted = expected(session, scorer)
+        counted = session.rewards.tally.take_metrics()
+    assert len(set(wanted)) == len(ANSWERS)
+    assert [score.value for score in scores] == pytest.approx([2 * one for one in wanted], abs=1e-5)
+    assert counted["reward/calls/model"] == len(ANSWERS)
+
+
+async def test_it_stands_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
+    loaded = asking(toy, scorer, "model", {"name": "length", "options": {"most": 1}})
+    async with open_session(loaded) as session:
+        scores = [await session.score(one) for one in samples_of(ANSWERS)]
+        wanted = expected(session, scorer)
+    assert [score.parts["model"] for score in scores] == pytest.approx(wanted, abs=1e-5)
+    assert [score.parts["length"] for score in scores] == [1.0, 1.0, 0.0, 1.0]
+
+
+async def test_an_answer_that_is_too_long_is_a_failed_score(toy: Toy, scorer: Path) -> None:
+    async with open_session(asking(toy, scorer, "model", max_length=4)) as session:
+        score = await session.score(samples_of(ANSWERS)[0])
+    assert not score.ok
+    assert "reward_model.max_length is 4" in score.detail
+
+
+class FailingGroup:
+    """A group whose reward model says the length of what it reads, but fails at some batches."""
+
+    def __init__(self, *, fails_at: tuple[int, ...] = (), says: float | None = None) -> None:
+        self.device_map = DeviceMap({"reward_model": parse_devices("cpu")})
+        self.sizes: list[int] = []
+        self.fails_at, self.says = fails_at, says
+
+    async def scatter(self, role: str, method: str, parts: list[Batch]) -> list[FloatArray]:
+        assert (role, method) == ("reward_model", "scores")
+        (batch,) = parts
+        self.sizes.append(batch.samples)
+        await asyncio.sleep(0)
+        if len(self.sizes) - 1 in self.fails_at:
+            raise WorkerError("reward_model 0 died")
+        lengths = np.diff(batch.offsets_B1).astype(np.float32)
+        return [lengths if self.says is None else np.full_like(lengths, self.says)]
+
+
+async def ask_all(toy: Toy, scorer: Path, group: FailingGroup) -> list[Score]:
+    recipe = asking(toy, scorer, "model", batch_size=4).recipe
+    samples = samples_of(tuple("a" * (place + 1) for place in range(10)))
+    async with AskedRewardModel.open(cast("Any", group), recipe) as model:
+        return await asyncio.gather(*(model.score(one) for one in samples))
+
+
+async def test_samples_that_wait_are_scored_together(toy: Toy, scorer: Path) -> None:
+    group = FailingGroup()
+    scores = await ask_all(toy, scorer, group)
+    assert group.sizes == [4, 4, 2]
+    assert [score.value - scores[0].value for score in scores] == list(range(10))
+
+
+async def test_a_batch_that_the_model_fails_at_is_not_scored_and_the_next_one_is(
+    toy: Toy, scorer: Path
+) -> None:
+    scores = await ask_all(toy, scorer, FailingGroup(fails_at=(1,)))
+    assert [score.ok for score in scores] == [True] * 4 + [False] * 4 + [True] * 2
+    assert scores[4].detail == "the reward model failed: reward_model 0 died"
+
+
+async def test_what_is_no_number_is_no_score(toy: Toy, scorer: Path) -> None:
+    scores = await ask_all(toy, scorer, FailingGroup(says=float("inf")))
+    assert {score.detail for score in scores} == {"the reward model said inf"}
+
+
+def test_a_run_masks_and_counts_what_the_model_fails_at(
+    toy: Toy, scorer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, lost = RewardModelWorker.scores, list[int]()
+
+    def fail_at_first(worker: RewardModelWorker, batch: Batch) -> FloatArray:
+        if not lost:
+            lost.append(batch.samples)
+            raise RuntimeError("out of memory")
+        return said(worker, batch)
+
+    monkeypatch.setattr(RewardModelWorker, "scores", fail_at_first)
+    run = run_recipe(asking(toy, scorer, "model", batch_size=2))
+    steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [sum(step["reward/failed/model"] for step in steps)] == lost
+    assert steps[0]["rollout/failed_scores"] > 0
+    assert all(isfinite(step["score/mean"]) for step in steps)
+    assert run.metrics["train/grad_norm"] > 0
+
+
+def test_the_role_is_there_when_samples_are_drawn_and_only_if_a_reward_asks(
+    toy: Toy, scorer: Path
+) -> None:
+    recipe = asking(toy, scorer, "model").recipe
+    uses = {phase.name: phase.uses for phase in plan_phases(recipe)}
+    assert uses["generate"] == ("generators", "reward_model")
+    assert DeviceMap.of(toy().recipe).ranks("reward_model") == 0
+    assert RewardSpec(name="model").asks_reward_model
+
+
+def test_a_run_trains_on_what_the_model_says(toy: Toy, scorer: Path) -> None:
+    run = run_recipe(asking(toy, scorer, "model"))
+    assert run.metrics["reward/calls/model"] + run.metrics["reward/cached/model"] > 0
+    assert run.metrics["rollout/failed_scores"] == 0
+    assert run.metrics["train/grad_norm"] > 0
