@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,15 @@ async def test_all_references_of_humaneval_pass(every: int) -> None:
     verdicts = await judge_all(rows, [row["reference"] for row in rows], PATIENT)
     judged = list(zip(rows, verdicts, strict=True))
     assert [(row["task_id"], it.detail) for row, it in judged if not it.all_passed] == []
+
+
+def test_the_benchmark_says_its_rate_and_the_isolation_that_it_was_measured_at() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "sandbox.py"
+    command = [sys.executable, script, "--json", "--rows", "3", "--data", DATA]
+    figures = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert (figures["rows"], figures["passed"], figures["fresh_boxes"]) == (3, 3, True)
+    assert figures["verdicts_per_s"] > 0
+    assert figures["isolation"] in ("full", "user")
 
 
 @pytest.mark.slow
