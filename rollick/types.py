@@ -316,6 +316,17 @@ class Played:
     """Of each turn whose environment says so: whether the reply could be read."""
     effective: tuple[bool, ...] = ()
     """Of each turn whose environment says so: whether it changed anything."""
+    summaries: tuple[tuple[int, str], ...] = ()
+    """What the policy wrote about turns that went out of its sight: turns before, and text."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """What each reply earned: the turns of the score without those of trained summaries."""
+        turns = list(self.score.turns)
+        if len(turns) > len(self.replies):
+            for before, _ in self.summaries:
+                del turns[before]
+        return tuple(turns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

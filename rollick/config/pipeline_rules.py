@@ -134,6 +134,18 @@ def _tasks_come_from_somewhere(context: Context) -> Findings:
             message += f"{environment.window}" if environment.window else "all turns"
             fix = "carry fewer turns than the window has"
             yield context.problem((*path, "environment", "carried"), message, fix)
+        if environment.summary is not None:
+            yield from _check_summary(context, (*path, "environment", "summary"), environment)
+
+
+def _check_summary(context: Context, where: KeyPath, environment: EnvironmentSpec) -> Findings:
+    if not environment.window:
+        message = "has no effect: all turns are in sight"
+        yield context.problem(where, message, "set window, or remove it")
+    if context.recipe.pipeline == "sft":
+        message = "has no effect: solvers write no summaries to imitate"
+        fix = "remove it; the segments of pipeline sft begin with the newest turns alone"
+        yield context.problem(where, message, fix)
 
 
 def _check_agent(context: Context, path: KeyPath, domain: DomainConfig) -> Findings:

@@ -102,6 +102,21 @@ class RewardSpec(Section):
 Reward = Annotated[RewardSpec, BeforeValidator(by_name, json_schema_input_type=str | RewardSpec)]
 
 
+class SummarySpec(Section):
+    """What a policy writes about turns that go out of its sight."""
+
+    tokens: Positive = 128
+    """New tokens of one summary at the most; they count for sampling.max_tokens, too."""
+    request: Annotated[str, Field(min_length=1)] = (
+        "Sum up the task so far for yourself: what you did, what you learnt and what is left to do."
+        " After this you will see your summary in place of the messages above."
+    )
+    """What the policy is asked."""
+    trained: bool = True
+    """Train on summaries: each is a turn of its own that earns nothing by itself, and has the
+    credit of what comes after it. Otherwise they are only read."""
+
+
 class EnvironmentSpec(Section):
     """The environment that the samples of a domain play."""
 
@@ -123,6 +138,9 @@ class EnvironmentSpec(Section):
     makes every step a segment of its own."""
     carried: NonNegative = 0
     """Turns that a new segment takes over from the one before, fewer than `window`."""
+    summary: SummarySpec | None = None
+    """Before a new segment starts, the policy sums up the one before; its summary comes right
+    behind the opening observation. None lets what is out of sight be forgotten."""
 
 
 Environment = Annotated[

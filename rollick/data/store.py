@@ -148,8 +148,9 @@ def _played_to_row(played: Played) -> dict[str, Any]:
         "options": dict(played.options),
         "seed": played.seed,
         "replies": list(played.replies),
-        "rewards": list(played.score.turns),
+        "rewards": list(played.rewards),
         "success": played.success,
+        "summaries": [[before, text] for before, text in played.summaries],
     }
 
 

@@ -58,10 +58,12 @@ def describe(row: Row, episode: Episode) -> str:
     """All turns, one after another."""
     played = row["played"]
     lines = [f"{row['sample']} of {played['environment']}, seed {played['seed']}"]
+    summaries: list[tuple[int, str]] = played.get("summaries", [])
     for number, moment in enumerate(episode.moments):
         if number:
             lines.append(f"> {episode.actions[number - 1]}    (reward {moment.reward:g})")
         lines.append(moment.text)
+        lines += [f"~ {text}" for before, text in summaries if before == number]
     if episode.error:
         lines.append(f"it failed: {episode.error}")
     outcome = "solved" if played["success"] else "not solved"

@@ -68,6 +68,7 @@ METRICS: Mapping[str, str] = {
     "env/episodes": "episodes of the training tasks that ended, those that failed included",
     "env/success": "share of them that solved their task, of those that did not fail",
     "env/turns": "mean turns of an episode",
+    "env/summaries": "mean summaries of an episode that the policy wrote of turns out of sight",
     "env/valid": "share of the turns whose reply could be read as an action",
     "env/effective": "share of the turns that changed something",
     "env/failed/*": "episodes whose environment failed, by status: failed (it raised), garbage, "

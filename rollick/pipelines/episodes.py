@@ -10,7 +10,8 @@ from rollick.config.schema import DomainConfig, EnvironmentSpec
 from rollick.data.collate import Example
 from rollick.data.sources import task_seed
 from rollick.rollout.episode import Access, Episode, RememberingCodec, SamplingOf, single_turn
-from rollick.rollout.playing import Player, Task, TaskOf, show_example
+from rollick.rollout.playing import Player, TaskOf, show_example
+from rollick.rollout.transcript import Task
 from rollick.types import Prompt, Sample, SampleId
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def tasks_of(domains: Mapping[str, DomainConfig]) -> TaskOf:
             turn_tokens=spec.turn_tokens,
             window=spec.window,
             carried=spec.carried,
+            summary=spec.summary,
         )
 
     return task_of

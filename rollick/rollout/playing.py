@@ -6,18 +6,16 @@
               |        +------------------------------------------------------------------+
               +-> Sample: all turns in one sequence; only what the policy drew is trained on
 
-Token ids are appended and never tokenised again: what is trained on is what was drawn. Where only
-so many turns are in sight, the next ones are put into a new segment of the sample, behind the
-opening and what is carried over. Between two turns the sample holds no engine. An environment that
-fails ends the sample with a status and not with a score; tokens that ran out end it with what it
-has earned so far.
+The ids are kept by transcript.py. Where the turns in sight are summed up, the policy is asked for
+that between two steps: a turn of its own, which earns nothing. Between two turns the sample holds
+no engine. An environment that fails ends the sample with a status and not with a score; tokens that
+ran out end it with what it has earned so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,12 +23,12 @@ from rollick.envs.base import Moment
 from rollick.envs.child import EnvStatus, Reply
 from rollick.envs.pool import EnvPool
 from rollick.errors import EnvError
-from rollick.rollout.episode import Access, ChatCodec, SamplingOf, stream_of
+from rollick.rollout.episode import Access, SamplingOf, stream_of
+from rollick.rollout.transcript import PlayingCodec, Task, Transcript
 from rollick.types import (
     NOT_SAMPLED,
     BoolArray,
     Completion,
-    FloatArray,
     IntArray,
     Played,
     Prompt,
@@ -46,134 +44,7 @@ from rollick.types import (
     stable_hash,
 )
 
-
-class PlayingCodec(ChatCodec, Protocol):
-    """A codec of conversations that grow. The real one is rollick.data.chat."""
-
-    def append_turns(self, token_ids: Any, turns: Sequence[Turn], /) -> IntArray: ...
-
-    def append_text(self, token_ids: Any, text: str, /) -> IntArray: ...
-
-    def encode_answer(self, text: str, /) -> IntArray: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a prompt stands for in an environment."""
-
-    environment: str
-    options: Mapping[str, Any]
-    seed: int
-    turn_tokens: int = 0
-    """New tokens of one turn at the most; 0: what is left of the sample's."""
-    window: int = 0
-    """Turns in sight; 0: all."""
-    carried: int = 0
-    """Turns that a new segment begins with."""
-
-
 TaskOf = Callable[[Prompt], Task]
-
-
-@dataclass(slots=True)
-class Transcript:
-    """The sequence of a conversation while it grows: ids, and what is known of each."""
-
-    codec: PlayingCodec
-    task: Task
-    opening: tuple[Turn, ...]
-    token_ids: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    prompt_length: int = 0
-    drawn: int = 0
-    breaks: list[int] = field(default_factory=list[int])
-    past: list[tuple[str, tuple[Turn, ...]]] = field(
-        default_factory=list[tuple[str, tuple[Turn, ...]]]
-    )
-    """Each turn: the reply, and what was observed then."""
-    in_sight: int = 0
-    """Turns of the segment."""
-    logprobs: list[FloatArray] = field(default_factory=list[FloatArray])
-    versions: list[IntArray] = field(default_factory=list[IntArray])
-    masks: list[BoolArray] = field(default_factory=list[BoolArray])
-    kept: list[BoolArray] = field(default_factory=list[BoolArray])
-
-    @classmethod
-    def of(cls, opening: Sequence[Turn], codec: PlayingCodec, task: Task) -> Transcript:
-        transcript = cls(codec, task, tuple(opening))
-        transcript._show(transcript.opening)
-        transcript.prompt_length = len(transcript.token_ids)
-        return transcript
-
-    @property
-    def segment(self) -> IntArray:
-        """The ids that the policy has before it."""
-        return self.token_ids[self.breaks[-1] :] if self.breaks else self.token_ids
-
-    def draw(self, completion: Completion) -> None:
-        """The policy has spoken."""
-        count = len(completion.token_ids)
-        self.token_ids = np.concatenate([self.token_ids, completion.token_ids], dtype=np.int32)
-        self.drawn += count
-        self.logprobs.append(completion.logprobs)
-        self.versions.append(completion.versions)
-        self.masks.append(np.ones(count, np.bool_))
-        kept = completion.kept_cache
-        self.kept.append(np.zeros(count, np.bool_) if kept is None else kept)
-
-    def observe(self, reply: str, turns: Sequence[Turn]) -> None:
-        """The environment has answered: the ids so far stay, those of its turns come behind, or
-        begin a new segment where the window is full."""
-        self.past.append((reply, tuple(turns)))
-        self.in_sight += 1
-        if self.in_sight == self.task.window:
-            self._slide()
-            return
-        before = len(self.segment)
-        after = self.codec.append_turns(self.segment, turns)
-        if len(after) == before:
-            # Two turns of the policy with nothing between them would count as one.
-            after = self.codec.append_text(self.segment, "\n")
-        self._given(after[before:])
-
-    def sample(
-        self, uid: SampleId, prompt: Prompt, *, temperature: float, stop: StopReason, text: str
-    ) -> Sample:
-        kept = np.concatenate(self.kept)
-        return Sample(
-            uid=uid,
-            prompt=prompt,
-            token_ids=frozen_array(self.token_ids, np.int32),
-            logprobs=frozen_array(np.concatenate(self.logprobs), np.float32),
-            versions=frozen_array(np.concatenate(self.versions), np.int32),
-            loss_mask=frozen_array(np.concatenate(self.masks), np.bool_),
-            temperature=temperature,
-            stop=stop,
-            text=text,
-            kept_cache=frozen_array(kept, np.bool_) if kept.any() else None,
-            breaks=tuple(self.breaks),
-        )
-
-    def _slide(self) -> None:
-        """A new segment: the opening, what is carried, and what was observed last."""
-        self.in_sight = self.task.carried
-        (_, seen), *carried = self.past[-1 - self.task.carried :]
-        turns = [*self.opening, *seen]
-        for reply, observed in carried:
-            turns += [Turn("assistant", reply), *observed]
-        self.breaks.append(len(self.token_ids))
-        self._show(turns)
-
-    def _show(self, turns: Sequence[Turn]) -> None:
-        self._given(self.codec.encode_prompt(turns))
-
-    def _given(self, token_ids: IntArray) -> None:
-        """Tokens that no policy drew."""
-        count = len(token_ids)
-        self.token_ids = np.concatenate([self.token_ids, token_ids], dtype=np.int32)
-        self.logprobs.append(np.zeros(count, np.float32))
-        self.versions.append(np.full(count, NOT_SAMPLED, np.int32))
-        self.masks.append(np.zeros(count, np.bool_))
-        self.kept.append(np.zeros(count, np.bool_))
 
 
 @dataclass(slots=True)
@@ -187,7 +58,25 @@ class _Game:
     replies: list[str] = field(default_factory=list[str])
     moments: list[Moment] = field(default_factory=list[Moment])
     """After each turn."""
+    summaries: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Turns before each, and what it says."""
     failure: Reply | None = None
+
+    def reply(self, text: str, state: str) -> None:
+        """The policy took a turn in this state."""
+        self.states.append(state)
+        self.replies.append(text)
+
+    def sum_up(self, text: str, state: str) -> None:
+        """The policy summed up its turns so far; only what is trained on is a turn of its own."""
+        self.summaries.append((len(self.replies), text))
+        if self._summaries_count:
+            # A summary is compared with summaries, not with what else is done in that state.
+            self.states.append(f"summary of {state}")
+
+    @property
+    def _summaries_count(self) -> bool:
+        return self.task.summary is not None and self.task.summary.trained
 
     def played(self) -> Played:
         infos = [moment.info for moment in self.moments]
@@ -203,6 +92,7 @@ class _Game:
             success=bool(said) and self.failure is None,
             valid=tuple(bool(info["valid"]) for info in infos if "valid" in info),
             effective=tuple(bool(info["effective"]) for info in infos if "effective" in info),
+            summaries=tuple(self.summaries),
         )
 
     def score(self) -> Score:
@@ -213,10 +103,13 @@ class _Game:
             status = ScoreStatus.TIMEOUT if late else ScoreStatus.FAILED
             detail = f"environment {self.task.environment} {failure.status}: {failure.detail}"
             return Score.failed(detail, status=status)
-        turns = tuple(moment.reward for moment in self.moments)
+        turns = [moment.reward for moment in self.moments]
         # A turn whose reply nobody took (the tokens ran out) is a turn of the sample all the same.
-        turns += (0.0,) * (len(self.replies) - len(turns))
-        return Score(sum(turns), parts={"environment": sum(turns)}, turns=turns)
+        turns += [0.0] * (len(self.replies) - len(turns))
+        if self._summaries_count:
+            for number, (before, _) in enumerate(self.summaries):
+                turns.insert(before + number, 0.0)
+        return Score(sum(turns), parts={"environment": sum(turns)}, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +142,15 @@ class Player:
                 request = self._request(uid, transcript, game)
                 if request is None:
                     return self._end(uid, seen, transcript, game, StopReason.LENGTH)
-                game.states.append(str(moment.info.get("state", "")))
                 completion = await access.generate(request)
+                text = self.codec.decode(completion.token_ids)
+                state = str(moment.info.get("state", ""))
+                if transcript.wants_summary:
+                    transcript.sum_up(completion)
+                    game.sum_up(text, state)
+                    continue
                 transcript.draw(completion)
-                game.replies.append(self.codec.decode(completion.token_ids))
+                game.reply(text, state)
                 with access.doing(where):
                     reply = await session.step(game.replies[-1])
                 if reply.moment is None:
@@ -269,14 +167,16 @@ class Player:
         left = min(game.sampling.max_tokens - transcript.drawn, self.room - len(transcript.segment))
         if left < 1:
             return None
-        turn, limit = len(game.replies), game.task.turn_tokens or left
+        turn, limit, what = len(game.replies), game.task.turn_tokens or left, "turn"
+        if game.task.summary is not None and transcript.wants_summary:
+            limit, what = game.task.summary.tokens, "summary"
         stream = stream_of(self.seed, self.purpose, uid)
         return Request(
             uid,
             frozen_array(transcript.segment, np.int32),
             replace(game.sampling, max_tokens=min(left, limit)),
             # Token numbers begin anew in each turn, and so must the random numbers.
-            stream if turn == 0 else stable_hash(stream, "turn", turn),
+            stream if turn == 0 else stable_hash(stream, what, turn),
             # The members of a group begin alike; later nobody shares a prefix with the others.
             group=uid.group if turn == 0 else None,
             session=str(uid),

@@ -30,6 +30,8 @@ class PlayTally:
             "env/valid": _share([flag for episode in played for flag in episode.valid]),
             "env/effective": _share([flag for episode in played for flag in episode.effective]),
         }
+        if summaries := sum(len(episode.summaries) for episode in played):
+            found["env/summaries"] = summaries / len(played)
         # A share of nothing is no number.
         return {name: value for name, value in found.items() if value == value}
 

@@ -12,6 +12,7 @@ import pytest
 from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.envs.base import make_env
 from rollick.envs.frozen_lake import FrozenLake
+from rollick.envs.recorded import describe, play_again
 from rollick.errors import ConfigError
 from rollick.observe.metrics import is_documented, read_metrics
 from rollick.pipelines.base import RunObjects, RunResult
@@ -214,6 +215,34 @@ def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
     assert all(row["response"] == "\n".join(row["played"]["replies"]) for row in texts)
 
 
+def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    window = {"window": 1, "summary": {"tokens": 3, "request": "?"}}
+    recipe["data"]["domains"]["letters"]["environment"] |= window
+    recipe["data"]["validation"]["letters"]["environment"] |= window
+    recipe["algorithm"] = {"advantage": "gigpo"}
+    recipe["sampling"]["max_tokens"] = 12
+    recipe["rollout"] |= {"drop_no_signal": False}
+    recipe["run"] |= {"steps": 1}
+    result = run_recipe(load(recipe, tmp_path))
+    rows = rows_of(result, "samples.jsonl")
+    played = [row["played"] for row in rows]
+    assert len(rows) == 32
+    # An episode of two turns is summed up once, after the first; nobody sums up what is over.
+    for row, episode in zip(rows, played, strict=True):
+        assert [before for before, _ in episode["summaries"]] == [1] * (len(episode["replies"]) - 1)
+        assert len(episode["rewards"]) == len(episode["replies"])
+        assert row["response"] == "\n".join(episode["replies"])
+    written = sum(len(episode["summaries"]) for episode in played)
+    assert written > 0
+    assert result.metrics["env/summaries"] == written / 32
+    assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
+    summed_up = next(row for row in rows if row["played"]["summaries"])
+    again = play_again(summed_up["played"], base=tmp_path)
+    told = describe(summed_up, again).splitlines()
+    assert "~ " + summed_up["played"]["summaries"][0][1].splitlines()[0] in told
+
+
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     recipe["data"]["domains"]["plain"] = {
@@ -294,6 +323,21 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
         (
             {"data": {"domains": {"a": {"environment": {"name": "sokoban", "carried": 2}}}}},
             "leave no room in a window of all turns",
+        ),
+        (
+            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "summary": {}}}}}},
+            "summary: has no effect: all turns are in sight",
+        ),
+        (
+            {
+                "pipeline": "sft",
+                "data": {
+                    "domains": {
+                        "a": {"environment": {"name": "sokoban", "window": 2, "summary": {}}}
+                    }
+                },
+            },
+            "solvers write no summaries",
         ),
     ],
 )

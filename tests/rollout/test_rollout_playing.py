@@ -11,13 +11,33 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollick.algorithms.turns import step_return
+from rollick.config.advantages import StepReturnAdvantage
+from rollick.config.schema import SummarySpec
+from rollick.data.chat import ChatCodec
 from rollick.envs.pool import EnvLimits, EnvPool
 from rollick.errors import EnvError
 from rollick.rollout.episode import OneEngine, stream_of
-from rollick.rollout.playing import Player, Task, show_example
+from rollick.rollout.playing import Player, show_example
 from rollick.rollout.plays import PlayTally
+from rollick.rollout.transcript import Task, Transcript
 from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
-from rollick.types import NOT_SAMPLED, Played, Sample, SampleId, Sampling, Score, ScoreStatus
+from rollick.testing.tiny import tiny_tokenizer
+from rollick.types import (
+    NOT_SAMPLED,
+    Completion,
+    Group,
+    Played,
+    PolicyVersion,
+    Sample,
+    SampleId,
+    Sampling,
+    Score,
+    ScoredSample,
+    ScoreStatus,
+    StopReason,
+    Turn,
+)
 
 UID = SampleId(3, 1)
 ENVS = '''
@@ -74,18 +94,24 @@ async def played(
     **limits: Any,
 ) -> tuple[Sample, FakeEngine]:
     """The sample of a policy that says these letters, one a turn."""
-    engine = FakeEngine(reply=lambda request: replies[len(engine.requests) - 1 :], version=4)
-    sampling = Sampling(temperature=0.7, max_tokens=limits.get("max_tokens", 50))
+    task = Task(environment, {}, 7, turn_tokens, window, carried)
     async with open_pool(folder) as pool:
-        player = Player(
-            codec=FakeCodec(),
-            pool=pool,
-            task_of=lambda prompt: Task(environment, {}, 7, turn_tokens, window, carried),
-            sampling=lambda _: sampling,
-            room=limits.get("room", 100),
-            seed=1,
-        )
-        return await player.play(UID, prompt("task 7"), OneEngine(engine)), engine
+        return await played_in(pool, replies, task, **limits)
+
+
+async def played_in(
+    pool: EnvPool, replies: str, task: Task, *, max_tokens: int = 50, room: int = 100
+) -> tuple[Sample, FakeEngine]:
+    engine = FakeEngine(reply=lambda request: replies[len(engine.requests) - 1 :], version=4)
+    player = Player(
+        codec=FakeCodec(),
+        pool=pool,
+        task_of=lambda _: task,
+        sampling=lambda _: Sampling(temperature=0.7, max_tokens=max_tokens),
+        room=room,
+        seed=1,
+    )
+    return await player.play(UID, prompt("task 7"), OneEngine(engine)), engine
 
 
 def text_of(ids: Any) -> str:
@@ -246,15 +272,124 @@ async def test_a_solver_is_shown_in_the_segments_that_a_policy_would_see(tmp_pat
         assert np.array_equal(mask, made.loss_mask[span])
 
 
+def summing_up(window: int, carried: int = 0, *, trained: bool = True) -> Task:
+    summary = SummarySpec(tokens=1, request="=", trained=trained)
+    return Task("Echo", {}, 7, turn_tokens=1, window=window, carried=carried, summary=summary)
+
+
+async def test_turns_that_go_out_of_sight_are_summed_up_by_the_policy_itself(
+    tmp_path: Path,
+) -> None:
+    # A turn is a letter and its echo; capitals are summaries, which are asked for with "=".
+    cases = [
+        (1, 0, "aAbB!", ["<7>a=A", "<7>A(a)b=B", "<7>B(b)!"]),
+        (2, 0, "abAcdB!", ["<7>a(a)b=A", "<7>A(b)c(c)d=B", "<7>B(d)!"]),
+        (2, 1, "abAcB!", ["<7>a(a)b=A", "<7>A(a)b(b)c=B", "<7>B(b)c(c)!"]),
+        (3, 0, "ab!", ["<7>a(a)b(b)!"]),
+        (3, 0, "abcA_!", ["<7>a(a)b(b)c=A", "<7>A(c)_\n!"]),
+    ]
+    async with open_pool(tmp_path) as pool:
+        for window, carried, drawn, segments in cases:
+            made, engine = await played_in(pool, drawn, summing_up(window, carried))
+            assert [text_of(made.token_ids[span]) for span in made.segments] == segments
+            assert text_of(made.token_ids[made.loss_mask]) == drawn
+            assert (made.versions != NOT_SAMPLED).tolist() == made.loss_mask.tolist()
+            # Whatever the policy drew came right behind the ids that it was asked with.
+            for request, letter in zip(engine.requests, drawn, strict=True):
+                asked = text_of(request.token_ids) + letter
+                assert sum(segment.startswith(asked) for segment in segments) == 1
+            assert len({request.stream for request in engine.requests}) == len(drawn)
+            assert {request.sampling.max_tokens for request in engine.requests} == {1}
+
+
+async def test_a_summary_that_is_trained_on_is_a_turn_that_earns_nothing(tmp_path: Path) -> None:
+    async with open_pool(tmp_path) as pool:
+        made, _ = await played_in(pool, "abAc!", summing_up(2))
+        unread, _ = await played_in(pool, "abAc!", summing_up(2, trained=False))
+    assert made.played is not None
+    assert made.played.replies == ("a", "b", "c", "!")
+    assert made.played.summaries == ((2, "A"),)
+    assert made.played.score.turns == (0.25, 0.25, 0.0, 0.25, 1.25)
+    assert made.played.rewards == (0.25, 0.25, 0.25, 1.25)
+    assert made.states == ("start", "after a", "summary of after b", "after b", "after c")
+    assert made.text == "a\nb\nc\n!"
+    scored = ScoredSample(made, made.played.score)
+    group = Group(3, made.prompt, (scored,), PolicyVersion(4))
+    [[returns]] = step_return([group], StepReturnAdvantage(gamma=0.5, whiten=False))
+    assert np.asarray(returns)[made.loss_mask].tolist() == [
+        0.484375, 0.46875, 0.4375, 0.875, 1.25,
+    ]  # fmt: skip
+    # Only read: the same tokens, drawn by the policy all the same, but no turn of the credit.
+    assert np.array_equal(unread.token_ids, made.token_ids)
+    assert np.array_equal(unread.versions, made.versions)
+    assert np.array_equal(unread.logprobs, made.logprobs)
+    assert text_of(unread.token_ids[unread.loss_mask]) == "abc!"
+    assert unread.response_length == made.response_length == 5
+    assert unread.played is not None
+    assert unread.played.score.turns == unread.played.rewards == made.played.rewards
+    assert unread.played.summaries == made.played.summaries
+    assert unread.states == ("start", "after a", "after b", "after c")
+
+
+async def test_without_tokens_for_a_summary_the_sample_is_truncated(tmp_path: Path) -> None:
+    async with open_pool(tmp_path) as pool:
+        made, engine = await played_in(pool, "abAc!", summing_up(2), max_tokens=2)
+        # The request to sum up ends at the ninth token, so there is no room behind it.
+        full, _ = await played_in(pool, "abAc!", summing_up(2), room=9)
+        just_enough, _ = await played_in(pool, "abAc!", summing_up(2), room=12)
+    assert len(engine.requests) == 2
+    for sample in (made, full):
+        assert sample.truncated
+        assert text_of(sample.token_ids) == "<7>a(a)b="
+        assert sample.played is not None
+        assert sample.played.score.turns == (0.25, 0.25)
+        assert sample.played.summaries == ()
+    assert not just_enough.truncated
+
+
+def test_a_summary_is_read_with_the_very_ids_that_were_drawn() -> None:
+    codec = ChatCodec(tiny_tokenizer())
+    summary = SummarySpec(request="sum up")
+    task = Task("Echo", {}, 7, window=1, summary=summary)
+    transcript = Transcript.of([Turn("user", "go")], codec, task)
+    end = codec.end_id
+    assert end is not None
+    transcript.draw(_drawn([*codec.encode_text("hi")[1:], end]))
+    transcript.observe("hi", [Turn("user", "there")])
+    assert transcript.wants_summary
+    # No tokenizer would make these ids of the summary's text: an unknown character is in it.
+    drawn = [9, 3, 8, end]
+    transcript.sum_up(_drawn(drawn))
+    assert not transcript.wants_summary
+    made = transcript.sample(UID, prompt("task 7"), temperature=1.0, stop=StopReason.STOP, text="")
+    first, second = (made.token_ids[span].tolist() for span in made.segments)
+    asked = [*codec.encode_prompt([Turn("user", "go")])]
+    assert first == [
+        *asked, *codec.encode_text("hi")[1:], end, *codec.encode_text("sum up|")[1:], *drawn,
+    ]  # fmt: skip
+    assert second == [*asked, *drawn, *codec.encode_text("there|")[1:]]
+    assert made.loss_mask.tolist() == [
+        *[False] * 4, *[True] * 3, *[False] * 7, *[True] * 4, *[False] * len(second),
+    ]  # fmt: skip
+
+
+def _drawn(token_ids: list[int]) -> Completion:
+    count = len(token_ids)
+    logprobs, versions = np.full(count, -1.0, np.float32), np.full(count, 4, np.int32)
+    return Completion(UID, np.array(token_ids, np.int32), logprobs, versions, StopReason.STOP)
+
+
 def test_the_tally_counts_episodes_once_and_leaves_failed_ones_out_of_success() -> None:
     tally = PlayTally()
-    won = Played("lake", {}, 1, ("a", "b"), Score(1.0), True, (True, False), (True, True))
+    won = Played(
+        "lake", {}, 1, ("a", "b"), Score(1.0), True, (True, False), (True, True), ((1, "x"),)
+    )
     lost = Played("lake", {}, 1, ("a",), Score(0.0), False, (True,))
     broken = Played("lake", {}, 1, (), Score.failed("no"))
     for episode in (won, lost, broken):
         tally.add(episode)
     assert tally.take() == pytest.approx(
-        {"env/episodes": 3, "env/success": 0.5, "env/turns": 1, "env/valid": 2 / 3,
-         "env/effective": 1}
+        {"env/episodes": 3, "env/success": 0.5, "env/turns": 1, "env/summaries": 1 / 3,
+         "env/valid": 2 / 3, "env/effective": 1}
     )  # fmt: skip
     assert tally.take() == {}
