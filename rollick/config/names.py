@@ -113,6 +113,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "minigrid": "rollick.envs.adapters.minigrid:minigrid_env",
         "reasoning_gym": "rollick.envs.adapters.reasoning:ReasoningGymEnv",
         "textarena": "rollick.envs.adapters.arena:TextArenaEnv",
+        "openenv": "rollick.envs.adapters.remote:RemoteEnv",
+        "verifiers": "rollick.envs.adapters.verifier:VerifiersEnv",
     },
     "engines": {
         "native": "rollick.infer.native.engine:NativeEngine",

@@ -68,6 +68,27 @@ def write_call(call: ToolCall, style: CallStyle) -> str:
     return f"[TOOL_CALLS] [{body}]" if style == "mistral" else body
 
 
+def parameters_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Tools, as chat templates and clients write them, by name; and what each is asked for."""
+    functions = [schema["function"] for schema in schemas]
+    return {of["name"]: list(of.get("parameters", {}).get("properties", {})) for of in functions}
+
+
+def first_parameters(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The same with the first one of each, which is all that the style `tag` can say."""
+    return {name: next(iter(of), "text") for name, of in parameters_of(schemas).items()}
+
+
+def describe_tools(schemas: Sequence[Mapping[str, Any]], style: CallStyle) -> str:
+    """What a policy is told about the tools on offer."""
+    shown = [
+        write_call(ToolCall(name, dict.fromkeys(names, "...")), style)
+        for name, names in parameters_of(schemas).items()
+    ]
+    lines = "\n".join(json.dumps(schema) for schema in schemas)
+    return f"You can use tools:\n{lines}\nCall one like this: {' or '.join(shown)}"
+
+
 def _all(parts: Sequence[str]) -> list[ToolCall] | BadCall:
     calls: list[ToolCall] = []
     for part in parts:

@@ -10,7 +10,6 @@ not exist is told to the policy, and counts as not valid.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from rollick.envs.base import Reset, Step, TextEnv, random_of
-from rollick.envs.tools.calls import STYLES, BadCall, CallStyle, ToolCall, read_calls, write_call
+from rollick.envs.tools.calls import (
+    STYLES,
+    BadCall,
+    CallStyle,
+    ToolCall,
+    describe_tools,
+    first_parameters,
+    read_calls,
+    write_call,
+)
 from rollick.envs.tools.kit import Tool, calculate, calculator, search
 from rollick.envs.tools.mcp import mcp_server
 from rollick.envs.tools.python import python
@@ -70,6 +78,7 @@ class ToolEnv(TextEnv):
         if mcp:
             offered += mcp_server(mcp).tools()
         self.tools = {tool.name: tool for tool in offered}
+        self.schemas = [tool.schema() for tool in offered]
 
     def reset(self, seed: int) -> Reset:
         if not self.question:
@@ -83,8 +92,7 @@ class ToolEnv(TextEnv):
 
     def step(self, action: str) -> Step:
         self.steps += 1
-        first = {name: next(iter(tool.parameters), "text") for name, tool in self.tools.items()}
-        calls = read_calls(action, self.style, tools=first)
+        calls = read_calls(action, self.style, tools=first_parameters(self.schemas))
         if not calls and not isinstance(calls, BadCall):
             info: dict[str, Any] = {"valid": True, "metrics": {"calls": self.steps - 1}}
             if self.right is None:
@@ -117,10 +125,8 @@ class ToolEnv(TextEnv):
         return "\n".join(said)[:MOST_TEXT], valid
 
     def _rules(self) -> str:
-        schemas = "\n".join(json.dumps(tool.schema()) for tool in self.tools.values())
-        shown = [write_call(_example(tool), self.style) for tool in self.tools.values()]
         return (
-            f"You can use tools:\n{schemas}\nCall one like this: {' or '.join(shown)}\n"
+            f"{describe_tools(self.schemas, self.style)}\n"
             "Its result comes back to you. When you know the answer, write it without a call."
         )
 
@@ -129,10 +135,6 @@ def last_number(text: str) -> float | None:
     """The last number of a text; commas inside it do not matter."""
     found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     return float(found[-1]) if found else None
-
-
-def _example(tool: Tool) -> ToolCall:
-    return ToolCall(tool.name, dict.fromkeys(tool.parameters, "..."))
 
 
 def _tool(name: str, makers: Mapping[str, Callable[[], Tool]]) -> Tool:

@@ -1,0 +1,230 @@
+"""Environments of verifiers, played as TextEnvs: with the real package, where it is installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.config.load import recipe_from_dict
+from rollick.envs.adapters.verifier import VerifiersEnv
+from rollick.envs.adapters.verifier_host import Host, the_host
+from rollick.envs.base import find_env
+from rollick.envs.child import EnvStatus
+from rollick.envs.pool import EnvLimits, EnvPool
+from rollick.errors import EnvError
+from rollick.types import Turn
+
+TASKS = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, task, trace) -> float:
+        if trace.last_reply == "!":
+            raise ValueError("no such answer")
+        return float(trace.last_reply == task.answer)
+    @vf.metric
+    async def length(self, trace) -> float:
+        return float(len(trace.last_reply))
+
+class Sums(vf.Taskset[SumTask]):
+    def load(self):
+        for a in range(10):
+            data = SumData(prompt=f"{a}+1=", system_prompt="Add.", answer=str(a + 1))
+            yield SumTask(data, self.config.task)
+
+__all__ = ["Sums"]
+"""
+GUESSES = '''
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    number: int = 0
+
+class GuessTask(vf.Task[Data]):
+    pass
+
+class EnvConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Guess(vf.Env[EnvConfig]):
+    """The environment answers as the user, until the number is found."""
+    async def run(self, task, agents):
+        number, found = task.data.number, False
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated:
+                said = int(segment.last_reply)
+                if found := said == number:
+                    break
+                segment = await interaction.turn("higher" if said < number else "lower")
+        interaction.trace.record_reward("found", float(found))
+
+class Guesses(vf.Taskset[GuessTask]):
+    INFINITE = True
+    def load(self):
+        n = 0
+        while True:
+            yield GuessTask(Data(prompt="Guess!", number=n % 7), self.config.task)
+            n += 1
+
+__all__ = ["Guess", "Guesses"]
+'''
+TOOLS = '''
+import verifiers.v1 as vf
+
+class Arithmetic(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+    @vf.tool
+    async def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+class ToolTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Arithmetic(vf.ToolsetConfig())]
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == "42")
+
+class ToolTasks(vf.Taskset[ToolTask]):
+    def load(self):
+        yield ToolTask(vf.TaskData(prompt="6*7"), self.config.task)
+
+__all__ = ["ToolTasks"]
+
+if __name__ == "__main__":
+    Arithmetic.run()
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
+    made = tmp_path_factory.mktemp("verifiers")
+    for name, text in (("vf_sums", TASKS), ("vf_guesses", GUESSES), ("vf_tools", TOOLS)):
+        (made / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        # Tool servers and pools are processes of their own.
+        patch.setenv("PYTHONPATH", str(made), prepend=os.pathsep)
+        patch.syspath_prepend(str(made))
+        yield made
+    the_host().close()
+    the_host.cache_clear()
+
+
+def played(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
+    env = VerifiersEnv(**options)
+    try:
+        return [env.reset(seed), *(env.step(reply) for reply in replies)]
+    finally:
+        env.close()
+
+
+def test_a_question_is_answered_once_and_scored_by_its_own_rewards(folder: Path) -> None:
+    (opening, _), right = played(["2"], taskset="vf-sums", tasks=2)
+    assert opening == (Turn("system", "Add."), Turn("user", "1+1="))
+    info = {"valid": True, "success": True, "metrics": {"length": 1.0}}
+    assert right == ("", 1.0, True, False, info)
+    _, wrong = played(["17"], taskset="vf-sums", tasks=2)
+    assert wrong[1:3] == (0.0, True)
+    assert wrong[4]["metrics"] == {"length": 2.0}
+
+
+def test_the_seed_chooses_the_task_and_nothing_else_does(folder: Path) -> None:
+    seen = [played([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
+    assert seen == [played([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
+    assert 5 < len(set(seen)) <= 10
+
+
+def test_an_environment_that_answers_shows_what_is_new_in_each_turn(folder: Path) -> None:
+    env = VerifiersEnv(taskset="vf-guesses", tasks=7)
+    opening, _ = env.reset(0)
+    assert opening == (Turn("user", "Guess!"),)
+    low, high, steps = 0, 6, 0
+    while True:
+        guess, steps = (low + high) // 2, steps + 1
+        said, reward, terminated, truncated, _ = env.step(str(guess))
+        if terminated:
+            break
+        assert (reward, truncated) == (0.0, False)
+        assert said in ((Turn("user", "higher"),), (Turn("user", "lower"),))
+        low, high = (guess + 1, high) if "higher" in str(said) else (low, guess - 1)
+    assert (reward, truncated) == (1.0, False)
+    assert steps <= 3
+
+
+def test_too_many_turns_are_cut_off_and_paid_for_as_they_are(folder: Path) -> None:
+    replies = ["9", "9", "9"]
+    *_, last = played(replies, taskset="vf-guesses", max_steps=3)
+    assert last[:4] == ("", 0.0, False, True)
+
+
+@pytest.mark.filterwarnings("ignore:The 'initial' parameter:DeprecationWarning")
+def test_tools_are_offered_called_and_answered(folder: Path) -> None:
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+    unknown = '<tool_call>{"name": "divide", "arguments": {}}</tool_call>'
+    (opening, _), strange, called, last = played([unknown, call, "42"], taskset="vf-tools")
+    assert opening[0].role == "system"
+    assert "Multiply two numbers." in opening[0].content
+    assert opening[1] == Turn("user", "6*7")
+    assert strange[0] == (Turn("tool", "error: there is no tool divide"),)
+    assert [step[4]["valid"] for step in (strange, called, last)] == [False, True, True]
+    assert called[0] == (Turn("tool", "42"),)
+    assert last[1:3] == (1.0, True)
+
+
+def test_what_fails_over_there_is_an_error_here(folder: Path) -> None:
+    with pytest.raises(EnvError, match="no such answer"):
+        played(["!"], taskset="vf-sums")
+    with pytest.raises(EnvError, match="invalid literal for int"):
+        played(["seven"], taskset="vf-guesses")
+    with pytest.raises(EnvError, match="vf_nothing"):
+        played([], taskset="vf-nothing")
+    with pytest.raises(EnvError, match=r"there is no seat 'agent'\. use player"):
+        played([], taskset="vf-guesses", seat="agent")
+
+
+async def test_many_episodes_of_one_process_do_not_disturb_each_other(folder: Path) -> None:
+    options = {"taskset": "vf-sums", "tasks": 10}
+    async with EnvPool.open(
+        {"sums": "verifiers"}, processes=1, base=folder, limits=EnvLimits(step_s=60)
+    ) as pool:
+        sessions = [await pool.reset("sums", options, seed) for seed in range(8)]
+        right = []
+        for session in sessions:
+            assert session.opening.moment is not None
+            right.append(str(int(session.opening.moment.text[5]) + 1))
+        replies = [
+            await session.step(answer) for session, answer in zip(sessions, right, strict=True)
+        ]
+        for session in sessions:
+            session.close()
+    assert {reply.status for reply in replies} == {EnvStatus.OK}
+    assert [reply.moment.reward for reply in replies if reply.moment] == [1.0] * 8
+
+
+def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_env("verifiers") is VerifiersEnv
+    recipe = {
+        "pipeline": "agentic",
+        "model": {"path": "x"},
+        "data": {"domains": {"a": {"environment": {"name": "verifiers"}}}},
+    }
+    loaded = recipe_from_dict(recipe).recipe.data.domains["a"].environment
+    assert loaded is not None
+    with pytest.raises(EnvError, match="config is not JSON"):
+        VerifiersEnv(taskset="x", config="{")
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(EnvError, match=r"pip install 'verifiers>=0\.4'"):
+        Host()
