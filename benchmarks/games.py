@@ -32,10 +32,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from rollick.envs.webshop import PRODUCTS
 from rollick.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-CAPS = {"frozen_lake": 0.42, "sokoban": 0.30, "webshop": 0.30}
+CAPS = {"frozen_lake": 0.42, "sokoban": 0.30, "webshop": 0.30, "tools_math": 0.45}
 """Half of what RL is to reach, at most."""
 STUDENT = {1: float("nan"), 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
@@ -78,6 +79,19 @@ def stopping_above(cap: float, run: Path) -> Generator[None]:
         watcher.join()
 
 
+def save_tiny_model(args: argparse.Namespace, folder: Path, seed: int) -> Path:
+    """The model from nothing that the game's recipes are for."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    import tiny_agents
+    import tiny_games
+
+    if args.game == "webshop":
+        return tiny_agents.save_shop_model(folder, args.products or PRODUCTS, seed)
+    if args.game == "tools_math":
+        return tiny_agents.save_tools_model(folder, seed)
+    return tiny_games.save_model(folder, seed)
+
+
 def play_seed(args: argparse.Namespace, seed: int) -> None:
     """One seed, in this process."""
     from rollick.config.load import load_recipe
@@ -92,10 +106,7 @@ def play_seed(args: argparse.Namespace, seed: int) -> None:
         shared += [f"devices.policy={args.device}", f"devices.generators={args.device}"]
     warm = ["run.name=warm_up"]
     if args.model == "tiny":
-        sys.path.insert(0, str(ROOT / "recipes"))
-        from tiny_games import save_model
-
-        warm.append(f"model.path={json.dumps(str(save_model(home / 'model', seed)))}")
+        warm.append(f"model.path={json.dumps(str(save_tiny_model(args, home / 'model', seed)))}")
     recipe = recipe_of(f"{args.game}_warm_up", tail)
     with stopping_above(args.cap, home / "warm_up"):
         result = run_recipe(load_recipe(recipe, [*shared, *warm, *args.warm]))
@@ -169,7 +180,8 @@ def parse() -> argparse.Namespace:
     args.scratch = args.scratch or args.out / f"{args.game}_{args.model}"
     args.scratch = args.scratch.resolve()
     if args.products:
-        path = json.dumps(str(Path(args.products).resolve()))
+        args.products = str(Path(args.products).resolve())
+        path = json.dumps(args.products)
         for part in ("domains", "validation"):
             args.set.append(f"data.{part}.shop.environment.options.products={path}")
     return args

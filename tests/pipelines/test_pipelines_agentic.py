@@ -17,6 +17,7 @@ from rollick.errors import ConfigError
 from rollick.observe.metrics import is_documented, read_metrics
 from rollick.pipelines.base import RunObjects, RunResult
 from rollick.pipelines.contest import play_model
+from rollick.pipelines.inspect import export_run
 from rollick.pipelines.run import run_recipe
 from rollick.testing.tiny import save_tiny
 
@@ -62,12 +63,13 @@ class Guess(TextEnv):
         return self.wanted
 '''
 LETTERS = "abcdefgh?"
+RECIPES = Path(__file__).parents[2] / "recipes"
+PRODUCTS = Path(__file__).parents[2] / "../shared/data/webshop_products.jsonl.gz"
 GAMES = [
     f"{game}{warm}{model}"
-    for game in ("frozen_lake", "sokoban", "webshop")
+    for game in ("frozen_lake", "sokoban", "webshop", "tools_math")
     for warm in ("", "_warm_up")
     for model in ("", "_smollm2")
-    if (game, model) != ("webshop", "_smollm2")
 ]
 
 
@@ -369,11 +371,48 @@ def test_held_out_lakes_are_no_training_lakes() -> None:
 
 @pytest.mark.parametrize("name", GAMES)
 def test_the_recipes_of_the_games_are_right(name: str) -> None:
-    path = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
-    recipe = load_recipe(path).recipe
+    recipe = load_recipe(RECIPES / f"{name}.yaml").recipe
     (training,), (held_out,) = recipe.data.domains.values(), recipe.data.validation.values()
     assert training.environment is not None
     assert held_out.environment is not None
-    assert (training.environment.options["split"], held_out.environment.options["split"]) == (
-        "train", "held_out",
-    )  # fmt: skip
+    # Questions of arithmetic have no split: the seeds of validation make other ones.
+    splits = (None, None) if name.startswith("tools_math") else ("train", "held_out")
+    specs = (training.environment, held_out.environment)
+    assert tuple(spec.options.get("split") for spec in specs) == splits
+
+
+@pytest.mark.parametrize("game", [pytest.param("webshop", marks=pytest.mark.slow), "tools_math"])
+def test_the_tiny_recipes_of_agents_run_from_warm_up_to_rl(
+    game: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(RECIPES)
+    import tiny_agents
+
+    options: list[str] = []
+    domain = "shop" if game == "webshop" else "arithmetic"
+    if game == "webshop":
+        if not PRODUCTS.is_file():
+            pytest.skip("the shared datasets are not here")
+        model = tiny_agents.save_shop_model(tmp_path / "model", str(PRODUCTS))
+        for part in ("domains", "validation"):
+            where = f"data.{part}.shop.environment.options.products"
+            options.append(f"{where}={json.dumps(str(PRODUCTS))}")
+    else:
+        model = tiny_agents.save_tools_model(tmp_path / "model")
+    options += [f"run.folder={json.dumps(str(tmp_path))}", "run.steps=1", "run.threads=1"]
+    options += ["cluster.backend=inline", "observe.live=off", "observe.sinks=[]"]
+    options += ["evaluate.every=1", f"data.validation.{domain}.environment.tasks=2"]
+    warm_up = RECIPES / f"{game}_warm_up.yaml"
+    start = run_recipe(
+        load_recipe(
+            warm_up,
+            [*options, f"model.path={json.dumps(str(model))}", "train.batch_size=4"],
+        )
+    )
+    assert start.metrics["train/loss"] > 0
+    exported = export_run(start.folder, tmp_path / "start")
+    small = ["rollout.groups_per_step=2", "rollout.group_size=2", "rollout.drop_no_signal=false"]
+    path = f"model.path={json.dumps(str(exported))}"
+    result = run_recipe(load_recipe(RECIPES / f"{game}.yaml", [*options, path, *small]))
+    assert (result.step, result.metrics["env/episodes"]) == (1, 4)
+    assert 0.0 <= result.metrics["eval/pass@1"] <= 1.0

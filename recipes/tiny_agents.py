@@ -1,0 +1,75 @@
+"""The tiny models that the recipes of WebShop and of tools start from: random weights, and a
+tokenizer for what is read and written there.
+
+    python recipes/tiny_agents.py webshop runs/tiny_shop ../shared/data/webshop_products.jsonl.gz
+    python recipes/tiny_agents.py tools runs/tiny_tools
+
+In the shop a token is a frequent piece of what stands on the pages of training trips; with tools it
+is a letter, or a phrase that every question has.
+"""
+
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rollick.envs.webshop import WebShop
+from rollick.testing.tiny import ALPHABET, SPECIAL, save_tiny, tiny_model, tiny_tokenizer
+
+PHRASES = ("What is ", "<calculator>", "</calculator>", "The answer is ")
+TOOLS_SIZES = {"hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "max_length": 256}
+SHOP_SIZES = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "max_length": 1024}
+PIECES, TRIPS = 2048, 300
+
+
+def save_tools_model(folder: Path, seed: int = 0) -> Path:
+    return save_tiny(folder, alphabet=[*ALPHABET, *PHRASES], seed=seed, **TOOLS_SIZES)
+
+
+def save_shop_model(folder: Path, products: str, seed: int = 0) -> Path:
+    tokenizer = shop_tokenizer(products)
+    tiny_model(len(tokenizer), seed=seed, **SHOP_SIZES).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def shop_tokenizer(products: str) -> PreTrainedTokenizerFast:
+    """Pieces of the texts of trips to the shop; never of a trip that is held out."""
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=PIECES,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [text for seed in range(TRIPS) for text in trip(products, seed)]
+    pieces.train_from_iterator(texts, trainer)
+    pad, bos, eos, unknown = SPECIAL
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=pieces, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unknown
+    )
+    tokenizer.chat_template = tiny_tokenizer().chat_template
+    return tokenizer
+
+
+def trip(products: str, seed: int) -> list[str]:
+    """What is read and written on the way that the solver takes."""
+    shop = WebShop(products=products, style="plain", rules=False, per_page=3, split="train")
+    page, _ = shop.reset(seed)
+    texts = [str(page)]
+    while (action := shop.solve()) is not None:
+        page, _, over, late, _ = shop.step(action)
+        texts += [action, str(page)]
+        if over or late:
+            break
+    return texts
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "webshop":
+        save_shop_model(Path(sys.argv[2]), sys.argv[3])
+    else:
+        save_tools_model(Path(sys.argv[2]))
