@@ -1,17 +1,20 @@
 """Environments that are fast and slow: turns by sample against turns in lockstep, on Ray.
 
-    python benchmarks/agentic.py [--json] [--seeds 0 1 2] [--steps 3] [--unit 0.02]
+    python benchmarks/agentic.py [--json] [--seeds 0 1 2] [--steps 4] [--turns 24] [--unit 0.05]
 
 Every step of the environment waits between 1 and 50 units of `--unit` seconds, log-uniformly, by
 the task's seed, the turn and what was replied. Three ways to play the same tasks, with the same
-model, engine, cores and numbers of samples:
+model, engine, cores, threads and numbers of samples and turns:
 
     lockstep   a batch barrier: nobody generates a turn before all have got their observation
     sample     each sample goes on as soon as its own observation is there
     stale      the same with rollout.max_staleness 1: the next step's samples start meanwhile
 
-Wall-clock is that of the training steps after the first, from one batch to the next; the same
-number of samples in each (asserted). The last line with --json has the seconds and the quotients.
+Wall-clock is that of all training steps, from one batch to the next (what `stale` does ahead in the
+first is missing in the last); the same number of samples in each (asserted). The last line with
+--json has the seconds, the quotients, and `waits_alone`: the quotient of lockstep and sample if
+nothing but such waits took time. It grows with the turns, because the waits of a sample even out:
+1.95 with 8 turns, 2.16 with 12, 2.5 with 24, and 3.8 in the end.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from statistics import mean
 from typing import Any
 
@@ -35,27 +39,26 @@ from rollick.rollout.episode import Access, Episode
 from rollick.testing.tiny import save_tiny
 from rollick.types import Completion, Prompt, Request, Sample, SampleId
 
-TURNS = 12
 GROUPS, SIZE = 8, 8
-ENVIRONMENT = f'''
+ENVIRONMENT = '''
 import time
 from rollick import TextEnv
 from rollick.types import stable_hash
 
 class Waits(TextEnv):
-    """{TURNS} turns, each of which takes 1 to 50 units of time."""
-    def __init__(self, *, unit):
-        self.unit, self.turns, self.seed, self.said = unit, 0, 0, ""
+    """So many turns, each of which takes 1 to 50 units of time."""
+    def __init__(self, *, unit, most):
+        self.unit, self.most, self.turns, self.seed, self.said = unit, most, 0, 0, ""
     def reset(self, seed):
         self.seed = seed
-        return "go", {{}}
+        return "go", {}
     def step(self, action):
         self.turns += 1
         self.said += action
         chance = (stable_hash("waits", self.seed, self.turns, self.said) % 10**6) / 10**6
         time.sleep(self.unit * 50**chance)
-        over = self.turns == {TURNS}
-        return "on", float(len(action) % 2), over, False, {{}}
+        over = self.turns == self.most
+        return "on", float(len(action) % 2), over, False, {}
 '''
 
 
@@ -129,17 +132,40 @@ def in_lockstep(samples: int) -> Generator[None]:
         rlvr.playing_episode = plain
 
 
-def recipe_of(home: Path, name: str, *, seed: int, steps: int, unit: float) -> dict[str, Any]:
+def waits_alone(turns: int, *, tries: int = 200) -> float:
+    """What lockstep costs against waiting by sample, if waits are all that takes time."""
+    random = Random(0)
+    ratios: list[float] = []
+    for _ in range(tries):
+        waits = [[50 ** random.random() for _ in range(turns)] for _ in range(GROUPS * SIZE)]
+        together = sum(max(of_turn) for of_turn in zip(*waits, strict=True))
+        ratios.append(together / max(sum(of_sample) for of_sample in waits))
+    return mean(ratios)
+
+
+def recipe_of(
+    home: Path, name: str, *, seed: int, steps: int, turns: int, unit: float
+) -> dict[str, Any]:
     (home / "waits.py").write_text(ENVIRONMENT)
-    sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": 256}
+    # A turn has at most 4 tokens of the policy and 3 of the environment.
+    length = 8 * turns + 16
+    sizes = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": length}
     model = save_tiny(home / f"model{seed}", seed=seed, **sizes)
-    environment = {"name": "waits.py:Waits", "turn_tokens": 4, "options": {"unit": unit}}
+    environment: dict[str, Any] = {"name": "waits.py:Waits", "turn_tokens": 4}
+    environment |= {"options": {"unit": unit, "most": turns}}
     return {
         "pipeline": "agentic",
-        "run": {"steps": steps + 1, "seed": seed, "name": name, "folder": str(home / "runs")},
+        "run": {
+            "steps": steps,
+            "seed": seed,
+            "name": name,
+            "folder": str(home / "runs"),
+            # With two, the threads of a model as small as this wait for each other.
+            "threads": 1,
+        },
         "model": {"path": str(model)},
         "data": {"domains": {"waits": {"environment": environment}}},
-        "sampling": {"max_tokens": 60},
+        "sampling": {"max_tokens": 4 * turns + 4},
         "rollout": {
             "groups_per_step": GROUPS,
             "group_size": SIZE,
@@ -148,23 +174,21 @@ def recipe_of(home: Path, name: str, *, seed: int, steps: int, unit: float) -> d
             "max_staleness": 1 if name.startswith("stale") else 0,
         },
         "train": {"optimizer": {"lr": 1e-6}},
-        "infer": {"slots": 2 * GROUPS * SIZE, "max_length": 250},
+        "infer": {"slots": 2 * GROUPS * SIZE, "max_length": length},
         "observe": {"sinks": [], "live": "off"},
     }
 
 
-def measure(home: Path, way: str, *, seed: int, steps: int, unit: float) -> float:
+def measure(home: Path, way: str, **load: Any) -> float:
     """Seconds of a training step."""
-    name = f"{way}{seed}"
-    loaded = recipe_from_dict(
-        recipe_of(home, name, seed=seed, steps=steps, unit=unit), base=home, origin=name
-    )
+    name = f"{way}{load['seed']}"
+    loaded = recipe_from_dict(recipe_of(home, name, **load), base=home, origin=name)
     if way == "lockstep":
         with in_lockstep(GROUPS * SIZE):
             result = run_recipe(loaded)
     else:
         result = run_recipe(loaded)
-    rows = read_metrics(result.folder / "metrics.jsonl")[1:]
+    rows = read_metrics(result.folder / "metrics.jsonl")
     assert all(row["rollout/samples"] == GROUPS * SIZE for row in rows)
     return mean(row["time/step"] for row in rows)
 
@@ -172,24 +196,29 @@ def measure(home: Path, way: str, *, seed: int, steps: int, unit: float) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--unit", type=float, default=0.02)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--unit", type=float, default=0.05)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     seconds: dict[str, list[float]] = {"lockstep": [], "sample": [], "stale": []}
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for way, found in seconds.items():
-                found.append(
-                    measure(Path(folder), way, seed=seed, steps=args.steps, unit=args.unit)
-                )
+                load = {"steps": args.steps, "turns": args.turns, "unit": args.unit}
+                found.append(measure(Path(folder), way, seed=seed, **load))
                 sys.stderr.write(f"{way} seed {seed}: {found[-1]:.2f} s a step\n")
     quotients = {
         way: [slow / fast for slow, fast in zip(seconds["lockstep"], found, strict=True)]
         for way, found in seconds.items()
         if way != "lockstep"
     }
-    figures = {"seconds": seconds, "times_faster_than_lockstep": quotients}
+    figures: dict[str, Any] = {
+        "turns": args.turns,
+        "seconds": seconds,
+        "times_faster_than_lockstep": quotients,
+    }
+    figures["waits_alone"] = waits_alone(args.turns)
     sys.stdout.write(json.dumps(figures, indent=None if args.json else 1) + "\n")
 
 

@@ -19,7 +19,7 @@ from rollick.testing.tiny import ALPHABET, SPECIAL, save_tiny, tiny_model, tiny_
 
 PHRASES = ("What is ", "<calculator>", "</calculator>", "The answer is ")
 TOOLS_SIZES = {"hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "max_length": 256}
-SHOP_SIZES = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 4, "max_length": 1024}
+SHOP_SIZES = {"hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "max_length": 1024}
 PIECES, TRIPS = 2048, 300
 
 

@@ -252,8 +252,6 @@ def _seated(vf: Any, config: Mapping[str, Any], seat: str, *, max_turns: int) ->
 
 def _harness_module(vf: Any) -> ModuleType:
     """A module as verifiers looks for it: a harness class that `__all__` names."""
-    httpx: Any = import_module("httpx")
-    mcp: Any = import_module("verifiers.v1.harnesses.utils.mcp")
     to_wire: Any = import_module("verifiers.v1.dialects.chat").message_to_wire
 
     class PolicyHarness(vf.Harness):
@@ -270,39 +268,54 @@ def _harness_module(vf: Any) -> ModuleType:
             mcp_urls: Mapping[str, str], data: Any,
         ) -> Any:  # fmt: skip
             system, prompt = self.resolve_prompt(data)
-            messages: list[Any] = [{"role": "system", "content": system}] if system else []
+            messages: list[Message] = [{"role": "system", "content": system}] if system else []
             if isinstance(prompt, str):
                 messages.append({"role": "user", "content": prompt})
             else:
                 messages += [to_wire(message) for message in prompt or ()]
-            servers = {name: {"url": url} for name, url in mcp_urls.items()}
-            async with AsyncExitStack() as stack:
-                client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
-                tools, places, open_servers = await mcp.connect_mcp({"mcpServers": servers}, stack)
-                body = {"model": ctx.model, "messages": messages}
-                body |= {"tools": tools} if tools else {}
-                while True:
-                    answer = await client.post(
-                        f"{endpoint}/chat/completions",
-                        json=body,
-                        headers={"Authorization": f"Bearer {secret}"},
-                    )
-                    if answer.status_code != 200:
-                        # A stop of the environment's own (a limit, a rule) comes as an error, too.
-                        return vf.ProgramResult(exit_code=1, stdout="", stderr=answer.text)
-                    message = answer.json()["choices"][0]["message"]
-                    messages.append(message)
-                    if not message.get("tool_calls"):
-                        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
-                    for call in message["tool_calls"]:
-                        said = await _call_tool(mcp, open_servers, places, call)
-                        messages.append(
-                            {"role": "tool", "tool_call_id": call["id"], "content": said}
-                        )
+            said = await _converse(
+                f"{endpoint}/chat/completions",
+                messages,
+                model=ctx.model,
+                secret=secret,
+                tool_urls=mcp_urls,
+            )
+            # A stop of the environment's own (a limit, a rule) comes as an error, too.
+            return vf.ProgramResult(exit_code=int(bool(said)), stdout="", stderr=said)
 
     module = ModuleType(HARNESS)
     module.__dict__.update(PolicyHarness=PolicyHarness, __all__=["PolicyHarness"])
     return module
+
+
+async def _converse(
+    url: str,
+    messages: list[Message],
+    *,
+    model: str,
+    secret: str,
+    tool_urls: Mapping[str, str],
+) -> str:
+    """Until the model wants no tool any more. What the endpoint says if it refuses a request."""
+    httpx: Any = import_module("httpx")
+    mcp: Any = import_module("verifiers.v1.harnesses.utils.mcp")
+    config = {"mcpServers": {name: {"url": address} for name, address in tool_urls.items()}}
+    async with AsyncExitStack() as stack:
+        headers = {"Authorization": f"Bearer {secret}"}
+        client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, headers=headers))
+        tools, places, servers = await mcp.connect_mcp(config, stack)
+        body = {"model": model, "messages": messages} | ({"tools": tools} if tools else {})
+        while True:
+            answer = await client.post(url, json=body)
+            if answer.status_code != 200:
+                return answer.text or f"status {answer.status_code}"
+            message = answer.json()["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
+                return ""
+            for call in message["tool_calls"]:
+                said = await _call_tool(mcp, servers, places, call)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
 
 
 async def _call_tool(mcp: Any, servers: Any, places: Any, call: Mapping[str, Any]) -> Any:
