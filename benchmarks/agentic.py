@@ -14,7 +14,7 @@ Wall-clock is that of all training steps, from one batch to the next (what `stal
 first is missing in the last); the same number of samples in each (asserted). The last line with
 --json has the seconds, the quotients, and `waits_alone`: the quotient of lockstep and sample if
 nothing but such waits took time. It grows with the turns, because the waits of a sample even out:
-1.95 with 8 turns, 2.16 with 12, 2.5 with 24, and 3.8 in the end.
+1.96 with 8 turns, 2.16 with 12, 2.5 with 24, and 3.8 in the end.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-GOALS = {"frozen_lake": 0.85, "sokoban": 0.60, "webshop": 0.60}
+GOALS = {"frozen_lake": 0.85, "sokoban": 0.60, "webshop": 0.60, "tools_math": 0.90}
 TITLES = {"tiny": "a tiny model on two cores", "smollm2": "SmolLM2-135M-Instruct on one H200"}
 
 for game, goal in GOALS.items():
@@ -20,7 +20,7 @@ for game, goal in GOALS.items():
             steps, success, _ = zip(*run["curve"], strict=True)
             axes.plot(steps, success, marker="o", label=f"seed {seed}")
         axes.axhline(goal, color="black", linestyle=":", label="goal")
-        axes.set(xlabel="step of RL", ylabel="held-out puzzles solved, greedy", ylim=(0, 1))
+        axes.set(xlabel="step of RL", ylabel="held-out tasks solved, greedy", ylim=(0, 1))
         axes.set_title(f"{game.replace('_', ' ')}, {title}")
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")

@@ -42,16 +42,28 @@ class FrozenLake(GridGame):
         rules: bool = True,
         invalid_reward: float = 0.0,
         progress_reward: float = 0.0,
+        careless: float = 0.0,
         split: Split = "all",
     ) -> None:
         """`holes`: the share of the cells; `slip`: the chance that a step goes astray;
         `max_steps` in turns, by default several times the longest way. `invalid_reward`: for a
         reply that is no action; `progress_reward`: for each step nearer to the goal, less it for
-        one away from it. `split`: which lakes (one of five is held out)."""
-        if size < 2 or not 0 <= holes < 1 or not 0 <= slip <= 1 or symbols not in SYMBOLS:
+        one away from it. `careless`: the chance that the solver takes a step without looking for
+        holes, down if it can and else to the right; it shows how to walk, then, and leaves
+        something to learn. `split`: which lakes (one of five is held out)."""
+        shares = holes < 1 and all(0 <= share <= 1 for share in (holes, slip, careless))
+        if size < 2 or not shares or symbols not in SYMBOLS:
             raise EnvError(
-                f"no lake has size={size}, holes={holes}, slip={slip}, symbols={symbols!r}",
-                fix=f"size from 2, holes and slip from 0 to 1, symbols of {', '.join(SYMBOLS)}",
+                f"no lake has size={size}, holes={holes}, slip={slip}, careless={careless}, "
+                f"symbols={symbols!r}",
+                fix="size from 2, holes, slip and careless from 0 to 1, "
+                f"symbols of {', '.join(SYMBOLS)}",
+            )
+        if careless and (slip or progress_reward):
+            raise EnvError(
+                f"careless={careless} is for a solver that knows where it goes, and progress is "
+                "counted along its way",
+                fix="leave slip and progress_reward at 0",
             )
         if slip and progress_reward:
             raise EnvError(
@@ -70,6 +82,7 @@ class FrozenLake(GridGame):
         self.size = size
         self.holes = holes
         self.slip = slip
+        self.careless = careless
         self.symbols = SYMBOLS[symbols]
         self.width = size + 2
         self.moves = offsets(self.width)
@@ -135,7 +148,10 @@ class FrozenLake(GridGame):
         if self.slip:
             self.policy = self.policy or self._best_policy()
             return [self.policy[self.player]]
-        return path(self.player, self.goal, self.ice, self.width, random=self.random)
+        if self.careless and self.random.random() < self.careless:
+            return [DOWN if self.player // self.width < self.size else RIGHT]
+        way = path(self.player, self.goal, self.ice, self.width, random=self.random)
+        return way[:1] if way and self.careless else way
 
     def draw(self) -> Frame:
         tile = {self.symbols[HOLE]: "hole", self.symbols[GOAL]: "goal", self.symbols[START]: "ice"}

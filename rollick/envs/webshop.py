@@ -25,6 +25,8 @@ from rollick.errors import EnvError
 PRODUCTS = "../shared/data/webshop_products.jsonl.gz"
 FOUND = 50
 """Products that a search finds at most."""
+CARE = 0.35
+"""The chance that a careless shopper searches for a word of the instruction."""
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
 PAGES = ("description", "features")
 _ACTION = re.compile(r"\s*(search|click)\s*\[(.*)\]\s*", re.IGNORECASE | re.DOTALL)
@@ -44,9 +46,11 @@ class Place:
 
     @property
     def key(self) -> str:
-        asin = self.item.asin if self.item else ""
+        """What a step is compared by; at an item, it does not matter which search has found it."""
+        if self.item is None:
+            return "|".join([self.kind, self.words, str(self.page)])
         options = ";".join(f"{name}={value}" for name, value in sorted(self.chosen.items()))
-        return "|".join([self.kind, self.words, str(self.page), asin, options, self.text])
+        return "|".join([self.kind, self.item.asin, options, self.text])
 
 
 class WebShop(TextEnv):
@@ -63,9 +67,15 @@ class WebShop(TextEnv):
         style: Format = "answer",
         rules: bool = True,
         invalid_reward: float = 0.0,
+        progress_reward: float = 0.0,
+        careless: bool = False,
     ) -> None:
         """`products`: the file; `split`: whose goals; `goals`: made from products or written by
-        people; `invalid_reward`: for a reply that is no action or a button that is not there."""
+        people; `invalid_reward`: for a reply that is no action or a button that is not there;
+        `progress_reward`: as many times as much as the purchase would be worth more than before
+        the step, or less. `careless`: the solver searches for some of the words only, opens any
+        product that it sees, and buys it with the options that were asked for: it shows how to
+        shop, and leaves something to learn."""
         if split not in ("train", "held_out") or goals not in ("made", "human"):
             raise EnvError(
                 f"no shop has split={split!r} and goals={goals!r}",
@@ -81,6 +91,8 @@ class WebShop(TextEnv):
         self.style: Format = style
         self.rules = rules
         self.invalid_reward = invalid_reward
+        self.progress_reward = progress_reward
+        self.careless = careless
         self.place = Place()
         self.steps = 0
         self.searches = 0
@@ -89,6 +101,7 @@ class WebShop(TextEnv):
     def reset(self, seed: int) -> Reset:
         random = random_of("webshop", seed, self.split)
         self.goal = choose_goal(self.catalogue, random, split=self.split, human=self.human)
+        self.random = random
         text = self._page()
         if self.rules:
             how = ask(self.style, "one action")
@@ -117,6 +130,8 @@ class WebShop(TextEnv):
         if not valid:
             text = f"That is not possible here.\n{text}"
         reward = 0.0 if valid else self.invalid_reward
+        if self.progress_reward:
+            reward += self.progress_reward * (self._worth_now(self.place) - self._worth_now(before))
         return text, reward, False, self.steps >= self.max_steps, info
 
     def legal_actions(self) -> Sequence[str]:
@@ -129,6 +144,12 @@ class WebShop(TextEnv):
 
     def solve(self) -> str | None:
         return None if self.bought else write_reply(self._next_action(), self.style)
+
+    def _worth_now(self, place: Place) -> float:
+        """What buying here and now would pay; nothing where there is nothing to buy."""
+        if place.item is None:
+            return 0.0
+        return judge(self.goal, place.item, place.chosen).reward
 
     def _act(self, answer: str) -> bool:
         """Do what the answer says; False if it says nothing that can be done here."""
@@ -223,11 +244,17 @@ class WebShop(TextEnv):
         if place.kind == "search":
             values = goal.options.values()
             words = [goal.product.query, *goal.attributes, *values]
+            if self.careless:
+                more = [word for word in words[1:] if self.random.random() < CARE]
+                return f"search[{' '.join([words[0], *more])}]"
             return f"search[{' '.join(words) if self.searches == 0 else goal.product.title}]"
         if place.kind == "text":
             return f"click[{PREVIOUS}]"
         if place.item is not None:
             return self._finish(place.item)
+        if self.careless:
+            shown = self._shown()
+            return f"click[{self.random.choice(shown).asin.lower() if shown else BACK}]"
         fits = next((p for p in place.found if _worth(goal, p) == 1.0), None)
         if fits is None:
             return f"click[{BACK}]"
@@ -237,7 +264,7 @@ class WebShop(TextEnv):
         return f"click[{NEXT if ahead else PREVIOUS}]"
 
     def _finish(self, item: Product) -> str:
-        if _worth(self.goal, item) < 1.0:
+        if _worth(self.goal, item) < 1.0 and not self.careless:
             return f"click[{BACK}]"
         wanted = best_choice(self.goal, item)
         for label, (name, value) in _option_labels(item).items():

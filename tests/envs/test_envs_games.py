@@ -128,6 +128,15 @@ def test_slippery_ice_pays_for_no_progress() -> None:
         FrozenLake(slip=0.5, progress_reward=0.1)
 
 
+def test_a_careless_solver_does_not_look_for_holes_and_drowns() -> None:
+    def success(careless: float) -> float:
+        options = {"careless": careless}
+        return play_many(FrozenLake, range(200), options=options, policy=play_solver).success
+
+    assert success(0.0) == 1.0
+    assert success(1.0) < success(0.6) < success(0.3) < 1.0
+
+
 def test_a_hole_ends_the_episode_with_nothing() -> None:
     text, reward, terminated, _, info = lake("SF", "HG").step("Down")
     assert (text, reward, terminated) == ("You lost.\nSF\nXG", 0.0, True)
@@ -255,6 +264,7 @@ def test_several_moves_in_a_turn_stop_at_the_end_of_the_game() -> None:
 @pytest.mark.parametrize(
     ("make", "options"),
     [(FrozenLake, {"size": 1}), (FrozenLake, {"slip": 2}), (Sokoban, {"size": 4}),
+     (FrozenLake, {"careless": 0.5, "progress_reward": 1}),
      (Sokoban, {"boxes": 9}), (Sokoban, {"symbols": "runes"}), (FrozenLake, {"max_steps": -1})],
 )  # fmt: skip
 def test_impossible_options_are_refused(make: type[TextEnv], options: dict[str, Any]) -> None:

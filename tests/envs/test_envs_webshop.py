@@ -201,6 +201,34 @@ def test_a_thousand_random_trips_raise_nothing_and_repeat(real: dict[str, Any]) 
     assert (first.reward, first.steps) == (again.reward, again.steps)
 
 
+def test_progress_pays_for_what_the_purchase_is_worth_more_and_takes_it_back(file: Path) -> None:
+    env = trip(file, progress_reward=2.0)
+    walk = ["search[shirt]", "click[b01]", "click[navy]", "click[blue]", "click[< prev]"]
+    # Of attribute, two options and price, two are met by the bare shirt and a third by its colour.
+    assert [env.step(action)[1] for action in walk] == [0.0, 1.0, 0.5, -0.5, -1.0]
+
+
+def test_an_item_is_the_same_state_whichever_search_has_found_it(file: Path) -> None:
+    states = []
+    for words in ("shirt", "cotton shirt"):
+        env = trip(file)
+        found = env.step(f"search[{words}]")[4]["state"]
+        states.append((found, env.step("click[b01]")[4]["state"]))
+    (first, item), (second, same) = states
+    assert first != second
+    assert item == same
+    assert env.step("click[navy]")[4]["state"] != item
+
+
+def test_a_careless_shopper_buys_something_with_the_options_that_were_asked_for(
+    real: dict[str, Any],
+) -> None:
+    options = {**real, "careless": True, "per_page": 3}
+    report = play_many(WebShop, range(300), options=options, policy=play_solver)
+    assert (report.errors, report.valid) == (0, 1.0)
+    assert 0.2 < report.success < 0.4
+
+
 def test_no_product_is_a_goal_of_both_splits(real: dict[str, Any]) -> None:
     catalogue = load_catalogue(SHARED.resolve())
     train, held = (catalogue.goals["made", split] for split in ("train", "held_out"))
