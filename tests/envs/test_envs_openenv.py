@@ -183,6 +183,8 @@ def test_it_has_a_name_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     assert find_env("openenv") is RemoteEnv
     with pytest.raises(EnvError, match="reset is not JSON"):
         RemoteEnv(url="http://x", reset="{")
+    with pytest.raises(EnvError, match="reset must be an object, not '3'"):
+        RemoteEnv(url="http://x", reset="3")
     monkeypatch.setitem(sys.modules, "openenv", None)
     monkeypatch.setattr("rollick.envs.adapters.remote.action_schema", lambda _: {})
     with pytest.raises(EnvError, match=r"pip install 'openenv>=0\.10'"):

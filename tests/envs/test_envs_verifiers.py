@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from rollick.config.load import recipe_from_dict
 from rollick.envs.adapters.verifier import VerifiersEnv
-from rollick.envs.adapters.verifier_host import Host, the_host
+from rollick.envs.adapters.verifier_host import HARNESS, Host, made_host, the_host
 from rollick.envs.base import find_env
 from rollick.envs.child import EnvStatus
 from rollick.envs.pool import EnvLimits, EnvPool
@@ -119,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.syspath_prepend(str(made))
         yield made
     the_host().close()
-    the_host.cache_clear()
+    made_host.cache_clear()
 
 
 def played(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
@@ -183,6 +188,71 @@ def test_tools_are_offered_called_and_answered(folder: Path) -> None:
     assert last[1:3] == (1.0, True)
 
 
+class ModelledUser(BaseHTTPRequestHandler):
+    """Asks, and is content with the first answer."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = "One and one?" if len(body["messages"]) == 2 else "###DONE###"
+        choice = {"index": 0, "finish_reason": "stop"}
+        message = {"role": "assistant", "content": said}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "user"}
+        content = json.dumps(answer | {"choices": [choice | {"message": message}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def user_url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ModelledUser) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+USER = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
+"""The stock harness would start a program."""
+
+
+def test_of_two_seats_the_policy_plays_its_own(folder: Path, user_url: str) -> None:
+    client = {"type": "eval", "base_url": user_url, "api_key_var": "ROLLICK_NO_KEY"}
+    config = {"user": {**USER, "client": client}}
+    (opening, _), last = played(
+        ["2"], taskset="vf-sums", env="user-sim", seat="assistant", tasks=2, config=config
+    )
+    assert opening == (Turn("system", "Add."), Turn("user", "One and one?"))
+    info = {"valid": True, "success": True, "metrics": {"length": 1.0, "user_turns": 2.0}}
+    assert last == ("", 1.0, True, False, info)
+
+
+def test_a_seat_without_a_client_is_not_played_by_the_policy(folder: Path) -> None:
+    options: dict[str, Any] = {"taskset": "vf-sums", "env": "user-sim", "config": {"user": USER}}
+    with pytest.raises(EnvError, match="give it a client of its own"):
+        played([], seat="assistant", **options)
+    with pytest.raises(EnvError, match="the seats assistant, user"):
+        played([], **options)
+
+
+def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> None:
+    the_host().close()
+    made_host.cache_clear()
+    config = {"taskset": {"id": "vf-sums"}}
+    with ThreadPoolExecutor(8) as threads:
+        asking = [threads.submit(the_host) for _ in range(8)]
+        [host] = {future.result() for future in asking}
+        open_it = partial(host.open, config, seat="", tasks=3, max_turns=1)
+        opening = [threads.submit(open_it) for _ in range(8)]
+        assert len({id(future.result()) for future in opening}) == 1
+
+
 def test_what_fails_over_there_is_an_error_here(folder: Path) -> None:
     with pytest.raises(EnvError, match="no such answer"):
         played(["!"], taskset="vf-sums")
@@ -224,6 +294,8 @@ def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert loaded is not None
     with pytest.raises(EnvError, match="config is not JSON"):
         VerifiersEnv(taskset="x", config="{")
+    with pytest.raises(EnvError, match=r"config must be an object, not '\[1\]'"):
+        VerifiersEnv(taskset="x", config="[1]")
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(EnvError, match=r"pip install 'verifiers>=0\.4'"):

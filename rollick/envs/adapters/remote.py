@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any, cast
 from urllib.request import urlopen
 
+from rollick.envs.adapters.options import mapping_option
 from rollick.envs.base import Reset, Step, TextEnv
 from rollick.envs.formats import Format, ask, read_reply
 from rollick.envs.tools.calls import (
@@ -67,7 +68,7 @@ class RemoteEnv(TextEnv):
             )
         self.url = url.rstrip("/")
         self.show = show
-        self.arguments = _arguments(reset)
+        self.arguments = mapping_option("reset", reset)
         self.style: Format = style
         self.calls: CallStyle = calls
         self.role = role
@@ -190,16 +191,6 @@ def _openenv() -> Any:
             fix="pip install 'openenv>=0.10'; it wants older versions of mcp and pillow than "
             "other parts of rollick, so give it a Python environment of its own",
         ) from None
-
-
-def _arguments(reset: str | Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        said = json.loads(reset or "{}") if isinstance(reset, str) else dict(reset)
-    except ValueError as error:
-        raise EnvError(f"reset is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise EnvError(f"reset must be an object, not {reset!r}")
-    return cast("dict[str, Any]", said)
 
 
 def _only_field(schema: Mapping[str, Any]) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from rollick.envs.adapters.options import mapping_option
 from rollick.envs.adapters.verifier_host import Asked, Ended, Message, Talk, the_host
 from rollick.envs.base import Reset, Step, TextEnv
 from rollick.envs.tools.calls import (
@@ -121,10 +122,12 @@ class VerifiersEnv(TextEnv):
         return Turn(role, _text(message))
 
     def _end(self, event: Ended, *, valid: bool) -> Step:
+        assert self.talk is not None
         episode = _episode_of(event)
-        [trace, *others] = episode.traces
-        if others:
-            raise EnvError(f"the episode has {1 + len(others)} traces, and the policy only one")
+        traces = [trace for trace in episode.traces if trace.agent.name == self.talk.seat]
+        if len(traces) != 1:
+            raise EnvError(f"the policy has {len(traces)} traces in the episode, and must have one")
+        [trace] = traces
         reward = float(trace.reward)
         cut = bool(trace.is_truncated)
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -133,13 +136,7 @@ class VerifiersEnv(TextEnv):
 
 
 def _config(config: str | Mapping[str, Any], *, taskset: str, env: str) -> dict[str, Any]:
-    try:
-        said = json.loads(config or "{}") if isinstance(config, str) else dict(config)
-    except ValueError as error:
-        raise EnvError(f"config is not JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise EnvError(f"config must be an object, not {config!r}")
-    known = cast("dict[str, Any]", said)
+    known = mapping_option("config", config)
     of_taskset: dict[str, Any] = {**known.get("taskset", {}), "id": taskset}
     return {**known, "taskset": of_taskset} | ({"id": env} if env else {})
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ from rollick.errors import EnvError
 HARNESS = "rollick_policy_harness"
 """The name by which verifiers finds PolicyHarness; it imports harnesses by name."""
 SESSION = "X-Session-ID"
+MAKING = Lock()
+"""Environments of several threads ask for the host at once."""
 OPENING_S = 300.0
 """For loading an environment and its tasks."""
 
@@ -62,6 +64,8 @@ class Talk:
     """One episode under way: what it asked last, and the way back to it."""
 
     loop: asyncio.AbstractEventLoop
+    seat: str
+    """The policy's; the others' requests do not come here."""
     events: SimpleQueue[Asked | Ended] = field(default_factory=SimpleQueue[Asked | Ended])
     answer: asyncio.Future[Message] | None = None
     run: Future[None] | None = None
@@ -94,6 +98,8 @@ class OpenEnvironment:
     """An environment of verifiers that serves, and the tasks to choose from."""
 
     env: Any
+    seat: str
+    """The policy's."""
     tasks: tuple[Any, ...]
 
 
@@ -106,6 +112,7 @@ class Host:
         self.talks: dict[str, Talk] = {}
         self.running: set[asyncio.Task[Any]] = set()
         self.opened: dict[str, OpenEnvironment] = {}
+        self.opening = Lock()
         self.stack = AsyncExitStack()
         sys.modules[HARNESS] = _harness_module(self.vf)
         self.thread = Thread(target=self.loop.run_forever, name="verifiers", daemon=True)
@@ -117,14 +124,16 @@ class Host:
     ) -> OpenEnvironment:
         """The environment of this config, made once; its first `tasks` tasks."""
         key = json.dumps([config, seat, tasks, max_turns], sort_keys=True)
-        if key not in self.opened:
-            seated = _seated(self.vf, config, seat, max_turns=max_turns)
-            self.opened[key] = self._do(self._open(seated, tasks))
-        return self.opened[key]
+        with self.opening:
+            if key not in self.opened:
+                mine = _seat_of(self.vf, config, seat)
+                seated = _seated(config, mine, max_turns=max_turns)
+                self.opened[key] = self._do(self._open(seated, mine, tasks=tasks))
+            return self.opened[key]
 
     def play(self, opened: OpenEnvironment, task: Any) -> Talk:
         """Start an episode."""
-        talk = Talk(self.loop)
+        talk = Talk(self.loop, opened.seat)
         talk.run = asyncio.run_coroutine_threadsafe(self._play(opened, task, talk), self.loop)
         return talk
 
@@ -163,7 +172,8 @@ class Host:
         web: Any = import_module("aiohttp.web")
         talk = self.talks.get(request.headers.get(SESSION, ""))
         if talk is None:
-            return web.json_response({"error": {"message": "no such session"}}, status=404)
+            said = "the policy does not play this seat: give it a client of its own in the config"
+            return web.json_response({"error": {"message": said}}, status=404)
         body = await request.json()
         try:
             message = await talk.ask(body["messages"], body.get("tools") or ())
@@ -183,13 +193,13 @@ class Host:
             }
         )
 
-    async def _open(self, config: Mapping[str, Any], tasks: int) -> OpenEnvironment:
+    async def _open(self, config: Mapping[str, Any], seat: str, *, tasks: int) -> OpenEnvironment:
         env = self.vf.load_environment(self.vf.resolve_env_config(config))
         await self.stack.enter_async_context(env.serving())
         chosen = tuple(await asyncio.to_thread(lambda: list(env.taskset.take(tasks))))
         if not chosen:
             raise EnvError(f"the taskset {config['taskset']['id']} of verifiers has no tasks")
-        return OpenEnvironment(env, chosen)
+        return OpenEnvironment(env, seat, chosen)
 
     async def _play(self, opened: OpenEnvironment, task: Any, talk: Talk) -> None:
         known: list[str] = []
@@ -198,8 +208,9 @@ class Host:
         self.running.add(task_of_loop)
 
         def begun(trace: Any) -> None:
-            known.append(trace.id)
-            self.talks[trace.id] = talk
+            if trace.agent.name == talk.seat:
+                known.append(trace.id)
+                self.talks[trace.id] = talk
 
         try:
             episode = await opened.env.run_episode(task, self.context, on_trace=begun)
@@ -215,9 +226,15 @@ class Host:
                 talk.answer.set_exception(RuntimeError("the episode is over"))
 
 
-@cache
 def the_host() -> Host:
     """That of this process."""
+    with MAKING:
+        return made_host()
+
+
+@cache
+def made_host() -> Host:
+    """For `the_host`, which lets only one thread make it."""
     return Host()
 
 
@@ -232,9 +249,8 @@ def _verifiers() -> Any:
         ) from None
 
 
-def _seated(vf: Any, config: Mapping[str, Any], seat: str, *, max_turns: int) -> dict[str, Any]:
-    """The config with the policy in its seat, for so many turns: then the environment scores what
-    there is."""
+def _seat_of(vf: Any, config: Mapping[str, Any], seat: str) -> str:
+    """The policy's seat: the one that was named, or the only one."""
     kind = vf.env_config_type(config["taskset"]["id"], config.get("id", ""))
     defaults = {name: spec.default for name, spec in kind.model_fields.items()}
     seats = [name for name, value in defaults.items() if isinstance(value, vf.AgentConfig)]
@@ -245,9 +261,14 @@ def _seated(vf: Any, config: Mapping[str, Any], seat: str, *, max_turns: int) ->
         )
     if seat and seat not in seats:
         raise EnvError(f"there is no seat {seat!r}", fix=f"use {' or '.join(seats)}")
-    mine = seat or seats[0]
+    return seat or seats[0]
+
+
+def _seated(config: Mapping[str, Any], seat: str, *, max_turns: int) -> dict[str, Any]:
+    """The config with the policy in its seat, for so many turns: then the environment scores what
+    there is."""
     place = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": max_turns}
-    return {**config, mine: {**config.get(mine, {}), **place}}
+    return {**config, seat: {**config.get(seat, {}), **place}}
 
 
 def _harness_module(vf: Any) -> ModuleType:
