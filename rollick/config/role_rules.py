@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.algorithm_rules import rl_algorithms
@@ -78,44 +79,46 @@ def _the_critic_is_used(context: Context) -> Findings:
 
 @rule("judge", "devices.judge", "data")
 def _the_judge_is_used(context: Context) -> Findings:
-    recipe = context.recipe
-    if recipe.judge is not None and not recipe.asks_judge:
-        message = "has no effect: no reward asks it"
-        fix = "add the reward judge (without a url) to a domain, or remove it"
-        yield context.problem("judge", message, fix)
-    if recipe.devices.judge is not None and recipe.judge is None:
-        message = "has no effect: the recipe has no judge"
-        yield context.problem("devices.judge", message, "give judge.path, or remove it")
-    if recipe.judge is not None:
-        return
-    for path, domain in context.domains():
-        for place, reward in enumerate(domain.rewards):
-            if reward.asks_judge:
-                message = "nobody to ask: it has no url, and the recipe has no judge"
-                fix = "set the options url and model, or give judge.path"
-                yield context.problem((*path, "rewards", str(place)), message, fix)
+    yield from _check_asked(
+        context,
+        "judge",
+        reward="the reward judge (without a url)",
+        nobody="it has no url, and the recipe has no judge",
+        fix="set the options url and model, or give judge.path",
+    )
 
 
 @rule("reward_model", "devices.reward_model", "data")
 def _the_reward_model_is_used(context: Context) -> Findings:
+    yield from _check_asked(
+        context,
+        "reward_model",
+        reward="the reward model",
+        nobody="the recipe has no reward model",
+        fix="give reward_model.path",
+    )
+
+
+def _check_asked(
+    context: Context, role: Literal["judge", "reward_model"], *, reward: str, nobody: str, fix: str
+) -> Findings:
+    """A model that rewards ask is there if one does, and only then. `reward`: the one that asks;
+    `nobody`, `fix`: what is said of it without the model."""
     recipe = context.recipe
-    if recipe.reward_model is not None and not recipe.asks_reward_model:
+    is_given = getattr(recipe, role) is not None
+    if is_given and not getattr(recipe, f"asks_{role}"):
         message = "has no effect: no reward asks it"
-        fix = "add the reward model to a domain, or remove it"
-        yield context.problem("reward_model", message, fix)
-    if recipe.devices.reward_model is not None and recipe.reward_model is None:
-        message = "has no effect: the recipe has no reward model"
-        fix = "give reward_model.path, or remove it"
-        yield context.problem("devices.reward_model", message, fix)
-    if recipe.reward_model is not None:
+        yield context.problem(role, message, f"add {reward} to a domain, or remove it")
+    if is_given:
         return
+    if getattr(recipe.devices, role) is not None:
+        message = f"has no effect: the recipe has no {role.replace('_', ' ')}"
+        yield context.problem(f"devices.{role}", message, f"give {role}.path, or remove it")
     for path, domain in context.domains():
-        for place, reward in enumerate(domain.rewards):
-            if reward.asks_reward_model:
-                message = "nobody to ask: the recipe has no reward model"
-                yield context.problem(
-                    (*path, "rewards", str(place)), message, "give reward_model.path"
-                )
+        for place, spec in enumerate(domain.rewards):
+            if getattr(spec, f"asks_{role}"):
+                where = (*path, "rewards", str(place))
+                yield context.problem(where, f"nobody to ask: {nobody}", fix)
 
 
 @rule("pipeline", "teacher")

@@ -144,6 +144,11 @@ class Box:
         """Waits until the interpreter waits for its program; SandboxError if it never does."""
         await self._hear("start")
         self.find_first()
+        if self.first is None and self.isolation is not Isolation.NONE:
+            # A program in it could not be killed. Not BoxEnded: the box is sound, and giving
+            # isolation up for want of a descriptor would be wrong.
+            message = "the first process of a box cannot be held by a descriptor"
+            raise SandboxError(message, fix="allow more open files (ulimit -n)")
 
     async def _hear(self, what: str) -> None:
         """Waits for one byte of the box; SandboxError with what it printed if none comes."""
@@ -190,8 +195,9 @@ class Box:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         else:
-            # It is still starting, and holds no program. bubblewrap killed now would leave a child
-            # that waits for it for ever; an interpreter that finds nobody at the socket ends.
+            # It holds no program, since `ready` refuses such a box. bubblewrap killed as it starts
+            # would leave a child that waits for it for ever; an interpreter that finds nobody at
+            # the socket ends.
             with contextlib.suppress(OSError):
                 self.control.shutdown(socket.SHUT_RDWR)
 
@@ -226,6 +232,8 @@ class Box:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_SECONDS)
             raise SandboxError(f"a box did not end within {END_SECONDS:g} s of its kill") from None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -84,14 +84,22 @@ class LocalSandbox:
         self._closed = True
         for box in self._waiting:
             box.kill()
-        while self._waiting:
-            self._drop(self._waiting.popleft())
-        self._starter.close()
-        self.host.close()
+        try:
+            self._drop_waiting()
+        finally:
+            self._starter.close()
+            self.host.close()
+
+    def _drop_waiting(self) -> None:
+        with ExitStack() as drops:  # all of them, even if one cannot be ended
+            while self._waiting:
+                drops.callback(self._drop, self._waiting.popleft())
 
     def _drop(self, box: Box) -> None:
-        box.end_now()
-        box.close()
+        try:
+            box.end_now()
+        finally:
+            box.close()
 
     @property
     def _may_run(self) -> bool:
@@ -126,8 +134,7 @@ class LocalSandbox:
         """No box has ever started: the tools are there, but the kernel forbids what they need."""
         if self.host.isolation is Isolation.NONE:
             return  # another program found out first
-        while self._waiting:
-            self._drop(self._waiting.popleft())
+        self._drop_waiting()
         self.host.problem = f"{problem}; {self.host.problem}".rstrip("; ")
         self.host.isolation = Isolation.NONE
 
@@ -192,19 +199,22 @@ class LocalSandbox:
         """Fresh boxes that are ready; however the block ends, nothing of them is left."""
         async with self._slot():
             boxes: list[Box] = []
-            try:
+            with ExitStack() as endings:  # all of them, even if one cannot be ended
                 for number in range(count):
                     last = number == count - 1
-                    boxes.append(self._take(packages=packages and last))
+                    box = self._take(packages=packages and last)
+                    endings.callback(self._end, box)
+                    boxes.append(box)
                 for box in boxes:
                     await box.ready()
                 self._proven = True
                 yield boxes
-            finally:
-                for box in boxes:
-                    if box.process.returncode is None:
-                        box.end_now()
-                    box.close()
+
+    def _end(self, box: Box) -> None:
+        if box.process.returncode is None:
+            self._drop(box)
+        else:
+            box.close()
 
     def _take(self, *, packages: bool) -> Box:
         if self._closed:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 
+from rollick.errors import SandboxError
 from rollick.sandbox.box import Box
 from rollick.sandbox.host import Host
 
@@ -32,27 +33,36 @@ class Order:
 class Starter:
     """The thread begins with the first box, and is not there any more after a fork."""
 
+    _lock: Lock = field(default_factory=Lock)
+    """Over the other fields: of two first calls one begins the thread, and no order comes after
+    the last word to it, where nobody would answer."""
+    _closed: bool = False
     _thread: Thread | None = None
     _orders: SimpleQueue[Order | None] = field(default_factory=SimpleQueue[Order | None])
 
     def start(self, host: Host, *, disk_mb: int, packages: bool = False) -> Box:
         """Waits for the start of bubblewrap, a millisecond, and raises what Box.start raises."""
-        if self._thread is None or not self._thread.is_alive():
-            self._orders = SimpleQueue()
-            self._thread = Thread(
-                target=_serve, args=(self._orders,), name="starts boxes", daemon=True
-            )
-            self._thread.start()
         order = Order(host, disk_mb, packages)
-        self._orders.put(order)
+        with self._lock:
+            if self._closed:
+                raise SandboxError("the sandbox is closed", fix="run programs inside its `with`")
+            if self._thread is None or not self._thread.is_alive():
+                self._orders = SimpleQueue()
+                self._thread = Thread(
+                    target=_serve, args=(self._orders,), name="starts boxes", daemon=True
+                )
+                self._thread.start()
+            self._orders.put(order)
         return order.answer.result()
 
     def close(self) -> None:
         """Ends the thread, and so any box of it that still is there."""
-        if self._thread is not None:
-            self._orders.put(None)
-            self._thread.join()
-            self._thread = None
+        with self._lock:
+            self._closed = True
+            if self._thread is not None:
+                self._orders.put(None)
+                self._thread.join()
+                self._thread = None
 
 
 def _serve(orders: SimpleQueue[Order | None]) -> None:

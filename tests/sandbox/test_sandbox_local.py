@@ -17,11 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from rollick.errors import SandboxError
+from rollick.sandbox import box as boxes
 from rollick.sandbox.base import Call, Isolation, Limits, Program, Result, Status, Tests
+from rollick.sandbox.box import Box
 from rollick.sandbox.host import Host
 from rollick.sandbox.layers import find_layers
 from rollick.sandbox.local import LocalSandbox
 from rollick.sandbox.remote import HttpSandbox, program_from_json
+from rollick.sandbox.starter import Starter
 from rollick.sandbox.verdict import Case, check_asserts, check_cases, check_function, check_pytest
 
 LEVEL = Isolation.FULL if os.geteuid() == 0 else Isolation.USER
@@ -154,6 +158,112 @@ def test_boxes_that_are_closed_while_they_start_leave_nothing() -> None:
             time.sleep(milliseconds / 2000)
     left = set(children_of(1, "bwrap")) - before
     assert [pid for pid in left if Path(f"/proc/{pid}").stat().st_uid in uids] == []
+
+
+async def test_a_box_that_could_not_be_killed_gets_no_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = children_of(os.getpid(), "bwrap")
+    with LocalSandbox(warm=0) as sandbox:
+        monkeypatch.setattr(Box, "find_first", lambda _: None)
+        begun = time.monotonic()
+        result = await sandbox.run(Program("while True: pass", limits=Limits(wall_s=1)))
+        assert time.monotonic() - begun < 8
+        assert set(children_of(os.getpid(), "bwrap")) <= set(before)
+        monkeypatch.undo()
+        after = await sandbox.run(Program("print(1)"))
+    assert result.status is Status.INFRASTRUCTURE
+    assert "first process" in result.detail
+    assert (after.status, after.isolation) == (Status.OK, LEVEL)
+
+
+def let_ends_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_now = Box.end_now
+
+    def fail(box: Box) -> None:
+        end_now(box)
+        raise SandboxError("it did not end")
+
+    monkeypatch.setattr(Box, "end_now", fail)
+
+
+async def test_a_box_that_cannot_be_ended_does_not_keep_the_other_of_its_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair: list[Box] = []
+
+    async def use_two(sandbox: LocalSandbox) -> None:
+        async with sandbox._boxes(2) as taken:
+            pair.extend(taken)
+
+    let_ends_fail(monkeypatch)
+    with LocalSandbox(warm=0) as sandbox, pytest.raises(SandboxError, match="did not end"):
+        await use_two(sandbox)
+    assert [box.process.returncode is None for box in pair] == [False, False]
+    assert [box.control.fileno() for box in pair] == [-1, -1]
+
+
+def test_a_box_that_cannot_be_ended_does_not_keep_the_others_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = threads_that_start_boxes()
+    sandbox = LocalSandbox(warm=2).__enter__()
+    waiting = list(sandbox._waiting)
+    let_ends_fail(monkeypatch)
+    with pytest.raises(SandboxError, match="did not end"):
+        sandbox.close()
+    assert [box.process.returncode is None for box in waiting] == [False, False]
+    assert [box.control.fileno() for box in waiting] == [-1, -1]
+    assert threads_that_start_boxes() <= before
+
+
+async def test_a_box_that_does_not_end_is_killed_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LocalSandbox(warm=1) as sandbox:
+        box = sandbox._waiting.popleft()
+        await box.ready()
+        monkeypatch.setattr(boxes, "END_SECONDS", 0.4)
+        monkeypatch.setattr(Box, "kill", lambda _: None)
+        with pytest.raises(SandboxError, match="did not end"):
+            box.end_now()
+        assert box.process.returncode == -signal.SIGKILL
+        box.close()
+
+
+def test_first_calls_from_two_threads_begin_one_starter(tmp_path: Path) -> None:
+    host = Host(Isolation.USER, bwrap=str(tmp_path / "none"), sources={"prefix": sys.base_prefix})
+    before = threads_that_start_boxes()
+    for _ in range(50):
+        starter, together, answers = Starter(), threading.Barrier(2), list[str]()
+        asking = (starter, host, together, answers)
+        threads = [threading.Thread(target=ask, args=asking, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        begun = threads_that_start_boxes() - before
+        starter.close()
+        assert (len(answers), len(begun)) == (2, 1)
+
+
+def ask(starter: Starter, host: Host, together: threading.Barrier, answers: list[str]) -> None:
+    together.wait()
+    try:
+        starter.start(host, disk_mb=8)
+    except SandboxError as error:
+        answers.append(str(error))
+
+
+def threads_that_start_boxes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "starts boxes"}
+
+
+def test_a_starter_that_is_closed_says_so() -> None:
+    starter = Starter()
+    starter.close()
+    with pytest.raises(SandboxError, match="closed"):
+        starter.start(Host(Isolation.NONE), disk_mb=8)
 
 
 def children_of(pid: int, name: str) -> list[int]:

@@ -19,7 +19,7 @@ from rollick.sandbox.base import Limits, Program, Status
 from rollick.sandbox.local import LocalSandbox
 
 _OF_THREAD = threading.local()
-"""A box ends with the thread that started it, so each thread of a process has its own sandbox."""
+"""Each thread has its own sandbox: the queue of boxes and the semaphore of one have no locks."""
 
 
 def python(*, timeout_s: float = 5.0, allow_unsafe: bool = False) -> Tool:
