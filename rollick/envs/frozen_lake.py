@@ -8,11 +8,20 @@ policy that reaches the goal most often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Unpack
 
 from rollick.envs.base import Frame, random_of
-from rollick.envs.formats import Format
-from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, GridGame, Split, distances, offsets, path
+from rollick.envs.grid import (
+    DOWN,
+    LEFT,
+    RIGHT,
+    UP,
+    GridGame,
+    GridOptions,
+    distances,
+    offsets,
+    path,
+)
 from rollick.errors import EnvError
 
 ICE, HOLE, GOAL, START, PLAYER, DROWNED, ARRIVED = range(7)
@@ -37,20 +46,14 @@ class FrozenLake(GridGame):
         slip: float = 0.0,
         max_steps: int = 0,
         symbols: Literal["letters", "marks", "digits"] = "letters",
-        style: Format = "answer",
-        max_actions: int = 1,
-        rules: bool = True,
-        invalid_reward: float = 0.0,
-        progress_reward: float = 0.0,
         careless: float = 0.0,
-        split: Split = "all",
+        **shared: Unpack[GridOptions],
     ) -> None:
         """`holes`: the share of the cells; `slip`: the chance that a step goes astray;
-        `max_steps` in turns, by default several times the longest way. `invalid_reward`: for a
-        reply that is no action; `progress_reward`: for each step nearer to the goal, less it for
-        one away from it. `careless`: the chance that the solver takes a step without looking for
-        holes, down if it can and else to the right; it shows how to walk, then, and leaves
-        something to learn. `split`: which lakes (one of five is held out)."""
+        `max_steps` in turns, by default several times the longest way. `careless`: the chance that
+        the solver takes a step without looking for holes, down if it can and else to the right; it
+        shows how to walk, then, and leaves something to learn."""
+        progress_reward = shared.get("progress_reward", 0.0)
         shares = holes < 1 and all(0 <= share <= 1 for share in (holes, slip, careless))
         if size < 2 or not shares or symbols not in SYMBOLS:
             raise EnvError(
@@ -72,12 +75,7 @@ class FrozenLake(GridGame):
             )
         super().__init__(
             max_steps=max_steps or (25 if slip else 4) * size,
-            style=style,
-            max_actions=max_actions,
-            rules=rules,
-            invalid_reward=invalid_reward,
-            progress_reward=progress_reward,
-            split=split,
+            **shared,
         )
         self.size = size
         self.holes = holes

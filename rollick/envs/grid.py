@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from rollick.envs.base import Reset, Step, TextEnv
 from rollick.envs.formats import Format, ask, read_actions, write_actions, write_reply
@@ -66,6 +66,21 @@ def path(
     return way
 
 
+class GridOptions(TypedDict, total=False):
+    """What every game takes besides its own options."""
+
+    style: Format
+    max_actions: int
+    """Moves in one turn."""
+    rules: bool
+    """Explain the game at its beginning."""
+    invalid_reward: float
+    """For a reply that is no action."""
+    progress_reward: float
+    """For each move nearer to success, less it for one away from it."""
+    split: Split
+
+
 class GridGame(TextEnv):
     """A game of four directions: reads replies, counts, speaks. A game says what a move does."""
 
@@ -73,12 +88,12 @@ class GridGame(TextEnv):
         self,
         *,
         max_steps: int,
-        style: Format,
-        max_actions: int,
-        rules: bool,
-        invalid_reward: float,
-        progress_reward: float,
-        split: Split,
+        style: Format = "answer",
+        max_actions: int = 1,
+        rules: bool = True,
+        invalid_reward: float = 0.0,
+        progress_reward: float = 0.0,
+        split: Split = "all",
     ) -> None:
         if max_steps < 1 or max_actions < 1:
             raise EnvError(f"max_steps={max_steps} and max_actions={max_actions} must be positive")

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 from rollick.envs.base import Frame, random_of
-from rollick.envs.formats import Format
-from rollick.envs.grid import GridGame, Split, distances, offsets
+from rollick.envs.grid import GridGame, GridOptions, distances, offsets
 from rollick.envs.sokoban_solver import Room, solve
 from rollick.errors import EnvError
 
@@ -60,19 +59,12 @@ class Sokoban(GridGame):
         walls: float = 0.1,
         max_steps: int = 0,
         symbols: Literal["classic", "letters", "marks", "digits"] = "marks",
-        style: Format = "answer",
-        max_actions: int = 1,
-        rules: bool = True,
-        invalid_reward: float = 0.0,
-        progress_reward: float = 0.0,
         box_reward: float = 0.0,
         step_reward: float = 0.0,
-        split: Split = "all",
+        **shared: Unpack[GridOptions],
     ) -> None:
         """`walls`: the share of the inner cells. Solving pays 1; `box_reward` is for each box that
-        comes onto a target (and is taken back when it leaves), `step_reward` for each move,
-        `progress_reward` for each move nearer to the solution (less it for one away from it).
-        `split`: which puzzles (one of five is held out)."""
+        comes onto a target (and is taken back when it leaves), `step_reward` for each move."""
         if size < 5 or not 1 <= boxes <= (size - 2) ** 2 // 5 or symbols not in SYMBOLS:
             raise EnvError(
                 f"no room has size={size}, boxes={boxes}, symbols={symbols!r}",
@@ -81,12 +73,7 @@ class Sokoban(GridGame):
             )
         super().__init__(
             max_steps=max_steps or 5 * size * (1 + boxes),
-            style=style,
-            max_actions=max_actions,
-            rules=rules,
-            invalid_reward=invalid_reward,
-            progress_reward=progress_reward,
-            split=split,
+            **shared,
         )
         self.size = size
         self.count = boxes
