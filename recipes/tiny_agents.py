@@ -1,18 +1,24 @@
-"""The tiny models that the recipes of WebShop and of tools start from: random weights, and a
-tokenizer for what is read and written there.
+"""The tiny models that the recipes of WebShop and of tools start from, with a tokenizer for what is
+read and written there. Weights are random; the shop's model has then been taught to copy.
 
     python recipes/tiny_agents.py webshop runs/tiny_shop ../shared/data/webshop_products.jsonl.gz
     python recipes/tiny_agents.py tools runs/tiny_tools
 
 In the shop a token is a frequent piece of what stands on the pages of training trips; with tools it
 is a letter, or a phrase that every question has.
+
+Nearly all that is written in the shop stands on the page: words to search for, names to click on.
+A model that cannot copy learns it from a page's few written tokens in thousands of steps; from
+random tokens that are said twice, in two minutes.
 """
 
 import sys
 from pathlib import Path
 
+import torch
+from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rollick.envs.webshop import WebShop
 from rollick.testing.tiny import ALPHABET, SPECIAL, save_tiny, tiny_model, tiny_tokenizer
@@ -21,23 +27,54 @@ PHRASES = ("What is ", "<calculator>", "</calculator>", "The answer is ")
 TOOLS_SIZES = {"hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "max_length": 256}
 SHOP_SIZES = {"hidden": 96, "layers": 3, "heads": 4, "kv_heads": 4, "max_length": 1024}
 PIECES, TRIPS = 2048, 300
+LESSONS, LESSON_TOKENS = 450, 6400
 
 
 def save_tools_model(folder: Path, seed: int = 0) -> Path:
     return save_tiny(folder, alphabet=[*ALPHABET, *PHRASES], seed=seed, **TOOLS_SIZES)
 
 
-def save_shop_model(folder: Path, products: str, seed: int = 0) -> Path:
+def save_shop_model(folder: Path, products: str, seed: int = 0, *, lessons: int = LESSONS) -> Path:
     tokenizer = shop_tokenizer(products)
-    tiny_model(len(tokenizer), seed=seed, **SHOP_SIZES).save_pretrained(folder)
+    model = tiny_model(len(tokenizer), seed=seed, **SHOP_SIZES)
+    teach_copying(model, lessons, seed)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
+    """Each lesson: random tokens are said twice, and the second time is to be predicted."""
+    draw = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    for lesson in track(range(lessons), "copying"):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (lesson + 1) / 50)
+        length = int(torch.randint(8, 49, (), generator=draw))
+        shape = (LESSON_TOKENS // (2 * length), length)
+        said = torch.randint(len(SPECIAL), model.config.vocab_size, shape, generator=draw)
+        said = said.repeat(1, 2)
+        # A position's logits are for the token after it.
+        logits = model(said).logits[:, length:-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), said[:, length + 1 :].flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
 
 def shop_tokenizer(products: str) -> PreTrainedTokenizerFast:
     """Pieces of the texts of trips to the shop; never of a trip that is held out."""
     pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # A space is a token of its own: a word has the same tokens in a title, a wish and brackets.
+    pieces.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(" ", "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=PIECES,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import json
 import marshal
@@ -99,45 +100,51 @@ class Box:
     @classmethod
     def start(cls, host: Host, *, disk_mb: int, packages: bool = False) -> Box:
         """Starts the processes and returns at once. SandboxError if not even that is possible."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ends = [os.pipe() for _ in range(5)]
-        (in_r, in_w), (out_r, out_w), (err_r, err_w), (info_r, info_w), (rules_r, rules_w) = ends
-        try:
-            os.write(rules_w, seccomp_program())
-            code = inside_code()
-            ours.setblocking(False)
-            ours.send(code)
-            pipes = BoxPipes(theirs.fileno(), info_w, rules_r)
-            line = FIRST_LINE.format(size=len(code), control=pipes.control)
-            python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
-            uid = host.next_uid()
-            if host.isolation is Isolation.NONE:
-                command, inherited = [sys.executable, *python], (pipes.control,)
-            else:
-                command = host.command(pipes, python, uid=uid, disk_mb=disk_mb, packages=packages)
-                inherited = (*pipes.numbers, *host.inherited())
-            process = subprocess.Popen(
-                command,
-                stdin=in_r,
-                stdout=out_w,
-                stderr=err_w,
-                pass_fds=inherited,
-                env={"PATH": os.environ.get("PATH", os.defpath)},
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:
-            ours.close()
-            for end in (in_w, out_r, err_r, info_r):
-                os.close(end)
-            raise SandboxError(f"a box cannot be started: {error}") from error
-        finally:
-            theirs.close()
-            for end in (in_r, out_w, err_w, info_w, rules_r, rules_w):
-                os.close(end)
+        # What the box was given is closed here in any case, what is kept only if it does not start.
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                kept.callback(ours.close)
+                given.callback(theirs.close)
+                in_r, in_w = _pipe(given, kept)
+                out_r, out_w = _pipe(kept, given)
+                err_r, err_w = _pipe(kept, given)
+                info_r, info_w = _pipe(kept, given)
+                rules_r, rules_w = _pipe(given, given)
+                os.write(rules_w, seccomp_program())
+                code = inside_code()
+                ours.setblocking(False)
+                ours.send(code)
+                pipes = BoxPipes(theirs.fileno(), info_w, rules_r)
+                line = FIRST_LINE.format(size=len(code), control=pipes.control)
+                python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
+                uid = host.next_uid()
+                if host.isolation is Isolation.NONE:
+                    command, inherited = [sys.executable, *python], (pipes.control,)
+                else:
+                    command = host.command(
+                        pipes, python, uid=uid, disk_mb=disk_mb, packages=packages
+                    )
+                    inherited = (*pipes.numbers, *host.inherited())
+                process = subprocess.Popen(
+                    command,
+                    stdin=in_r,
+                    stdout=out_w,
+                    stderr=err_w,
+                    pass_fds=inherited,
+                    env={"PATH": os.environ.get("PATH", os.defpath)},
+                    cwd="/",
+                    start_new_session=True,
+                )
+                kept.callback(process.wait)
+                kept.callback(process.kill)
+                exited = os.pidfd_open(process.pid)
+            except OSError as error:
+                fix = "allow more open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+                raise SandboxError(f"a box cannot be started: {error}", fix=fix) from error
+            kept.pop_all()
         for end in (in_w, out_r, err_r, info_r):
             os.set_blocking(end, False)
-        exited = os.pidfd_open(process.pid)
         return cls(process, ours, in_w, out_r, err_r, info_r, uid, host.isolation, exited)
 
     async def ready(self) -> None:
@@ -244,6 +251,14 @@ class Box:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
             setattr(self, name, None if name == "first" else -1)
+
+
+def _pipe(reads: contextlib.ExitStack, writes: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe, of which each end is closed by its stack."""
+    ends = os.pipe()
+    for stack, end in zip((reads, writes), ends, strict=True):
+        stack.callback(os.close, end)
+    return ends
 
 
 async def wait_readable(descriptor: int, seconds: float) -> bool:

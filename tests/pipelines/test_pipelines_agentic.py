@@ -393,7 +393,7 @@ def test_the_tiny_recipes_of_agents_run_from_warm_up_to_rl(
     if game == "webshop":
         if not PRODUCTS.is_file():
             pytest.skip("the shared datasets are not here")
-        model = tiny_agents.save_shop_model(tmp_path / "model", str(PRODUCTS))
+        model = tiny_agents.save_shop_model(tmp_path / "model", str(PRODUCTS), lessons=1)
         for part in ("domains", "validation"):
             where = f"data.{part}.shop.environment.options.products"
             options.append(f"{where}={json.dumps(str(PRODUCTS))}")

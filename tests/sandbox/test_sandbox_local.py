@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -175,6 +176,35 @@ async def test_a_box_that_could_not_be_killed_gets_no_program(
     assert result.status is Status.INFRASTRUCTURE
     assert "first process" in result.detail
     assert (after.status, after.isolation) == (Status.OK, LEVEL)
+
+
+def test_a_box_for_which_descriptors_do_not_suffice_leaves_none_open() -> None:
+    host = Host(Isolation.NONE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.open(os.devnull, os.O_RDONLY)]
+    while gaps[-1] <= highest:
+        gaps.append(os.open(os.devnull, os.O_RDONLY))
+    before = set(os.listdir("/proc/self/fd"))
+    problems: list[str] = []
+    try:
+        for more in range(1, 20):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (gaps[-1] + more, hard))
+            try:
+                box = Box.start(host, disk_mb=1)
+            except SandboxError as error:
+                problems.append(str(error))
+            else:
+                box.end_now()
+                box.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert set(os.listdir("/proc/self/fd")) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for gap in gaps:
+            os.close(gap)
+    assert 12 <= len(problems) < 19
+    assert all("ulimit -n" in problem for problem in problems)
 
 
 def let_ends_fail(monkeypatch: pytest.MonkeyPatch) -> None:
