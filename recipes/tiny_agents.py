@@ -47,9 +47,8 @@ def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
     """Each lesson: random tokens are said twice, and the second time is to be predicted."""
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    for lesson in track(range(lessons), "copying"):
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (lesson + 1) / 50)
+    rate = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 50, total_iters=49)
+    for _ in track(range(lessons), "copying"):
         length = int(torch.randint(8, 49, (), generator=draw))
         shape = (LESSON_TOKENS // (2 * length), length)
         said = torch.randint(len(SPECIAL), model.config.vocab_size, shape, generator=draw)
@@ -63,6 +62,7 @@ def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        rate.step()
 
 
 def shop_tokenizer(products: str) -> PreTrainedTokenizerFast:

@@ -53,7 +53,6 @@ class FrozenLake(GridGame):
         `max_steps` in turns, by default several times the longest way. `careless`: the chance that
         the solver takes a step without looking for holes, down if it can and else to the right; it
         shows how to walk, then, and leaves something to learn."""
-        progress_reward = shared.get("progress_reward", 0.0)
         shares = holes < 1 and all(0 <= share <= 1 for share in (holes, slip, careless))
         if size < 2 or not shares or symbols not in SYMBOLS:
             raise EnvError(
@@ -62,21 +61,19 @@ class FrozenLake(GridGame):
                 fix="size from 2, holes, slip and careless from 0 to 1, "
                 f"symbols of {', '.join(SYMBOLS)}",
             )
-        if careless and (slip or progress_reward):
+        super().__init__(max_steps=max_steps or (25 if slip else 4) * size, **shared)
+        if careless and (slip or self.progress_reward):
             raise EnvError(
                 f"careless={careless} is for a solver that knows where it goes, and progress is "
                 "counted along its way",
                 fix="leave slip and progress_reward at 0",
             )
-        if slip and progress_reward:
+        if slip and self.progress_reward:
             raise EnvError(
-                f"progress_reward={progress_reward} pays for steps that slip={slip} may turn aside",
+                f"progress_reward={self.progress_reward} pays for steps that slip={slip} may turn "
+                "aside",
                 fix="leave one of the two at 0",
             )
-        super().__init__(
-            max_steps=max_steps or (25 if slip else 4) * size,
-            **shared,
-        )
         self.size = size
         self.holes = holes
         self.slip = slip

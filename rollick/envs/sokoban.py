@@ -71,10 +71,7 @@ class Sokoban(GridGame):
                 fix="size from 5, at most a box for five inner cells, "
                 f"symbols of {', '.join(SYMBOLS)}",
             )
-        super().__init__(
-            max_steps=max_steps or 5 * size * (1 + boxes),
-            **shared,
-        )
+        super().__init__(max_steps=max_steps or 5 * size * (1 + boxes), **shared)
         self.size = size
         self.count = boxes
         self.walls = walls

@@ -103,46 +103,57 @@ class Box:
         # What the box was given is closed here in any case, what is kept only if it does not start.
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             try:
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-                kept.callback(ours.close)
-                given.callback(theirs.close)
-                in_r, in_w = _pipe(given, kept)
-                out_r, out_w = _pipe(kept, given)
-                err_r, err_w = _pipe(kept, given)
-                info_r, info_w = _pipe(kept, given)
-                rules_r, rules_w = _pipe(given, given)
-                os.write(rules_w, seccomp_program())
-                code = inside_code()
-                ours.setblocking(False)
-                ours.send(code)
-                pipes = BoxPipes(theirs.fileno(), info_w, rules_r)
-                line = FIRST_LINE.format(size=len(code), control=pipes.control)
-                python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
-                uid = host.next_uid()
-                if host.isolation is Isolation.NONE:
-                    command, inherited = [sys.executable, *python], (pipes.control,)
-                else:
-                    command = host.command(
-                        pipes, python, uid=uid, disk_mb=disk_mb, packages=packages
-                    )
-                    inherited = (*pipes.numbers, *host.inherited())
-                process = subprocess.Popen(
-                    command,
-                    stdin=in_r,
-                    stdout=out_w,
-                    stderr=err_w,
-                    pass_fds=inherited,
-                    env={"PATH": os.environ.get("PATH", os.defpath)},
-                    cwd="/",
-                    start_new_session=True,
-                )
-                kept.callback(process.wait)
-                kept.callback(process.kill)
-                exited = os.pidfd_open(process.pid)
+                box = cls._start(host, given, kept, disk_mb=disk_mb, packages=packages)
             except OSError as error:
                 fix = "allow more open files (ulimit -n)" if error.errno == errno.EMFILE else ""
                 raise SandboxError(f"a box cannot be started: {error}", fix=fix) from error
             kept.pop_all()
+        return box
+
+    @classmethod
+    def _start(
+        cls,
+        host: Host,
+        given: contextlib.ExitStack,
+        kept: contextlib.ExitStack,
+        *,
+        disk_mb: int,
+        packages: bool,
+    ) -> Box:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        kept.callback(ours.close)
+        given.callback(theirs.close)
+        in_r, in_w = _pipe(given, kept)
+        out_r, out_w = _pipe(kept, given)
+        err_r, err_w = _pipe(kept, given)
+        info_r, info_w = _pipe(kept, given)
+        rules_r, rules_w = _pipe(given, given)
+        os.write(rules_w, seccomp_program())
+        code = inside_code()
+        ours.setblocking(False)
+        ours.send(code)
+        pipes = BoxPipes(theirs.fileno(), info_w, rules_r)
+        line = FIRST_LINE.format(size=len(code), control=pipes.control)
+        python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
+        uid = host.next_uid()
+        if host.isolation is Isolation.NONE:
+            command, inherited = [sys.executable, *python], (pipes.control,)
+        else:
+            command = host.command(pipes, python, uid=uid, disk_mb=disk_mb, packages=packages)
+            inherited = (*pipes.numbers, *host.inherited())
+        process = subprocess.Popen(
+            command,
+            stdin=in_r,
+            stdout=out_w,
+            stderr=err_w,
+            pass_fds=inherited,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            cwd="/",
+            start_new_session=True,
+        )
+        kept.callback(process.wait)
+        kept.callback(process.kill)
+        exited = os.pidfd_open(process.pid)
         for end in (in_w, out_r, err_r, info_r):
             os.set_blocking(end, False)
         return cls(process, ours, in_w, out_r, err_r, info_r, uid, host.isolation, exited)

@@ -97,7 +97,8 @@ class LocalSandbox:
 
     def _drop(self, box: Box) -> None:
         try:
-            box.end_now()
+            if box.process.returncode is None:
+                box.end_now()
         finally:
             box.close()
 
@@ -203,18 +204,12 @@ class LocalSandbox:
                 for number in range(count):
                     last = number == count - 1
                     box = self._take(packages=packages and last)
-                    endings.callback(self._end, box)
+                    endings.callback(self._drop, box)
                     boxes.append(box)
                 for box in boxes:
                     await box.ready()
                 self._proven = True
                 yield boxes
-
-    def _end(self, box: Box) -> None:
-        if box.process.returncode is None:
-            self._drop(box)
-        else:
-            box.close()
 
     def _take(self, *, packages: bool) -> Box:
         if self._closed:

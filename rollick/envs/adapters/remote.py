@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, cast
 from urllib.request import urlopen
 
+from rollick.envs.adapters.apart import import_apart
 from rollick.envs.adapters.options import mapping_option
 from rollick.envs.base import Reset, Step, TextEnv
 from rollick.envs.formats import Format, ask, read_reply
@@ -82,6 +82,7 @@ class RemoteEnv(TextEnv):
 
     def reset(self, seed: int) -> Reset:
         self.schema = action_schema(self.url)
+        self.field = self.field or _only_field(self.schema)
         make: Any = _openenv().GenericEnvClient
         self.client = make(base_url=self.url, message_timeout_s=self.timeout_s).sync()
         number = stable_hash("openenv", seed) % 2**31
@@ -128,9 +129,9 @@ class RemoteEnv(TextEnv):
         answer = read_reply(action, self.style).answer
         if answer is None:
             return f"That is no action. {ask(self.style, self._wanted())}"
-        name = self.field or _only_field(self.schema)
-        if name:
-            return {name: _typed(answer, self.schema.get("properties", {}).get(name, {}))}
+        if self.field:
+            of_field = self.schema.get("properties", {}).get(self.field, {})
+            return {self.field: _typed(answer, of_field)}
         try:
             said = json.loads(answer)
         except (ValueError, RecursionError) as error:
@@ -147,10 +148,9 @@ class RemoteEnv(TextEnv):
         return {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
 
     def _wanted(self) -> str:
-        name = self.field or _only_field(self.schema)
         properties: Mapping[str, Any] = self.schema.get("properties", {})
-        if name:
-            return str(properties.get(name, {}).get("description") or name)
+        if self.field:
+            return str(properties.get(self.field, {}).get("description") or self.field)
         shown = {key: of.get("type", "...") for key, of in properties.items() if key != "metadata"}
         return f"a JSON object like {json.dumps(shown)}"
 
@@ -183,14 +183,9 @@ def action_schema(url: str) -> Mapping[str, Any]:
 
 
 def _openenv() -> Any:
-    try:
-        return import_module("openenv")
-    except ImportError as error:
-        raise EnvError(
-            f"environments of OpenEnv need the package openenv ({error})",
-            fix="pip install 'openenv>=0.10'; it wants older versions of mcp and pillow than "
-            "other parts of rollick, so give it a Python environment of its own",
-        ) from None
+    return import_apart(
+        "openenv", named="OpenEnv", requirement="openenv>=0.10", older="mcp and pillow"
+    )
 
 
 def _only_field(schema: Mapping[str, Any]) -> str:

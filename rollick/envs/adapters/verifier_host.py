@@ -29,6 +29,7 @@ from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rollick.envs.adapters.apart import import_apart
 from rollick.errors import EnvError
 
 HARNESS = "rollick_policy_harness"
@@ -239,14 +240,9 @@ def made_host() -> Host:
 
 
 def _verifiers() -> Any:
-    try:
-        return import_module("verifiers.v1")
-    except ImportError as error:
-        raise EnvError(
-            f"environments of verifiers need the package verifiers ({error})",
-            fix="pip install 'verifiers>=0.4'; it wants older versions of openai and mcp than "
-            "other parts of rollick, so give it a Python environment of its own",
-        ) from None
+    return import_apart(
+        "verifiers.v1", named="verifiers", requirement="verifiers>=0.4", older="openai and mcp"
+    )
 
 
 def _seat_of(vf: Any, config: Mapping[str, Any], seat: str) -> str:
