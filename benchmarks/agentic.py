@@ -1,20 +1,20 @@
-"""Environments that are fast and slow: turns by sample against turns in lockstep, on Ray.
+"""Environments with variable latency: scheduling by sample against a batch barrier, on Ray.
 
     python benchmarks/agentic.py [--json] [--seeds 0 1 2] [--steps 4] [--turns 24] [--unit 0.05]
 
 Every step of the environment waits between 1 and 50 units of `--unit` seconds, log-uniformly, by
-the task's seed, the turn and what was replied. Three ways to play the same tasks, with the same
-model, engine, cores, threads and numbers of samples and turns:
+the task's seed, the turn and the reply. Three modes run the same tasks with the same model, engine,
+cores, threads and numbers of samples and turns:
 
-    lockstep   a batch barrier: nobody generates a turn before all have got their observation
-    sample     each sample goes on as soon as its own observation is there
+    lockstep   a batch barrier: no sample generates its turn before all have their observation
+    sample     each sample continues as soon as its own observation arrives
     stale      the same with rollout.max_staleness 1: the next step's samples start meanwhile
 
-Wall-clock is that of all training steps, from one batch to the next (what `stale` does ahead in the
-first is missing in the last); the same number of samples in each (asserted). The last line with
---json has the seconds, the quotients, and `waits_alone`: the quotient of lockstep and sample if
-nothing but such waits took time. It grows with the turns, because the waits of a sample even out:
-1.96 with 8 turns, 2.16 with 12, 2.5 with 24, and 3.8 in the end.
+The time covers all training steps, from one batch to the next (work that `stale` does ahead in the
+first step is missing in the last). Each mode trains the same number of samples (asserted). The last
+line with --json has the seconds, the ratios, and `waits_alone`: the ratio of lockstep and sample if
+only these waits took time. It grows with the number of turns, because the waits of a sample average
+out: 1.96 with 8 turns, 2.16 with 12, 2.5 with 24, with a limit of 3.8.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from statistics import mean
 from typing import Any
 
 from rollick.config.load import recipe_from_dict
+from rollick.episodes.base import EngineAccess, RunEpisode
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines import rlvr
+from rollick.pipelines.episodes import Episodes
 from rollick.pipelines.run import run_recipe
-from rollick.rollout.episode import Access, Episode
 from rollick.testing.tiny import save_tiny
 from rollick.types import Completion, Prompt, Request, Sample, SampleId
 
@@ -46,16 +46,16 @@ from rollick import TextEnv
 from rollick.types import stable_hash
 
 class Waits(TextEnv):
-    """So many turns, each of which takes 1 to 50 units of time."""
+    """`most` turns, each of which takes 1 to 50 units of time."""
     def __init__(self, *, unit, most):
-        self.unit, self.most, self.turns, self.seed, self.said = unit, most, 0, 0, ""
+        self.unit, self.most, self.turns, self.seed, self.replies = unit, most, 0, 0, ""
     def reset(self, seed):
         self.seed = seed
         return "go", {}
     def step(self, action):
         self.turns += 1
-        self.said += action
-        chance = (stable_hash("waits", self.seed, self.turns, self.said) % 10**6) / 10**6
+        self.replies += action
+        chance = (stable_hash("waits", self.seed, self.turns, self.replies) % 10**6) / 10**6
         time.sleep(self.unit * 50**chance)
         over = self.turns == self.most
         return "on", float(len(action) % 2), over, False, {}
@@ -63,7 +63,7 @@ class Waits(TextEnv):
 
 
 class Lockstep:
-    """A barrier of all samples under way: each waits until every other one waits, too."""
+    """A barrier: each running sample waits until all others wait too."""
 
     def __init__(self, samples: int) -> None:
         self._samples = self._live = samples
@@ -90,34 +90,33 @@ class Lockstep:
 
 
 class LockstepAccess:
-    """An Access whose generations begin together."""
+    """An EngineAccess whose generations begin together."""
 
-    def __init__(self, access: Access, lockstep: Lockstep) -> None:
+    def __init__(self, access: EngineAccess, lockstep: Lockstep) -> None:
         self._access = access
         self._lockstep = lockstep
 
     async def generate(self, request: Request) -> Completion:
-        with self._access.doing("lockstep"):
+        with self._access.activity("lockstep"):
             await self._lockstep.wait()
         return await self._access.generate(request)
 
     @contextmanager
-    def doing(self, what: str) -> Generator[None]:
-        with self._access.doing(what):
+    def activity(self, what: str) -> Generator[None]:
+        with self._access.activity(what):
             yield
 
 
 @contextmanager
 def in_lockstep(samples: int) -> Generator[None]:
-    """Inside the block, the samples of a run's steps go on together."""
-    plain = rlvr.playing_episode
+    """Inside the block, all samples of a run generate in lockstep."""
+    plain = Episodes.build
 
-    def playing_episode(*args: Any, **options: Any) -> Episode:
+    def build(*args: Any, **options: Any) -> RunEpisode:
         live = plain(*args, **options)
-        assert live is not None
         lockstep = Lockstep(samples)
 
-        async def together(uid: SampleId, prompt: Prompt, access: Access) -> Sample:
+        async def together(uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
             try:
                 return await live(uid, prompt, LockstepAccess(access, lockstep))
             finally:
@@ -125,15 +124,15 @@ def in_lockstep(samples: int) -> Generator[None]:
 
         return together
 
-    rlvr.playing_episode = playing_episode
+    Episodes.build = build
     try:
         yield
     finally:
-        rlvr.playing_episode = plain
+        Episodes.build = plain
 
 
 def waits_alone(turns: int, *, tries: int = 200) -> float:
-    """What lockstep costs against waiting by sample, if waits are all that takes time."""
+    """The ratio of lockstep and by-sample time if only the waits took time."""
     random = Random(0)
     ratios: list[float] = []
     for _ in range(tries):
@@ -160,7 +159,7 @@ def recipe_of(
             "seed": seed,
             "name": name,
             "folder": str(home / "runs"),
-            # With two, the threads of a model as small as this wait for each other.
+            # With two threads, a model this small mostly waits for synchronisation.
             "threads": 1,
         },
         "model": {"path": str(model)},
@@ -170,9 +169,9 @@ def recipe_of(
             "groups_per_step": GROUPS,
             "group_size": SIZE,
             "drop_no_signal": False,
-            "env_threads": 2 * GROUPS * SIZE,
             "max_staleness": 1 if name.startswith("stale") else 0,
         },
+        "environments": {"threads": 2 * GROUPS * SIZE},
         "train": {"optimizer": {"lr": 1e-6}},
         "infer": {"slots": 2 * GROUPS * SIZE, "max_length": length},
         "observe": {"sinks": [], "live": "off"},

@@ -4,13 +4,12 @@
 
 For each advantage, loss and correction, with log-probs and annotations given:
 
-    credit   groups and batch -> advantages, correction, weights (pipelines/credit.py)
+    credit   groups and batch -> advantages, correction, weights (algorithms/credit.py)
     loss     the objective, and its gradient with respect to the log-probs
 
-Seconds are those of the clock, the best of some repeats; processor seconds are over all threads,
-and tell more on a machine that does other things as well. Memory is the growth of the process over
-its inputs at the highest point (Linux only; 0 elsewhere). The bound is 0.5 s and 400 MB on two
-threads.
+Seconds are wall-clock, the best of several repeats. CPU seconds cover all threads and are more
+reliable on a busy machine. Memory is the peak growth of the process over its inputs (Linux only; 0
+elsewhere). The bound is 0.5 s and 400 MB on two threads.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective
 from rollick.algorithms.value import ValueInputs, value
-from rollick.config.corrections import clash
-from rollick.config.losses import ValueLoss
 from rollick.config.names import NAMES
-from rollick.config.schema import Recipe
+from rollick.config.schema import RlvrRecipe
+from rollick.config.schema.corrections import find_conflict
+from rollick.config.schema.losses import ValueLoss
 from rollick.data.batch import Batch
 from rollick.data.collate import collate
-from rollick.pipelines.credit import Credit
 from rollick.types import (
     Group,
     PolicyVersion,
@@ -64,7 +63,7 @@ PROCESS = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Cost:
-    """One measurement: the best of the repeats, the highest of the memory."""
+    """One measurement: the best time and the highest memory of the repeats."""
 
     part: str
     advantage: str
@@ -83,7 +82,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is given: groups, their annotated batch, and the log-probs of now."""
+    """The inputs of a step: groups, their annotated batch, and the current log-probs."""
 
     groups: list[Group]
     batch: Batch
@@ -92,7 +91,7 @@ class Step:
 
 
 def make_groups(samples: int) -> list[Group]:
-    """Samples of four turns with a token of observation before each; states repeat in a group."""
+    """Samples of four turns, each after one observation token; states repeat in a group."""
     draw = np.random.default_rng(0)
     length = SAMPLE_TOKENS + TURNS
     drawn = np.arange(length) % (SAMPLE_TOKENS // TURNS + 1) > 0
@@ -115,10 +114,15 @@ def make_groups(samples: int) -> list[Group]:
             states=states,
         )
         rewards = tuple(draw.integers(2, size=TURNS).tolist())
-        return ScoredSample(sample, Score(float(sum(rewards)), turns=rewards))
+        return ScoredSample(sample, Score(float(sum(rewards)), turn_rewards=rewards))
 
     return [
-        Group(g, prompt, tuple(member(g, i) for i in range(GROUP_SIZE)), started=PolicyVersion(3))
+        Group(
+            g,
+            prompt,
+            tuple(member(g, i) for i in range(GROUP_SIZE)),
+            start_version=PolicyVersion(3),
+        )
         for g in range(samples // GROUP_SIZE)
     ]
 
@@ -152,7 +156,7 @@ def _top_logprobs(draw: np.random.Generator, rows: int) -> Any:
 
 
 def make_inputs(step: Step, batch: Batch, loss: str) -> LossInputs:
-    """What a learner hands to the objective, as one micro-batch; this is not measured."""
+    """The objective's inputs for one micro-batch; building them is not measured."""
     places_T = np.flatnonzero(batch.loss_mask_N)
     sequence_N = np.repeat(np.arange(batch.samples), batch.lengths_B)
 
@@ -187,9 +191,11 @@ def make_inputs(step: Step, batch: Batch, loss: str) -> LossInputs:
 
 def measure(part: str, algorithm: dict[str, Any], step: Step) -> Cost:
     data = {"domains": {"bench": {"source": "none.jsonl"}}}
-    recipe = Recipe.model_validate({"model": {"path": "m"}, "data": data, "algorithm": algorithm})
+    recipe = RlvrRecipe.model_validate(
+        {"model": {"path": "m"}, "data": data, "algorithm": algorithm}
+    )
     config = recipe.algorithm
-    credit, objective = Credit(recipe, base=None), build_objective(config)
+    credit, objective = CreditAssigner(recipe, base=None), build_objective(config)
     inputs = make_inputs(step, credit.assign(step.groups, step.batch)[0], config.loss.name)
     leaf = step.student_TK if config.loss.name == "distillation" else step.now_T
 
@@ -204,7 +210,7 @@ def measure(part: str, algorithm: dict[str, Any], step: Step) -> Cost:
 
 
 def measure_value(step: Step) -> Cost:
-    """The loss of a critic, of the values of now."""
+    """The loss of a critic over the current values."""
     values_T = step.now_T.detach().clone().requires_grad_()
     inputs = ValueInputs(values_T, values_T.detach() + 0.1, step.now_T.detach(), values_T.detach())
 
@@ -220,7 +226,7 @@ def best_of(
     assign: Callable[[], object],
     differentiate: Callable[[], object],
 ) -> Cost:
-    """Both, some times over; what `assign` makes is alive during `differentiate`, as in a step."""
+    """Repeats both; the result of `assign` stays alive during `differentiate`, as in a step."""
     seconds: list[tuple[float, float]] = []
     processor: list[float] = []
     held_mb = _reset_peak_mb()
@@ -245,11 +251,11 @@ def best_of(
 
 
 def _reset_peak_mb() -> float:
-    """Give freed memory back and forget the highest point so far; the memory held now."""
+    """Release freed memory, reset the peak, and return the current memory."""
     if not (PROCESS / "clear_refs").exists():
         return 0.0
     gc.collect()
-    # Memory that is freed but kept by the process would hide what the next part takes.
+    # Freed memory that the process keeps would hide the next measurement.
     with suppress(AttributeError):  # not every libc has it
         ctypes.CDLL(None).malloc_trim(0)
     (PROCESS / "clear_refs").write_text("5")
@@ -263,13 +269,13 @@ def _status_mb(field: str) -> float:
 
 
 def mixtures() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every part by its name, the others being those of the defaults or of ppo."""
+    """Every variant by name; its other parts are the defaults or those of ppo."""
     for name in NAMES["advantages"]:
         yield name, {"advantage": name}
     for name in NAMES["losses"]:
         yield name, {"loss": name}
     for name in NAMES["corrections"]:
-        if not clash("ppo", name):
+        if not find_conflict("ppo", name):
             yield name, {"loss": "ppo", "correction": name}
     part = {"name": "decoupled", "old": "interpolated"}
     yield "interpolated", {"loss": "ppo", "correction": part}

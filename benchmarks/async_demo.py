@@ -1,14 +1,14 @@
-"""Synchronous against asynchronous, for real: the demo's task on Ray, the same work and cores.
+"""A synchronous run against an asynchronous one: the demo's task on Ray, equal work and cores.
 
     python benchmarks/async_demo.py [--json] [--seeds 0 1 2] [--steps 120] [--latency 0.45]
                                     [--picture docs/pictures/async_demo.png]
 
-Learner and engine are two processes with one thread each, and every score takes `latency` seconds
-longer than the reward itself, as a judge over the network would: at least 30 % of a synchronous
-step (asserted). Groups without signal are kept. The only difference is rollout.max_staleness. Each
-pair of runs starts from the same warmed-up model; both make the same number of updates on the same
-number of samples (asserted). The score is that of held-out prompts, greedy; the synchronous runs'
-interval is Student's, 95 %, over the seeds.
+Learner and engine are two processes with one thread each. Every score arrives `latency` seconds
+late, as from a judge over the network: at least 30 % of a synchronous step (asserted). Groups
+without signal are kept. The only difference is rollout.max_staleness. Each pair of runs starts from
+the same warmed-up model; both make the same number of updates on the same number of samples
+(asserted). The score is measured on held-out prompts, greedy. The interval of the synchronous runs
+is Student's t, 95 %, over the seeds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from typing import Any
 
 import numpy as np
 
+from rollick.commands.export import export_run
 from rollick.config.load import recipe_from_dict
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.base import RunObjects, open_session
-from rollick.pipelines.inspect import export_run
-from rollick.pipelines.rlvr import open_pipeline
+from rollick.pipelines.loop import RunLoop
+from rollick.pipelines.open_run import open_run
+from rollick.pipelines.rl import open_rl
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects
 from rollick.testing import demo
 from rollick.testing.tiny import save_tiny
 from rollick.types import Sample, Score
@@ -40,7 +42,7 @@ from rollick.types import Sample, Score
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its wall-clock without start and validation, and how well it ended."""
+    """One run: its time without start and validation, and its final score."""
 
     seed: int
     staleness: float
@@ -72,24 +74,24 @@ def rl_recipe(
     # Refills would make a synchronous step wait for the rewards several times.
     recipe["rollout"] |= {"max_staleness": staleness, "drop_no_signal": False}
     recipe["devices"] = {"policy": "cpu:0", "generators": "cpu:1"}
-    recipe["evaluate"] = {"every": 0, "at_end": True}
+    recipe["evaluate"] = {"every": 0, "at_start": False, "at_end": True}
     recipe["observe"] = {"sinks": [], "live": "off"}
     return recipe
 
 
 async def train(recipe: dict[str, Any], objects: RunObjects, *, latency: float) -> Path:
     loaded = recipe_from_dict(recipe, objects=objects.names)
-    async with open_session(loaded, objects=objects) as session:
-        plain = session.score
+    async with open_run(loaded, objects=objects) as run:
+        plain = run.scoring.score
 
         async def slow_score(sample: Sample) -> Score:
             score = await plain(sample)
             await asyncio.sleep(latency)
             return score
 
-        session.score = slow_score
-        async with open_pipeline(session) as pipeline:
-            result = await pipeline.run()
+        run.scoring.score = slow_score
+        async with open_rl(run) as pipeline:
+            result = await RunLoop(run, pipeline).run()
     return result.folder
 
 
@@ -133,7 +135,7 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def draw(path: Path, pairs: Sequence[tuple[Run, Run]]) -> None:
-    """The mean score over the seconds, one thin line for each run and nine steps smoothed."""
+    """Plots the score over time, smoothed over nine steps, one thin line per run."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(7.2, 4.0), layout="constrained")

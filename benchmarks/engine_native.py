@@ -2,9 +2,9 @@
 
     python benchmarks/engine_native.py [--json] [--threads 2] [--device cpu] [--shape tiny ...]
 
-Weights are random: speed does not depend on them. Both draw the same number of tokens for the same
-prompts (asserted); the native engine also gives log-probs. Two shapes: `tiny` (2 layers, hidden
-128, 256 sequences) shows the cost of a step besides the arithmetic; `smollm2-135m` the arithmetic.
+Weights are random: speed does not depend on them. Both generate the same number of tokens for the
+same prompts (asserted); the native engine also returns log-probs. Two shapes: `tiny` (2 layers,
+hidden 128, 256 sequences) shows the overhead of a step, `smollm2-135m` its arithmetic.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.types import Request, SampleId, Sampling, frozen_array
 
 PROMPT_TOKENS = 16
@@ -33,7 +34,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's sizes, and how much is drawn from it."""
+    """A model's sizes and the amount of work."""
 
     hidden: int
     inter: int
@@ -79,7 +80,7 @@ def make_model(shape: Shape, *, device: str) -> LlamaForCausalLM:
 
 
 def prompts(shape: Shape) -> np.ndarray:
-    """[sequences, PROMPT_TOKENS], alike within a group."""
+    """[sequences, PROMPT_TOKENS], equal within a group."""
     groups = -(-shape.sequences // GROUP_SIZE)
     ids = np.random.default_rng(0).integers(1, shape.vocabulary, (groups, PROMPT_TOKENS))
     return ids.repeat(GROUP_SIZE, axis=0)[: shape.sequences]
@@ -90,13 +91,11 @@ async def time_native(
 ) -> float:
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
-    engine = NativeEngine.around(
-        module,
+    engine = NativeEngine(
+        EngineWeights(module, device=device, shared=True),
         InferConfig(slots=shape.sequences, max_length=2048),
-        device=device,
         deterministic=deterministic,
-        shared=True,
-        stops=Stops(()),
+        stops=StopRules(),
     )
 
     async def all_of(tokens: int) -> float:

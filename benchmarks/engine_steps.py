@@ -1,10 +1,10 @@
-"""How long one step of the native engine takes, by what is in it: records and a fitted model.
+"""Step times of the native engine: records of each step and a fitted model.
 
     python benchmarks/engine_steps.py [--device cpu] [--shape tiny] [--out steps.jsonl]
 
-Sequences of log-normal length run until the last one has ended, so the batch goes from full to
-one. Each step is recorded with its batch, the tokens in its cache, the tokens it prefilled, and its
-seconds; benchmarks/scheduler.py takes its engine from a fit of such records.
+Sequences of log-normal length run until the last one ends, so the batch shrinks from full to one.
+Each step is recorded with its batch size, cached tokens, prefilled tokens and seconds.
+benchmarks/scheduler.py simulates an engine with a fit of these records.
 Weights are random: speed does not depend on them.
 """
 
@@ -22,13 +22,13 @@ import torch
 from engine_native import SHAPES, make_model
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
-from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.runner import Runner
-from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, share_parameters
-from rollick.rollout.workload import StepRecord, fit_step_time
-from rollick.types import Request, SampleId, Sampling, frozen_array
+from rollick.infer.engine import StopRules
+from rollick.infer.native.engine import NativeEngine, Runner
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.load import empty_model, share_parameters
+from rollick.simulator.step_time import fit_step_time
+from rollick.types import Request, SampleId, Sampling, StepRecord, frozen_array
 
 PROMPT_TOKENS = 128
 GROUP_SIZE = 8
@@ -36,16 +36,18 @@ MAX_LENGTH = 2048
 
 
 def recording(runner: Runner, steps: list[StepRecord]) -> None:
-    """Let the runner note each of its steps."""
+    """Inside the block, every step of the runner is recorded."""
     plain = runner.step
 
     def step():
-        prefilled, begun = runner.prefilled_tokens, perf_counter()
+        prefilled, begun = runner.stats.prefilled_tokens, perf_counter()
         finished = plain()
         seconds = perf_counter() - begun
-        batch = runner.rows.count
-        kv_tokens = int(runner.rows.length[:batch].sum())
-        steps.append(StepRecord(batch, kv_tokens, runner.prefilled_tokens - prefilled, seconds))
+        batch = runner.table.count
+        kv_tokens = int(runner.table.length[:batch].sum())
+        steps.append(
+            StepRecord(batch, kv_tokens, runner.stats.prefilled_tokens - prefilled, seconds)
+        )
         return finished
 
     runner.step = step
@@ -59,8 +61,11 @@ async def record(shape_name: str, sequences: int, *, median: int, device: str) -
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     infer = InferConfig(slots=sequences, max_length=MAX_LENGTH)
-    engine = NativeEngine.around(
-        module, infer, device=device, deterministic=False, shared=True, stops=Stops(())
+    engine = NativeEngine(
+        EngineWeights(module, device=device, shared=True),
+        infer,
+        deterministic=False,
+        stops=StopRules(),
     )
     random = np.random.default_rng(0)
     lengths = np.exp(np.log(median) + 0.9 * random.standard_normal(sequences)).astype(int)

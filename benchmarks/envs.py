@@ -2,10 +2,10 @@
 
     python benchmarks/envs.py [--json] [--episodes 1000] [--products FILE] [--only frozen_lake ...]
 
-Each environment is played by its solver (success over the seeds) and at random (steps a second, on
-one core: processor seconds of this process, which other work on the machine does not change; resets
-are included). The bounds: FrozenLake 20,000, Sokoban 10,000, WebShop 300 steps/s, success 99 %.
-`pool` steps 2,000 FrozenLake episodes at once through 2 processes, in seconds of the clock.
+Each environment runs with its solver (success over the seeds) and with random actions (steps a
+second on one core: CPU seconds of this process, resets included). The bounds: FrozenLake
+20,000, Sokoban 10,000, WebShop 300 steps/s, success 99 %.
+`pool` steps 2,000 FrozenLake episodes at once through 2 processes, in wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from time import perf_counter, process_time
 from typing import Any
 
 from rollick.envs.base import find_env
-from rollick.envs.play import play_many, play_random, play_solver
 from rollick.envs.pool import EnvPool
+from rollick.episodes.in_process import random_policy, run_episodes, solver_policy
 
 PRODUCTS = Path(__file__).parents[2] / "shared/data/webshop_products.jsonl.gz"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, and what it must reach; 0: nothing."""
+    """An environment to measure and its bounds; 0 means no bound."""
 
     label: str
     name: str
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """One environment, measured."""
+    """The figures of one environment."""
 
     label: str
     episodes: int
@@ -70,11 +70,11 @@ def cases(products: Path) -> list[Case]:
 
 def measure(case: Case, episodes: int) -> Figures:
     make, seeds = find_env(case.name), range(episodes)
-    play_many(make, range(2), options=case.options, policy=play_random)  # loads the products
+    run_episodes(make, range(2), options=case.options, policy=random_policy)  # loads the products
     begun = process_time()
-    solved = play_many(make, seeds, options=case.options, policy=play_solver)
+    solved = run_episodes(make, seeds, options=case.options, policy=solver_policy)
     middle = process_time()
-    chance = play_many(make, seeds, options=case.options, policy=play_random)
+    chance = run_episodes(make, seeds, options=case.options, policy=random_policy)
     end = process_time()
     speed = chance.steps * episodes / (end - middle)
     errors = solved.errors + chance.errors
@@ -99,7 +99,7 @@ async def measure_pool(episodes: int = 2000, rounds: int = 5) -> dict[str, float
         for _ in range(rounds):
             await asyncio.gather(*(session.step("<answer>Left</answer>") for session in sessions))
         seconds = perf_counter() - begun
-        failed = pool.stats.failed
+        failed = pool.stats.failures.total()
     return {"episodes": episodes, "steps_per_s": episodes * rounds / seconds, "failed": failed}
 
 

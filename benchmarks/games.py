@@ -1,18 +1,18 @@
-"""A game from its warm-up to RL, with several seeds: what `docs/results.md` shows.
+"""Warm-up and RL of a game with several seeds: the figures of `docs/notes/games.md`.
 
     python benchmarks/games.py frozen_lake --model tiny --seeds 0 1 2 --out runs/games
     python benchmarks/games.py sokoban --model smollm2 --device 0 --seeds 0 1 2 --minutes 8.5
 
-For each seed a process of its own, side by side:
+Each seed runs in its own process, all side by side:
 
-    (tiny: a model from nothing) -> imitation of the solver, validated and saved every few steps,
-    until it solves more than `--cap` of the held-out tasks -> the last checkpoint that does not
-    -> RL -> held-out tasks, greedy
+    (tiny: a randomly initialised model) -> imitation of the solver, validated and saved every few
+    steps, until it solves more than `--cap` of the held-out tasks -> the last checkpoint below the
+    cap -> RL -> held-out tasks, greedy
 
-A run that is not through after its minutes is stopped; its last validation counts. The last line
-is JSON: of each seed the warm-up's and the final success, their means with Student's 95 % interval
-over the seeds; the same is in `--out`. Runs and logs are in `--scratch`, some gigabytes for each
-seed of SmolLM2. Warm-up, training and validation have different tasks.
+A run that exceeds its minutes is stopped; its last validation counts. The last line is JSON: the
+success of each seed after the warm-up and at the end, and their means with Student's 95 % interval.
+`--out` has the same. Runs and logs are in `--scratch`, some gigabytes for each seed of SmolLM2.
+Warm-up, training and validation have different tasks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def evaluations(run: Path) -> list[tuple[int, float, float]]:
 
 @contextmanager
 def stopping_above(cap: float, run: Path) -> Generator[None]:
-    """Inside the block, a run that validates above the cap gets the signal to save and stop."""
+    """Inside the block, a run that validates above the cap is signalled to save and stop."""
     over = threading.Event()
 
     def watch() -> None:
@@ -74,7 +74,7 @@ def stopping_above(cap: float, run: Path) -> Generator[None]:
 
 
 def save_tiny_model(args: argparse.Namespace, folder: Path, seed: int) -> Path:
-    """The model from nothing that the game's recipes are for."""
+    """Save the randomly initialised model of the game's recipes."""
     sys.path.insert(0, str(ROOT / "recipes"))
     import tiny_agents
     import tiny_games
@@ -87,9 +87,9 @@ def save_tiny_model(args: argparse.Namespace, folder: Path, seed: int) -> Path:
 
 
 def play_seed(args: argparse.Namespace, seed: int) -> None:
-    """One seed, in this process."""
+    """Run one seed in this process."""
+    from rollick.commands.export import export_run
     from rollick.config.load import load_recipe
-    from rollick.pipelines.inspect import export_run
     from rollick.pipelines.run import run_recipe
 
     home = args.scratch / f"seed{seed}"
@@ -119,7 +119,7 @@ def play_seed(args: argparse.Namespace, seed: int) -> None:
 
 
 def interval(values: list[float]) -> list[float]:
-    """Mean, and Student's 95 % interval, not beyond 0 and 1."""
+    """The mean and its Student 95 % interval, clipped to [0, 1]."""
     centre = mean(values)
     if len(values) < 2:
         return [centre, float("nan"), float("nan")]
@@ -196,7 +196,7 @@ def main() -> None:
         children.append(
             subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ}, cwd=ROOT)
         )
-    # A signal makes a run save and stop; whoever does not is killed a little later.
+    # SIGTERM makes a run save and stop; a run that does not is killed later.
     for wait_s, number in ((60 * args.minutes, signal.SIGTERM), (45.0, signal.SIGKILL)):
         deadline = (begun if number == signal.SIGTERM else time.monotonic()) + wait_s
         for child in children:

@@ -3,10 +3,9 @@
     python benchmarks/head_memory.py --json [--device cpu] [--tokens 512 4096]
                                      [--vocabulary 8192 50000 150000]
 
-The log-probs and the entropy of `tokens` rows, and their gradients, in chunks of 256 rows; on the
-CPU each in a process of its own. What counts is what it takes beyond the inputs and their
-gradients: it may grow with the vocabulary (a chunk has a logit for each of its tokens), and must
-not with the number of rows.
+Computes log-probs, entropy and gradients of `tokens` rows in chunks of 256 rows; on the CPU each
+measurement has its own process. The memory beyond the inputs and their gradients may grow with the
+vocabulary (a chunk holds its logits), and must not grow with the number of rows.
 
     growth   peak with the most tokens over peak with the fewest, for each vocabulary: 1 means that
              tokens x vocabulary costs no memory
@@ -28,10 +27,10 @@ HIDDEN = 64
 
 
 def measure(device: str, tokens: int, vocabulary: int) -> dict[str, Any]:
-    """Megabytes that the head takes beyond its inputs and their gradients."""
+    """Megabytes of the head beyond its inputs and their gradients."""
     import torch
 
-    from rollick.models.head import token_logprobs
+    from rollick.models.head.logprobs import OutputHead, token_logprobs
 
     torch.manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, device=device, requires_grad=True)
@@ -40,16 +39,20 @@ def measure(device: str, tokens: int, vocabulary: int) -> dict[str, Any]:
     temperature = torch.ones(tokens, device=device)
     for tensor in (hidden, weight):
         tensor.grad = torch.zeros_like(tensor)
-    # The first products of a process take memory of their own.
+    # The first products of a process allocate workspaces.
     small = torch.randn(8, HIDDEN, device=device, requires_grad=True)
-    token_logprobs(small, weight[:64], targets[:8] % 64, temperature[:8], chunk=8)[0].sum()
+    token_logprobs(small, OutputHead(weight[:64]), targets[:8] % 64, temperature[:8], chunk=8)[
+        0
+    ].sum()
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
         before = peak_bytes()
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=CHUNK)
+    logprobs, entropy = token_logprobs(
+        hidden, OutputHead(weight), targets, temperature, chunk=CHUNK
+    )
     (logprobs.sum() + 0.01 * entropy.sum()).backward()
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes()
     return {
@@ -89,7 +92,7 @@ def main() -> None:
         device, tokens, vocabulary = options.child
         print(json.dumps(measure(device, int(tokens), int(vocabulary))))
         return
-    # The peak of a process is never forgotten; that of a GPU is.
+    # The peak of a process cannot be reset; that of a GPU can.
     run = in_child if options.device == "cpu" else measure
     runs = [
         run(options.device, tokens, vocabulary)

@@ -6,13 +6,13 @@
 Random weights of known shapes through the reference strategy, sequences of 2,048 tokens end to end,
 all tokens trained on with GRPO's loss. The mean of 20 steps counts, the optimizer included; the
 first two warm up. FLOPs of a step: 6 for each weight of a product and token (4 where the weights
-are frozen), plus attention, 6 L s^2 H C for each causal sequence of s tokens; what is computed
-twice is not counted.
+are frozen), plus attention, 6 L s^2 H C for each causal sequence of s tokens. Recomputation is not
+counted.
 
     mfu        achieved over 989 TFLOP/s (an H200's dense bfloat16)
     of_matmul  achieved over what a large product reaches on this machine
-    ways       plain: models/plain_training.py; transformers: the model's own forward
-    peak_gb    of memory, predicted and seen
+    ways       plain: models/decoder/training.py; transformers: the model's own forward
+    peak_gb    peak memory, predicted and measured
 
 Full training up to 1.5B. 7B with its optimizer does not fit one GPU: its weights are frozen, and
 adapters of rank 32 on all its linear layers are trained (train.lora).
@@ -33,10 +33,10 @@ from unittest.mock import patch
 import torch
 from training_parts import SHAPES, objective, random_batch, random_strategy, wait
 
-from rollick.models.head import output_head
-from rollick.models.shape import ModelShape
-from rollick.train import body
-from rollick.train.footprint import trained_footprint
+from rollick.models.head.logprobs import output_head
+from rollick.models.loading.shape import ModelShape
+from rollick.trainer import trainable_model as body
+from rollick.trainer.memory_estimate import trained_footprint
 
 H200_FLOPS = 989e12
 ADAPTED = {"7B": 16384}
@@ -46,7 +46,7 @@ WARM_UP = 2
 
 
 def step_flops(module: Any, *, tokens: int, length: int, frozen: bool) -> float:
-    """What a step must compute; `frozen` weights have no gradient of their own."""
+    """FLOPs of a step; `frozen` weights have no weight gradient."""
     head = output_head(module)[0]
     weights = sum(
         part.weight.numel()
@@ -61,7 +61,7 @@ def step_flops(module: Any, *, tokens: int, length: int, frozen: bool) -> float:
 
 
 def predicted_gb(strategy: Any, *, micro_batch: int) -> float:
-    """As the library tells it before a run."""
+    """The library's prediction before a run."""
     shape = ModelShape.of(strategy.module.config.to_dict())
     assert shape is not None
     train = strategy.recipe.train
@@ -75,11 +75,11 @@ def predicted_gb(strategy: Any, *, micro_batch: int) -> float:
 
 
 def build(shape: str, *, device: str, micro_batch: int, frozen: bool) -> Any:
-    """The strategy; of a frozen model only the adapters learn."""
+    """The strategy; with a frozen model only the adapters are trained."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     options: dict[str, Any] = {
         "tokens_per_microbatch": micro_batch,
-        # Logits of a micro-batch fit here, so that no product of the head is made twice.
+        # Logits of a micro-batch fit into one chunk, so the head computes no product twice.
         "logprob_chunk_tokens": micro_batch,
         "optimizer": {"lr": 1e-9},
     }
@@ -146,8 +146,8 @@ def _measure_way(
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    replaced = body.plain_hidden if way == "plain" else lambda *_: None
-    with patch.object(body, "plain_hidden", replaced):
+    replaced = body.hidden_states if way == "plain" else lambda *_: None
+    with patch.object(body, "hidden_states", replaced):
         spent = time_steps(strategy, batch, steps=steps, device=device)
     seconds = sum(spent[WARM_UP:]) / steps
     return {
@@ -196,7 +196,7 @@ def main() -> None:
         try:
             found = measure(shape, options, ceiling=ceiling)
         except Exception:
-            # One shape that fails does not take the others with it.
+            # A shape that fails does not stop the others.
             found = {"shape": shape, "error": traceback.format_exc()[-2000:]}
         result["runs"].append(found)
         print(found, file=sys.stderr, flush=True)

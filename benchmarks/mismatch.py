@@ -1,16 +1,16 @@
-"""How far the log-probs that an engine draws with are from the learner's, of the same tokens.
+"""The difference between the engine's and the learner's log-probs of the same tokens.
 
     python benchmarks/mismatch.py [--device cpu|cuda] [--json] [--tokens 10000] [--without vllm]
 
 SmolLM2-135M, 32 samples at a time, at temperatures 0.7, 1.0 and 1.3; float32 on the CPU, bfloat16
-on a GPU. The learner scores what an engine drew, packed, as in training. Modes:
+on a GPU. The learner scores the sampled tokens, packed, as in training. Modes:
 
     plain          each side with its fastest kernels
     deterministic  run.deterministic (CPU)
     zero_mismatch  infer.zero_mismatch (GPU)
 
-    k3             exp(d) - 1 - d of the difference d, in the mean: what the learner's importance
-                   weights estimate of the divergence between the two
+    k3             the mean of exp(d) - 1 - d over the differences d: an estimate of the KL
+                   divergence between the two
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ import torch
 from rollout_vllm import SMOLLM2
 
 from rollick.config.schema import Recipe
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.vllm import VllmEngine
-from rollick.models.load import load_tokenizer
-from rollick.testing.batches import drawn_batch, recipe_of
-from rollick.train.local import LocalStrategy
+from rollick.infer.vllm.engine import VllmEngine
+from rollick.models.loading.load import load_tokenizer
+from rollick.testing.batches import completions_to_batch, recipe_of
+from rollick.trainer.local import LocalStrategy
 from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
 
 TEMPERATURES = (0.7, 1.0, 1.3)
@@ -44,7 +45,7 @@ QUESTIONS = ("What is {} plus {}?", "Write a story about {} cats and {} dogs.", 
 
 
 def requests_of(recipe: Recipe, count: int, temperature: float) -> list[Request]:
-    """Prompts of several lengths, in groups of 8; every sample draws NEW_TOKENS tokens."""
+    """Prompts of several lengths, in groups of 8, with NEW_TOKENS new tokens each."""
     tokenizer: Any = load_tokenizer(recipe.model)
     prompts: list[Any] = []
     for group in range(-(-count // 8)):
@@ -90,7 +91,7 @@ async def draw_all(engine: Any, batches: Sequence[list[Request]]) -> tuple[list[
 async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dict[str, Any]]:
     recipe = settings_of(device, mode, name)
     strategy = LocalStrategy(recipe, device=device, trainable=False)
-    options: dict[str, Any] = {"device": device, "stop_ids": ()}
+    options: dict[str, Any] = {"device": device, "stops": StopRules()}
     if name == "native":
         shared = {"deterministic": mode == "deterministic", "shared": strategy.module}
         engine: Any = NativeEngine.create(recipe.infer, recipe.model, **options, **shared)
@@ -103,7 +104,7 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
     drawn, seconds = await draw_all(engine, batches)
     rows: list[dict[str, Any]] = []
     for place in range(1, len(wanted)):
-        batch = drawn_batch(batches[place], drawn[place])
+        batch = completions_to_batch(batches[place], drawn[place])
         begun = perf_counter()
         own_N = strategy.logprobs(batch).astype(np.float64)
         scored_s = perf_counter() - begun

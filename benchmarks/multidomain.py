@@ -2,11 +2,11 @@
 
     python benchmarks/multidomain.py --out FOLDER [--seeds 0,1,2] [--minutes 8.5] [a.b=c ...]
 
-Each seed is `rollick train recipes/rlvr_multidomain_smollm2.yaml` in a process of its own. When the
-time is up they are asked to stop (SIGTERM). FOLDER gets each seed's metrics and log, and a
-summary.json: first and last validation of every domain with intervals, and the ratio of the means.
-They are written again every few seconds, so that a run that is cut off leaves what it had. Where
-bubblewrap is missing, the code domain runs with allow_unsafe, and the summary says so.
+Each seed is `rollick train recipes/rlvr_multidomain_smollm2.yaml` in its own process. When the time
+is over they get SIGTERM. FOLDER gets each seed's metrics and log, and summary.json: first and last
+validation of every domain with intervals, and the ratio of the means. The files are rewritten every
+few seconds, so an interrupted run keeps its results. Without bubblewrap the code domain runs with
+allow_unsafe, which the summary records.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def start(
 
 
 def wait(started: list[subprocess.Popen[bytes]], *, until: float) -> bool:
-    """A little, or to the end where that is near; whether all have ended."""
+    """Wait a few seconds, at most `until`; return whether all have ended."""
     if time.monotonic() >= until:
         stop(started)
     else:
@@ -90,7 +90,7 @@ def wait(started: list[subprocess.Popen[bytes]], *, until: float) -> bool:
 
 
 def stop(started: list[subprocess.Popen[bytes]]) -> None:
-    """All at once, and hard where that does not help."""
+    """Send SIGTERM to all, then kill those that do not exit."""
     running = [process for process in started if process.poll() is None]
     for process in running:
         process.send_signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ def stop(started: list[subprocess.Popen[bytes]]) -> None:
 
 
 def collect(out: Path, runs: Path, seed: int) -> dict[str, Any]:
-    """The metrics of a seed, copied, and its first and last validation."""
+    """Copy the metrics of a seed and return its first and last validation."""
     path = runs / f"seed{seed}" / "metrics.jsonl"
     if not path.is_file():
         return {"error": "no metrics; see the log"}

@@ -3,11 +3,10 @@
     python benchmarks/prefix.py --json [--device cpu] [--shape 135M] [--prompt 512] [--samples 16]
                                 [--new 128] [--groups 1] [--rounds 5]
 
-Forward, backward and optimizer step through the reference strategy: one prompt (or several), 16
-samples of 128 new tokens each. Both compute the head for the new tokens only, over packs without
-padding; the only difference is train.share_prefix. Each side takes the best of several sizes of a
-micro-batch, found first; then the two take turns, and the medians count. Both losses are the same
-(asserted).
+Forward, backward and optimizer step through the local strategy: one prompt (or several), 16 samples
+of 128 new tokens each. Both sides compute the head for the new tokens only, over packs without
+padding; the only difference is train.share_prefix. Each side first finds its best micro-batch size;
+then the two alternate, and the medians count. Both losses are equal (asserted).
 
     ratio        seconds without over seconds with
     computed     tokens that each side computes
@@ -48,7 +47,7 @@ class Side:
         self.objective = objective()
 
     def step(self, batch: Any) -> tuple[float, float, float]:
-        """(seconds, of the processor, loss)."""
+        """(seconds, CPU seconds, loss)."""
         wait(self.device)
         begun, worked = perf_counter(), process_time()
         report = self.strategy.forward_backward(batch, self.objective)

@@ -4,10 +4,10 @@
                                  [--without vllm]
     python benchmarks/rollout.py --device cuda ...      another measurement: see rollout_cuda.py
 
-SmolLM2-135M draws the same number of tokens for the same prompts (groups of 8) on every side, each
-with log-probs (asserted), each in a process of its own, at its best settings: the native engine as
-it comes; transformers' generate with scores; vLLM as rollout_vllm.json says. A first, short round
-of each warms up; the best of the others counts.
+SmolLM2-135M generates the same number of tokens for the same prompts (groups of 8) on every side,
+with log-probs (asserted), in a process of its own, at its best settings: the native engine with its
+defaults; transformers' generate with scores; vLLM with rollout_vllm.json. A first, short round of
+each warms up; the best of the others counts.
 
     ratio_vllm, ratio_transformers   native over theirs
     of_matmul                        native over what the model's matrix products alone would allow,
@@ -37,7 +37,7 @@ SIDES = ("native", "transformers", "vllm")
 
 @dataclass(frozen=True)
 class Work:
-    """What every side has to do."""
+    """The work of every side."""
 
     device: str
     model: str
@@ -53,7 +53,7 @@ class Work:
 
     @property
     def tokens_by_round(self) -> list[int]:
-        """New tokens of a sequence in each round, the one that warms up first."""
+        """New tokens of a sequence in each round; the first is the warm-up."""
         return [min(WARM_UP_TOKENS, self.tokens), *[self.tokens] * self.rounds]
 
     def prompts(self) -> list[list[int]]:
@@ -61,7 +61,7 @@ class Work:
 
 
 def run_native(work: Work) -> dict[str, Any]:
-    """The engine through its seam: prefill, scheduling and the event loop included."""
+    """The engine through its public interface: prefill, scheduling and event loop included."""
     return asyncio.run(_run_native(work))
 
 
@@ -69,13 +69,14 @@ async def _run_native(work: Work) -> dict[str, Any]:
     import numpy as np
 
     from rollick.config.schema import InferConfig, ModelConfig
+    from rollick.infer.engine import StopRules
     from rollick.infer.native.engine import NativeEngine
     from rollick.types import Request, SampleId, Sampling, frozen_array
 
     model = ModelConfig(path=work.model, dtype=work.dtype)  # pyright: ignore[reportArgumentType]
     infer = InferConfig(slots=work.sequences, max_length=2048)
     started = perf_counter()
-    engine = NativeEngine.create(infer, model, device=work.device, stop_ids=())
+    engine = NativeEngine.create(infer, model, device=work.device, stops=StopRules())
     start_s = perf_counter() - started
     seconds: list[float] = []
     for number, tokens in enumerate(work.tokens_by_round):
@@ -88,8 +89,8 @@ async def _run_native(work: Work) -> dict[str, Any]:
             )
             for place, ids in enumerate(work.prompts())
         ]
-        # The cache of the round before holds the prompts: everybody begins without.
-        engine.runner.forget_prefixes()
+        # Drop the prompts that the previous round left in the cache.
+        engine.runner.table.forget_prefixes()
         started = perf_counter()
         drawn = await asyncio.gather(*(engine.generate(request) for request in requests))
         seconds.append(perf_counter() - started)
@@ -101,11 +102,11 @@ async def _run_native(work: Work) -> dict[str, Any]:
 
 
 def run_transformers(work: Work) -> dict[str, Any]:
-    """generate, and the log-probs of what it drew."""
+    """generate, and the log-probs of its tokens."""
     import torch
 
     from rollick.config.schema import ModelConfig
-    from rollick.models.load import load_model
+    from rollick.models.loading.load import load_model
 
     config = ModelConfig(path=work.model, dtype=work.dtype)  # pyright: ignore[reportArgumentType]
     model: Any = load_model(config, device=work.device, attention="sdpa")
@@ -138,26 +139,22 @@ def run_transformers(work: Work) -> dict[str, Any]:
 
 
 def time_products(work: Work) -> dict[str, Any]:
-    """One step's matrix products at `sequences` rows, and nothing else: plain or packed, whichever
-    is faster for each shape, and with one product for weights that read the same input. Every
-    weight is read anew, as in a step."""
+    """Only the matrix products of a step at `sequences` rows: plain or packed, whichever is faster
+    for each shape, with one product for weights that share an input. Weights are not cached between
+    products, as in a step."""
     import torch
     from torch.nn.functional import linear
 
     from rollick.config.schema import ModelConfig
-    from rollick.infer.native.packed import (
-        can_pack,
-        linear_families,
-        pack_weight,
-        packed_product,
-    )
-    from rollick.models.head import output_head
-    from rollick.models.load import load_model
+    from rollick.infer.native.packed_linear import can_pack, pack_weight, packed_product
+    from rollick.models.decoder.fused_linear import linear_groups
+    from rollick.models.head.logprobs import output_head
+    from rollick.models.loading.load import load_model
 
     config = ModelConfig(path=work.model, dtype=work.dtype)  # pyright: ignore[reportArgumentType]
     module = load_model(config, device=work.device, attention="sdpa")
-    families = linear_families(module)
-    weights = [torch.cat([one.weight.detach() for one in family]) for family in families]
+    groups = linear_groups(module)
+    weights = [torch.cat([one.weight.detach() for one in group]) for group in groups]
     weights.append(output_head(module)[0].detach())
     by_shape: dict[tuple[int, ...], list[torch.Tensor]] = {}
     for weight in weights:
@@ -192,7 +189,7 @@ RUNS = {"native": run_native, "transformers": run_transformers, "products": time
 
 
 def in_child(side: str, work: Work) -> dict[str, Any]:
-    """Run one side in a process of its own and read its last line."""
+    """Run one side in its own process and read its last line."""
     child = subprocess.run(
         [sys.executable, __file__, "--child", side],
         input=json.dumps(asdict(work)),
@@ -213,7 +210,7 @@ def child(side: str) -> None:
 
 
 def measure(work: Work, *, without: list[str]) -> dict[str, Any]:
-    """All sides, one after another, and how they compare."""
+    """Run all sides in sequence and compare them."""
     speeds: dict[str, float] = {}
     facts: dict[str, Any] = {}
     for side in ("native", "transformers", "products"):

@@ -1,13 +1,13 @@
-"""Tokens per second of the native engine on one GPU, and how near it comes to the memory's speed.
+"""Tokens per second of the native engine on one GPU, and its share of the memory bandwidth.
 
     python benchmarks/rollout.py --device cuda [--json] [--sizes 256 1024] [--shapes 135M 7B]
                                  [--without vllm]
 
-Through the engine's seam: prefill, scheduling, the event loop, stops and log-probs included.
-SmolLM2-135M has its own weights, models of the shapes of Qwen2.5 have random ones; all compute in
-bfloat16. Prompts are 128 random tokens in groups of 8, and every request draws 256 tokens with
-log-probs (asserted). The first round of a size warms up (compilation, graphs) and is not counted;
-the best of three others is. vLLM draws the same up to 1.5B, at the settings of rollout_vllm.json.
+Prefill, scheduling, the event loop, stop conditions and log-probs are included. SmolLM2-135M has
+its own weights, the Qwen2.5 shapes have random ones; all compute in bfloat16. Prompts are 128
+random tokens in groups of 8, and every request generates 256 tokens with log-probs (asserted). The
+first round of a size warms up (compilation, graphs); the best of three others counts. vLLM
+generates the same up to 1.5B, with the settings of rollout_vllm.json.
 
     ratio_vllm   tokens per second, native over vLLM
 
@@ -34,13 +34,14 @@ from rollout_vllm import SMOLLM2, run_vllm
 from transformers import AutoModelForCausalLM
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.gpu.forward import Ways
+from rollick.infer.native.gpu.forward import ForwardOptions
 from rollick.infer.native.gpu.runner import PagedRunner
-from rollick.models.cached_attention import CACHED
-from rollick.models.fused import fuse_storage
-from rollick.models.load import load_model
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.decoder.fused_linear import fuse_storage
+from rollick.models.loading.load import load_model
 from rollick.types import Request, SampleId, Sampling, frozen_array
 
 DEVICE = "cuda"
@@ -69,7 +70,7 @@ def module_of(shape: str) -> Any:
 
 
 def prompts(sequences: int, vocabulary: int) -> list[list[int]]:
-    """Groups of GROUP_SIZE alike prompts of random tokens."""
+    """Groups of GROUP_SIZE equal prompts of random tokens."""
     groups = -(-sequences // GROUP_SIZE)
     ids = np.random.default_rng(0).integers(1, vocabulary, (groups, PROMPT_TOKENS))
     return ids.repeat(GROUP_SIZE, axis=0)[:sequences].tolist()
@@ -87,30 +88,35 @@ def requests(sequences: int, vocabulary: int, *, round: int) -> list[Request]:
     ]
 
 
-def engine_of(module: Any, *, sequences: int, ways: Ways | None = None) -> NativeEngine:
+def engine_of(
+    module: Any, *, sequences: int, options: ForwardOptions | None = None
+) -> NativeEngine:
     infer = InferConfig(slots=sequences, max_length=PROMPT_TOKENS + NEW_TOKENS)
-    # Ids that no token has: the device looks for stops, and the work is the same each time.
-    stops = Stops(tuple(range(module.config.vocab_size, module.config.vocab_size + 4)))
+    # Ids that no token has: stop checks run, and the work is the same each time.
+    stops = StopRules(tuple(range(module.config.vocab_size, module.config.vocab_size + 4)))
     fuse_storage(module)
-    runner = PagedRunner(module, infer, device=DEVICE, stops=stops, version=0, ways=ways)
-    return NativeEngine(module, infer, runner=runner, device=DEVICE, shared=True)
+    engine = NativeEngine(EngineWeights(module, device=DEVICE, shared=True), infer, stops=stops)
+    engine.runner = PagedRunner(module, infer, device=DEVICE, stops=stops, options=options)
+    return engine
 
 
-async def run_native(module: Any, *, sequences: int, ways: Ways | None = None) -> dict[str, Any]:
-    """Seconds of each round, the start apart."""
-    engine = engine_of(module, sequences=sequences, ways=ways)
+async def run_native(
+    module: Any, *, sequences: int, options: ForwardOptions | None = None
+) -> dict[str, Any]:
+    """Seconds of each round, without the start."""
+    engine = engine_of(module, sequences=sequences, options=options)
     runner: Any = engine.runner
     seconds: list[float] = []
     steps: list[int] = []
     for number in range(ROUNDS + 1):
         made = requests(sequences, module.config.vocab_size, round=number)
-        # The round before left the prompts in the cache: everybody begins without.
+        # Drop the prompts that the previous round left in the cache.
         runner.forget_prefixes()
-        before = runner.decode_steps
+        before = runner.stats.decode_steps
         started = perf_counter()
         drawn = await asyncio.gather(*(engine.generate(request) for request in made))
         seconds.append(perf_counter() - started)
-        steps.append(runner.decode_steps - before)
+        steps.append(runner.stats.decode_steps - before)
         assert sum(len(one.token_ids) for one in drawn) == sequences * NEW_TOKENS
         assert all(np.isfinite(one.logprobs).all() for one in drawn)
         assert all(len(one.logprobs) == NEW_TOKENS for one in drawn)
@@ -120,7 +126,7 @@ async def run_native(module: Any, *, sequences: int, ways: Ways | None = None) -
         "start_s": round(seconds[0] - min(seconds[1:]), 2),
         "steps": steps[1:],
         "step_ms": round(1000 * min(seconds[1:]) / NEW_TOKENS, 3),
-        "ways": str(runner.cache.ways),
+        "options": str(runner.forward.options),
     }
     await engine.close()
     return found
@@ -139,7 +145,7 @@ def step_bytes(module: Any, *, sequences: int) -> int:
 
 
 def tidy() -> None:
-    """What the last measurement left must not meet the next."""
+    """Free what the last measurement left."""
     gc.collect()
     torch._dynamo.reset()
     torch.cuda.empty_cache()
@@ -192,7 +198,7 @@ def measure_vllm(shape: str, *, sequences: int) -> dict[str, Any]:
 
 
 def guarded(work: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """One entry that fails does not take the others with it."""
+    """A measurement that fails does not stop the others."""
     try:
         return work(*arguments, **options)
     except Exception:
@@ -220,7 +226,7 @@ def main() -> None:
             if "error" not in found and "error" not in other:
                 found["ratio_vllm"] = round(found["tokens_per_s"] / other["tokens_per_s"], 2)
         results.append(found)
-        shown = {key: found[key] for key in found if key not in ("steps", "ways", "seconds")}
+        shown = {key: found[key] for key in found if key not in ("steps", "options", "seconds")}
         print(shown, file=sys.stderr, flush=True)
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     text = json.dumps({**facts, "runs": results}, indent=1)

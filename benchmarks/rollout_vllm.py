@@ -2,11 +2,11 @@
 
     python benchmarks/rollout_vllm.py --device cpu [--json] [--sequences 32] [--tokens 64] [--try]
 
-vLLM's own offline interface (LLM.generate) draws the samples; nothing of rollick runs beside it. It
-runs in a child process, so that neither its settings nor its memory touch the caller. The first
-round warms up and is not counted; the best of the rest is reported. `--try` measures every entry of
-`tried` in the file, one after another. On the GPU log-probs are raw ones: at temperature 1 without
-cuts they are those that were drawn from, and vLLM is faster with them.
+vLLM's own offline interface (LLM.generate) generates the samples, without rollick. It runs in a
+child process, so neither its settings nor its memory affect the caller. The first round warms up;
+the best of the rest is reported. `--try` measures every entry of `tried` in the file in sequence.
+On the GPU it returns raw log-probs: at temperature 1 without truncation they equal the processed
+ones, and vLLM is faster with them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHILD_S = 450.0
 
 @dataclass(frozen=True)
 class VllmRun:
-    """One measurement: the best round, how long the start took, and with what."""
+    """One measurement: the best round, the time of the start, and the settings."""
 
     tokens_per_s: float
     seconds: float
@@ -56,9 +56,9 @@ def run_vllm(
     settings: Mapping[str, Any] | None = None,
     rounds: int = 3,
 ) -> VllmRun:
-    """Draw `tokens` tokens for each prompt (token ids), with log-probs, in a child process."""
-    from rollick.models.load import source_folder
-    from rollick.models.probe import safe_environment
+    """Generate `tokens` tokens for each prompt (token ids), with log-probs, in a child process."""
+    from rollick.models.bf16_probe import safe_environment
+    from rollick.models.loading.load import source_folder
 
     chosen = dict(settings or read_settings(device))
     engine = {"max_num_seqs": len(prompts), **chosen["engine"], "model": source_folder(model)}
@@ -119,7 +119,7 @@ def child() -> None:
 
 
 def random_prompts(sequences: int, *, vocabulary: int = 49152) -> list[list[int]]:
-    """Groups of GROUP_SIZE alike prompts of random tokens."""
+    """Groups of GROUP_SIZE equal prompts of random tokens."""
     import numpy as np
 
     groups = -(-sequences // GROUP_SIZE)
@@ -128,7 +128,7 @@ def random_prompts(sequences: int, *, vocabulary: int = 49152) -> list[list[int]
 
 
 def variants(chosen: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The chosen settings with each entry of `tried` laid over them."""
+    """The chosen settings with each entry of `tried` applied."""
     return [
         {
             part: {**chosen[part], **tried.get(part, {})}

@@ -1,9 +1,9 @@
-"""How many verdicts on code a machine gives in a second, each in fresh boxes.
+"""Verdicts per second of the code sandbox, each in fresh boxes.
 
     python benchmarks/sandbox.py --json [--rows 300] [--at-once 4] [--data ../shared/data]
 
 Runs MBPP's reference solutions against MBPP's tests: candidate and tests in two boxes, both started
-for this verdict alone. Prints verdicts_per_s over the rows, after a short warm-up.
+for this verdict only. Prints verdicts_per_s over the rows, after a short warm-up.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from rollick.sandbox.base import Result
+from rollick.sandbox.checks import check_asserts
 from rollick.sandbox.local import LocalSandbox
-from rollick.sandbox.verdict import Verdict, check_asserts
 
 WARM_UP = 20
 
@@ -40,10 +41,10 @@ def main() -> None:
 
 
 async def measure(rows: list[dict[str, object]], at_once: int) -> dict[str, object]:
-    with LocalSandbox(warm=at_once, at_once=at_once) as sandbox:
-        await asyncio.gather(*(judge(sandbox, row) for row in rows[:WARM_UP]))
+    with LocalSandbox(warm=at_once, concurrency=at_once) as sandbox:
+        await asyncio.gather(*(check_row(sandbox, row) for row in rows[:WARM_UP]))
         begun, before = time.perf_counter(), os.times()
-        verdicts = await asyncio.gather(*(judge(sandbox, row) for row in rows))
+        verdicts = await asyncio.gather(*(check_row(sandbox, row) for row in rows))
         seconds, after = time.perf_counter() - begun, os.times()
     levels = Counter(str(verdict.isolation) for verdict in verdicts)
     return {
@@ -60,7 +61,7 @@ async def measure(rows: list[dict[str, object]], at_once: int) -> dict[str, obje
     }
 
 
-async def judge(sandbox: LocalSandbox, row: dict[str, object]) -> Verdict:
+async def check_row(sandbox: LocalSandbox, row: dict[str, object]) -> Result:
     tests = [str(test) for test in row["test_list"]]  # pyright: ignore
     setup, code = str(row["test_setup_code"]), str(row["code"])
     return await check_asserts(sandbox, code, asserts=tests, setup=setup, reference=code)

@@ -1,4 +1,4 @@
-"""What the scheduler is worth, and what it costs.
+"""Speedup and cost of the scheduler.
 
     python benchmarks/scheduler.py [--json] [--only speed table cost ray growth clock] [--seeds 5 6]
     python benchmarks/scheduler.py --picture docs/pictures/scheduler_grid.png     (the grid alone)
@@ -11,13 +11,13 @@ speed    On the virtual clock, with the real Rollout: time per trained sample of
          scheduler_load.yaml (it says how they were chosen), the engine in scheduler_engine.json.
          of_bound is work / capacity, the smaller of the two loads' minima.
 table    What each mechanism adds, on the RLVR load.
-cost     Samples per second through the whole life of a sample on one core, with an engine and a
-         reward that answer at once; processor seconds.
-ray      The same through a generator worker on Ray; seconds of the clock.
-growth   Cost of a sample with a million in flight over that with a thousand; processor seconds.
+cost     Samples per second through the whole lifecycle on one core, with an engine and a reward
+         that answer immediately; CPU seconds.
+ray      The same through a generator worker on Ray; wall-clock seconds.
+growth   Cost of a sample with a million in flight over that with a thousand; CPU seconds.
 clock    Virtual over real seconds of 1,024 engines x 32 slots, all in use.
 
-The last line of --json has one figure for each; what was not measured is null.
+The last line of --json has one figure for each; null where it was not measured.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rollick.config.scenario import Scenario, scenario_of
 from rollick.config.schema import ClusterConfig, RolloutConfig
+from rollick.episodes.base import CachingCodec
+from rollick.episodes.single_turn import single_turn
 from rollick.infer.engine import Engine
-from rollick.rollout.bubbles import Report
+from rollick.rollout.deps import RolloutDeps
 from rollick.rollout.scheduler import Rollout
-from rollick.rollout.simulate import barrier, calibrate, simulate
+from rollick.simulator.report import Report
+from rollick.simulator.run import make_synchronous, set_rollout_share, simulate
+from rollick.simulator.scenario import Scenario, build_scenario
 from rollick.types import (
     Completion,
     EngineLoad,
@@ -104,7 +107,7 @@ def read_load(name: str, seeds: Sequence[int] = ()) -> Load:
     engine = json.loads((HERE / "scheduler_engine.json").read_text(encoding="utf-8"))
     said = dict(whole[name])
     splits = tuple(said.pop("splits", ()))
-    scenario = scenario_of(said, origin=f"scheduler_load.yaml: {name}")
+    scenario = build_scenario(said, origin=f"scheduler_load.yaml: {name}")
     parts = ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
     scenario = scenario.change(devices={"step_time": {part: engine[part] for part in parts}})
     return Load(name, scenario, splits, whole["share"], tuple(seeds or whole["seeds"]))
@@ -112,11 +115,11 @@ def read_load(name: str, seeds: Sequence[int] = ()) -> Load:
 
 def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
     """The best baseline and the best split are chosen with seed 0, then kept."""
-    # A choice needs fewer steps than a figure, and is made with seed 0 whatever seeds are measured.
+    # Choosing needs fewer steps than measuring, and always uses seed 0.
     first = load.scenario.change(seed=0, steps=load.scenario.steps // 2)
     plain = first.change(rollout={"longest_first": False})
-    calibrated = list(map_(calibrate, (first, plain), (load.share, load.share)))
-    reports = list(map_(simulate, [barrier(scenario) for scenario in calibrated]))
+    calibrated = list(map_(set_rollout_share, (first, plain), (load.share, load.share)))
+    reports = list(map_(simulate, [make_synchronous(scenario) for scenario in calibrated]))
     longest_first = reports[0].step_s <= reports[1].step_s
     show(f"{load.name}: barrier, longest first", reports[0])
     show(f"{load.name}: barrier, oldest first", reports[1])
@@ -134,8 +137,8 @@ def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
     each = [
         load.scenario.change(seed=s, rollout={"longest_first": longest_first}) for s in load.seeds
     ]
-    calibrated = list(map_(calibrate, each, [load.share] * len(each)))
-    baselines = map_(simulate, [barrier(scenario) for scenario in calibrated])
+    calibrated = list(map_(set_rollout_share, each, [load.share] * len(each)))
+    baselines = map_(simulate, [make_synchronous(scenario) for scenario in calibrated])
     ours = map_(simulate, [ours_of(scenario, load, split) for scenario in calibrated])
     results = [Result(*of) for of in zip(load.seeds, baselines, ours, strict=True)]
     for result in results:
@@ -150,7 +153,7 @@ def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
 
 
 def ours_of(scenario: Scenario, load: Load, split: int) -> Scenario:
-    """The scheduler as the load file has it, on that many generating devices."""
+    """The scheduler with the settings of the load file, on that many generating devices."""
     rollout = load.scenario.rollout.model_dump()
     return scenario.change(rollout=rollout, devices=load.split(split) | {"colocated": False})
 
@@ -179,11 +182,11 @@ def table(load: Load, split: int, map_: Callable[..., Iterable[Report]]) -> list
 
     Speedups are time per trained sample: where groups or samples are dropped, the batch is another.
     """
-    ours = ours_of(calibrate(load.scenario, load.share), load, split)
+    ours = ours_of(set_rollout_share(load.scenario, load.share), load, split)
     plain = {"longest_first": False, "engine_queue": 0.0}
     alone = {"max_staleness": 0} | plain
     rows: list[tuple[str, Scenario]] = [
-        ("barrier, all devices generate, then train", barrier(ours).change(rollout=alone)),
+        ("barrier, all devices generate, then train", make_synchronous(ours).change(rollout=alone)),
         ("the same on split devices", ours.change(rollout=alone)),
         ("+ no barrier, staleness 0.5", ours.change(rollout=plain | {"max_staleness": 0.5})),
         ("+ staleness 1", ours.change(rollout=plain | {"max_staleness": 1})),
@@ -244,8 +247,8 @@ def lengths_of(scenario: Scenario, tail: float) -> dict[str, Any]:
 
 def best_speedup(scenario: Scenario, share: float) -> float:
     """Over splits around the one at which both sides would have the same work."""
-    calibrated = calibrate(scenario, share)
-    base = simulate(barrier(calibrated))
+    calibrated = set_rollout_share(scenario, share)
+    base = simulate(make_synchronous(calibrated))
     count = scenario.devices.count
     training = base.tokens * calibrated.devices.train_token_s
     generating = base.bound_s * count - training
@@ -279,7 +282,7 @@ def draw_grid(path: Path, speedups: np.ndarray[Any, Any]) -> None:
 
 
 class AtOnce:
-    """An engine that answers in the next turn of the event loop."""
+    """An engine that answers in the next iteration of the event loop."""
 
     capabilities: frozenset[Any] = frozenset()
 
@@ -297,10 +300,10 @@ class AtOnce:
         self._versions = frozen_array(np.full(TOKENS, version), np.int32)
 
     async def abort(self, uid: SampleId) -> None:
-        """Nothing takes long enough."""
+        """Requests end before they can be aborted."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Holds no resources."""
 
     def load(self) -> EngineLoad:
         return self._load
@@ -321,22 +324,21 @@ class Codec:
 
 @asynccontextmanager
 async def open_cheap(engines: Sequence[Engine], groups: int) -> AsyncGenerator[Rollout]:
-    """A rollout with nothing around it: `groups` a step, and as many again in flight."""
+    """A minimal rollout: `groups` a step, and as many again in flight."""
     numbers = iter(range(1 << 40))
 
     async def score(sample: Sample) -> Score:
         return Score(float(sample.uid.index))
 
-    async with Rollout.open(
+    sampling = Sampling(max_tokens=TOKENS)
+    deps = RolloutDeps(
         config=RolloutConfig(groups_per_step=groups, group_size=GROUP_SIZE, max_staleness=1),
-        prompts=lambda: Prompt(f"cheap/{next(numbers)}", "cheap", (Turn("text", "?"),)),
-        engines=engines,
+        next_prompt=lambda: Prompt(f"cheap/{next(numbers)}", "cheap", (Turn("text", "?"),)),
+        episode=single_turn(CachingCodec(Codec()), sampling, seed=0),
         score=score,
-        seed=0,
         stuck_after_s=600,
-        codec=Codec(),
-        sampling=Sampling(max_tokens=TOKENS),
-    ) as rollout:
+    )
+    async with Rollout.open(deps, engines) as rollout:
         yield rollout
 
 
@@ -364,7 +366,7 @@ async def lives(
 
 
 def measure_cost(in_flight: int, *, samples: int, engines: int = 1) -> float:
-    """Processor seconds per sample on engines in this process."""
+    """CPU seconds per sample with engines in this process."""
     slots = min(in_flight, 32_768) // engines
     made: list[Any] = [AtOnce(slots) for _ in range(engines)]
     seconds = asyncio.run(lives(made, in_flight, samples=samples, clock=time.process_time))
@@ -381,12 +383,12 @@ def make_worker(context: Any, rank: int) -> Any:
 
 
 async def ray_cost(samples: int) -> float:
-    """Seconds of the clock per sample through a worker process on Ray."""
+    """Wall-clock seconds per sample through a worker process on Ray."""
     from rollick.cluster.devices import DeviceMap
     from rollick.cluster.group import open_group
     from rollick.cluster.worker import RoleSpec
     from rollick.config.devices import parse_devices
-    from rollick.workers.generator import open_engines
+    from rollick.roles.engines import Generators
 
     devices = DeviceMap({"generators": parse_devices("cpu")})
     specs = [RoleSpec("generators", "scheduler:make_worker")]
@@ -394,16 +396,16 @@ async def ray_cost(samples: int) -> float:
     env = {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
     async with (
         open_group(devices, specs, cluster=cluster, threads=1, env=env) as group,
-        open_engines(group) as engines,
+        Generators(group, "generators").connect() as generators,
     ):
-        remote: list[Any] = list(engines)
+        remote: list[Any] = list(generators.engines)
         return await lives(remote, 1024, samples=samples, clock=time.perf_counter)
 
 
 def measure_growth() -> tuple[float, float]:
     """Seconds per sample with a thousand and with a million in flight.
 
-    A thousand before and after: the machine may have become slower or faster meanwhile.
+    The thousand is measured before and after, because the machine's speed may drift.
     """
     before = measure_cost(1_000, samples=100_000, engines=8)
     million = measure_cost(1_000_000, samples=500_000, engines=8)

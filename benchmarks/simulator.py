@@ -1,18 +1,17 @@
-"""Does the simulator predict real runs? Calibrated on one, it is asked for the step of others.
+"""Accuracy of the simulator: calibrated on one run, it predicts the step time of others.
 
     python benchmarks/simulator.py [--json] [--keep FOLDER] [--steps 20] [--rounds 2]
 
 Every run is real: engine and learner are two processes on Ray with one thread each, on this CPU.
 One run calibrates (`rollick simulate --from` does the same); the others differ from it in seed,
-batch size, staleness, or all three. Answers end by chance, with about 60 tokens in the mean and 128
-at most. The learning rate is so small that the policy, and with it the lengths, stay as they are:
-a simulator cannot know what a policy will learn. The first steps of a run are not counted. A shared
-machine is faster at one time and slower at another (the same run, made twice, differed by up to
-46 %, and by 13 to 15 % within ten minutes), so the calibrating run is made again before and after
-every run that is to be predicted: each of the two says a step time, and their mean is the
-prediction. An error is predicted / measured - 1 of the step time, both in the mean over the rounds;
-the errors of the rounds stand beside it, and so does how far the neighbouring calibrations, which
-are one and the same run, are apart: no prediction can be better than that.
+batch size, staleness, or all three. Answers end at random, after about 60 tokens on average and 128
+at most. The learning rate is so small that the lengths do not change: a simulator cannot know what
+a policy will learn. The first steps of a run are not counted. The speed of a shared machine drifts
+(the same run twice differed by up to 46 %, and by 13 to 15 % within ten minutes). So the
+calibrating run is repeated before and after every predicted run, and the mean of the two
+predictions counts. An error is predicted / measured - 1, both averaged over the rounds. The errors
+of each round and the difference of neighbouring calibrations (the same run twice) are reported
+too: no prediction can be better than that.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from statistics import fmean
 from typing import Any
 
 from rollick.config.load import recipe_from_dict
-from rollick.config.scenario import scenario_of_recipe
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.base import RunObjects
-from rollick.pipelines.calibrate import Calibration, calibrate_run
 from rollick.pipelines.run import run_recipe
-from rollick.rollout.simulate import simulate
+from rollick.pipelines.state import RunObjects
+from rollick.simulator.calibrate import Calibration, calibrate_run
+from rollick.simulator.run import simulate
+from rollick.simulator.scenario import recipe_scenario
 from rollick.testing.tiny import ALPHABET, save_tiny
 
 MODEL: dict[str, Any] = {"hidden": 192, "layers": 4, "heads": 4, "kv_heads": 4, "max_length": 160}
@@ -47,7 +46,7 @@ SIMULATED_STEPS = 400
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what differs from the others."""
+    """A run, by its differences from the calibrating run."""
 
     name: str
     seed: int = 0
@@ -74,7 +73,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Round:
-    """Every run once, with calibrations in between."""
+    """Every run once, with calibrations between them."""
 
     steps: dict[Case, tuple[float, float]]
     """Measured and predicted seconds of a step."""
@@ -101,7 +100,7 @@ class Outcome:
 
 
 def digits(completion: str) -> float:
-    """The share of digits: nearly every group has a signal."""
+    """The share of digits in the completion, which differs in nearly every group."""
     return sum(character.isdigit() for character in completion) / max(1, len(completion))
 
 
@@ -133,8 +132,8 @@ def recipe_of(case: Case, model: Path, home: Path, *, steps: int, number: int) -
     }
 
 
-class Bench:
-    """Makes runs, all from one model, and keeps their folders under `home`."""
+class RunMaker:
+    """Runs recipes from one model and keeps their folders under `home`."""
 
     def __init__(self, home: Path, *, steps: int) -> None:
         self.home = home
@@ -182,7 +181,7 @@ class Bench:
 
     def predicted(self, case: Case, calibration: Calibration) -> float:
         recipe = self.recipe(case, number=0).recipe
-        scenario = calibration.apply(scenario_of_recipe(recipe))
+        scenario = calibration.apply(recipe_scenario(recipe))
         changed = scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS)
         return simulate(changed).step_s
 
@@ -200,7 +199,7 @@ def show(outcomes: list[Outcome]) -> None:
 
 
 def main() -> None:
-    # Ray makes its workers yield to everything else on the machine unless it is told not to.
+    # Ray lowers the priority of its workers by default.
     os.environ.setdefault("RAY_worker_niceness", "0")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -210,7 +209,7 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         home = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(home, steps=options.steps)
+        bench = RunMaker(home, steps=options.steps)
         rounds = [bench.round(number) for number in range(options.rounds)]
     itself, *outcomes = (
         Outcome(case.name, *zip(*(found.steps[case] for found in rounds), strict=True))

@@ -3,18 +3,19 @@
     python benchmarks/step_vs_trl.py --device cpu --json --trl-python trl-env/bin/python
     python benchmarks/step_vs_trl.py --device cuda --json      against TRL with vLLM colocated
 
-trl/README.md says how to make TRL's environment, trl/settings.json what the work is and how each
-side is set, trl/task.py has prompts and reward. SmolLM2-135M; every sample has exactly `tokens` new
-tokens on both sides. Prompt tokens are equal, sampled and trained tokens within 2 % (asserted).
+trl/README.md explains how to set up TRL's environment, trl/settings.json has the work and the
+settings of both sides, trl/task.py the prompts and the reward. SmolLM2-135M; every sample has
+exactly `tokens` new tokens on both sides. Prompt tokens are equal, sampled and trained tokens
+within 2 % (asserted).
 
-TRL's micro-batch is the best of those in the settings, found first, each in a process of its own.
-The machine has memory for one of them at its best, so they run one after the other; on the CPU,
-where what else the machine does matters more, ours runs before and after TRL's. The first step of
-each process does not count; seconds are the median of the others.
+TRL's micro-batch is the best of those in the settings, found first, each in its own process. Both
+sides together do not fit into memory, so they run in sequence; on the CPU, where other load matters
+more, ours runs before and after TRL's. The first step of each process does not count; seconds are
+the median of the others.
 
     ratio          TRL's seconds over ours, of one step: generation, rewards, training, update of
                    the engine
-    floor_seconds  what the matrix products of our step take by themselves on this machine
+    floor_seconds  the time of the matrix products of our step alone
     shares         of generation, scoring and training in each side's step
 """
 
@@ -42,7 +43,7 @@ ALIKE = 0.02
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides do in a step."""
+    """The work of both sides in a step."""
 
     prompts: int
     examples: int
@@ -61,7 +62,7 @@ class Work:
 
 
 class Side:
-    """A child process that makes a step for each line it is sent."""
+    """A child process that makes one step for each line it receives."""
 
     def __init__(self, command: list[str], job: dict[str, Any], env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -74,13 +75,13 @@ class Side:
         self.facts = self.ask(json.dumps(job))
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a line and wait for the answer to it."""
+        """Send a line and wait for the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         for answer in self.process.stdout:
-            # Libraries may print lines of their own while they are imported.
+            # Libraries may print lines while they are imported.
             if answer.startswith("{"):
                 return json.loads(answer)
         raise RuntimeError(f"the child ended with {self.process.wait()}; see its output above")
@@ -132,11 +133,12 @@ def recipe_of(job: dict[str, Any], work: Work) -> dict[str, Any]:
 
 
 async def run_rollick(job: dict[str, Any]) -> None:
-    """Our side: the pipeline as a recipe runs it, one step for each line."""
+    """rollick's side: the pipeline of a recipe, one step for each line."""
     from rollick.config.load import recipe_from_dict
     from rollick.data.chat import ChatCodec
-    from rollick.pipelines.base import RunObjects, open_session
-    from rollick.pipelines.rlvr import open_pipeline
+    from rollick.pipelines.open_run import open_run
+    from rollick.pipelines.rl import open_rl
+    from rollick.pipelines.state import RunObjects
 
     sys.path.insert(0, str(HERE / "trl"))
     import task
@@ -151,10 +153,10 @@ async def run_rollick(job: dict[str, Any]) -> None:
     loaded = recipe_from_dict(recipe_of(job, work), objects=objects.names)
     begun = perf_counter()
     async with (
-        open_session(loaded, objects=objects) as session,
-        open_pipeline(session) as pipeline,
+        open_run(loaded, objects=objects) as run,
+        open_rl(run) as pipeline,
     ):
-        pipeline.rollout.pause_admission()
+        pipeline.source.rollout.pause_admission()
         pace(pipeline)
         answer(ready=True, start_s=round(perf_counter() - begun, 1))
         while (await asyncio.to_thread(sys.stdin.readline)).strip():
@@ -162,13 +164,13 @@ async def run_rollick(job: dict[str, Any]) -> None:
 
 
 def pace(pipeline: Any) -> None:
-    """Samples are only drawn within a step: nothing is begun for the next one when one ends."""
+    """Sample only within a step: start nothing for the next one when a step ends."""
     generate = pipeline.generate
 
     async def paced() -> Any:
-        pipeline.rollout.resume_admission()
+        pipeline.source.rollout.resume_admission()
         groups = await generate()
-        pipeline.rollout.pause_admission()
+        pipeline.source.rollout.pause_admission()
         return groups
 
     pipeline.generate = paced
@@ -178,15 +180,15 @@ async def one_step(pipeline: Any) -> dict[str, Any]:
     """A step from an idle engine to a published version."""
     import torch
 
-    session = pipeline.session
-    session.watch.finish()
+    stopwatch = pipeline.telemetry.stopwatch
+    stopwatch.finish()
     begun, worked = perf_counter(), process_time()
     report = await pipeline.step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = perf_counter() - begun
-    session.step += 1
-    times = session.watch.finish()
+    pipeline.state.step += 1
+    times = stopwatch.finish()
     samples = [sample for group in report.groups for sample in group.samples]
     sampled = sum(int(sample.loss_mask.sum()) for sample in samples)
     generation, scoring = times["time/generate"], times.get("time/annotate", 0.0)
@@ -210,7 +212,7 @@ def answer(**facts: Any) -> None:
 
 
 def time_floor(job: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the matrix products of a step and nothing else, each at its best way.
+    """Seconds of the matrix products of a step alone, each with its fastest kernel.
 
     Decoding: all weights once for each new token of a sample, packed or plain. Training: forward
     and both backward products, of every computed token (prompts once) and of the head for the
@@ -219,16 +221,14 @@ def time_floor(job: dict[str, Any]) -> dict[str, float]:
     import torch
 
     from rollick.config.schema import ModelConfig
-    from rollick.infer.native.packed import linear_families
-    from rollick.models.head import output_head
-    from rollick.models.load import load_model
+    from rollick.models.decoder.fused_linear import linear_groups
+    from rollick.models.head.logprobs import output_head
+    from rollick.models.loading.load import load_model
 
     work, device = Work(**job["work"]), job["device"]
     config = ModelConfig(path=job["model"], dtype=work.dtype)  # pyright: ignore[reportArgumentType]
     module = load_model(config, device=device, attention="sdpa")
-    layers = [
-        torch.cat([one.weight.detach() for one in family]) for family in linear_families(module)
-    ]
+    layers = [torch.cat([one.weight.detach() for one in group]) for group in linear_groups(module)]
     head = output_head(module)[0].detach()
     computed = job["prompt_tokens"] // work.group_size + work.sampled
     with torch.inference_mode():
@@ -246,11 +246,11 @@ def _by_shape(weights: list[Any]) -> list[list[Any]]:
 
 
 def _pass_seconds(weights: list[Any], rows: int, *, decode: bool = False) -> float:
-    """All weights once, over `rows` rows; every weight is read anew, as in a forward."""
+    """All weights once, over `rows` rows; weights are not cached, as in a forward."""
     import torch
     from torch.nn.functional import linear
 
-    from rollick.infer.native.packed import pack_weight, packed_product
+    from rollick.infer.native.packed_linear import pack_weight, packed_product
 
     total = 0.0
     for same in _by_shape(weights):
@@ -315,7 +315,7 @@ class Comparison:
     """Starts sides and compares their steps."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        from rollick.models.load import source_folder
+        from rollick.models.loading.load import source_folder
 
         settings = json.loads(SETTINGS.read_text(encoding="utf-8"))[options.device]
         self.options = options

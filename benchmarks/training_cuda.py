@@ -1,4 +1,4 @@
-"""All measurements of training on one GPU, one after another, each with its own time and file.
+"""All measurements of training on one GPU, each with its own time limit and file.
 
     python benchmarks/training_cuda.py --out FOLDER [--only check mfu prefix head step]
                                        [--trl-python PYTHON]
@@ -9,8 +9,8 @@
     head     head_memory.py                                              head_memory.json
     step     step_vs_trl.py beside TRL with vLLM colocated               step.json
 
-A part that fails or takes too long leaves its output in NAME.log and does not stop the others.
-Together at most 8 minutes.
+A part that fails or times out leaves its output in NAME.log and does not stop the others. Together
+they take at most 8 minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL_WORK = {"prompts": 2, "group_size": 2, "tokens": 4}
 def commands(
     out: Path, *, trl_python: str | None, device: str
 ) -> dict[str, tuple[float, list[str]]]:
-    """Seconds that each part may take, and its command."""
+    """The time limit in seconds and the command of each part."""
     python = sys.executable
     small = device == "cpu"
 
@@ -70,7 +70,7 @@ def commands(
 
 
 def run(name: str, command: list[str], *, limit_s: float, out: Path) -> dict[str, object]:
-    """One part in a process group of its own, which is ended with everything that it started."""
+    """Run one part in its own process group, which is killed as a whole at the end."""
     begun = perf_counter()
     with (out / f"{name}.log").open("w", encoding="utf-8") as log:
         child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the benchmarks of training share: random weights of known shapes, and batches."""
+"""Shared parts of the training benchmarks: random weights of known shapes, and batches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollick.algorithms.objective import build_objective
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch
-from rollick.models.attention import VARLEN
-from rollick.train import local
-from rollick.train.strategy import LossFn
+from rollick.models.attention.varlen import VARLEN
+from rollick.trainer import local
+from rollick.trainer.strategy import LossFn
 from rollick.types import SampleId
 
 SHAPES: dict[str, PretrainedConfig] = {
@@ -52,7 +52,7 @@ def random_model(shape: str, *, device: str, dtype: torch.dtype) -> Any:
 
 
 def recipe_of(**train: Any) -> Recipe:
-    """GRPO; the paths are of no matter."""
+    """A GRPO recipe; its paths are not used."""
     names = frozenset({"rows", "reward"})
     given = {
         "model": {"path": "random"},
@@ -70,7 +70,7 @@ def random_strategy(
     dtype: torch.dtype,
     **train: Any,
 ) -> local.LocalStrategy:
-    """The reference strategy around random weights."""
+    """The local strategy with random weights."""
 
     def load(*_: Any, **__: Any) -> Any:
         return random_model(shape, device=device, dtype=dtype)
@@ -86,7 +86,7 @@ def objective() -> LossFn:
 def random_batch(
     groups: int, group_size: int, *, prompt: int, new: int, vocabulary: int, seed: int = 0
 ) -> Batch:
-    """Groups of samples that begin with one prompt; the new tokens are trained on."""
+    """Groups of samples that share a prompt; the new tokens are trained on."""
     draw = np.random.default_rng(seed)
     length, samples = prompt + new, groups * group_size
     prompts = draw.integers(1, vocabulary, (groups, prompt)).repeat(group_size, axis=0)

@@ -1,13 +1,13 @@
-"""How long a publish takes on each channel, beside a plain copy of the same bytes in the same run.
+"""Time of a publish on each channel, beside a plain copy of the same bytes in the same run.
 
     python benchmarks/weights.py [--json] [--threads 2] [--rounds 9]
     python benchmarks/weights.py --device cuda [--json]     two processes on one GPU, a 1.5B shape
 
 CPU: the weights of a 135M model (float32) go from this process to a native engine in another one.
-A publish is offer, receive, verify and commit, with what the two processes say to each other. What
-it is compared with is one numpy copy of as many bytes between two arrays that were used before,
-measured before each publish; the figure is the median of the ratios. `adopt`: the engine lives
-in the mapped memory. `delta`: 2 % of the elements of the model in bfloat16 changed, at random.
+A publish is offer, receive, verify and commit, with the messages between the two processes. It is
+compared with one numpy copy of as many bytes between two warm arrays, measured before each publish;
+the figure is the median of the ratios. `adopt`: the engine uses the mapped memory as its
+parameters. `delta`: 2 % of the elements of the model in bfloat16 changed, at random.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rollick.cluster.group import open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig, InferConfig
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.native.intake import take_weights
-from rollick.models.cached_attention import CACHED
-from rollick.models.fingerprint import fingerprint
-from rollick.models.load import empty_model
+from rollick.infer.native.weight_update import EngineWeights, write_weights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.models.loading.load import empty_model
+from rollick.roles.handles import Roles
+from rollick.roles.publisher import Publisher
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
-from rollick.weights.here import place_here
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import WeightManifest
-from rollick.weights.plan import Channel, Place, Route
-from rollick.weights.receive import WeightReceiver
-from rollick.weights.send import WeightSender
-from rollick.weights.sync import Publisher
+from rollick.weights.plan import Channel, ProcessLocation, Route, process_location
+from rollick.weights.receiver import PublishReceiver
+from rollick.weights.sender import WeightSender
 from rollick.workers.generator import GeneratorWorker
 
 SHAPES = {
@@ -59,7 +59,7 @@ SHAPES = {
 
 
 def make_module(shape: str, *, dtype: torch.dtype, device: str) -> nn.Module:
-    """A module whose parameters have memory but no values yet."""
+    """A module whose parameters are allocated but not initialised."""
     hidden, inter, layers, heads, kv_heads, vocabulary = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -91,7 +91,7 @@ def size_of(pairs: list[tuple[str, torch.Tensor]]) -> int:
 
 
 def serve(line: Connection, shape: str, device: str, adopt: bool, threads: int) -> None:
-    """The other process: a generator that is told what to do until the line closes."""
+    """The other process: a generator that follows orders until the pipe closes."""
     torch.set_num_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     module = make_module(shape, dtype=dtype, device=device)
@@ -106,7 +106,7 @@ def serve(line: Connection, shape: str, device: str, adopt: bool, threads: int) 
 
 async def _serve_engine(line: Connection, module: nn.Module, adopt: bool) -> None:
     infer = InferConfig(slots=1, max_length=64)
-    worker = GeneratorWorker(NativeEngine.around(module, infer, stops=Stops(())))
+    worker = GeneratorWorker(NativeEngine(EngineWeights(module), infer, stops=StopRules()))
     worker.receiver.adopts = adopt
     line.send("ready")
     while True:
@@ -118,7 +118,7 @@ async def _serve_engine(line: Connection, module: nn.Module, adopt: bool) -> Non
 
 
 def _serve_module(line: Connection, module: nn.Module) -> None:
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     line.send("ready")
     while True:
         order, argument = line.recv()
@@ -128,7 +128,7 @@ def _serve_module(line: Connection, module: nn.Module) -> None:
             line.send(receiver.receive(argument))
         else:
             weights = receiver.take(argument)
-            take_weights(module, weights, version=argument, expected=None, adopt=False)
+            write_weights(module, weights, argument, expected=None, adopt=False)
             line.send(receiver.committed(weights))
 
 
@@ -164,7 +164,7 @@ def publish(
     version: int,
     channel: Channel,
 ) -> tuple[float, float, float]:
-    """Seconds of one publish until it was offered, verified and committed."""
+    """Seconds of one publish until it is offered, verified and committed."""
     begun = perf_counter()
     number = PolicyVersion(version)
     manifest: WeightManifest = sender.offer(pairs, number, route=Route(channel, (0,)))
@@ -172,7 +172,7 @@ def publish(
     ask("receive", manifest)
     verified = perf_counter()
     held = ask("commit", number)
-    sender.release(Outcome(True, held=bool(held)))
+    sender.release(PublishOutcome(True, held={0: bool(held)}))
     return offered - begun, verified - begun, perf_counter() - begun
 
 
@@ -202,10 +202,10 @@ def measure_host(shape: str, *, adopt: bool, threads: int, rounds: int) -> dict[
 
 
 class SharingLearner:
-    """What a publisher asks a learner whose engine shares its storage."""
+    """A learner whose engine shares its storage, as the publisher sees it."""
 
-    def place(self) -> Place:
-        return place_here()
+    def process_location(self) -> ProcessLocation:
+        return process_location()
 
 
 def make_learner(context: HostContext, rank: int) -> SharingLearner:
@@ -215,12 +215,12 @@ def make_learner(context: HostContext, rank: int) -> SharingLearner:
 def make_sharing_generator(context: HostContext, rank: int) -> GeneratorWorker:
     module = make_module("tiny", dtype=torch.float32, device="cpu")
     infer = InferConfig(slots=4, max_length=64)
-    engine = NativeEngine.around(module, infer, shared=True, stops=Stops(()))
+    engine = NativeEngine(EngineWeights(module, shared=True), infer, stops=StopRules())
     return GeneratorWorker(engine, shares=True)
 
 
 async def measure_in_process(rounds: int) -> float:
-    """Milliseconds of a publish to an engine over the learner's storage: it commits the version."""
+    """Milliseconds of a publish to an engine that shares the learner's storage."""
     devices = DeviceMap({"policy": parse_devices("cpu"), "generators": parse_devices("cpu")})
     specs = [
         RoleSpec("policy", f"{__name__}:make_learner"),
@@ -229,7 +229,7 @@ async def measure_in_process(rounds: int) -> float:
     cluster = ClusterConfig(backend="inline")
     seconds: list[float] = []
     async with open_group(devices, specs, cluster=cluster, threads=1) as group:
-        publisher = Publisher(group)
+        publisher = Publisher(Roles(group))
         for version in range(10 * rounds):
             begun = perf_counter()
             await publisher.publish(PolicyVersion(version))
@@ -238,11 +238,11 @@ async def measure_in_process(rounds: int) -> float:
 
 
 def measure_delta(shape: str) -> float:
-    """Bytes that travel, as a part of all, when 2 % of the elements changed."""
+    """The share of bytes transferred when 2 % of the elements changed."""
     pairs = make_weights(shape, dtype=torch.bfloat16)
     sender, route = WeightSender(), Route("host", (0,), delta=True)
     whole = sender.offer(pairs, PolicyVersion(1), route=route).transferred_bytes
-    sender.release(Outcome(True))
+    sender.release(PublishOutcome(True))
     for _, tensor in pairs:
         changed = torch.rand(tensor.shape) < 0.02
         tensor.view(torch.int16)[changed] ^= 1

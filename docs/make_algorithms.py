@@ -1,15 +1,15 @@
-"""Write docs/algorithms/: one page for each preset and part.
+"""Write docs/algorithms/: one page per preset and part.
 
     python docs/make_algorithms.py                     pages, from text, schema and curves
-    python docs/make_algorithms.py --measure           the curves first (minutes), and pictures
-    python docs/make_algorithms.py --measure losses/   only those that begin so
+    python docs/make_algorithms.py --measure           measures the curves (minutes) and draws them
+    python docs/make_algorithms.py --measure losses/   only pages whose path starts with losses/
 
     algorithms/text.yaml (prose, formulas) --+
     rollick.config (options, names) ---------+--> algorithms/**/*.md
     results/algorithms_toy.json (curves) ----+
 
-Nothing on a generated page is written twice: change the text, the schema or the docstring, and run
-it again. your_own.md is written by hand. Measuring and drawing are in measure_algorithms.py.
+To change a generated page, change the text, the schema or the docstring, and run this again.
+your_own.md is written by hand. measure_algorithms.py measures and draws.
 """
 
 from __future__ import annotations
@@ -23,15 +23,23 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from option_tables import option_row
 
-from rollick.config import advantages, corrections, losses
-from rollick.config.advantages import ShapingConfig
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.losses import KlConfig, ValueLoss
 from rollick.config.names import NAMES, load_reference
 from rollick.config.presets import PRESETS
-from rollick.config.schema import DomainConfig, PromptSelectionConfig, RolloutConfig
-from rollick.config.section import Section
+from rollick.config.schema import (
+    PromptSelectionConfig,
+    RetireConfig,
+    RlvrDomain,
+    RolloutConfig,
+    advantages,
+    corrections,
+    losses,
+)
+from rollick.config.schema.advantages import ShapingConfig
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.losses import KlConfig, ValueLoss
+from rollick.config.schema.section import Section
 
 HERE = Path(__file__).parent
 PAGES = HERE / "algorithms"
@@ -45,7 +53,7 @@ KINDS: Mapping[str, str] = {
     "corrections": "correction",
     "aggregations": "aggregation",
 }
-"""Kinds whose names have a page each, and what one of them is called."""
+"""Kinds with one page per name, and their singular."""
 
 TOPICS = ("shaping", "kl", "entropy", "selection", "mixing")
 OF_TOPIC = {
@@ -57,10 +65,10 @@ OF_TOPIC = {
     "value_losses": "losses/value.md",
     "bonuses": "entropy.md",
 }
-"""Kinds whose names share a page."""
+"""Kinds whose names share one page."""
 
 SAME_AS = {"segment_return": "step_return"}
-"""Second names of a part."""
+"""Aliases."""
 
 
 def page_of(kind: str, name: str) -> str:
@@ -90,46 +98,18 @@ def sections() -> dict[tuple[str, str], type[Section]]:
 SECTIONS = sections()
 
 
-def values_of(schema: Mapping[str, Any]) -> str:
-    """What a setting may be, in words, from its JSON schema."""
-    if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(values_of(each) for each in schema.get("anyOf", schema.get("oneOf")))
-    if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{each}`" for each in schema.get("enum", [schema.get("const")]))
-    if "$ref" in schema or "allOf" in schema:
-        return "a section"
-    if schema["type"] == "array":
-        return f"[{', '.join(values_of(each) for each in schema['prefixItems'])}]"
-    if schema["type"] == "object":
-        return f"name: {values_of(schema['additionalProperties'])}"
-    words = {"integer": "whole number", "boolean": "true or false", "null": "none"}
-    signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
-    return ", ".join([words.get(schema["type"], schema["type"]), *bounds])
-
-
 def option_rows(section: type[Section], prefix: str, only: Sequence[str] = ()) -> Iterator[str]:
-    """Table rows: option, values, default, what it is."""
-    schema = section.model_json_schema()["properties"]
-    for name, setting in schema.items():
-        if name == "name" or (only and name not in only):
-            continue
-        default = "" if "default" not in setting else _plain(setting["default"])
-        about = " ".join(setting["description"].split()).replace("|", "\\|")
-        yield f"| `{prefix}{name}` | {values_of(setting)} | {default} | {about} |"
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{json.dumps(value)}`".replace('"', "")
+    """Table rows: option, values, default, meaning."""
+    for key in section.model_fields:
+        if key != "name" and (not only or key in only):
+            yield option_row(section, key, prefix)
 
 
 def options_table(parts: Sequence[tuple[type[Section], str, Sequence[str]]]) -> str:
     rows = [row for section, prefix, only in parts for row in option_rows(section, prefix, only)]
     if not rows:
-        return "It has no options."
-    return "\n".join(["| option | values | default | what it is |", "|---|---|---|---|", *rows])
+        return "No options."
+    return "\n".join(["| option | values | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def first_paragraph(thing: Any) -> str:
@@ -137,7 +117,7 @@ def first_paragraph(thing: Any) -> str:
 
 
 def function_line(target: str, page: str) -> str:
-    """Where a function is, with a link, and what it says of itself."""
+    """A link to a function, and the first paragraph of its docstring."""
     module, _, name = target.partition(":")
     source = "../" * (page.count("/") + 2) + module.replace(".", "/") + ".py"
     about = first_paragraph(load_reference(target)).replace("*", "\\*")
@@ -146,7 +126,7 @@ def function_line(target: str, page: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page is made of; empty parts are left out."""
+    """The contents of a page."""
 
     path: str
     title: str
@@ -181,12 +161,12 @@ class Page:
         picture = f"![curves of the toy]({up}{picture_of(self.path)})"
         found = curves.get(self.path)
         rows = [] if found is None else list(figure_rows(found))
-        about = f"{self.setting} What the toy is: [README]({up}README.md#the-toy)."
+        about = f"{self.setting} The toy is described in the [README]({up}README.md#the-toy)."
         return "\n\n".join([about, picture, "\n".join(rows)]).strip()
 
 
 def figure_rows(found: Mapping[str, Any]) -> Iterator[str]:
-    """A table of where each curve began and ended."""
+    """A table of the first and last values of each curve."""
     yield f"| {found['y']} | first step | last {LAST} of all steps |"
     yield "|---|---|---|"
     for label, values in found["lines"].items():
@@ -213,11 +193,11 @@ GIVEN_ANSWERS = {
     "ipo": ("dpo", "chosen: good, rejected: bad", ""),
     "distillation": ("distill", "completion: answer", "teacher: {path: my_teacher, top_k: 32}"),
 }
-"""Losses of given answers: pipeline, columns, and what else the recipe needs."""
+"""Losses on given answers: pipeline, columns, and further lines of the recipe."""
 
 
 def recipe_of(kind: str, name: str) -> str:
-    """The lines of a recipe that use a part, with its options as they are by default."""
+    """The lines of a recipe that use a part with its default options."""
     word = KINDS[kind]
     if (kind, name) == ("losses", "value"):
         return "algorithm: ppo\ncritic:\n  loss: {name: value, clip: 0.2}"
@@ -229,11 +209,13 @@ def recipe_of(kind: str, name: str) -> str:
     if name in GIVEN_ANSWERS and kind == "losses":
         pipeline, columns, more = GIVEN_ANSWERS[name]
         data = f"data:\n  domains:\n    mine: {{source: mine.jsonl, {columns}}}"
-        return "\n".join([f"pipeline: {pipeline}", data, lines, more]).strip()
+        # Pipeline sft has one loss, which its recipe does not name.
+        chosen = [] if name == "sft" else [lines]
+        return "\n".join([f"pipeline: {pipeline}", data, *chosen, more]).strip()
     if kind == "corrections" and name != "bypass":
         return f"{lines}\n  loss: ppo"
     if name == "opd":
-        return f"{lines}\nrollout: {{drop_no_signal: false}}\nteacher: {{path: my_teacher}}"
+        return f"{lines}\nteacher: {{path: my_teacher}}"
     return lines
 
 
@@ -245,28 +227,27 @@ def _flow(options: Mapping[str, Any]) -> str:
 
 
 SETTING = {
-    "presets": "The preset as it is.",
+    "presets": "The preset without changes.",
     "advantages": "With the loss `ppo`, a mean over tokens, and μ for the old policy.",
     "losses": "With the advantage `grpo`, a mean over tokens, and μ for the old policy.",
     "corrections": "With the advantage `grpo`, the loss `ppo`, staleness 2 and two mini-batches.",
     "aggregations": "With the advantage `grpo` and the loss `ppo`.",
 }
 SETTING_OF = {
-    "presets/ppo": "The preset as it is; the critic has the policy's learning rate.",
-    "presets/dapo": "The preset as it is, with room for 20 tokens instead of 4.",
+    "presets/ppo": "The preset; the critic has the policy's learning rate.",
+    "presets/dapo": "The preset, with a limit of 20 tokens instead of 4.",
     "advantages/gae": "As in the preset `ppo`.",
     "advantages/opd": (
-        "The teacher was taught the task, and no reward is looked at; the control has an untrained "
-        "teacher."
+        "The teacher knows the task, and no reward is used; the control has an untrained teacher."
     ),
     "losses/raft": "With the advantage `reinforce`: only scores matter.",
     "losses/raft++": "With the advantage `reinforce`: only scores matter.",
-    "losses/sft": "Pipeline `sft`, on right answers and on wrong ones; the model is sampled.",
-    "losses/dpo": "Pipeline `dpo`, on pairs and on swapped pairs; the model is sampled.",
-    "losses/ipo": "Pipeline `dpo`, on pairs and on swapped pairs; the model is sampled.",
+    "losses/sft": "Pipeline `sft`, on right and on wrong answers; scores of sampled answers.",
+    "losses/dpo": "Pipeline `dpo`, on pairs and on swapped pairs; scores of sampled answers.",
+    "losses/ipo": "Pipeline `dpo`, on pairs and on swapped pairs; scores of sampled answers.",
     "losses/distillation": (
-        "Pipeline `distill`, with a teacher that was taught the task. Each divergence is shown as "
-        "part of its first value."
+        "Pipeline `distill`, with a teacher that knows the task. Each divergence is divided by "
+        "its first value."
     ),
     "losses/value": "The critic of the preset `ppo`, with true and with shuffled scores.",
     "corrections/geometric": "As the other corrections, with low 0.5 and high 2.",
@@ -328,13 +309,13 @@ def _preset_table(settings: Mapping[str, Any]) -> str:
     rows = ["| part | setting | its other options |", "|---|---|---|"]
     kinds = {"advantage": "advantages", "loss": "losses", "correction": "corrections"}
     for key, value in settings.items():
-        said = {"name": value} if isinstance(value, str) else value
-        name = said.get("name")
-        others = ", ".join(f"{k} {v}" for k, v in said.items() if k != "name")
+        options = {"name": value} if isinstance(value, str) else value
+        name = options.get("name")
+        others = ", ".join(f"{k} {v}" for k, v in options.items() if k != "name")
         page = "shaping.md" if name is None else page_of(kinds.get(key, "aggregations"), name)
-        shown = " with ".join(each for each in (f"`{name}`" if name else "", others) if each)
-        rows.append(f"| {key} | {shown} | [{name or key}](../{page}) |")
-    after = "\n\nWhat a recipe says goes over it: `algorithm: {preset: NAME, loss: {…}}`."
+        setting = " with ".join(each for each in (f"`{name}`" if name else "", others) if each)
+        rows.append(f"| {key} | {setting} | [{name or key}](../{page}) |")
+    after = "\n\nOverride parts in the recipe: `algorithm: {preset: NAME, loss: {…}}`."
     return "\n".join(rows) + after.replace("NAME", "…")
 
 
@@ -348,10 +329,11 @@ TOPIC_OPTIONS: Mapping[str, Sequence[tuple[type[Section], str, Sequence[str]]]] 
     "selection": (
         (RolloutConfig, "rollout.", ("drop_no_signal", "min_spread", "max_drops_per_step")),
         (PromptSelectionConfig, "data.selection.", ()),
+        (RetireConfig, "data.selection.retire.", ()),
         (ShapingConfig, "algorithm.shaping.", ("difficulty",)),
     ),
     "mixing": (
-        (DomainConfig, "data.domains.X.", ("algorithm", "share")),
+        (RlvrDomain, "data.domains.X.", ("algorithm", "share")),
         (AlgorithmConfig, "algorithm.", ("weight",)),
     ),
 }
@@ -360,7 +342,10 @@ TOPIC_FUNCTIONS: Mapping[str, Sequence[str]] = {
     "kl": (*NAMES["kl_forms"].values(), *NAMES["kl_controllers"].values()),
     "entropy": tuple(NAMES["bonuses"].values()),
     "selection": tuple(NAMES["selections"].values()),
-    "mixing": ("rollick.algorithms.objective:build_objective", "rollick.pipelines.credit:Credit"),
+    "mixing": (
+        "rollick.algorithms.objective:build_objective",
+        "rollick.algorithms.credit:CreditAssigner",
+    ),
 }
 TOPIC_RECIPES: Mapping[str, str] = {
     "shaping": "algorithm:\n  shaping: {mean: running, std: running, clip: 5.0}",
@@ -368,7 +353,7 @@ TOPIC_RECIPES: Mapping[str, str] = {
     "entropy": "algorithm:\n  entropy: 0.001",
     "selection": (
         "rollout: {drop_no_signal: true}\n"
-        "data:\n  selection: {order: near_half, retire_above: 0.9, min_tries: 16}"
+        "data:\n  selection: {near_half_window: 64, retire: {pass_rate: 0.9, min_tries: 16}}"
     ),
     "mixing": (
         "data:\n  domains:\n    maths: {source: mine.jsonl, rewards: [last_number]}\n"
@@ -377,8 +362,8 @@ TOPIC_RECIPES: Mapping[str, str] = {
     ),
 }
 TOPIC_SETTING: Mapping[str, str] = {
-    "shaping": "The advantage `reinforce`, which looks at scores as they are, with the loss `ppo`.",
-    "kl": "The preset `dppo` with a KL to the start model, which knows nothing: the KL is a brake.",
+    "shaping": "The advantage `reinforce`, which uses scores unchanged, with the loss `ppo`.",
+    "kl": "The preset `dppo` with a KL to the untrained start model, which slows learning.",
     "entropy": "The preset `dppo`.",
     "selection": "The preset `dppo`; the score is that of the selected groups.",
     "mixing": "Two domains with the same task, one with `grpo`, the other with `cispo`.",
@@ -401,11 +386,15 @@ def topic_pages(text: Mapping[str, Any]) -> Iterator[Page]:
 
 
 def about_part(kind: str, name: str) -> str:
-    """One line on a part, as the code says it."""
+    """One line on a part, from its docstring."""
     if kind == "presets":
         return PRESETS[name].about
-    said = SECTIONS.get((kind, name)) or load_reference(NAMES[kind][name])
-    return first_paragraph(said).replace("|", "\\|").replace("*", "\\*")
+    part = SECTIONS.get((kind, name)) or load_reference(NAMES[kind][name])
+    # A section of several parts has a line for each: `rloo: score minus the mean of ...`
+    lines = [line for line in (getdoc(part) or "").splitlines() if line.startswith(f"{name}: ")]
+    about = lines[0].removeprefix(f"{name}: ") if lines else first_paragraph(part)
+    about = about[:1].upper() + about[1:] if lines else about
+    return about.replace("|", "\\|").replace("*", "\\*")
 
 
 def readme(text: Mapping[str, Any]) -> str:
@@ -421,10 +410,10 @@ def readme(text: Mapping[str, Any]) -> str:
         "## Which one\n\n" + "\n".join(f"- {line}" for line in own["choose"]),
         "## From paper to recipe\n\n" + "\n".join(papers),
         "![curves of all presets](pictures/presets.png)",
-        f"## The toy\n\n{own['toy']} `python docs/make_algorithms.py --measure` makes them anew.",
+        f"## The toy\n\n{own['toy']} `python docs/make_algorithms.py --measure` measures again.",
         f"## Notation\n\n{own['notation']}",
         "## All parts\n\n" + "\n\n".join(_parts_tables(text)),
-        "A part of your own, beside the recipe or in a package: [your_own.md](your_own.md).",
+        "Write your own part, next to the recipe or in a package: [your_own.md](your_own.md).",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -432,11 +421,12 @@ def readme(text: Mapping[str, Any]) -> str:
 def _parts_tables(text: Mapping[str, Any]) -> Iterator[str]:
     kinds = [kind for kind in KINDS if kind != "presets"] + list(OF_TOPIC)
     for kind in kinds:
-        rows = [f"**{kind.replace('_', ' ').capitalize()}**", "", "| name | |", "|---|---|"]
+        title = kind.replace("_", " ").capitalize().replace("Kl ", "KL ")
+        rows = [f"**{title}**", "", "| name | |", "|---|---|"]
         for name in NAMES[kind]:
             rows.append(f"| [{name}]({page_of(kind, name)}) | {about_part(kind, name)} |")
         yield "\n".join(rows)
-    topics = ["**Beside them**", "", "| page | |", "|---|---|"]
+    topics = ["**Further topics**", "", "| page | |", "|---|---|"]
     for name in TOPICS:
         what = text["topics"][name]["what"].split(". ")[0].replace("|", "\\|").rstrip(".")
         topics.append(f"| [{text['topics'][name]['title']}]({name}.md) | {what}. |")
@@ -454,7 +444,9 @@ def all_pages() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", nargs="?", const="", metavar="BEGINNING")
-    parser.add_argument("--draw", action="store_true", help="the pictures, from recorded curves")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw the pictures from the recorded curves"
+    )
     options = parser.parse_args()
     if options.measure is not None or options.draw:
         import measure_algorithms

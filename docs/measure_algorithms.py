@@ -24,11 +24,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from rollick.config.losses import PAIRWISE, SUPERVISED, WITHOUT_TRUST_REGION
+from rollick.commands.export import export_run
 from rollick.config.names import NAMES
 from rollick.config.presets import PRESETS
-from rollick.pipelines.inspect import export_run
-from rollick.testing.learning import FAST, SETTINGS, Curve, imitate, learn, settings_of
+from rollick.config.schema.losses import PAIRWISE, SUPERVISED, WITHOUT_TRUST_REGION
+from rollick.testing.learning import (
+    FAST_OPTIMIZER,
+    PRESET_SETTINGS,
+    Curve,
+    imitate,
+    learn,
+    settings_of,
+)
 from rollick.testing.tiny import save_tiny
 
 SCORE = "mean score"
@@ -130,7 +137,7 @@ def advantage_lines(name: str) -> dict[str, Run]:
             ),
         }
     return true_and_shuffled(
-        {"advantage": name, "loss": "ppo"}, **(SETTINGS["ppo"] if name == "gae" else {})
+        {"advantage": name, "loss": "ppo"}, **(PRESET_SETTINGS["ppo"] if name == "gae" else {})
     )
 
 
@@ -138,8 +145,8 @@ def loss_lines(name: str) -> dict[str, Run]:
     if name == "value":
         error = "critic/mean/value_error"
         return {
-            "true scores": Run("ppo", metric=error, more=SETTINGS["ppo"]),
-            "shuffled": Run("ppo", shuffled=True, metric=error, more=SETTINGS["ppo"]),
+            "true scores": Run("ppo", metric=error, more=PRESET_SETTINGS["ppo"]),
+            "shuffled": Run("ppo", shuffled=True, metric=error, more=PRESET_SETTINGS["ppo"]),
         }
     if name == "distillation":
         return dict(_divergences())
@@ -153,13 +160,14 @@ def loss_lines(name: str) -> dict[str, Run]:
 
 def _given_answers(name: str) -> dict[str, Run]:
     pipeline, more = "dpo" if name in PAIRWISE else "sft", {"steps": 40}
+    algorithm = {"loss": name} if name in PAIRWISE else {}
     lines = {
-        "right answers": Run({"loss": name}, pipeline=pipeline, more=more),
-        "wrong answers (control)": Run({"loss": name}, 0, True, pipeline, more=more),
+        "right answers": Run(algorithm, pipeline=pipeline, more=more),
+        "wrong answers (control)": Run(algorithm, 0, True, pipeline, more=more),
     }
     if name in PAIRWISE:
         lines["pairs preferred as labelled"] = Run(
-            {"loss": name}, pipeline=pipeline, metric="train/mean/preferred", more=more
+            algorithm, pipeline=pipeline, metric="train/mean/preference_accuracy", more=more
         )
     return lines
 
@@ -190,7 +198,7 @@ def correction_lines(name: str) -> dict[str, Run]:
         "loss": "ppo",
         "correction": {"name": name, **wide.get(name, {})},
     }
-    train = {"optimizer": FAST, "minibatches": 2}
+    train = {"optimizer": FAST_OPTIMIZER, "minibatches": 2}
     return true_and_shuffled(algorithm, stale=(2,), train=train)
 
 
@@ -233,10 +241,12 @@ def topic_lines() -> dict[str, dict[str, Run]]:
         },
         "selection.md": {
             "all prompts alike": Run("dppo"),
-            "near_half": Run("dppo", more=near(order="near_half", window=4, decay=0.5)),
-            "retirement at 0.9": Run("dppo", more=near(retire_above=0.9, min_tries=16, decay=0.5)),
+            "near_half": Run("dppo", more=near(near_half_window=4, decay=0.5)),
+            "retirement at 0.9": Run(
+                "dppo", more=near(retire={"pass_rate": 0.9, "min_tries": 16}, decay=0.5)
+            ),
             "near_half, shuffled": Run(
-                "dppo", shuffled=True, more=near(order="near_half", window=4, decay=0.5)
+                "dppo", shuffled=True, more=near(near_half_window=4, decay=0.5)
             ),
         },
         "mixing.md": true_and_shuffled("grpo", data={"domains": two}),

@@ -1,7 +1,7 @@
-"""An agent that knows nothing of rollick: it asks a model, looks at what it said, and asks again.
+"""An agent without any rollick code: it asks a model twice and prints the second answer.
 
 Name it in a recipe as `agent: agent.py`, or run it by hand with OPENAI_BASE_URL, OPENAI_API_KEY and
-ROLLICK_TASK='{"prompt": "What is 17 + 25?"}'. What it prints is its answer.
+ROLLICK_TASK='{"prompt": "What is 17 + 25?"}'. Its standard output is the answer.
 """
 
 import json
@@ -15,6 +15,6 @@ messages = [{"role": "user", "content": task["prompt"]}]
 for question in (None, "Check it, and give only the result."):
     if question is not None:
         messages.append({"role": "user", "content": question})
-    said = client.chat.completions.create(model="policy", messages=messages, max_tokens=32)
-    messages.append({"role": "assistant", "content": said.choices[0].message.content or ""})
+    reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=32)
+    messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
 print(messages[-1]["content"])

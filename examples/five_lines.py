@@ -18,5 +18,5 @@ def right(completion: str, answer: int) -> float:
     return float(completion.strip() == str(answer))
 
 
-result = rollick.train(sys.argv[1], rows, reward=right, run__steps=20, sampling__max_tokens=16)
-print(result.score, result.folder)
+result = rollick.train(sys.argv[1], rows, reward=right, sampling__max_tokens=16)
+print(result)

@@ -1,7 +1,7 @@
 """Talk to `rollick serve MODEL` with the openai package: python examples/serve_client.py URL TOKEN
 
-The server prints both. Answers once, once as a stream, and then records a conversation as the
-token-exact segments that training takes.
+The server prints both. This requests one answer, one streamed answer, and then records a
+conversation as the token-exact segments that training uses.
 """
 
 import sys
@@ -30,7 +30,7 @@ for chunk in client.chat.completions.create(
     print(chunk.choices[0].delta.content, end="", flush=True)
 print()
 
-# An agent needs nothing but the session's address and token in place of the server's.
+# An agent only needs the session's base URL and token.
 server = httpx.Client(
     base_url=url.removesuffix("/v1"), headers={"Authorization": f"Bearer {token}"}
 )
@@ -39,9 +39,9 @@ agent = OpenAI(base_url=session["base_url"], api_key=session["token"])
 messages = []
 for question in ("Name a colour.", "And another one?"):
     messages.append({"role": "user", "content": question})
-    said = agent.chat.completions.create(model=model, messages=messages, max_tokens=16)
-    messages.append({"role": "assistant", "content": said.choices[0].message.content})
+    reply = agent.chat.completions.create(model=model, messages=messages, max_tokens=16)
+    messages.append({"role": "assistant", "content": reply.choices[0].message.content})
 
 for segment in server.delete(f"/sessions/{session['id']}").json()["segments"]:
-    drawn = sum(segment["loss_mask"])
-    print(f"{segment['turns']} turns, {len(segment['token_ids'])} tokens, {drawn} to train on")
+    trained = sum(segment["loss_mask"])
+    print(f"{segment['turns']} turns, {len(segment['token_ids'])} tokens, {trained} to train on")

@@ -3,9 +3,9 @@
     python recipes/multidomain.py                    # makes the model and warms it up
     rollick train recipes/rlvr_multidomain.yaml      # reinforcement learning, in minutes
 
-math: `523+4=` wants `527`. code: `x times 3>` wants `f=lambda x:x*3`, which is run in the sandbox.
-general: `cgab<` wants the letters in order, `abcg`. Prompts of the warm-up, of training and
-those held out are disjoint.
+math: the answer to `523+4=` is `527`. code: the answer to `x times 3>` is `f=lambda x:x*3`, which
+runs in the sandbox. general: the answer to `cgab<` is its letters in order, `abcg`. The prompts of
+warm-up, training and validation are disjoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALPHABET = string.digits + string.ascii_lowercase + " +-*=:<>"
 SIZES = {"hidden": 96, "layers": 2, "heads": 4, "kv_heads": 4, "max_length": 64}
 HELD_OUT = 100
 WARM_UP = {"math": 60, "code": 16, "general": 16}
-"""Solved examples of each: enough to show the form, too few to learn the task."""
+"""Solved examples per domain: enough to show the format, too few to learn the task."""
 WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "plus": ("+", lambda x, k: x + k),
     "minus": ("-", lambda x, k: x - k),
@@ -34,24 +34,24 @@ WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 
 
 def _math() -> Rows:
-    """A digit is added to a number of three digits; the last ones sum up to nine at most."""
-    found = [
+    """Add a digit to a number of three digits, without a carry."""
+    rows = [
         {"prompt": f"{number}+{digit}=", "answer": str(number + digit)}
         for number in range(100, 1000)
         for digit in range(1, 10)
         if number % 10 + digit <= 9
     ]
-    return _shuffled(found, seed=1)
+    return _shuffled(rows, seed=1)
 
 
 def _code() -> Rows:
-    found: Rows = []
+    rows: Rows = []
     for word, (sign, fn) in WORDS.items():
         for k in range(2, 200):
             calls = [{"entry": "f", "args": [x], "expected": fn(x, k)} for x in (0, 1, 7)]
             answer = f"f=lambda x:x{sign}{k}"
-            found.append({"prompt": f"x {word} {k}>", "answer": answer, "calls": calls})
-    return _shuffled(found, seed=2)
+            rows.append({"prompt": f"x {word} {k}>", "answer": answer, "calls": calls})
+    return _shuffled(rows, seed=2)
 
 
 def _general() -> Rows:
@@ -66,7 +66,7 @@ def _shuffled(rows: Rows, *, seed: int) -> Rows:
 
 
 def in_place(completion: str, answer: str) -> float:
-    """1 for the answer; up to a half for characters that are in their place."""
+    """1 for the answer; up to 0.5 for characters at the right position."""
     if completion == answer:
         return 1.0
     if len(completion) != len(answer):
@@ -99,15 +99,15 @@ def held_out_general() -> Rows:
 
 
 def warm_up() -> Rows:
-    """Solved examples of all three, to imitate."""
+    """Solved examples of all three domains, for SFT."""
     rows = {"math": _math(), "code": _code(), "general": _general()}
     return [row for name, count in WARM_UP.items() for row in rows[name][HELD_OUT:][:count]]
 
 
 def make_model(folder: Path, *, seed: int = 0) -> Path:
-    """A model from nothing, warmed up on the solved examples; the folder that recipes name."""
+    """Initialise a model at random, fine-tune it on the solved examples and save it."""
+    from rollick.commands.export import export_run
     from rollick.config.load import load_recipe
-    from rollick.pipelines.inspect import export_run
     from rollick.pipelines.run import run_recipe
     from rollick.testing.tiny import save_tiny
 

@@ -9,7 +9,7 @@ HELD_OUT = 128
 
 
 def _pairs() -> list[tuple[int, int]]:
-    """All pairs in an order that never changes; the first HELD_OUT are never trained on."""
+    """All pairs in a fixed order; the first HELD_OUT are never trained on."""
     pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, LARGEST + 1)]
     random.Random(20).shuffle(pairs)
     return pairs
@@ -25,7 +25,7 @@ def training() -> Iterator[dict[str, object]]:
 
 
 def preferences() -> Iterator[dict[str, object]]:
-    """The sum is better than a number near it."""
+    """Pairs of the right sum and a wrong number near it."""
     wrong = random.Random(21)
     for row, (a, b) in zip(training(), _pairs()[HELD_OUT:], strict=True):
         near = a + b + wrong.choice([-10, -2, -1, 1, 2, 10])

@@ -1,15 +1,15 @@
-"""The tiny models that the recipes of WebShop and of tools start from, with a tokenizer for what is
-read and written there. Weights are random; the shop's model has then been taught to copy.
+"""The tiny models of the WebShop and tools recipes, with tokenizers for their texts. Weights are
+random; the shop's model is then trained to copy.
 
     python recipes/tiny_agents.py webshop runs/tiny_shop ../shared/data/webshop_products.jsonl.gz
     python recipes/tiny_agents.py tools runs/tiny_tools
 
-In the shop a token is a frequent piece of what stands on the pages of training trips; with tools it
-is a letter, or a phrase that every question has.
+A token of the shop is a frequent piece of the pages of training episodes. A token of the tools is a
+letter, or a phrase that every question has.
 
-Nearly all that is written in the shop stands on the page: words to search for, names to click on.
-A model that cannot copy learns it from a page's few written tokens in thousands of steps; from
-random tokens that are said twice, in two minutes.
+Nearly everything that a policy writes in the shop stands on the page: words to search for, names to
+click on. From the few written tokens of an episode, a model needs thousands of steps to learn to
+copy; from random token sequences that repeat once, it needs two minutes.
 """
 
 import sys
@@ -44,7 +44,7 @@ def save_shop_model(folder: Path, products: str, seed: int = 0, *, lessons: int 
 
 
 def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
-    """Each lesson: random tokens are said twice, and the second time is to be predicted."""
+    """Train on random sequences that repeat once: predict the second half."""
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.0)
     rate = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / 50, total_iters=49)
@@ -53,7 +53,7 @@ def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
         shape = (LESSON_TOKENS // (2 * length), length)
         said = torch.randint(len(SPECIAL), model.config.vocab_size, shape, generator=draw)
         said = said.repeat(1, 2)
-        # A position's logits are for the token after it.
+        # The logits at a position predict the next token.
         logits = model(said).logits[:, length:-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), said[:, length + 1 :].flatten()
@@ -66,9 +66,9 @@ def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
 
 
 def shop_tokenizer(products: str) -> PreTrainedTokenizerFast:
-    """Pieces of the texts of trips to the shop; never of a trip that is held out."""
+    """A tokenizer of frequent pieces of training episodes; held-out episodes are not used."""
     pieces = Tokenizer(models.BPE())
-    # A space is a token of its own: a word has the same tokens in a title, a wish and brackets.
+    # A space is its own token, so a word has the same tokens everywhere.
     pieces.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(" ", "isolated"),
@@ -93,7 +93,7 @@ def shop_tokenizer(products: str) -> PreTrainedTokenizerFast:
 
 
 def trip(products: str, seed: int) -> list[str]:
-    """What is read and written on the way that the solver takes."""
+    """All texts of an episode of the solver."""
     shop = WebShop(products=products, style="plain", rules=False, per_page=3, split="train")
     page, _ = shop.reset(seed)
     texts = [str(page)]

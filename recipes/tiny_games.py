@@ -1,7 +1,6 @@
-"""The tiny model that the recipes of the games start from: random weights, a token for each letter
-and each move.
+"""The tiny model of the game recipes: random weights, one token for each letter and each move.
 
-    python recipes/tiny_games.py runs/tiny_games
+python recipes/tiny_games.py runs/tiny_games
 """
 
 import sys

@@ -1,9 +1,9 @@
 """TRL's side of step_vs_trl.py: one GRPO step for each line that arrives, in TRL's environment.
 
 Reads a job (JSON) from the first line of standard input, builds GRPOTrainer, answers "ready", and
-then makes one optimizer step for every further line, answering with its seconds and tokens. The
-trainer's own loop runs unchanged: it is only made to wait at the beginning of each step. Answers go
-to the real standard output; what TRL prints goes to standard error.
+then makes one optimizer step for every further line and answers with its seconds and tokens. The
+trainer's own loop runs unchanged; it only waits at the beginning of each step. Answers go to the
+real standard output; TRL's own output goes to standard error.
 
     generation   trainer._generate
     scoring      the rest of trainer._generate_and_score_completions (rewards, old log-probs)
@@ -23,7 +23,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# Where answers go; TRL, vLLM and their libraries may print to the other one.
+# For answers; TRL, vLLM and their libraries print to standard error.
 ANSWERS = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
@@ -41,7 +41,7 @@ def reward(completions, **_) -> list[float]:
 
 
 class TimedTrainer(GRPOTrainer):
-    """GRPOTrainer that keeps the seconds of its parts and the tokens that it saw."""
+    """GRPOTrainer that records the seconds of its parts and its tokens."""
 
     def __init__(self, *arguments, **options) -> None:
         self.seen: dict[str, float] = {}
@@ -73,13 +73,13 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Pace(TrainerCallback):
-    """Lets the trainer make a step when a line arrives, and ends it when there are no more."""
+    """Starts a step when a line arrives, and ends training at the end of input."""
 
     trainer: TimedTrainer
 
     def on_step_begin(self, args, state, control, **_):
         if not sys.stdin.readline().strip():
-            # The parent has what it wants, or is gone: there is nothing to tidy up.
+            # The parent is done or gone: nothing needs cleaning up.
             os._exit(0)
         self.trainer.seen = {}
         self.begun, self.worked = self.trainer.now(), process_time()

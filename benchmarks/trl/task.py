@@ -1,4 +1,4 @@
-"""The task that both sides of step_vs_trl.py do: prompts and a reward. Nothing but Python in it.
+"""The task of both sides of step_vs_trl.py: prompts and a reward, in plain Python.
 
 The prompts are word problems as GRPO is mostly run on: an instruction, a story, a question, about
 a hundred tokens. The reward only has to differ within a group, so that every group is trained on.
@@ -60,6 +60,6 @@ def rows(count: int, *, examples: int = 0) -> list[dict[str, str]]:
 
 
 def variety(completion: str) -> float:
-    """Different words of a text as a part of its words, with its letters to break ties."""
+    """The share of distinct words in a text; its letters break ties."""
     words = completion.split()
     return len(set(words)) / max(len(words), 1) + 1e-3 * len(completion)
