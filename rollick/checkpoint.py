@@ -1,11 +1,9 @@
-"""Checkpoints of a whole run: saved whole or not at all, verified before use, pruned with care.
+"""Checkpoints of a run: saved atomically, verified before use, pruned after verification.
 
-Owns folders, manifests, hashes and the run's lock. What is inside a checkpoint is written by a
-function that is passed in; nothing here knows of models or samples.
-
-    save:  .tmp-step-000012/ <- write(), fsync, manifest.json, fsync  -> rename -> step-000012/
-           then the new one is read back and verified, and only then are old ones deleted
-    latest: newest step-* whose manifest, sizes and hashes hold; damaged ones are reported
+    begin:  .tmp-step-000012/ <- write()
+    finish: hashes, fsync, manifest.json, fsync -> rename -> step-000012/
+            then the new one is read back and verified, and only then are old ones deleted
+    latest: newest step-* whose manifest, sizes and hashes are correct; reports damaged ones
 
 A kill at any point leaves step N-1 or step N as the newest loadable checkpoint.
 """
@@ -21,18 +19,21 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any, cast
 
-from rollick.errors import CheckpointError
+from rollick.errors import CheckpointError, DiskError
 
 JSON = Any
-"""What json.dumps takes."""
+Writer = Callable[[Path], None]
+Finish = Callable[[], Path]
+"""Makes written files a checkpoint and returns its folder. Must be called once."""
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"^step-(\d{6,})$")
@@ -41,13 +42,14 @@ REPLACED = ".old-"
 SAVE_LOCK = ".save.lock"
 RUN_LOCK = "run.lock"
 NEARLY_FULL_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 64 << 20
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rollick")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, and what was noted at the save."""
+    """A verified checkpoint: its folder, and the metadata of its save."""
 
     path: Path
     step: int
@@ -56,107 +58,111 @@ class Checkpoint:
 
 
 class _Damaged(Exception):
-    """What does not hold in a checkpoint folder."""
-
-
-def _pass(point: str) -> None:
-    """Nothing happens at the points of a save, unless a test wants a kill there."""
+    """A checkpoint folder is damaged; the message says how."""
 
 
 class CheckpointStore:
-    """The checkpoints in one folder. Opening it removes what a killed save left behind.
+    """The checkpoints in one folder. Opening it removes the leftovers of killed saves. `problems`
+    describes the damaged checkpoints seen so far."""
 
-    `problems` lists the damaged checkpoints that were met, in words. `at_point` is called with
-    the name of each point that a save passes (fault injection): "created", "written", "synced",
-    "manifest", "moved_old", "renamed", "verified".
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_last: int,
-        keep_best: int,
-        at_point: Callable[[str], None] = _pass,
-    ) -> None:
+    def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
         self.folder = folder
         self.problems: list[str] = []
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._at_point = at_point
         self._clean()
 
     def save(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        *,
-        meta: Mapping[str, JSON],
-        score: float | None = None,
+        self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
     ) -> Path:
-        """Make step's checkpoint of the files that `write` puts into the folder it is given.
+        """`begin` and finish a checkpoint."""
+        return self.begin(step, write, meta=meta, score=score)()
 
-        A failure (a full disk, say) is a CheckpointError, and the older checkpoints are as before.
-        A higher score is better; one that is not finite counts as none.
+    def begin(
+        self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
+    ) -> Finish:
+        """Write the files of the checkpoint of `step`: `write` puts them into the given folder. The
+        result makes them a checkpoint; it reads all files, and training may continue meanwhile.
+
+        On failure (such as a full disk) the older checkpoints stay. A higher score is better; one
+        that is not finite counts as none.
         """
         finite = score if score is not None and isfinite(score) else None
-        # A meta that is not JSON fails here, before the work; its keys become text, as when read.
+        # Fails early if meta is not JSON; its keys become text, as when read.
         about = json.loads(json.dumps({"step": step, "score": finite, "meta": dict(meta)}))
         unfinished = self.folder / f"{UNFINISHED}{_folder_name(step)}"
-        try:
+        with self._wrap_errors(step), ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with self._saving():
-                try:
-                    self._fill(unfinished, write, about)
-                    new = self._verify_new(self._publish(unfinished, step))
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                    self._settle(self.folder / f"{REPLACED}{_folder_name(step)}")
-                self._prune(new)
-        except OSError as error:
-            raise self._not_saved(step, error) from error
+            stack.enter_context(self._saving())
+            stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
+            self._write(unfinished, write)
+            held = stack.pop_all()
+        return partial(self._finish, unfinished, held, about)
+
+    def _finish(self, unfinished: Path, held: ExitStack, about: Mapping[str, JSON]) -> Path:
+        """Make the written files a checkpoint. `held`: the lock, and the removal of leftovers."""
+        with self._wrap_errors(about["step"]), held:
+            try:
+                self._seal(unfinished, about)
+                new = self._verify_new(self._publish(unfinished, about["step"]))
+            finally:
+                self._resolve_replaced(self.folder / f"{REPLACED}{_folder_name(about['step'])}")
+            self._prune(new)
         return new.path
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that verifies; None only if there is none at all."""
+        """The newest intact checkpoint; None if there is none. Raises if all are damaged."""
         folders = self._folders()
         for path in reversed(folders):
-            checkpoint = self._verified(path)
-            if checkpoint is not None:
+            if checkpoint := self._verified(path):
                 return checkpoint
         if folders:
             raise CheckpointError(
-                f"none of the {len(folders)} checkpoints in {self.folder} is whole: "
+                f"none of the {len(folders)} checkpoints in {self.folder} is intact: "
                 + "; ".join(self.problems),
                 fix="restore one from a backup, or start a new run in another folder",
             )
         return None
 
     def of_step(self, step: int) -> Checkpoint | None:
-        """That of a step, verified; None if it is not kept, or damaged."""
+        """The checkpoint of a step; None if it does not exist or is damaged."""
         path = self.folder / _folder_name(step)
         return self._verified(path) if path.is_dir() else None
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the highest score, the newer of equals; None if none has one."""
-        for checkpoint in _by_score(self._glance()):
-            verified = self._verified(checkpoint.path)
-            if verified is not None:
+        for checkpoint in _by_score(self._check_sizes()):
+            if verified := self._verified(checkpoint.path):
                 return verified
         return None
 
-    def _fill(self, folder: Path, write: Callable[[Path], None], about: Mapping[str, JSON]) -> None:
+    def best_step(self) -> int | None:
+        """The step of `best`, from the manifests alone: nothing is hashed."""
+        return next((checkpoint.step for checkpoint in _by_score(self._check_sizes())), None)
+
+    def newest_step(self) -> int | None:
+        """The step of `latest`, from manifests and sizes alone: nothing is hashed."""
+        return next((checkpoint.step for checkpoint in reversed(self._check_sizes())), None)
+
+    def _at_point(self, name: str) -> None:
+        """Called at each point of a save; tests override it to inject faults."""
+
+    def _write(self, folder: Path, write: Writer) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         self._at_point("created")
         _call(write, folder)
         self._at_point("written")
-        files = {name: _describe(folder / name) for name in _file_names(folder)}
-        assert MANIFEST not in files, "this name is taken by the store"
-        for name in files:
-            _sync(folder / name)
-        for inner in (path for path in folder.rglob("*") if path.is_dir()):
-            _sync(inner)
+
+    def _seal(self, folder: Path, about: Mapping[str, JSON]) -> None:
+        """Write the manifest with the hash of every file."""
+        files: dict[str, JSON] = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                about_file = {"bytes": path.stat().st_size, "blake2b": _hash_file(path)}
+                files[path.relative_to(folder).as_posix()] = about_file
+            _sync(path)
+        assert MANIFEST not in files, "this name is reserved"
         self._at_point("synced")
         content: dict[str, JSON] = {**about, "files": files}
         manifest = folder / MANIFEST
@@ -166,7 +172,7 @@ class CheckpointStore:
         self._at_point("manifest")
 
     def _publish(self, unfinished: Path, step: int) -> Path:
-        """One rename makes it a checkpoint. One of the same step is moved aside before."""
+        """Rename the folder to a checkpoint. An existing one of this step is moved aside first."""
         path = self.folder / _folder_name(step)
         replaced = self.folder / f"{REPLACED}{path.name}"
         if path.exists():
@@ -183,61 +189,49 @@ class CheckpointStore:
             checkpoint = _verify(path, hashes=True)
         except _Damaged as damage:
             raise CheckpointError(
-                f"{path} was saved and does not read back as written: {damage}",
+                f"{path} was saved but does not read back as written: {damage}",
                 fix="check the disk; no other checkpoint was deleted",
             ) from damage
         self._at_point("verified")
         return checkpoint
 
     def _prune(self, new: Checkpoint) -> None:
-        """Delete what is neither new, nor among the last, nor among the best. Never damaged ones:
-        they count for nothing here, and somebody may want to look at them."""
-        whole = self._glance()
-        kept = {new.path}
-        kept.update(c.path for c in whole[-self._keep_last :])
-        kept.update(c.path for c in _by_score(whole)[: self._keep_best])
-        for checkpoint in whole:
-            if checkpoint.path not in kept:
-                self._delete(checkpoint.path)
-
-    def _delete(self, path: Path) -> None:
-        """Renamed first, so that a kill in between leaves a leftover, not half a checkpoint."""
-        unfinished = path.with_name(f"{UNFINISHED}{path.name}")
-        try:
-            path.rename(unfinished)
-            shutil.rmtree(unfinished)
-        except OSError as error:
-            log.warning("the old checkpoint %s cannot be deleted: %s", path, error)
-
-    def _glance(self) -> list[Checkpoint]:
-        """Checkpoints whose manifest and sizes hold, by step; hashes are not computed."""
-        found: list[Checkpoint] = []
-        for path in self._folders():
+        """Delete checkpoints that are neither new, nor among the last, nor among the best. Damaged
+        ones are neither counted nor deleted: a user may want to inspect them."""
+        intact = self._check_sizes()
+        best = _by_score(intact)[: self._keep_best]
+        kept = {c.path for c in (new, *intact[-self._keep_last :], *best)}
+        for path in (c.path for c in intact if c.path not in kept):
+            # Rename first, so that a kill leaves a removable leftover and not half a checkpoint.
+            unfinished = path.with_name(f"{UNFINISHED}{path.name}")
             try:
-                found.append(_verify(path, hashes=False))
-            except _Damaged as damage:
-                self._report(path, damage)
-        return found
+                path.rename(unfinished)
+                shutil.rmtree(unfinished)
+            except OSError as error:
+                log.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
-    def _verified(self, path: Path) -> Checkpoint | None:
+    def _check_sizes(self) -> list[Checkpoint]:
+        """Checkpoints with correct manifest and sizes, by step; does not compute hashes."""
+        checkpoints = [self._verified(path, hashes=False) for path in self._folders()]
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+
+    def _verified(self, path: Path, *, hashes: bool = True) -> Checkpoint | None:
+        """The checkpoint, or None if it is damaged, which is reported once."""
         try:
-            return _verify(path, hashes=True)
+            return _verify(path, hashes=hashes)
         except _Damaged as damage:
-            self._report(path, damage)
+            problem = f"{path.name} is damaged: {damage}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+                log.warning("checkpoint %s is damaged and not used: %s", path, damage)
             return None
-
-    def _report(self, path: Path, damage: _Damaged) -> None:
-        problem = f"{path.name} is damaged: {damage}"
-        if problem not in self.problems:
-            self.problems.append(problem)
-            log.warning("checkpoint %s is damaged and not used: %s", path, damage)
 
     def _folders(self) -> list[Path]:
         """The checkpoint folders, oldest step first."""
         if not self.folder.is_dir():
             return []
-        found = [(m, path) for path in self.folder.iterdir() if (m := STEP_FOLDER.match(path.name))]
-        return [path for _, path in sorted((int(m[1]), path) for m, path in found)]
+        paths = [path for path in self.folder.iterdir() if STEP_FOLDER.match(path.name)]
+        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
     def _clean(self) -> None:
         """Remove leftovers of killed saves, unless another process is saving right now."""
@@ -250,14 +244,14 @@ class CheckpointStore:
                 for path in unfinished:
                     shutil.rmtree(path, ignore_errors=True)
                 for path in replaced:
-                    self._settle(path)
+                    self._resolve_replaced(path)
         except BlockingIOError:
             log.info("%s: another process is saving; its temporary folder stays", self.folder)
         except OSError as error:
             log.warning("%s: leftovers of a killed save stay: %s", self.folder, error)
 
-    def _settle(self, replaced: Path) -> None:
-        """Of two checkpoints of one step keep the new one if it is whole, otherwise the old one."""
+    def _resolve_replaced(self, replaced: Path) -> None:
+        """Keep the new checkpoint of a step if it is intact, otherwise restore the old one."""
         if not replaced.is_dir():
             return
         path = self.folder / replaced.name.removeprefix(REPLACED)
@@ -271,12 +265,19 @@ class CheckpointStore:
 
     @contextmanager
     def _saving(self) -> Generator[None]:
-        """Held while the folder is changed. The kernel lets go of it when the process dies."""
+        """Hold the folder's lock. The kernel releases it when the process dies."""
         with (self.folder / SAVE_LOCK).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
 
-    def _not_saved(self, step: int, error: OSError) -> CheckpointError:
+    @contextmanager
+    def _wrap_errors(self, step: int) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._save_error(step, error) from error
+
+    def _save_error(self, step: int, error: OSError) -> CheckpointError:
         if isinstance(error, BlockingIOError):
             return CheckpointError(
                 f"step {step} was not saved: another process is saving in {self.folder}",
@@ -284,76 +285,51 @@ class CheckpointStore:
             )
         exists = self.folder.is_dir()
         free = f"{shutil.disk_usage(self.folder).free / 1e6:.0f} MB free" if exists else "absent"
-        return CheckpointError(
+        return DiskError(
             f"step {step} was not saved in {self.folder} ({free}): {error}; "
             "the other checkpoints are untouched",
             fix="free some space or lower checkpoint.keep_last; the folder must be writable",
         )
 
 
-class RunLock:
-    """Keeps a second run out of a folder: `with RunLock(folder): ...`.
-
-    The kernel drops the lock when the process dies, so a kill leaves nothing to clean up.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RUN_LOCK
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> RunLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def acquire(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+@contextmanager
+def run_lock(folder: Path) -> Generator[None]:
+    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
+    kill needs no cleanup."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The file stays: deleting it would let two runs lock two files of one name.
+    with (folder / RUN_LOCK).open("a+") as file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.read(descriptor, 200).decode(errors="replace") or "unknown process"
-            os.close(descriptor)
+            file.seek(0)
             raise CheckpointError(
-                f"{self._path.parent} is in use by another run ({holder})",
+                f"{folder} is in use by another run ({file.read() or 'unknown process'})",
                 fix="wait for it or stop it, or give this run another name",
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._descriptor = descriptor
-
-    def release(self) -> None:
-        """The file stays: deleting it would let two runs lock two files of one name."""
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            # Unlocked by name, because a forked child may hold a copy of the descriptor.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-            self._descriptor = None
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+            # Unlock explicitly, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _call(write: Callable[[Path], None], folder: Path) -> None:
-    """Call the writer; a full disk is an OSError, whatever it was reported as.
-
-    Broad, because torch and safetensors tell of it in errors of their own. Asked here, before
-    the files so far are removed and the disk has room again.
-    """
+def _call(write: Writer, folder: Path) -> None:
+    """Call the writer; report a full disk as OSError. Checked here, before the written files are
+    removed and the disk has space again."""
     try:
         write(folder)
-    except OSError:
-        raise
-    except Exception as error:
+    except Exception as error:  # torch and safetensors raise their own errors.
         full = os.strerror(errno.ENOSPC)
-        if full not in str(error) and shutil.disk_usage(folder).free >= NEARLY_FULL_BYTES:
+        nearly_full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
+        if isinstance(error, OSError) or not (full in str(error) or nearly_full):
             raise
-        raise OSError(errno.ENOSPC, f"{full} ({error})") from error
+        # One line: the error of a worker has its traceback as text.
+        raise OSError(errno.ENOSPC, f"{full} ({str(error).partition(chr(10))[0]})") from error
 
 
 def _folder_name(step: int) -> str:
@@ -361,19 +337,9 @@ def _folder_name(step: int) -> str:
 
 
 def _by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those with a score, best first; of equals the newer one first."""
-    scored = [(c.score, c.step, c) for c in checkpoints if c.score is not None]
-    return [c for *_, c in sorted(scored, key=lambda entry: entry[:2], reverse=True)]
-
-
-def _file_names(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield path.relative_to(folder).as_posix()
-
-
-def _describe(path: Path) -> dict[str, JSON]:
-    return {"bytes": path.stat().st_size, "blake2b": _hash_file(path)}
+    """Checkpoints with a score, best first; ties: newer first."""
+    scored = [c for c in checkpoints if c.score is not None]
+    return sorted(scored, key=lambda c: (c.score or 0.0, c.step), reverse=True)
 
 
 def _hash_file(path: Path) -> str:
@@ -395,7 +361,7 @@ def _sync(path: Path) -> None:
 
 
 def _verify(path: Path, *, hashes: bool) -> Checkpoint:
-    """The checkpoint in `path`; _Damaged says what does not hold."""
+    """The checkpoint in `path`. Raises _Damaged if it is not intact."""
     manifest = _read_manifest(path / MANIFEST)
     if path.name != _folder_name(manifest["step"]):
         raise _Damaged(f"its manifest is of step {manifest['step']}")
@@ -408,25 +374,48 @@ def _verify(path: Path, *, hashes: bool) -> Checkpoint:
 
 def _read_manifest(path: Path) -> dict[str, JSON]:
     try:
+        size = _file_size(path, MANIFEST)
+        if size > MAX_MANIFEST_BYTES:
+            raise _Damaged(f"{MANIFEST} has {size} bytes")
         manifest: dict[str, JSON] = json.loads(path.read_bytes())
         digest = manifest.pop("digest")
+        is_unchanged = digest == _digest_of(manifest)
     except FileNotFoundError:
         raise _Damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
-    if digest != _digest_of(manifest):
+    if not is_unchanged:
         raise _Damaged(f"{MANIFEST} was changed")
+    if not _is_manifest(manifest):
+        raise _Damaged(f"{MANIFEST} has other contents than a manifest")
     return manifest
+
+
+def _is_manifest(content: Mapping[str, JSON]) -> bool:
+    """Whether the keys have the types that `save` writes."""
+    kinds = {"step": int, "meta": dict, "files": dict, "score": int | float | None}
+    if any(key not in content or not isinstance(content[key], k) for key, k in kinds.items()):
+        return False
+    files = cast("Mapping[str, JSON]", content["files"]).values()
+    return all(isinstance(file, dict) and file.keys() >= {"bytes", "blake2b"} for file in files)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _file_size(path: Path, name: str) -> int:
+    """Raises _Damaged for a device or a pipe, which has no end."""
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise _Damaged(f"{name} is not a regular file")
+    return facts.st_size
 
 
 def _verify_file(path: Path, name: str, expected: Mapping[str, JSON], *, hashes: bool) -> None:
     try:
-        size = path.stat().st_size
+        size = _file_size(path, name)
         if size != expected["bytes"]:
             raise _Damaged(f"{name} has {size} bytes, {expected['bytes']} were saved")
         if hashes and _hash_file(path) != expected["blake2b"]:
             raise _Damaged(f"{name} was changed after it was saved")
     except FileNotFoundError:
         raise _Damaged(f"{name} is missing") from None
-    except OSError as error:
-        raise _Damaged(f"{name} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise _Damaged(f"{name!r} cannot be read: {error}") from error

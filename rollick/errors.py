@@ -1,88 +1,140 @@
-"""The error tree. Every error says what happened, the values, and what to do.
+"""The exceptions of the library. Each message states what happened, the values, and what to do.
 
-A bad sample is data (recorded and counted); a bad config or a dead worker is one of these.
+A bad sample is data: it is recorded and counted. A bad configuration or a dead worker raises.
+`exit_code` tells a supervisor what to do when the error ends a command.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import ClassVar, Self
+
+EXIT_MISTAKE = 2
+"""Something must be changed first; a retry fails in the same way."""
+EXIT_RETRY = 69
+"""EX_UNAVAILABLE: a worker or the cluster was lost; the same command with --resume may succeed."""
+EXIT_INTERRUPTED = 75
+"""EX_TEMPFAIL: a signal stopped the command, a run after saving; --resume continues it."""
+
 
 class RollickError(Exception):
-    """Base of all errors that a user can act on. `fix` is the advice, one sentence."""
+    """Base class of all errors that a user can act on. `fix` is one sentence of advice."""
+
+    exit_code: ClassVar[int] = EXIT_MISTAKE
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         self.message = message
         self.fix = fix
         super().__init__(f"{message}. {fix}" if fix else message)
 
+    def copy(self) -> Self:
+        """A copy for each waiter: raising one shared instance would mix their tracebacks."""
+        return type(self)(self.message, fix=self.fix)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.fix))
-
-
-def _rebuild(kind: type[RollickError], message: str, fix: str) -> RollickError:
-    return kind(message, fix=fix)
+        return (partial(type(self), fix=self.fix), (self.message,))
 
 
 class ConfigError(RollickError):
-    """A recipe is wrong. The message carries every problem found, each with its place."""
+    """A recipe is invalid. The message lists every problem with its file and line."""
 
 
 class DataError(RollickError):
-    """A dataset cannot be read, or has no usable row."""
+    """A dataset cannot be read or has no usable row."""
 
 
 class ModelError(RollickError):
-    """A model or tokenizer cannot be loaded, or is not what it is said to be."""
+    """A model or tokenizer cannot be loaded, or does not match the recipe."""
 
 
 class PlacementError(RollickError):
-    """A worker could not be placed; says what is wanted and what is free."""
+    """No device is free for a worker. The message states what it needs and what is free."""
+
+
+class ClusterUnavailable(PlacementError):
+    """The cluster does not answer, or has no room at present."""
+
+    exit_code = EXIT_RETRY
 
 
 class WorkerError(RollickError):
-    """A worker process died, or a call to it failed or ran past its deadline."""
+    """A call to a worker failed."""
+
+
+class WorkerLost(WorkerError):
+    """A worker process died or does not answer."""
+
+    exit_code = EXIT_RETRY
+
+
+class WorkerHung(WorkerLost):
+    """A worker process did not answer before its deadline, or makes no progress."""
 
 
 class WeightError(RollickError):
-    """A publish did not verify; the receiver still serves the version it had."""
+    """Published weights failed verification. The receiver keeps its present version."""
 
 
 class CheckpointError(RollickError):
-    """A checkpoint is missing, damaged, or belongs to another run."""
+    """A checkpoint is missing, damaged, or from another run."""
+
+
+class DiskError(CheckpointError):
+    """A file of the run cannot be written, for example on a full disk. Older checkpoints stay."""
+
+    exit_code = EXIT_RETRY
+
+
+class OpenFilesExhausted(RollickError):
+    """The process may not open more files or sockets."""
+
+    exit_code = EXIT_RETRY
 
 
 class RewardError(RollickError):
-    """A reward function cannot be found or called (not: a sample that scored badly)."""
+    """A reward function cannot be found or called. A low score is not an error."""
 
 
 class SandboxError(RollickError):
-    """No box can be had here, or one could not be started (not: a program that failed in it)."""
+    """A sandbox is unavailable or did not start. A program that fails inside it is not an error."""
 
 
 class EnvError(RollickError):
-    """An environment cannot be found, made or called (not: an episode that fails)."""
+    """An environment cannot be found, created or called. A failed episode is not an error."""
 
 
 class EngineError(RollickError):
-    """An engine was asked for what it cannot do, or failed while generating."""
+    """An engine got a request it does not support, or failed while generating."""
 
 
 class EngineLost(EngineError):
-    """An engine is gone, with all that it was generating; others can take it over."""
+    """An engine is gone together with its running requests. Other engines can take these over."""
+
+    exit_code = EXIT_RETRY
 
 
 class StuckError(RollickError):
-    """Nothing moved within a deadline; says who waits for whom."""
+    """No progress within a deadline. The message states what waits for what."""
+
+    exit_code = EXIT_RETRY
 
 
 class NoSignalError(StuckError):
-    """No group of a step can be trained on: all that were tried scored alike. Nothing hangs."""
+    """No group of a step can be trained on, because the scores within each group are equal."""
+
+    exit_code = EXIT_MISTAKE
+
+
+class StoppedBySignal(RollickError):
+    """A signal stopped a command that has nothing to save."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class MissingExtra(RollickError):
-    """An optional dependency is needed and not installed."""
+    """A required optional dependency is not installed."""
 
     @classmethod
     def of(cls, package: str, extra: str) -> MissingExtra:
-        return cls(
-            f"{package} is not installed", fix=f"install it with: pip install 'rollick[{extra}]'"
-        )
+        fix = f"install it with: pip install 'rollick[{extra}]'"
+        return cls(f"{package} is not installed", fix=fix)

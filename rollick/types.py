@@ -1,9 +1,9 @@
-"""The nouns of rollick: what flows from a prompt to a gradient.
+"""The data types that the whole library shares, from a prompt to a group of scored samples.
 
-Everything here is frozen, holds numpy arrays that cannot be written, and knows nothing of torch
-or ray, so it can cross any process boundary by value.
+    Prompt -> Request -> Completion -> Sample -> ScoredSample -> Group -> Batch (data/batch.py)
 
-    Prompt -> Request -> Completion -> Sample -> ScoredSample -> Group -> (data/) Batch
+Every type is frozen and holds read-only numpy arrays. Nothing here imports torch or Ray, so the
+types can be sent to any process by value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, NewType
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, NewType, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +23,26 @@ FloatArray = npt.NDArray[np.floating[Any]]
 BoolArray = npt.NDArray[np.bool_]
 
 PolicyVersion = NewType("PolicyVersion", int)
-"""Counts publishes: version 0 is the policy that a run starts with."""
+"""Number of the policy's weights: 0 at the start of a run, plus 1 for each publish."""
 
 Fingerprint = NewType("Fingerprint", str)
-"""Hex digest of a set of weights; two parties that hold the same bytes compute the same one."""
+"""Hex digest of a set of weights or of a vocabulary. Equal contents have equal fingerprints."""
 
 NOT_SAMPLED = -1
-"""The version of a token that no policy drew (prompt, observation, tool output)."""
+"""The version of a token that no policy sampled: prompt, observation, tool output."""
 
 Row = Mapping[str, Any]
+"""The columns of one dataset row, by name."""
 
 
 def stable_hash(*parts: str | int) -> int:
-    """A 63-bit hash that is the same in every process and every run (unlike `hash`)."""
+    """A 63-bit hash that, unlike `hash`, is the same in every process and every run."""
     digest = hashlib.blake2b("\x1f".join(str(part) for part in parts).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def frozen_array(values: npt.ArrayLike, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A read-only array of `dtype`; the input is copied unless it is already just that."""
+    """A read-only array of `dtype`. Copies the input unless it is already one."""
     array = np.asarray(values, dtype=dtype)
     if array.flags.writeable:
         array = array.copy()
@@ -49,10 +51,8 @@ def frozen_array(values: npt.ArrayLike, dtype: npt.DTypeLike) -> npt.NDArray[Any
 
 
 class SampleId(NamedTuple):
-    """Names one attempt: the group (counted over the run) and the place inside the group.
-
-    Ids order samples, name their random streams, and survive a kill and a resume.
-    """
+    """Number of the sample's group in the run, and index in the group. Ids order samples and seed
+    their random streams; a resumed run uses the same ids."""
 
     group: int
     index: int  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -62,19 +62,19 @@ class SampleId(NamedTuple):
 
 
 class StopReason(StrEnum):
-    """Why an engine stopped drawing tokens."""
+    """Why generation ended."""
 
     STOP = "stop"
-    """An end-of-sequence token or a stop string."""
+    """The model emitted an end-of-sequence token or a stop string."""
     LENGTH = "length"
-    """The token limit: the sample is truncated."""
+    """The token limit was reached: the sample is truncated."""
     ABORTED = "aborted"
-    """Somebody asked for it; the tokens drawn so far are kept."""
+    """The request was aborted. The completion holds the tokens sampled so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation. In a plain-text prompt the role is "text"."""
+    """One message of a conversation. The role of a plain-text prompt is "text"."""
 
     role: str
     content: str
@@ -82,7 +82,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a sample is an attempt at. `uid` is stable over runs: domain and row."""
+    """A task for the policy. `uid` is "domain/row", the same in every run."""
 
     uid: str
     domain: str
@@ -96,61 +96,45 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy.
-
-    The bias is added to the logits, and stop ids are ruled out until `min_tokens` are drawn; then
-    comes the temperature; then the cuts: the k likeliest, of these the smallest set with mass p, of
-    these the ones with at least `min_p` times the probability of the likeliest.
-    """
+    """Applied in order: logit_bias, min_tokens, temperature (0: greedy), top_k, top_p, min_p."""
 
     temperature: float = 1.0
     max_tokens: int = 256
     top_p: float = 1.0
     top_k: int = 0
+    """Sample from the k most likely tokens; 0 is off."""
     stop: tuple[str, ...] = ()
+    """Strings that end the sample."""
     min_p: float = 0.0
+    """Drop tokens less likely than `min_p` times the most likely one."""
     min_tokens: int = 0
     """No stop id or stop string ends the sample before this many tokens."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit); -inf rules a token out."""
+    """Pairs of token id and value added to its logit; -inf forbids a token."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the sample, besides those that the engine was made with."""
-
-    @property
-    def cuts_support(self) -> bool:
-        """Whether the tokens are not drawn from softmax(logits / temperature) as it is, so that
-        log-probs must be renormalised."""
-        return (
-            self.top_p < 1.0
-            or self.top_k > 0
-            or self.min_p > 0.0
-            or self.min_tokens > 0
-            or bool(self.logit_bias)
-        )
+    """Ids that end the sample, in addition to those of the engine."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One generation asked of an engine.
-
-    `stream` keys the counter-based random numbers: token number t of a sample depends on
-    (stream, t) and the model alone, never on the neighbours in the batch.
-    `continue_from` carries the tokens that an earlier, aborted generation drew.
-    `session` names a conversation: the engine keeps its cache for the next turn while it has room.
-    """
+    """A request to an engine to generate one completion."""
 
     uid: SampleId
     token_ids: IntArray
     sampling: Sampling
     stream: int
+    """Key of a counter-based random generator: token t depends only on the model and (stream, t),
+    never on the other requests of the batch."""
     group: int | None = None
     continue_from: Completion | None = None
+    """The tokens of an earlier, aborted generation to continue."""
     session: str | None = None
+    """Identifies a conversation: the engine may keep its KV cache for the next turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What an engine drew: ids, log-prob and policy version of every token, and why it stopped."""
+    """The generated tokens with their log-probs and policy versions, and the stop reason."""
 
     uid: SampleId
     token_ids: IntArray
@@ -158,22 +142,18 @@ class Completion:
     versions: IntArray
     stop: StopReason
     seconds: float = 0.0
-    """From its arrival at the engine to its end, those of `queued_s` and `prefill_s` included."""
+    """From arrival at the engine to the last token; includes `queued_s` and `prefill_s`."""
     queued_s: float = 0.0
-    """Until it had a place there."""
+    """From arrival until the request had a slot."""
     prefill_s: float = 0.0
     """From then until its first token."""
     kept_cache: BoolArray | None = None
-    """Which tokens were drawn over a cache that an older version had computed, all or part of it;
-    None: none."""
+    """Marks tokens sampled on a KV cache that an older version computed at least partly."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot that an engine pushes with its results; never asked for.
-
-    What an engine does not know stays 0: without `kv_capacity` nobody can say how full it is.
-    """
+    """The load of an engine, sent along with its results. Values it does not know are 0."""
 
     running: int = 0
     waiting: int = 0
@@ -182,55 +162,53 @@ class EngineLoad:
     busy_seconds: float = 0.0
     version: int = 0
     kv_tokens: int = 0
-    """Tokens that the cache holds for requests under way."""
+    """Tokens in the KV cache that belong to running requests."""
     kv_capacity: int = 0
+    """Tokens that fit into the KV cache."""
     preempted: int = 0
-    """Requests thrown out of the cache for lack of room, counted since the engine started."""
+    """Requests evicted from a full KV cache since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One measured step of an engine: its sequences, the tokens in their cache, the prefilled ones,
-    its time."""
+    """The duration of one engine step with `batch` sequences, whose cache holds `kv_tokens`."""
 
     batch: int
     kv_tokens: int
     prefill_tokens: int
     seconds: float
     at: float = 0.0
-    """The wall clock's second at which it began; 0: not known."""
+    """Start of the step as a Unix timestamp; 0: unknown."""
     longest: int = 0
-    """Tokens of its longest sequence; 0: not known."""
+    """Tokens of the longest sequence; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One attempt at a prompt, token by token. All arrays have the length of the sequence.
-
-    `logprobs` is the behaviour log-prob mu of each drawn token (0 elsewhere), `versions` the
-    policy version that drew it (NOT_SAMPLED elsewhere), `loss_mask` what may be trained on.
-    """
+    """One response to a prompt, prompt tokens included. All arrays have one entry per token."""
 
     uid: SampleId
     prompt: Prompt
     token_ids: IntArray
     logprobs: FloatArray
+    """Under the behaviour policy mu that sampled the token; 0 for other tokens."""
     versions: IntArray
+    """The policy version that sampled each token; NOT_SAMPLED for other tokens."""
     loss_mask: BoolArray
+    """The tokens that may be trained on."""
     temperature: float
     stop: StopReason
     text: str
     states: tuple[str, ...] = ()
-    """A key of the state before each turn, where somebody gave one: equal keys, equal states."""
+    """Key of the environment's state before each turn, if known. Equal keys mean equal states."""
     kept_cache: BoolArray | None = None
-    """Tokens drawn over a cache that an older version had computed (rollout.at_publish: keep);
-    None: none. Their log-prob is the one that they were drawn with, of no single version."""
-    played: Played | None = None
-    """The episode, where there was an environment. For records: it is not in a checkpoint, which
-    has the sample's score."""
-    breaks: tuple[int, ...] = ()
-    """Where a new segment starts: its tokens were drawn without those before it, because what the
-    policy sees of the past was rewritten. A model reads each segment as a sequence of its own."""
+    """Marks tokens sampled on a KV cache of an older policy version (rollout.at_publish: keep).
+    Their log-probs belong to no single version."""
+    episode: EpisodeRecord | None = None
+    """Set for samples of an environment. Not saved in checkpoints, which hold the score."""
+    segment_starts: tuple[int, ...] = ()
+    """Token indices of further segments. The policy sampled each segment without seeing those
+    before it, so a model reads every segment as a separate sequence."""
 
     @property
     def length(self) -> int:
@@ -238,12 +216,12 @@ class Sample:
 
     @property
     def segments(self) -> list[slice]:
-        """Of most samples one, the whole."""
-        ends = [*self.breaks, self.length]
-        return [slice(start, end) for start, end in zip([0, *self.breaks], ends, strict=True)]
+        """Token ranges of the segments. Most samples have one segment."""
+        return [slice(*ends) for ends in pairwise([0, *self.segment_starts, self.length])]
 
     @property
     def response_length(self) -> int:
+        """Number of sampled tokens."""
         return int(np.count_nonzero(self.versions != NOT_SAMPLED))
 
     @property
@@ -254,14 +232,9 @@ class Sample:
     def truncated(self) -> bool:
         return self.stop is StopReason.LENGTH
 
-    @property
-    def oldest_version(self) -> int:
-        drawn = self.versions[self.versions != NOT_SAMPLED]
-        return int(drawn.min()) if len(drawn) else 0
-
 
 class ScoreStatus(StrEnum):
-    """Whether a score is a judgement. Failures of infrastructure are never the number 0."""
+    """Whether the reward produced a score. A reward that fails never counts as a score of 0."""
 
     OK = "ok"
     FAILED = "failed"
@@ -270,24 +243,22 @@ class ScoreStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the rewards said of a sample. `value` means something only when status is OK.
-
-    `turns` is the part of the value that each turn earned, where somebody knows; what the value
-    has beyond their sum belongs to the last turn.
-    """
+    """The score of a sample. `value` is meaningful only if `status` is OK."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The components of the value by name: one per reward, and those a reward reports itself."""
     status: ScoreStatus = ScoreStatus.OK
     detail: str = ""
     seconds: float = 0.0
-    turns: tuple[float, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each turn, if known. The rest of `value` belongs to the last turn."""
     version: str = ""
-    """Of the reward that said so; of several, name@version each."""
+    """Version of the reward; for several rewards, a name@version list."""
     isolation: str = ""
-    """What kept the reward from everything else: a process of its own (`process`), a sandbox."""
-    figures: Mapping[str, float] = field(default_factory=dict[str, float])
-    """What is counted and never trained on: tokens, cost, how far votes are apart."""
+    """How the reward ran: in a separate process ("process"), or in a sandbox."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Values to log that do not enter the score, such as tokens, cost or spread of votes."""
 
     @property
     def ok(self) -> bool:
@@ -299,12 +270,9 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """The episode of a sample in an environment: which one, what the policy wrote in each turn, and
-    what that was worth. A failure of the environment is a status of the score.
-
-    Environment, options, seed and replies are all that it takes to play the episode again.
-    """
+class EpisodeRecord:
+    """The episode of a sample in an environment. A failure of the environment is a status of the
+    score. Environment, options, seed and replies are enough to run the episode again."""
 
     environment: str
     options: Mapping[str, Any]
@@ -313,16 +281,16 @@ class Played:
     score: Score
     success: bool = False
     valid: tuple[bool, ...] = ()
-    """Of each turn whose environment says so: whether the reply could be read."""
+    """Whether each reply could be parsed; only turns whose environment reports it."""
     effective: tuple[bool, ...] = ()
-    """Of each turn whose environment says so: whether it changed anything."""
+    """Whether each reply changed the state; only turns whose environment reports it."""
     summaries: tuple[tuple[int, str], ...] = ()
-    """What the policy wrote about turns that went out of its sight: turns before, and text."""
+    """Summaries of turns that left the context: number of turns before, and text."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """What each reply earned: the turns of the score without those of trained summaries."""
-        turns = list(self.score.turns)
+        """The reward of each reply: the score's turns without those of trained summaries."""
+        turns = list(self.score.turn_rewards)
         if len(turns) > len(self.replies):
             for before, _ in self.summaries:
                 del turns[before]
@@ -331,45 +299,46 @@ class Played:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Annotations:
-    """What models say of each token of a sample before its advantage; None: nobody was asked.
-
-    old, reference and teacher are log-probs of the sample's tokens; values[t] is the critic's
-    value before token t is drawn, last_value the one after the last token. penalty is what each
-    token takes from the score (a KL in the reward); the score's value already is without it.
-    """
+    """Model outputs for each token of a sample, as inputs of its advantage. None: not computed.
+    old, reference, teacher: log-probs of the sample's tokens under these policies."""
 
     old: FloatArray | None = None
     reference: FloatArray | None = None
     teacher: FloatArray | None = None
     values: FloatArray | None = None
+    """values[t] is the critic's value before token t; `last_value` the one after the last."""
     last_value: float = 0.0
     penalty: FloatArray | None = None
-
-
-NOTHING_SAID = Annotations()
+    """KL penalty in the reward; `Score.value` already has it subtracted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSample:
-    """A sample with its score: the only kind that can reach collate."""
+    """A sample with its score. Only scored samples can enter a batch."""
 
     sample: Sample
     score: Score
-    annotations: Annotations = NOTHING_SAID
+    annotations: Annotations = Annotations()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The scored samples of one prompt, ordered by id. `started` is the version it began at."""
+    """The scored samples of one prompt, ordered by id."""
 
     uid: int
     prompt: Prompt
     members: tuple[ScoredSample, ...]
-    started: PolicyVersion
+    start_version: PolicyVersion
+    """The policy version when the group started."""
 
     @property
     def scores(self) -> tuple[float, ...]:
         return tuple(member.score.value for member in self.members)
+
+    @property
+    def valid_scores(self) -> list[float]:
+        """Without failed ones."""
+        return [member.score.value for member in self.members if member.score.ok]
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -377,17 +346,9 @@ class Group:
 
 
 RewardFn = Callable[..., Any]
-"""A user's reward: arguments by name from the sample and its row; a float, a bool or a Score."""
+"""A user's reward. Takes values of the sample and its row by name; returns float, bool or Score."""
 
 RoleName = Literal[
     "policy", "generators", "reference", "critic", "reward_model", "judge", "teacher"
 ]
-ROLES: Sequence[RoleName] = (
-    "policy",
-    "generators",
-    "reference",
-    "critic",
-    "reward_model",
-    "judge",
-    "teacher",
-)
+ROLES: Sequence[RoleName] = get_args(RoleName)

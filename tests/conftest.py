@@ -1,4 +1,4 @@
-"""Fixtures that several areas share. What is heavy is imported inside them."""
+"""Fixtures that several packages share. Heavy imports are inside them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import pytest_asyncio
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from ranks import Ranks
+
     from rollick import LoadedRecipe, RunResult
-    from rollick.infer.vllm import VllmEngine
-    from rollick.testing.ranks import Ranks
+    from rollick.infer.vllm.engine import VllmEngine
 
 # Every run of the tests tries the same examples.
 settings.register_profile("rollick", derandomize=True, database=None, deadline=None)
 settings.load_profile("rollick")
 
 OBJECTS = frozenset({"rows", "reward", "held_out"})
-"""What a recipe made by `toy` may name as object:NAME."""
+"""Names that a recipe made by `toy` may use as object:NAME."""
 
-TOGETHER = {
+FILES_OF_ONE_WORKER = {
     "one vLLM": ("contracts/test_contract_engine.py", "infer/test_infer_vllm.py"),
     "one Ray": (
         "cluster/test_cluster_group.py",
@@ -35,26 +36,26 @@ TOGETHER = {
         "scenarios/test_scenario_determinism.py",
     ),
 }
-"""Files that one worker has to have: those around what is dear to start, or big to have twice."""
-APART = ("rollout/test_rollout_histories.py", "scenarios/test_scenario_presets.py")
-"""Long files whose tests share nothing. They fill up the end, so that the workers end together."""
+"""Files that must run in one worker, because they share something expensive to start."""
+FILES_SPLIT_BY_TEST = ("rollout/test_rollout_histories.py", "scenarios/test_scenario_presets.py")
+"""Long files whose tests share nothing. They run last, test by test, to balance the workers."""
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # A worker has one core. torch reads it when it is first imported; child processes have it too.
+    # A worker has one core. torch reads this at import; child processes inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads it when it is first imported, which torch does: kernels then run on the CPU.
+    # Triton reads this at import, which torch triggers. Kernels then run in its CPU interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def unit_of(nodeid: str) -> tuple[int, str]:
-    """What a worker gets as a whole: its turn and its name. Mostly a file, which has fixtures."""
+    """The unit of work that one test belongs to: its order and its name. Usually its file."""
     file = nodeid.split("::")[0]
-    for name, files in TOGETHER.items():
+    for name, files in FILES_OF_ONE_WORKER.items():
         if file.endswith(files):
             return 0, name
-    return (2, nodeid) if file.endswith(APART) else (1, file)
+    return (2, nodeid) if file.endswith(FILES_SPLIT_BY_TEST) else (1, file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,12 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
-    class Units(LoadScopeScheduling):
+    class UnitScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return unit_of(nodeid)[1]
 
     config.option.loadscopereorder = False
-    return Units(config, log)
+    return UnitScheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -84,15 +85,17 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LoadedRecipe]:
-    """A loaded toy recipe; overrides as text, whole sections as keywords; a folder of its own."""
+    """Loads the toy recipe with overrides as text and sections as keywords, in its own folder."""
     from rollick.config.load import recipe_from_dict
-    from rollick.testing.toys import toy_recipe
+    from rollick.testing.toys import toy_recipe, without_rollout
 
     numbers, runs = count(), tmp_path_factory.mktemp("runs")
 
     def load(*overrides: str, name: str = "", steps: int = 2, **sections: Any) -> LoadedRecipe:
         name = name or f"toy{next(numbers)}"
         recipe = toy_recipe(tiny_folder, runs, name=name, steps=steps) | sections
+        if recipe.get("pipeline") in ("sft", "dpo", "distill"):
+            recipe = without_rollout(recipe)
         return recipe_from_dict(recipe, overrides=overrides, objects=OBJECTS)
 
     return load
@@ -111,8 +114,8 @@ def run_toy(toy: Callable[..., LoadedRecipe]) -> Callable[..., RunResult]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """So many processes that work together; each number of them is started once."""
-    from rollick.testing.ranks import Ranks
+    """Starts a process group of the given size; each size is started once per module."""
+    from ranks import Ranks
 
     started: dict[int, Ranks] = {}
     with ExitStack() as stack:
@@ -148,9 +151,10 @@ class VllmEngines:
     async def fresh(self, folder: Path, *, slots: int) -> VllmEngine:
         """Version 0 has the weights of the folder, whose model has the same sizes each time."""
         from rollick.config.schema import InferConfig, ModelConfig, VllmConfig
-        from rollick.infer.vllm import VllmEngine
-        from rollick.infer.vllm_start import start
-        from rollick.models.load import empty_model, load_model
+        from rollick.infer.engine import StopRules
+        from rollick.infer.vllm.engine import VllmEngine
+        from rollick.infer.vllm.start import start
+        from rollick.models.loading.load import empty_model, load_model
         from rollick.testing.tiny import tiny_tokenizer
 
         options = VllmConfig(enforce_eager=True, kv_cache_gb=0.05)
@@ -159,19 +163,18 @@ class VllmEngines:
         if self.started is None:
             self.started, self.slots = start(infer, model, device="cpu"), slots
         assert slots == self.slots
-        client, meter = self.started
+        client, stats = self.started
         engine = VllmEngine(
             _Kept(client),
-            meter,
+            stats,
             infer,
             skeleton=empty_model(model, attention="eager"),
             device="cpu",
-            stops=((), tiny_tokenizer().decode),
-            version=0,
+            stops=StopRules((), tiny_tokenizer().decode),
         )
         weights = load_model(model, device="cpu", attention="eager").named_parameters()
         await engine.update(weights, engine.load().version)  # pyright: ignore
-        meter.__init__(client.vllm_config)
+        stats.__init__(client.vllm_config)
         return engine
 
     def close(self) -> None:

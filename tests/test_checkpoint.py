@@ -1,6 +1,7 @@
 """A run's checkpoints: whole or absent, verified before use, and never lost to a later save."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollick.checkpoint import Checkpoint, CheckpointStore, RunLock
+from rollick.checkpoint import Checkpoint, CheckpointStore, run_lock
 from rollick.errors import CheckpointError
 
 POINTS = ("created", "written", "synced", "manifest", "renamed", "verified")
@@ -185,7 +186,8 @@ def fill_the_disk(folder: Path) -> None:
 
 
 def fill_the_disk_and_say_it_otherwise(folder: Path) -> None:
-    raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    error = "Error while serializing: I/O error: No space left on device (os error 28)"
+    raise RuntimeError(f"{error}\nTraceback of the worker:\n  File ...")
 
 
 @pytest.mark.parametrize("write", [fill_the_disk, fill_the_disk_and_say_it_otherwise])
@@ -193,8 +195,9 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_temporary(tmp_path: Pat
     store = store_of(tmp_path, keep_last=1)
     save(store, 1)
     for step in (1, 2):
-        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space left"):
+        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space") as told:
             store.save(step, write, meta={})
+        assert "Traceback" not in str(told.value)
         assert names(tmp_path) == ["step-000001"]
         assert (newest(store).path / "optimizer" / "moments.bin").read_text() == "w1"
     save(store, 2)
@@ -225,11 +228,24 @@ def test_a_checkpoint_that_does_not_read_back_deletes_nothing(tmp_path: Path):
 
     save(store_of(tmp_path), 1)
     save(store_of(tmp_path), 2)
-    store = CheckpointStore(tmp_path, keep_last=1, keep_best=0, at_point=damage)
+    store = store_of(tmp_path, keep_last=1)
+    store._at_point = damage
     with pytest.raises(CheckpointError, match=r"written: weights\.bin was changed"):
         store.save(2, writer("again"), meta={})
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert (newest(store_of(tmp_path)).path / "optimizer" / "moments.bin").read_text() == "w2"
+
+
+def test_files_that_are_written_become_a_checkpoint_when_it_is_finished(tmp_path: Path):
+    save(store_of(tmp_path), 1)
+    store = store_of(tmp_path)
+    finish = store.begin(2, writer("new"), meta={})
+    assert newest(store).step == 1
+    with pytest.raises(CheckpointError, match="another process is saving"):
+        save(store_of(tmp_path), 3)
+    assert finish() == tmp_path / "step-000002"
+    assert newest(store).step == 2
+    save(store_of(tmp_path), 3)
 
 
 KILLED_SAVE = """
@@ -249,7 +265,8 @@ def write(path):
     (path / "optimizer").mkdir()
     (path / "optimizer" / "moments.bin").write_text("new")
 
-store = CheckpointStore(folder, keep_last=1, keep_best=0, at_point=at_point)
+store = CheckpointStore(folder, keep_last=1, keep_best=0)
+store._at_point = at_point
 store.save(step, write, meta={"version": step})
 """
 
@@ -311,8 +328,8 @@ def test_a_second_run_in_one_folder_is_refused_by_the_pid_of_the_first(tmp_path:
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from rollick.checkpoint import RunLock
-        with RunLock(Path(sys.argv[1])):
+        from rollick.checkpoint import run_lock
+        with run_lock(Path(sys.argv[1])):
             sys.stdout.write("locked\\n"); sys.stdout.flush()
             sys.stdin.read()
     """)
@@ -322,15 +339,70 @@ def test_a_second_run_in_one_folder_is_refused_by_the_pid_of_the_first(tmp_path:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(CheckpointError, match=f"in use by another run .process {other.pid} on"):
-            RunLock(tmp_path).acquire()
+            run_lock(tmp_path).__enter__()
         other.kill()
-    with RunLock(tmp_path):
+    with run_lock(tmp_path):
         pass
 
 
 def test_a_lock_is_free_again_after_its_run_and_not_before(tmp_path: Path):
     refused = pytest.raises(CheckpointError, match=f"process {os.getpid()}")
-    with RunLock(tmp_path / "run"), refused:
-        RunLock(tmp_path / "run").acquire()
-    with RunLock(tmp_path / "run"):
+    with run_lock(tmp_path / "run"), refused:
+        run_lock(tmp_path / "run").__enter__()
+    with run_lock(tmp_path / "run"):
         pass
+
+
+def rewrite_manifest(path: Path, **changes: object) -> None:
+    """Change the manifest, with a digest that fits: it guards against damage, not intent."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["digest"]
+    content = {key: value for key, value in (manifest | changes).items() if value != "absent"}
+    text = json.dumps(content, sort_keys=True).encode()
+    digest = hashlib.blake2b(text, digest_size=32).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({**content, "digest": digest}))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["weights.bin", "manifest.json"])
+def test_a_file_that_is_a_link_to_a_device_is_damage(tmp_path: Path, name: str):
+    path = save(store_of(tmp_path), 1)
+    rewrite_manifest(path, files={"weights.bin": {"bytes": 0, "blake2b": "0"}})
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        store_of(tmp_path).latest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "one"},
+        {"step": "absent"},
+        {"meta": "absent"},
+        {"files": ["weights.bin"]},
+        {"files": {"weights.bin": 3}},
+        {"files": {"weights.bin": {}}},
+        {"score": [1]},
+    ],
+)
+def test_a_manifest_with_other_contents_is_damage(tmp_path: Path, changes: dict[str, object]):
+    path = save(store_of(tmp_path), 1)
+    rewrite_manifest(path, **changes)
+    with pytest.raises(CheckpointError, match="has other contents than a manifest"):
+        store_of(tmp_path).latest()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"digest": 3}', "\0"])
+def test_a_manifest_that_is_not_one_is_damage(tmp_path: Path, text: str):
+    path = save(store_of(tmp_path), 1)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        store_of(tmp_path).latest()
+
+
+def test_a_manifest_that_names_an_impossible_file_is_damage(tmp_path: Path):
+    path = save(store_of(tmp_path), 1)
+    rewrite_manifest(path, files={"a\0b": {"bytes": 1, "blake2b": "0"}})
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store_of(tmp_path).latest()

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from rollick.cli import main
-from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.config.names import resolve
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.testing.toys import toy_recipe
 
 Command = Callable[..., str]
@@ -65,7 +65,7 @@ def trained(rollick: Command, recipe: Path, runs: Path) -> Path:
     folder = runs / "trained"
     if not folder.exists():
         out = rollick("train", recipe)
-        assert out.startswith(f"{folder}: step 2, score ")
+        assert out.startswith(f"{folder}: step 2\n")
     return folder
 
 
@@ -88,7 +88,7 @@ def test_a_second_run_in_the_same_folder_is_refused_in_words(
 
 
 def test_resume_goes_on(rollick: Command, recipe: Path, trained: Path) -> None:
-    assert "step 3, score" in rollick("train", recipe, "run.steps=3", "--resume")
+    assert f"{trained}: step 3\n" in rollick("train", recipe, "run.steps=3", "--resume")
 
 
 def test_resume_of_a_finished_run_changes_nothing_and_tells_its_score(
@@ -104,7 +104,7 @@ def test_resume_of_a_finished_run_changes_nothing_and_tells_its_score(
 def test_eval_of_a_model_prints_a_table_and_keeps_the_samples(
     rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
 ) -> None:
-    settings = ["evaluate.samples=2", "evaluate.pass_k=[1,2]", "evaluate.temperature=1"]
+    settings = ["evaluate.samples=2", "evaluate.pass_k=[1,2]", "evaluate.sampling.temperature=1"]
     out = rollick("eval", tiny_folder, recipe, *settings)
     assert all(word in out for word in ("letters", "all", "pass@1", "pass@2", "samples:"))
     folder = newest(runs, "eval")
@@ -127,6 +127,27 @@ def test_eval_of_a_run_evaluates_what_was_trained(
     assert of_run == at_the_end
     rollick("eval", tiny_folder, recipe, "--json")
     assert responses(newest(runs, "eval")) != of_run
+
+
+def test_eval_without_held_out_prompts_is_refused(
+    rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
+) -> None:
+    before = len(list(runs.glob("eval-*")))
+    settings = ["data.validation={}", "evaluate.every=0", "evaluate.at_start=null"]
+    message = rollick("eval", tiny_folder, recipe, *settings, code=2)
+    assert "the recipe has no held-out prompts" in message
+    assert "--training" in message
+    assert len(list(runs.glob("eval-*"))) == before
+
+
+def test_eval_on_training_prompts_says_that_it_is_one(
+    rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
+) -> None:
+    assert "on held-out prompts" in rollick("eval", tiny_folder, recipe)
+    assert "on training prompts" in rollick("eval", tiny_folder, recipe, "--training")
+    report = json.loads(rollick("eval", tiny_folder, recipe, "--training", "--json"))
+    assert report["prompts"] == "training"
+    assert report == json.loads((newest(runs, "eval") / "evaluation.json").read_text())
 
 
 def test_eval_of_a_run_without_a_checkpoint_says_so(

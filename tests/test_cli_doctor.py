@@ -16,22 +16,22 @@ from typing import Any
 import pytest
 
 from rollick import LoadedRecipe, RunResult
-from rollick.checkpoint import RunLock
+from rollick.checkpoint import run_lock
+from rollick.commands.doctor import environment_facts, examine
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, StuckError
-from rollick.observe.doctor import (
+from rollick.observe.diagnosis import (
     QUIET_AFTER_S,
     SILENT_AFTER_S,
-    Finding,
-    Situation,
+    RunEvidence,
+    RunSnapshot,
     diagnose,
     duration,
     read_situation,
     write_situation,
 )
-from rollick.pipelines.base import RunObjects
-from rollick.pipelines.doctor import environment_facts, examine
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects
 from rollick.testing.toys import toy_recipe
 
 Toy = Callable[..., LoadedRecipe]
@@ -45,9 +45,9 @@ def hangs(completion):
 HEAVY = "{'torch', 'ray', 'transformers', 'datasets'}"
 
 
-def situation(**changes: Any) -> Situation:
+def snapshot(**changes: Any) -> RunSnapshot:
     """A run in the middle of its third step, at second 1000."""
-    plain = Situation(
+    plain = RunSnapshot(
         name="toy",
         pipeline="rlvr",
         host=socket.gethostname(),
@@ -82,7 +82,7 @@ def hanging(
     recipe = toy_recipe(tiny_folder, base, name="hangs", steps=2)
     recipe["data"]["domains"]["letters"]["rewards"] = ["hangs.py:hangs"]
     del recipe["data"]["validation"]
-    loaded = recipe_from_dict(recipe, overrides=["rollout.reward_timeout_s=200"], base=base)
+    loaded = recipe_from_dict(recipe, overrides=["rewards.timeout_s=200"], base=base)
     (base / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     command = [sys.executable, "-m", "rollick.cli", "train", str(base / "recipe.yaml")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -121,7 +121,7 @@ def test_the_doctor_tells_programs_the_same(
 ) -> None:
     told = json.loads(ask("doctor", hanging[0], "--json").stdout)
     assert told["state"] == "running"
-    [engine] = told["situation"]["engines"]
+    [engine] = told["snapshot"]["engines"]
     assert (engine["in_flight"], engine["limit"]) == (0, 16)
     assert 0 <= engine["last_answer_s"] < 120
     assert told["environment"]["torch"][0].isdigit()
@@ -148,9 +148,11 @@ def test_the_doctor_says_that_a_killed_run_is_dead_and_how_to_go_on(
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     told = ask("doctor", folder).stdout
-    assert f"dead: process {process.pid} on {socket.gethostname()} is gone" in told
+    assert (
+        f"dead: process {process.pid} on {socket.gethostname()} exited without an outcome" in told
+    )
     assert "when it last reported: step 1 waits for group 0" in told
-    assert "the same command with --resume goes on from its beginning" in told
+    assert "run the same command with --resume to continue from the beginning" in told
 
 
 def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
@@ -199,7 +201,7 @@ def test_a_hang_in_validation_is_told_while_its_samples_still_hang(toy: Toy) -> 
 def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy) -> None:
     domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
     loaded = toy("rollout.max_drops_per_step=2", data={"domains": {"letters": domain}})
-    with pytest.raises(StuckError, match="scored alike"):
+    with pytest.raises(StuckError, match="scored the same"):
         run_recipe(loaded, objects=RunObjects(rewards={"reward": lambda completion: 1.0}))
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     assert not (folder / "stuck.txt").exists()
@@ -209,7 +211,7 @@ def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy)
 def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunResult]) -> None:
     folder = run_toy(steps=1).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with RunLock(folder):
+    with run_lock(folder):
         told = ask("doctor", folder).stdout
     assert "finished " in told
     assert "step 1 of 1 done, version 1" in told
@@ -238,7 +240,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_run(
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     (folder / "waits.json.new").mkdir(parents=True)
     assert run_recipe(loaded).step == 1
-    assert "waits.json was not kept up to date" in caplog.text
+    assert "waits.json could not be updated" in caplog.text
     diagnosis = examine(folder)
     assert diagnosis.state == "unknown"
     assert "step 1 was logged" in diagnosis.headline
@@ -271,13 +273,13 @@ main()
     ("changes", "alive", "later", "state", "said"),
     [
         ({}, True, 1, "running", "step 3 waits for group 37: sample 3 in tool search for 310 s"),
-        ({"phase": "start"}, True, 1, "starting", "workers and models are being opened"),
-        ({"phase": "train"}, True, 1, "running", "step 3 is in its phase train for 310 s"),
-        ({"quiet_s": QUIET_AFTER_S + 1}, True, 1, "quiet", "ends by itself after 10 min"),
+        ({"phase": "start"}, True, 1, "starting", "starting workers and models"),
+        ({"phase": "train"}, True, 1, "running", "step 3 is in phase train for 310 s"),
+        ({"quiet_s": QUIET_AFTER_S + 1}, True, 1, "quiet", "stops after 10 min without progress"),
         ({}, True, SILENT_AFTER_S + 1, "silent", "its event loop is blocked"),
         ({}, None, SILENT_AFTER_S + 1, "silent", "has not reported for 16 s"),
         ({}, False, 3, "died", "it last reported 3 s ago, step 2 of 4 done"),
-        ({"outcome": "interrupted"}, False, 3, "interrupted", "goes on from that checkpoint"),
+        ({"outcome": "interrupted"}, False, 3, "interrupted", "continue from that checkpoint"),
         ({"outcome": "failed", "error": "no space"}, False, 3, "failed", "no space"),
         ({"outcome": "finished", "step": 4}, False, 7200, "finished", "finished 120 min ago"),
     ],
@@ -285,28 +287,28 @@ main()
 def test_what_a_run_says_is_judged(
     changes: dict[str, Any], alive: bool | None, later: float, state: str, said: str
 ) -> None:
-    found = Finding(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
-    diagnosis = diagnose(situation(**changes), found, now=1000.0 + later)
+    found = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
+    diagnosis = diagnose(snapshot(**changes), found, now=1000.0 + later)
     assert diagnosis.state == state
     assert said in "\n".join(diagnosis.lines())
 
 
 def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    write_situation(tmp_path, situation(written_at=time.time()))
+    write_situation(tmp_path, snapshot(written_at=time.time()))
     assert examine(tmp_path).state == "died"
 
 
 def test_a_run_on_another_machine_is_judged_by_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
-        write_situation(tmp_path, situation(host="elsewhere", written_at=written_at))
+        write_situation(tmp_path, snapshot(host="elsewhere", written_at=written_at))
         assert examine(tmp_path).state == state
 
 
 def test_a_situation_is_read_as_it_was_written_and_junk_is_nothing(tmp_path: Path) -> None:
-    write_situation(tmp_path, situation())
-    assert read_situation(tmp_path) == situation()
+    write_situation(tmp_path, snapshot())
+    assert read_situation(tmp_path) == snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
     assert read_situation(tmp_path) is None
 

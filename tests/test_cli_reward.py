@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rollick.cli.options import parse_options
+from rollick.commands.reward import read_test_rows, sample_of_row
 from rollick.config.names import NAMES
-from rollick.errors import DataError, RewardError
-from rollick.pipelines.try_reward import read_options, rows_to_try, sample_of_row
+from rollick.errors import ConfigError, DataError, RewardError
 from rollick.rewards.examples import EXAMPLES
 
 NEEDS_MORE = {"judge", "code", "model"}
@@ -35,7 +36,7 @@ def test_a_built_in_reward_runs_on_its_examples(tmp_path: Path):
     assert all(row["isolation"] == "process" and row["seconds"] > 0 for row in rows)
 
 
-def test_a_reward_of_ones_own_runs_on_rows_with_options(tmp_path: Path):
+def test_a_custom_reward_runs_on_rows_with_options(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "def short(said, answer, most=3):\n"
         "    if said == 'bad': raise ValueError('no good')\n"
@@ -58,17 +59,17 @@ def test_a_reward_of_ones_own_runs_on_rows_with_options(tmp_path: Path):
     ]
 
 
-def test_what_cannot_be_tried_is_said(tmp_path: Path):
+def test_a_reward_that_cannot_be_tested_gives_a_clear_error(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"answer": 1}\n')
     assert "did you mean exact_match" in run(tmp_path, "exact_mach", "rows.jsonl").stderr
-    with pytest.raises(DataError, match="no rows to try your own reward"):
-        rows_to_try("mine.py:short", None, limit=4, base=tmp_path)
-    [row] = rows_to_try("exact_match", "rows.jsonl", limit=4, base=tmp_path)
+    with pytest.raises(DataError, match="no rows to test your own reward"):
+        read_test_rows("mine.py:short", None, limit=4, base=tmp_path)
+    [row] = read_test_rows("exact_match", "rows.jsonl", limit=4, base=tmp_path)
     with pytest.raises(RewardError, match="no column 'completion'") as problem:
         sample_of_row(row, 0)
     assert "--completion" in problem.value.fix
-    with pytest.raises(RewardError, match="name=value"):
-        read_options(["x"])
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        parse_options(["x"])
 
 
 def test_every_built_in_reward_has_examples():
@@ -77,7 +78,7 @@ def test_every_built_in_reward_has_examples():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", sorted(EXAMPLES))
-def test_the_examples_of_every_reward_tell_good_from_bad(tmp_path: Path, reward: str):
+def test_the_examples_of_every_reward_score_high_and_low(tmp_path: Path, reward: str):
     child = run(tmp_path, reward, "--json")
     assert child.returncode == 0, child.stderr
     values = [json.loads(line)["value"] for line in child.stdout.splitlines()]

@@ -36,7 +36,7 @@ def test_a_program_runs_and_its_end_is_one_line_of_json(program: str) -> None:
     assert said["seconds"] > 0
 
 
-def test_people_see_output_status_time_and_level(program: str) -> None:
+def test_the_plain_output_shows_status_time_and_isolation(program: str) -> None:
     done = run("run", program, "--stdin", "-", stdin="olleh")
     assert done.stdout == "hello None\n"
     assert done.stderr.startswith("ok, 0.")
@@ -50,7 +50,9 @@ def test_a_program_that_fails_gives_exit_code_one(program: str) -> None:
     assert "failed" in done.stderr
 
 
-def test_without_the_layers_it_refuses_unless_told_otherwise(program: str, tmp_path: Path) -> None:
+def test_without_isolation_it_refuses_unless_allow_unsafe_is_set(
+    program: str, tmp_path: Path
+) -> None:
     refused = run("run", program, "--stdin", "x", "--json", path=str(tmp_path))
     assert refused.returncode == 2
     assert json.loads(refused.stdout)["status"] == "refused"
@@ -59,7 +61,7 @@ def test_without_the_layers_it_refuses_unless_told_otherwise(program: str, tmp_p
     assert (said["status"], said["isolation"]) == ("ok", "none")
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     done = run("run", str(tmp_path / "none.py"))
     assert done.returncode == 2
     assert "none.py" in done.stderr

@@ -16,7 +16,7 @@ import pytest
 
 from rollick import RunResult
 from rollick.cli import main
-from rollick.pipelines.serve import model_of
+from rollick.commands.serve import model_to_serve
 
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
@@ -36,7 +36,7 @@ def serving(*arguments: Any, token: str = "") -> Generator[tuple[subprocess.Pope
             process.kill()
 
 
-def test_it_prints_a_token_once_answers_and_stops_on_a_signal(tiny_folder: Path):
+def test_serve_prints_a_token_once_responds_and_stops_on_a_signal(tiny_folder: Path):
     with serving(tiny_folder, "--name", "small", "--slots", 2) as (process, address):
         assert process.stdout is not None
         word, token = process.stdout.readline().split()
@@ -69,7 +69,7 @@ def test_a_token_that_was_given_is_not_printed(tiny_folder: Path):
         assert process.stdout.read() == ""
 
 
-def test_a_model_that_is_not_there_is_said_in_words(
+def test_a_missing_model_gives_a_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(sys, "argv", ["rollick", "serve", str(tmp_path / "none")])
@@ -79,9 +79,9 @@ def test_a_model_that_is_not_there_is_said_in_words(
     assert "does not exist" in capfd.readouterr().err
 
 
-def test_a_runs_folder_is_served_as_the_policy_it_trained(run_toy: Callable[..., RunResult]):
+def test_a_run_folder_serves_the_policy_that_it_trained(run_toy: Callable[..., RunResult]):
     run = run_toy()
-    with model_of(str(run.folder)) as model:
+    with model_to_serve(str(run.folder)) as model:
         folder = Path(model.path)
         assert (folder / "model.safetensors").is_file()
         assert model.template == "chat"

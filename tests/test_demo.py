@@ -72,7 +72,7 @@ def test_the_demo_learns_both_domains_on_held_out_prompts(tmp_path: Path, seed: 
     assert result["before"] <= 0.4
     assert result["after"] >= 0.9
     assert all(domain["after"] >= 0.85 for domain in result["domains"].values())
-    (report,) = tmp_path.glob("*/report.html")
+    (report,) = tmp_path.glob("*/rl/report.html")
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

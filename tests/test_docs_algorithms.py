@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from rollick.cli import app
 from rollick.config.load import recipe_from_dict
-from rollick.config.losses import WITHOUT_TRUST_REGION
 from rollick.config.names import CLOSED, NAMES
 from rollick.config.presets import PRESETS
+from rollick.config.schema.losses import WITHOUT_TRUST_REGION
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = DOCS / "algorithms"
 BY_HAND = {"your_own.md"}
-KINDS = (CLOSED - {"gym_tasks"}) | {"advantages", "losses", "corrections", "aggregations"}
+KINDS = (set(CLOSED) - {"gym_tasks"}) | {"advantages", "losses", "corrections", "aggregations"}
 BLOCK = re.compile(
     r"(?:\*\*`(?P<file>[^`]+)`\*\*\n\n)?```(?P<language>\w+)\n(?P<code>.*?)```", re.S
 )

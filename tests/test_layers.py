@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,14 +19,20 @@ from rollick.config.presets import PRESETS
 PACKAGE = Path(__file__).parents[1] / "rollick"
 
 LEVELS = {
-    0: {"types", "errors"},
+    0: {"types", "errors", "interrupt"},
     1: {"config", "observe", "starters"},
-    2: {"algorithms", "children", "data", "models", "sandbox"},
-    3: {"cluster", "train", "infer", "rewards", "envs"},
-    4: {"rollout", "weights", "checkpoint"},
-    5: {"workers", "serve"},
-    6: {"pipelines"},
-    7: {"cli"},
+    2: {"children", "data", "models", "sandbox"},
+    3: {"algorithms"},
+    4: {"cluster", "trainer", "infer", "rewards", "envs"},
+    5: {"episodes", "weights", "checkpoint"},
+    6: {"roles"},
+    7: {"rollout", "run_folder"},
+    8: {"workers", "serve"},
+    9: {"simulator"},
+    10: {"pipelines"},
+    11: {"commands"},
+    12: {"cli"},
+    13: {"__main__"},
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 
@@ -33,12 +40,13 @@ THIRD_PARTY = {
     "accelerate": {"models"},
     "aiohttp": {"envs"},
     "antlr4": set[str](),
-    "PIL": {"envs"},
+    "PIL": {"episodes"},
     "cloudpickle": {"children", "cluster", "envs", "rewards"},
     "datasets": {"data"},
     "gguf": {"models"},
     "gymnasium": {"envs"},
     "httpx": {"envs", "rewards"},
+    "huggingface_hub": {"config"},
     "jinja2": {"data"},
     "jsonschema": {"rewards"},
     "math_verify": {"rewards"},
@@ -50,15 +58,15 @@ THIRD_PARTY = {
     "pandas": set[str](),
     "py3langid": {"rewards"},
     "pyarrow": {"data"},
-    "peft": {"train"},
-    "pydantic": {"config"},
-    "pydantic_core": {"config"},
+    "peft": {"trainer"},
+    "pydantic": {"config", "simulator"},
+    "pydantic_core": {"config", "simulator"},
     "pytest": {"sandbox"},
     "ray": {"cluster"},
     "reasoning_gym": {"data", "envs", "rewards"},
     "referencing": {"rewards"},
     "rich": {"cli", "observe"},
-    "safetensors": {"infer", "models", "train", "weights"},
+    "safetensors": {"infer", "models", "trainer", "weights"},
     "sglang": {"infer"},
     "starlette": {"serve"},
     "sympy": {"rewards"},
@@ -73,19 +81,21 @@ THIRD_PARTY = {
     "verifiers": {"envs"},
     "vllm": {"infer"},
     "wandb": {"observe"},
-    "yaml": {"config"},
+    "yaml": {"config", "simulator"},
 }
 """Where each third party lives. numpy and torch are the language of the numeric rooms."""
 
 EVERYWHERE = {"numpy", "torch"}
 
-NO_TORCH = {"types", "errors", "config", "observe", "children", "cli", "__init__"}
+NO_TORCH = {
+    "types", "errors", "interrupt", "config", "observe", "children", "cli", "__init__", "__main__"
+}  # fmt: skip
 """Rooms that `import rollick`, `rollick check` or a reward process load."""
 
 UNPICKLES = {
+    "children/child_loop.py": "frames from its own parent",
     "envs/child.py": "frames from its own parent",
     "rewards/child.py": "frames from its own parent",
-    "rewards/pool.py": "frames from its own child",
 }
 """Files that may read pickles, with the reason: both ends are processes of one run."""
 
@@ -266,6 +276,16 @@ def test_torch_and_numpy_read_no_pickles() -> None:
         if name in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"):
             wrong.append(f"rollick/{file}:{node.lineno} {name}")
     assert wrong == []
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    names = Counter(
+        node.name
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:

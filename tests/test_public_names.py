@@ -13,6 +13,7 @@ NAMES = [
     "Prompt",
     "Recipe",
     "RollickError",
+    "RunInterrupted",
     "RunResult",
     "Sample",
     "SampleId",
@@ -40,9 +41,9 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 
 
 def test_train_stays_the_function_after_its_namesake_was_imported() -> None:
-    from rollick.train.local import LocalStrategy
+    from rollick.trainer.local import LocalStrategy
 
-    assert LocalStrategy.__module__ == "rollick.train.local"
+    assert LocalStrategy.__module__ == "rollick.trainer.local"
     assert rollick.train is sys.modules["rollick.pipelines.run"].train
 
 

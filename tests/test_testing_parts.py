@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.losses import PAIRWISE
 from rollick.config.names import NAMES, resolve
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.losses import PAIRWISE
 from rollick.testing.parts import check_advantage, check_loss
 from rollick.types import Group
 

@@ -1,9 +1,9 @@
-"""Aggregation: how token losses become one number, as a weight of every trained token.
+"""Loss aggregation: the weight of each trained token in the loss of the batch.
 
 Pure functions: (counts_B, group_B, *, max_tokens) -> weights_B, float64. `counts_B` is the number
-of trained tokens of each sample of the *global* batch, `group_B` the group it belongs to. The
-loss is the sum over trained tokens of weight * loss, so no split into micro-batches or ranks can
-change it. A sample without trained tokens has weight 0 and does not count as a sample.
+of trained tokens of each sample of the global batch, `group_B` the group of each sample. The loss
+is the sum of weight * loss over the trained tokens, so it does not depend on the split into
+micro-batches or ranks. A sample without trained tokens has weight 0 and is not counted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class AggregationFn(Protocol):
 
 
 def token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
-    """Every trained token of the batch counts the same."""
+    """All trained tokens of the batch have the same weight."""
     return _share(counts_B, np.full(len(counts_B), np.sum(counts_B), np.float64))
 
 
 def sequence_mean_token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
-    """Mean over a sample's tokens, then over samples: a token of a short sample weighs more."""
+    """Mean over a sample's tokens, then over samples: tokens of short samples weigh more."""
     return _share(counts_B, _samples(counts_B) * np.asarray(counts_B, np.float64))
 
 
@@ -39,16 +39,16 @@ def sequence_mean_token_sum(counts_B: Counts, group_B: Counts, *, max_tokens: in
 
 
 def fixed_length(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
-    """Sum over tokens, divided by samples times the token limit: no weight depends on a length."""
+    """Sum over tokens / (samples * max_tokens): the weights do not depend on lengths."""
     return _share(counts_B, np.full(len(counts_B), _samples(counts_B) * max_tokens, np.float64))
 
 
 def prompt_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Mean over the tokens of a group, then over groups."""
-    _, place_B = np.unique(np.asarray(group_B), return_inverse=True)
-    tokens_G = np.zeros(place_B.max(initial=-1) + 1)
-    np.add.at(tokens_G, place_B, counts_B)
-    return _share(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[place_B])
+    _, index_B = np.unique(np.asarray(group_B), return_inverse=True)
+    tokens_G = np.zeros(index_B.max(initial=-1) + 1)
+    np.add.at(tokens_G, index_B, counts_B)
+    return _share(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[index_B])
 
 
 def _samples(counts_B: Counts) -> int:
@@ -56,6 +56,6 @@ def _samples(counts_B: Counts) -> int:
 
 
 def _share(counts_B: Counts, denominators_B: Weights) -> Weights:
-    """1 / denominator where there are tokens, 0 elsewhere (never 0 / 0)."""
+    """1 / denominator for samples with trained tokens, 0 for others."""
     trained_B = np.asarray(counts_B) > 0
     return np.divide(1.0, denominators_B, out=np.zeros(len(trained_B)), where=trained_B)

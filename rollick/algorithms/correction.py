@@ -1,13 +1,13 @@
-"""Corrections: the weight of a token for the mismatch between the engine and the learner.
+"""Off-policy corrections: token weights for the mismatch between engine and learner.
 
-Pure functions: (LossInputs, options) -> weights_T, a factor of each token's policy loss that
-carries no gradient. behaviour_T is log mu as the engine gave it, old_T is log pi_old of the
-learner at the start of the step; w = pi_old / mu. Both are known before the step is made, so the
-weights are computed once for the whole batch (pipelines/credit.py): a token with weight 0 is
-dropped, and enters neither the sum nor the denominator of the policy loss.
+Pure functions: (LossInputs, options) -> weights_T, a factor of each token's policy loss without a
+gradient. behaviour_T is log mu as reported by the engine, old_T is log pi_old of the learner at the
+start of the step, and w = pi_old / mu. Both are known before training, so credit.py computes the
+weights once for the whole batch. A token with weight 0 is dropped: it enters neither the sum nor
+the denominator of the policy loss.
 
-What stands for pi_old in the loss is decided in objective.py: under `bypass` and `opsm` it is mu
-itself. `interpolated_old` is a pi_old that only the loss can know; it is the one exception.
+objective.py decides what the loss uses as pi_old: under `bypass` and `opsm` it is mu, under
+`decoupled` with old: interpolated it depends on the present policy (`interpolated_old`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import torch
 from rollick.algorithms.kl import k3 as k3_estimate
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.segments import segment_mean, segment_sum
-from rollick.config.corrections import (
-    BypassCorrection,
+from rollick.config.schema.corrections import (
     DecoupledCorrection,
     GeometricCorrection,
     IcepopCorrection,
     K3Correction,
     NoCorrection,
     OpsmCorrection,
-    SequenceTisCorrection,
-    TokenTisCorrection,
+    TisCorrection,
 )
 
 
-def bypass(inputs: LossInputs, options: BypassCorrection) -> torch.Tensor:
-    """1: the loss itself is on pi / mu, so there is no mismatch left to weigh."""
+def bypass(inputs: LossInputs, options: NoCorrection) -> torch.Tensor:
+    """1: the loss itself uses pi / mu, so no mismatch remains."""
     return torch.ones_like(inputs.behaviour_T)
 
 
@@ -42,13 +40,13 @@ def none(inputs: LossInputs, options: NoCorrection) -> torch.Tensor:
     return torch.ones_like(inputs.behaviour_T)
 
 
-def token_tis(inputs: LossInputs, options: TokenTisCorrection) -> torch.Tensor:
+def token_tis(inputs: LossInputs, options: TisCorrection) -> torch.Tensor:
     """min(w, cap): truncated importance sampling, token by token."""
     return _truncated(_log_w(inputs), options.cap)
 
 
-def sequence_tis(inputs: LossInputs, options: SequenceTisCorrection) -> torch.Tensor:
-    """min(product of w over the sample, cap): without bias but for the cut, at more variance."""
+def sequence_tis(inputs: LossInputs, options: TisCorrection) -> torch.Tensor:
+    """min(product of w over the sample, cap): unbiased except for the cap, with more variance."""
     return _truncated(segment_sum(_log_w(inputs), inputs.sequence_T), options.cap)
 
 
@@ -81,7 +79,7 @@ def decoupled(inputs: LossInputs, options: DecoupledCorrection) -> torch.Tensor:
 def opsm(inputs: LossInputs, options: OpsmCorrection) -> torch.Tensor:
     """0 for A < 0 in samples with mean(log mu - log pi_old) > delta, else 1.
 
-    The policy hardly draws such a sample any more, so what it says of mistakes is out of date
+    The present policy rarely samples such a response, so its mistakes are out of date
     (DeepSeek-V3.2, arXiv 2512.02556).
     """
     fall_T = segment_mean(-_log_w(inputs), inputs.sequence_T)
@@ -91,10 +89,10 @@ def opsm(inputs: LossInputs, options: OpsmCorrection) -> torch.Tensor:
 def interpolated_old(
     behaviour_T: torch.Tensor, now_T: torch.Tensor, age_T: torch.Tensor
 ) -> torch.Tensor:
-    """A stand-in for log pi_old without a forward: (1/age) log mu + (1 - 1/age) log pi.
+    """An estimate of log pi_old without a forward pass: (1/age) log mu + (1 - 1/age) log pi.
 
-    Log-linear between the policy that drew the token, `age_T` versions ago, and the present one;
-    a fresh token (age 0) is given the present one.
+    Log-linear between the policy that sampled the token, `age_T` versions ago, and the present
+    one; tokens of age 0 get the present one.
     """
     share_T = torch.where(age_T > 0, 1 / age_T.clamp(min=1).to(now_T.dtype), 0.0)
     return share_T * behaviour_T + (1 - share_T) * now_T.detach()
@@ -105,5 +103,5 @@ def _log_w(inputs: LossInputs) -> torch.Tensor:
 
 
 def _truncated(log_w_T: torch.Tensor, cap: float) -> torch.Tensor:
-    """min(w, cap), truncated in log space, so that no exp can overflow."""
+    """min(w, cap), truncated in log space so that exp cannot overflow."""
     return log_w_T.clamp(max=log(cap)).exp()

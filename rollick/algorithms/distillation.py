@@ -1,10 +1,9 @@
-"""Divergences of a student from its teacher, on the teacher's k likeliest tokens. Pure.
+"""Divergences between student and teacher on the teacher's k most likely tokens. Pure functions.
 
-T positions, K tokens. `teacher_TK` and `student_TK` are log-probs of the same tokens, over the
-whole vocabulary (not normalised over the K). All other tokens count as one more outcome, with the
-mass that is left: what is measured is a true divergence (never negative, 0 iff equal) and at most
-that of the whole vocabulary. Each function gives one value a position, with a gradient to the
-student.
+T positions, K tokens. `teacher_TK` and `student_TK` are log-probs of the same tokens over the full
+vocabulary, not normalised over the K. All other tokens form a single outcome with the remaining
+mass, so the result is a divergence (never negative, 0 iff equal) and at most that over the full
+vocabulary. Each function returns one value per position, with a gradient to the student.
 """
 
 from __future__ import annotations
@@ -15,25 +14,24 @@ from math import log
 import torch
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.config.losses import DistillationLoss
+from rollick.config.schema.losses import DistillationLoss
 from rollick.errors import ConfigError
 
-LEAST_REST = 1e-6
-"""Smallest mass of the other tokens: below it, float32 knows no digit of 1 - sum."""
-
+MIN_REST = 1e-6
+"""Lower bound of the other tokens' probability: below it, 1 - sum is inaccurate in float32."""
 
 ROWS_AT_ONCE = 1 << 16
-"""Positions of one piece: whole micro-batches would hold a dozen [T, K] arrays at the same time."""
+"""Positions per chunk, to limit memory: a divergence holds a dozen [T, K] arrays at once."""
 
-LEAST_LOGPROB = -1e4
-"""Log-probs are cut here: that of an impossible token, -inf, times its mass of 0 would be NaN."""
+MIN_LOGPROB = -1e4
+"""Lower bound of log-probs: -inf times a mass of 0 would be NaN."""
 
 
 def distillation(inputs: LossInputs, options: DistillationLoss) -> TokenLoss:
-    """The divergence that the options name, at each trained token."""
+    """The divergence selected by the options, at each trained token."""
     if inputs.teacher_TK is None or inputs.student_TK is None:
         raise ConfigError(
-            "the loss distillation needs the teacher's likeliest tokens, and the batch has none",
+            "the loss distillation needs the teacher's top tokens, and the batch has none",
             fix="name a teacher in the recipe",
         )
     divergence = DIVERGENCES[options.divergence]
@@ -41,26 +39,26 @@ def distillation(inputs: LossInputs, options: DistillationLoss) -> TokenLoss:
         divergence = partial(divergence, skew=options.skew)
     elif options.divergence == "adaptive":
         divergence = partial(divergence, head=options.head)
-    pieces = (values_TK.split(ROWS_AT_ONCE) for values_TK in (inputs.teacher_TK, inputs.student_TK))
-    loss_T = torch.cat([divergence(*both) for both in zip(*pieces, strict=True)])
+    chunks = (values_TK.split(ROWS_AT_ONCE) for values_TK in (inputs.teacher_TK, inputs.student_TK))
+    loss_T = torch.cat([divergence(*both) for both in zip(*chunks, strict=True)])
     return TokenLoss(loss_T, {"divergence": loss_T.detach().sum()})
 
 
 def forward_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
-    """KL(t || s): the student covers all that the teacher does."""
+    """KL(t || s): mode-covering."""
     return _kl(_with_rest(teacher_TK), _with_rest(student_TK))
 
 
 def reverse_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
-    """KL(s || t): the student avoids what the teacher avoids."""
-    return _kl(_with_rest(student_TK), _with_rest(teacher_TK))
+    """KL(s || t): mode-seeking."""
+    return forward_kl(student_TK, teacher_TK)
 
 
 def js(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
     """(KL(t || m) + KL(s || m)) / 2, m = (t + s) / 2; at most ln 2."""
     teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
-    middle = _mixture(teacher, student, 0.5)
-    return 0.5 * (_kl(teacher, middle) + _kl(student, middle))
+    mixture = _mixture(teacher, student, 0.5)
+    return 0.5 * (_kl(teacher, mixture) + _kl(student, mixture))
 
 
 def skewed_kl(
@@ -75,26 +73,24 @@ def skewed_reverse_kl(
     teacher_TK: torch.Tensor, student_TK: torch.Tensor, *, skew: float = 0.1
 ) -> torch.Tensor:
     """KL(s || skew s + (1 - skew) t)."""
-    teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
-    return _kl(student, _mixture(student, teacher, skew))
+    return skewed_kl(student_TK, teacher_TK, skew=skew)
 
 
 def adaptive_kl(
     teacher_TK: torch.Tensor, student_TK: torch.Tensor, *, head: float = 0.5
 ) -> torch.Tensor:
-    """g KL(t || s) + (1 - g) KL(s || t), g the head's share of the gap |t - s|, held fixed.
+    """g KL(t || s) + (1 - g) KL(s || t), g the head's share of the gap |t - s|, without gradient.
 
-    The head are the teacher's likeliest tokens up to the mass `head`. The forward KL mends the
-    head first and the reverse KL the tail, so each gets the weight of its part (arXiv 2404.02657).
+    The head is the teacher's most likely tokens up to the mass `head`. The forward KL first fits
+    the head and the reverse KL the tail, so each is weighted by its gap (arXiv 2404.02657).
     """
     teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
     with torch.no_grad():
         gap = (teacher.exp() - student.exp()).abs()
         order = teacher.argsort(dim=-1, descending=True)
         mass = teacher.exp().gather(-1, order)
-        in_head = torch.zeros_like(gap).scatter(
-            -1, order, ((mass.cumsum(-1) - mass) < head).to(gap.dtype)
-        )
+        before = mass.cumsum(-1) - mass
+        in_head = torch.zeros_like(gap).scatter(-1, order, (before < head).to(gap.dtype))
         share_T = (gap * in_head).sum(-1) / gap.sum(-1).clamp(min=torch.finfo(gap.dtype).tiny)
     return share_T * _kl(teacher, student) + (1 - share_T) * _kl(student, teacher)
 
@@ -107,14 +103,14 @@ DIVERGENCES = {
     "skewed_reverse": skewed_reverse_kl,
     "adaptive": adaptive_kl,
 }
-"""Divergences by name."""
+"""The divergences by their name in a recipe."""
 
 
 def _with_rest(logprobs_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K + 1]: the log of the mass of all other tokens added."""
-    known_TK = logprobs_TK.clamp(min=LEAST_LOGPROB)
+    """[T, K + 1]: appends the log of the mass of all other tokens."""
+    known_TK = logprobs_TK.clamp(min=MIN_LOGPROB)
     rest_T1 = 1 - known_TK.exp().sum(-1, keepdim=True)
-    return torch.cat([known_TK, rest_T1.clamp(min=LEAST_REST).log()], dim=-1)
+    return torch.cat([known_TK, rest_T1.clamp(min=MIN_REST).log()], dim=-1)
 
 
 def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:

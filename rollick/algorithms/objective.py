@@ -1,11 +1,10 @@
-"""The objective: one loss function from the parts that a recipe names.
+"""The objective: one loss function, composed of the parts that a recipe names.
 
-    LossInputs -> of each component: policy loss, KL to the reference, entropy
-               -> sum of weight * loss, each with weights of its own -> Loss
+    LossInputs -> per component: policy loss, KL to the reference, entropy
+               -> sum of weight * loss, each with its own weights -> Loss
 
-The parts are resolved once, here, with their options bound; what comes back is a plain function
-of a micro-batch. Every denominator and coefficient is in the weights, which the batch carries, so
-the trainer adds up what it is given and knows of no algorithm.
+The weights in the batch include all denominators and coefficients, so the trainer only adds up
+losses.
 """
 
 from __future__ import annotations
@@ -18,70 +17,55 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollick.algorithms.advantages import AdvantageFn, Advantages, Gae
+from rollick.algorithms.advantages import AdvantageFn, Advantages, AdvantagesAndReturns
 from rollick.algorithms.aggregation import AggregationFn
 from rollick.algorithms.correction import interpolated_old
 from rollick.algorithms.kl import bounded_ratio
 from rollick.algorithms.losses import LossInputs, TokenLoss, entropy
-from rollick.config.advantages import ShapingConfig
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.corrections import clash
-from rollick.config.losses import SUPERVISED
 from rollick.config.names import resolve
-from rollick.config.section import CustomPart, Section
+from rollick.config.schema.advantages import ShapingConfig
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.corrections import find_conflict
+from rollick.config.schema.losses import SUPERVISED
+from rollick.config.schema.section import CustomPart, Section
 from rollick.errors import ConfigError
 from rollick.types import Group
 
-METRICS: Mapping[str, str] = {
-    "policy_loss": "loss of the policy part, before correction and aggregation",
-    "clip_share": "tokens that the loss clipped: gradient stopped, or importance ratio cut",
-    "clip_share_up": "those of them with a positive advantage",
-    "clip_share_down": "those of them with a negative advantage",
-    "ratio": "pi / mu; its mean is 1 on-policy",
-    "ratio_squared": "(pi / mu)^2; mean(ratio)^2 / mean(ratio_squared) is the effective share",
-    "kl": "KL to the reference, before its coefficient",
-    "preferred": "tokens of pairs whose chosen answer the policy prefers (DPO)",
-    "margin": "margin of the pairs, by token (DPO)",
-    "divergence": "divergence from the teacher (distillation)",
-}
-"""Metric sums that the built-in parts add, each divided by the trained tokens when logged."""
-
-Correct = Callable[[LossInputs], torch.Tensor]
+CorrectionFn = Callable[[LossInputs], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
-    """What a micro-batch adds to the loss of the batch, and metrics as sums over its tokens."""
+    """The share of a micro-batch in the loss of the batch, and metrics as sums over its tokens."""
 
     total: torch.Tensor
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
 
 def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -> AdvantageFn:
-    """The recipe's advantage, of shaped groups; the answer is checked."""
+    """The recipe's advantage as a function of shaped groups. Its results are checked."""
     compute = _bind("advantages", algorithm.advantage, base)
     name = algorithm.advantage.name
-    if name == "gdpo" and algorithm.shaping != ShapingConfig(
-        difficulty=algorithm.shaping.difficulty
-    ):
+    plain = ShapingConfig(difficulty=algorithm.shaping.difficulty)
+    if name == "gdpo" and algorithm.shaping != plain:
         raise ConfigError(
-            "algorithm.shaping changes the score, and advantage gdpo looks at its parts alone",
+            "algorithm.shaping changes the score, and advantage gdpo uses only its parts",
             fix="remove the shaping, or use another advantage",
         )
 
     def advantages(groups: Sequence[Group]) -> Advantages:
-        return _checked_advantages(compute(groups), groups, name)
+        return checked_advantages(compute(groups), groups, name)
 
     return advantages
 
 
 def resolve_aggregation(name: str, *, base: Path | None = None) -> AggregationFn:
-    """The aggregation of this name, or the user's own as file.py:function."""
+    """The aggregation of this name, or the user's function as file.py:function."""
     return resolve("aggregations", name, base=base)
 
 
-def resolve_correction(algorithm: AlgorithmConfig, *, base: Path | None = None) -> Correct:
-    """The recipe's correction, of the tokens of a whole batch."""
+def resolve_correction(algorithm: AlgorithmConfig, *, base: Path | None = None) -> CorrectionFn:
+    """The recipe's correction as a function of the tokens of a batch."""
     return _bind("corrections", algorithm.correction, base)
 
 
@@ -91,22 +75,18 @@ def build_objective(
     base: Path | None = None,
     one_step: bool = False,
 ) -> Callable[[LossInputs], Loss]:
-    """The loss of the recipe: tokens of component c go to algorithm number c.
+    """The loss of the recipe: algorithm c computes the loss of the tokens with component_T == c.
 
-    Files of the user's are relative to `base`, the recipe's folder. With `one_step` a batch makes
-    one optimizer step: where only the loss asks for the old policy, it is the one that is trained.
+    Files of the user are relative to `base`, the recipe's folder. `one_step`: a batch makes one
+    optimizer step, so the old policy is the present one if only the loss needs it.
     """
-    several = [algorithms] if isinstance(algorithms, AlgorithmConfig) else list(algorithms)
-    for algorithm in several:
-        _refuse_bad_mixtures(algorithm)
-    return _Objective(
-        tuple(_component(algorithm, base, one_step=one_step) for algorithm in several)
-    )
+    configs = [algorithms] if isinstance(algorithms, AlgorithmConfig) else algorithms
+    return _Objective(tuple(_component(config, base, one_step=one_step) for config in configs))
 
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """The components, in order; a class so that it can be shown and compared."""
+    """The loss of all components. A dataclass, for its repr and equality."""
 
     components: tuple[_Component, ...]
 
@@ -116,9 +96,9 @@ class _Objective:
         total = inputs.logprobs_T.new_zeros(())
         sums: dict[str, torch.Tensor] = {}
         for number, component in enumerate(self.components):
-            chosen_T = inputs.component_T == number
-            if chosen_T.any():
-                part = component(inputs.where(chosen_T))
+            own_T = inputs.component_T == number
+            if own_T.any():
+                part = component(inputs.where(own_T))
                 total = total + part.total
                 sums |= {name: sums.get(name, 0) + value for name, value in part.sums.items()}
         return Loss(total, sums)
@@ -131,7 +111,7 @@ class _Component:
     algorithm: AlgorithmConfig
     loss: Callable[[LossInputs], TokenLoss]
     kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    correct: Correct | None
+    correct: CorrectionFn | None
     old_is_now: bool = False
 
     def __call__(self, inputs: LossInputs) -> Loss:
@@ -140,19 +120,16 @@ class _Component:
         weights_T = inputs.weights_T
         if self.correct is not None:
             weights_T = weights_T * self.correct(inputs).detach()
-        total = _weighed(policy.loss_T, weights_T)
-        sums = {
-            **policy.sums,
-            **self._off_policy_sums(inputs),
-            "policy_loss": policy.loss_T.detach().sum(),
-        }
+        total = _weighted_sum(policy.loss_T, weights_T)
+        sums = {**policy.sums, **self._off_policy_sums(inputs)}
+        sums["policy_loss"] = policy.loss_T.detach().sum()
         if self.algorithm.kl.in_loss:
             kl_T = self._kl(inputs)
-            total = total + _weighed(kl_T, _given(inputs.kl_weights_T, "kl_weights"))
+            total = total + _weighted_sum(kl_T, _require(inputs.kl_weights_T, "kl_weights"))
             sums["kl"] = kl_T.detach().sum()
         if self.algorithm.entropy:
-            weights_T = _given(inputs.entropy_weights_T, "entropy_weights")
-            total = total - _weighed(entropy(inputs), weights_T)
+            weights_T = _require(inputs.entropy_weights_T, "entropy_weights")
+            total = total - _weighted_sum(entropy(inputs), weights_T)
         return Loss(total, sums)
 
     def _with_old(self, inputs: LossInputs) -> LossInputs:
@@ -161,28 +138,29 @@ class _Component:
         if self.old_is_now:
             return replace(inputs, old_T=inputs.logprobs_T.detach())
         if self.algorithm.interpolates_old:
-            age_T = _given(inputs.age_T, "age")
+            age_T = _require(inputs.age_T, "age")
             old_T = interpolated_old(inputs.behaviour_T, inputs.logprobs_T.detach(), age_T)
             return replace(inputs, old_T=old_T)
         return inputs
 
     def _kl(self, inputs: LossInputs) -> torch.Tensor:
-        """The estimate of each token, weighted by pi / mu: on-policy that is 1, off-policy the
-        tokens would else tell of the KL where mu goes and not where pi goes."""
-        reference_T = _given(inputs.reference_T, "reference log-prob").detach()
+        """The KL estimate of each token, weighted by pi / mu (1 on-policy), because the tokens were
+        sampled from mu."""
+        reference_T = _require(inputs.reference_T, "reference log-prob").detach()
         kl_T = self.kl(inputs.logprobs_T, reference_T)
         ratio_T = bounded_ratio(inputs.logprobs_T.detach(), inputs.behaviour_T)
         return ratio_T.clamp(max=self.algorithm.kl.max_ratio) * kl_T
 
     @torch.no_grad()
     def _off_policy_sums(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        if self.algorithm.loss.name in SUPERVISED:  # no policy drew these tokens: there is no mu
+        if self.algorithm.loss.name in SUPERVISED:  # No policy sampled these tokens.
             return {}
         ratio_T = bounded_ratio(inputs.logprobs_T, inputs.behaviour_T)
         return {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
 
 
 def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool) -> _Component:
+    _check_combination(algorithm)
     return _Component(
         algorithm=algorithm,
         loss=_bind("losses", algorithm.loss, base),
@@ -192,59 +170,57 @@ def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool)
     )
 
 
-def _weighed(values_T: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
-    """sum(weight * value); a value whose weight is 0 may be anything."""
+def _weighted_sum(values_T: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
+    """sum(weight * value); values with weight 0 may be infinite or NaN."""
     return (weights_T * torch.where(weights_T == 0, 0.0, values_T)).sum()
 
 
-def _given(values_T: torch.Tensor | None, what: str) -> torch.Tensor:
+def _require(values_T: torch.Tensor | None, what: str) -> torch.Tensor:
     if values_T is None:
         raise ConfigError(
             f"the algorithm needs the {what} of each token, and the batch has none",
-            fix="annotate the batch before it is trained on",
+            fix="annotate the batch before training",
         )
     return values_T
 
 
 def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
-    """Import the part's function and close it over its options.
-
-    A user's own function gets the plain dict of options that the recipe gives.
-    """
+    """Import the part's function and bind its options; a user's function gets a plain dict."""
     name: str = part.name  # pyright: ignore[reportAttributeAccessIssue]
     function = resolve(kind, name, base=base)
     if not callable(function):
-        raise ConfigError(f"{name} is a {type(function).__name__}", fix="name a function")
+        kind = type(function).__name__
+        raise ConfigError(f"{name} is a {kind}, not a function", fix="name a function")
     options: Any = dict(part.options) if isinstance(part, CustomPart) else part
     return lambda *inputs: function(*inputs, options)
 
 
-def _refuse_bad_mixtures(algorithm: AlgorithmConfig) -> None:
+def _check_combination(algorithm: AlgorithmConfig) -> None:
     if algorithm.kl.in_loss and algorithm.kl.form == "k1":
         raise ConfigError(
             "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
             fix="use k2 (gradient of the reverse KL) or k3",
         )
-    if why := clash(algorithm.loss.name, algorithm.correction.name):
+    if why := find_conflict(algorithm.loss.name, algorithm.correction.name):
         raise ConfigError(f"algorithm.correction: {why}", fix="use correction: bypass")
 
 
-def _checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> Advantages:
-    """One finite value (or one per token) for every member of every group."""
+def checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> Advantages:
+    """Raises unless every member of every group has a finite value, or one per token."""
     if len(advantages) != len(groups):
         raise ConfigError(
-            f"advantage {name} gave {len(advantages)} lists for {len(groups)} groups",
+            f"advantage {name} returned {len(advantages)} lists for {len(groups)} groups",
             fix="return one list for each group",
         )
     for group, values in zip(groups, advantages, strict=True):
         if len(values) != len(group.members):
             raise ConfigError(
-                f"advantage {name} gave {len(values)} values for group {group.uid} "
-                f"of {len(group.members)} samples",
+                f"advantage {name} returned {len(values)} values for the {len(group.members)} "
+                f"samples of group {group.uid}",
                 fix="return one value for each sample, failed ones included (0.0)",
             )
         for value, sample in zip(values, group.samples, strict=True):
-            for stream in value if isinstance(value, Gae) else (value,):
+            for stream in value if isinstance(value, AdvantagesAndReturns) else (value,):
                 _check_value(stream, sample.length, f"advantage {name} of sample {sample.uid}")
     return advantages
 
@@ -256,7 +232,7 @@ def _check_value(value: Any, length: int, what: str) -> None:
         raise ConfigError(f"{what} is {value!r}", fix="return numbers") from None
     if numbers.shape not in ((), (length,)):
         raise ConfigError(
-            f"{what} has shape {numbers.shape}, the sample has {length} tokens",
+            f"{what} has the shape {numbers.shape}, and the sample has {length} tokens",
             fix="return a float, or one value for each token of the sample",
         )
     if not np.isfinite(numbers).all():

@@ -1,10 +1,9 @@
-"""Losses of pairs: a chosen and a rejected answer to the same prompt. Pure.
+"""Preference losses on pairs of a chosen and a rejected answer: (LossInputs, options) -> TokenLoss.
 
-(LossInputs, options) -> TokenLoss. The two answers of a pair have one number in `pair_T`; the
-chosen one has positive advantages, the other negative ones. The margin of a pair is how much more
-the policy prefers the chosen answer than the reference does: the sum over its tokens of
-log pi - log pi_ref, minus that of the rejected answer. Each token carries the loss of its pair, so
-that the aggregation prompt_mean is the mean over pairs.
+Pure functions. The two answers of a pair share an index in `pair_T`; the chosen one has positive
+advantages, the rejected one negative. The margin of a pair is the sum of log pi - log pi_ref over
+the tokens of the chosen answer, minus that of the rejected answer. Each token carries the loss of
+its pair, so that the aggregation prompt_mean is the mean over pairs.
 
 Shapes: T trained tokens, P pairs.
 """
@@ -17,49 +16,49 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.config.losses import DpoLoss, IpoLoss
+from rollick.config.schema.losses import PairLoss
 from rollick.errors import ConfigError
 
 
-def dpo(inputs: LossInputs, options: DpoLoss) -> TokenLoss:
-    """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), e the share of wrong labels."""
-    beta, wrong = options.beta, options.label_smoothing
+def dpo(inputs: LossInputs, options: PairLoss) -> TokenLoss:
+    """-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m), with label smoothing e."""
+    beta, smoothing = options.beta, options.label_smoothing
 
     def loss(margin_P: torch.Tensor) -> torch.Tensor:
-        right_P, other_P = logsigmoid(beta * margin_P), logsigmoid(-beta * margin_P)
-        return -(1 - wrong) * right_P - wrong * other_P
+        likely_P, swapped_P = logsigmoid(beta * margin_P), logsigmoid(-beta * margin_P)
+        return -(1 - smoothing) * likely_P - smoothing * swapped_P
 
-    return _over_pairs(inputs, loss)
+    return _pair_loss(inputs, loss)
 
 
-def ipo(inputs: LossInputs, options: IpoLoss) -> TokenLoss:
+def ipo(inputs: LossInputs, options: PairLoss) -> TokenLoss:
     """(1 - e) (m - 1 / (2 beta))^2 + e (m + 1 / (2 beta))^2.
 
-    A margin to meet instead of one to grow for ever (arXiv 2310.12036).
+    The margin has a target instead of growing without bound (arXiv 2310.12036).
     """
-    goal, wrong = 1 / (2 * options.beta), options.label_smoothing
+    target, smoothing = 1 / (2 * options.beta), options.label_smoothing
 
     def loss(margin_P: torch.Tensor) -> torch.Tensor:
-        right_P, other_P = (margin_P - goal).square(), (margin_P + goal).square()
-        return (1 - wrong) * right_P + wrong * other_P
+        likely_P, swapped_P = (margin_P - target).square(), (margin_P + target).square()
+        return (1 - smoothing) * likely_P + smoothing * swapped_P
 
-    return _over_pairs(inputs, loss)
+    return _pair_loss(inputs, loss)
 
 
-def _over_pairs(inputs: LossInputs, loss: Callable[[torch.Tensor], torch.Tensor]) -> TokenLoss:
+def _pair_loss(inputs: LossInputs, loss: Callable[[torch.Tensor], torch.Tensor]) -> TokenLoss:
     if inputs.pair_T is None or inputs.reference_T is None:
         raise ConfigError(
-            "a loss of pairs needs to know the pair of each token, and log-probs of a reference",
+            "a preference loss needs the pair and the reference log-prob of each token",
             fix="use pipeline dpo",
         )
     sign_T = inputs.advantages_T.sign()
-    gained_T = sign_T * (inputs.logprobs_T - inputs.reference_T.detach())
+    log_ratio_T = sign_T * (inputs.logprobs_T - inputs.reference_T.detach())
     pairs = int(inputs.pair_T.max()) + 1 if len(inputs.pair_T) else 0
-    margin_P = gained_T.new_zeros(pairs).index_add(0, inputs.pair_T, gained_T)
+    margin_P = log_ratio_T.new_zeros(pairs).index_add(0, inputs.pair_T, log_ratio_T)
     loss_T = loss(margin_P)[inputs.pair_T]
     with torch.no_grad():
         sums = {
-            "preferred": (margin_P > 0)[inputs.pair_T].sum(),
+            "preference_accuracy": (margin_P > 0)[inputs.pair_T].sum(),
             "margin": margin_P[inputs.pair_T].sum(),
         }
     return TokenLoss(loss_T, sums)

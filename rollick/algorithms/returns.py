@@ -1,8 +1,7 @@
-"""Advantages with a value per token: returns, GAE, on-policy distillation.
+"""Advantages with one value per token: returns, GAE, on-policy distillation.
 
 Pure functions: (groups, options) -> per group, per member, one value per token. Only tokens inside
-the loss mask are steps: a discount, a TD error or a statistic never goes through an observation,
-a prompt or padding, and results are 0 outside. Advantages per turn are in turns.py.
+the loss mask are steps: discounts, TD errors and statistics skip the others, whose results are 0.
 
 Shapes: T tokens of one sample, prompt and observations included; mask_T is its loss mask.
 """
@@ -15,12 +14,18 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from rollick.algorithms.advantages import Advantages, Gae
-from rollick.config.advantages import (
+from rollick.algorithms.advantages import (
+    Advantages,
+    AdvantagesAndReturns,
+    dr_grpo,
+    whiten_samples,
+)
+from rollick.config.schema.advantages import (
     GaeAdvantage,
     OpdAdvantage,
     ReinforceAdvantage,
     ReinforcePpAdvantage,
+    ReinforcePpBaselineAdvantage,
 )
 from rollick.errors import ConfigError, DataError
 from rollick.types import BoolArray, FloatArray, Group, ScoredSample
@@ -29,49 +34,66 @@ Values = npt.NDArray[np.float64]
 
 
 def reinforce(groups: Sequence[Group], options: ReinforceAdvantage) -> Advantages:
-    """G_t = r_t + gamma G_{t+1}, the score being the reward of the last trained token.
+    """G_t = r_t + gamma G_{t+1}; the score is the reward of the last trained token.
 
     With `whiten`: (G - mean) / (std + epsilon) over all trained tokens of the batch.
     """
     returns = _returns(groups, options.gamma)
-    return whitened_tokens(groups, returns, options.epsilon) if options.whiten else returns
+    return whiten_tokens(groups, returns, options.epsilon) if options.whiten else returns
 
 
 def reinforce_pp(groups: Sequence[Group], options: ReinforcePpAdvantage) -> Advantages:
     """The return of each token, whitened over the batch's tokens.
 
-    No group baseline, so one sample per prompt is enough (arXiv 2501.03262). A KL in the reward
-    (algorithm.kl.place) is taken from the reward of its own token.
+    Without a group baseline, one sample per prompt is enough (arXiv 2501.03262). A KL in the reward
+    (algorithm.kl.place) is subtracted from the reward of its token.
     """
-    return whitened_tokens(groups, _returns(groups, options.gamma), options.epsilon)
+    return whiten_tokens(groups, _returns(groups, options.gamma), options.epsilon)
+
+
+def reinforce_pp_baseline(
+    groups: Sequence[Group], options: ReinforcePpBaselineAdvantage
+) -> Advantages:
+    """R - mean of the group, then (A - mean) / (std + epsilon) over the batch's tokens or samples.
+
+    One scale for the batch: a group with low variance is not amplified (arXiv 2501.03262).
+    """
+    centred = dr_grpo(groups)
+    if options.whiten_over == "samples":
+        return whiten_samples(groups, centred, options.epsilon)
+    values = [
+        [np.where(m.sample.loss_mask, v, 0.0) for m, v in zip(group.members, own, strict=True)]
+        for group, own in zip(groups, centred, strict=True)
+    ]
+    return whiten_tokens(groups, values, options.epsilon)
 
 
 def gae(groups: Sequence[Group], options: GaeAdvantage) -> Advantages:
-    """GAE over the critic's values; targets are those of the advantages before whitening."""
-    found = [[_gae_of(member, options) for member in group.members] for group in groups]
+    """GAE over the critic's values. Returns are computed from the advantages before whitening."""
+    computed = [[_gae_of(member, options) for member in group.members] for group in groups]
     if not options.whiten:
-        return found
-    plain = [[value.advantages_T for value in of_group] for of_group in found]
-    white = whitened_tokens(groups, plain, options.epsilon)
+        return computed
+    plain = [[value.advantages_T for value in of_group] for of_group in computed]
+    white = whiten_tokens(groups, plain, options.epsilon)
     return [
-        [Gae(a_T, value.returns_T) for a_T, value in zip(of_white, of_group, strict=True)]
-        for of_white, of_group in zip(white, found, strict=True)
+        [value._replace(advantages_T=a_T) for a_T, value in zip(of_white, of_group, strict=True)]
+        for of_white, of_group in zip(white, computed, strict=True)
     ]
 
 
 def opd(groups: Sequence[Group], options: OpdAdvantage) -> Advantages:
-    """A_t = log p_teacher - log p_student of the drawn token, within +-limit.
+    """A_t = log p_teacher - log p_student of the sampled token, clipped to +-limit.
 
-    The student is the learner's old policy where it is known, else the one that drew the token.
+    The student is the learner's old policy if known, else the policy that sampled the token.
     """
     return [[_opd_of(member, options.limit) for member in group.members] for group in groups]
 
 
 def token_rewards(member: ScoredSample) -> Values:
-    """r_t: what each turn earned, at the last token of that turn, less each token's penalty.
+    """r_t: the reward of each turn at its last token, minus the penalty of each token.
 
-    What the score has beyond that is the reward of the last token. A member whose score is no
-    judgement, or that has no trained token, has rewards of 0.
+    The rest of the score is the reward of the last trained token. A member whose score failed, or
+    without a trained token, has rewards of 0.
     """
     mask_T = member.sample.loss_mask
     trained = np.flatnonzero(mask_T)
@@ -79,33 +101,33 @@ def token_rewards(member: ScoredSample) -> Values:
     if not member.score.ok or not len(trained):
         return rewards_T
     if member.annotations.penalty is not None:
-        # By index, not by product with the mask: the KL outside may be infinite.
+        # By index, not multiplied by the mask: the KL outside it may be infinite.
         rewards_T[trained] -= member.annotations.penalty[trained]
-    if member.score.turns:
-        ends = [span.stop - 1 for span in turns_of(mask_T)]
-        if len(ends) != len(member.score.turns):
+    if member.score.turn_rewards:
+        ends = [span.stop - 1 for span in turn_spans(mask_T)]
+        if len(ends) != len(member.score.turn_rewards):
             raise DataError(
-                f"sample {member.sample.uid} has {len(ends)} turns, and its score "
-                f"{len(member.score.turns)} of them",
-                fix="give one reward for each run of the loss mask",
+                f"sample {member.sample.uid} has {len(ends)} turns, and its score has "
+                f"{len(member.score.turn_rewards)} turn rewards",
+                fix="return one reward for each run of the loss mask",
             )
-        rewards_T[ends] += member.score.turns
+        rewards_T[ends] += member.score.turn_rewards
     rewards_T[trained[-1]] += member.score.value - rewards_T.sum()
     return rewards_T
 
 
-def turns_of(mask_T: BoolArray) -> list[slice]:
-    """The runs of the mask, in order: the policy's turns."""
+def turn_spans(mask_T: BoolArray) -> list[slice]:
+    """The runs of the mask in order: the policy's turns."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask_T, np.int8), [0]])))
     return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def discounted_returns(rewards_T: FloatArray, mask_T: BoolArray, *, gamma: float) -> Values:
-    """G_t = r_t + gamma G_{t+1}, t+1 being the next token inside the mask; 0 outside."""
-    return _scatter(discounted(_inside(rewards_T, mask_T, "rewards"), gamma), mask_T)
+    """G_t = r_t + gamma G_{t+1}, where t+1 is the next token inside the mask; 0 outside."""
+    return _scatter(discounted(_masked_rewards(rewards_T, mask_T), gamma), mask_T)
 
 
-def gae_of_tokens(
+def token_gae(
     rewards_T: FloatArray,
     values_T: FloatArray,
     mask_T: BoolArray,
@@ -113,44 +135,43 @@ def gae_of_tokens(
     gamma: float,
     lam: float,
     bootstrap: float = 0.0,
-) -> Gae:
+) -> AdvantagesAndReturns:
     """d_t = r_t + gamma V_{t+1} - V_t; A_t = sum_k (gamma lam)^k d_{t+k}.
 
-    values_T[t] is the critic's value before token t is drawn. t+1 is the next token inside the
-    mask: the value after an action is that before the next action, however long the observation
-    between them. `bootstrap` is the value after the last one: 0 after a sample that terminated;
-    after a truncated one the critic's value there, if cut samples shall not count as ended.
+    values_T[t] is the critic's value before token t. t+1 is the next token inside the mask, so the
+    value after an action is the one before the next action. `bootstrap` is the value after the last
+    token: 0 if the sample terminated, the critic's value if it was truncated and is bootstrapped.
     """
     values = np.asarray(values_T, np.float64)[mask_T]
     following = np.append(values[1:], bootstrap)[: len(values)]
-    errors = _inside(rewards_T, mask_T, "rewards") + gamma * following - values
+    errors = _masked_rewards(rewards_T, mask_T) + gamma * following - values
     advantages = discounted(errors, gamma * lam)
-    return Gae(_scatter(advantages, mask_T), _scatter(advantages + values, mask_T))
+    return AdvantagesAndReturns(_scatter(advantages, mask_T), _scatter(advantages + values, mask_T))
 
 
-def opd_of_tokens(
+def token_opd(
     teacher_T: FloatArray, student_T: FloatArray, mask_T: BoolArray, *, limit: float
 ) -> Values:
-    """A_t = log p_teacher - log p_student of the drawn token, within +-limit; 0 outside the mask.
+    """A_t = log p_teacher - log p_student of the sampled token, clipped to +-limit; 0 outside.
 
-    On-policy this is minus the k1 estimate of KL(student || teacher). The limit keeps a token
-    that the teacher holds for impossible from making the whole batch infinite.
+    On-policy this is minus the k1 estimate of KL(student || teacher). The limit keeps the result
+    finite for tokens to which the teacher gives probability 0.
     """
     teacher = np.maximum(np.asarray(teacher_T, np.float64)[mask_T], -1e30)
     student = np.maximum(np.asarray(student_T, np.float64)[mask_T], -1e30)
     return _scatter(np.clip(teacher - student, -limit, limit), mask_T)
 
 
-def whitened_tokens(
+def whiten_tokens(
     groups: Sequence[Group], values: Sequence[Sequence[FloatArray]], epsilon: float
 ) -> list[list[Values]]:
-    """(x - mean) / (std + epsilon) over the trained tokens of judged members; the rest is 0."""
+    """(x - mean) / (std + epsilon) over trained tokens of members with a valid score; else 0."""
     members = [member for group in groups for member in group.members]
     masks = [member.sample.loss_mask & member.score.ok for member in members]
     flat = list(chain.from_iterable(values))
     inside = [values_T[mask_T] for values_T, mask_T in zip(flat, masks, strict=True)]
     known = np.concatenate(inside) if inside else np.zeros(0)
-    # Equal values carry no signal: exactly 0, whatever the rounding of their mean.
+    # Equal values have no signal: exactly 0, whatever the rounding of their mean.
     same = not len(known) or known.min() == known.max()
     middle, scale = (0.0, 1.0) if same else (known.mean(), known.std(ddof=1) + epsilon)
     white = iter(
@@ -164,7 +185,7 @@ def discounted(values: Values, factor: float) -> Values:
     """x_t + factor * x_{t+1} + factor^2 * x_{t+2} + ..."""
     if factor == 1.0:
         return np.cumsum(values[::-1])[::-1]
-    # Sums over 1, 2, 4, ... terms, each made of two of the last: no loop over tokens.
+    # Doubling: sums over 1, 2, 4, ... terms, without a loop over tokens.
     sums, terms = np.array(values, np.float64), 1
     while terms < len(sums) and factor:
         sums[:-terms] += factor * sums[terms:]
@@ -173,41 +194,39 @@ def discounted(values: Values, factor: float) -> Values:
 
 
 def _returns(groups: Sequence[Group], gamma: float) -> list[list[Values]]:
-    return [
-        [
-            discounted_returns(token_rewards(member), member.sample.loss_mask, gamma=gamma)
-            for member in group.members
-        ]
-        for group in groups
-    ]
+    def of(member: ScoredSample) -> Values:
+        return discounted_returns(token_rewards(member), member.sample.loss_mask, gamma=gamma)
+
+    return [[of(member) for member in group.members] for group in groups]
 
 
-def _gae_of(member: ScoredSample, options: GaeAdvantage) -> Gae:
-    mask_T, said = member.sample.loss_mask, member.annotations
+def _gae_of(member: ScoredSample, options: GaeAdvantage) -> AdvantagesAndReturns:
+    mask_T, annotations = member.sample.loss_mask, member.annotations
     if not member.score.ok:
-        return Gae(np.zeros(len(mask_T)), np.zeros(len(mask_T)))
+        return AdvantagesAndReturns(np.zeros(len(mask_T)), np.zeros(len(mask_T)))
     bootstraps = options.bootstrap_truncated and member.sample.truncated
-    return gae_of_tokens(
+    return token_gae(
         token_rewards(member),
-        required(said.values, member, "the advantage gae needs values of a critic"),
+        _required(annotations.values, member, "the advantage gae needs values of a critic"),
         mask_T,
         gamma=options.gamma,
         lam=options.lam,
-        bootstrap=said.last_value if bootstraps else 0.0,
+        bootstrap=annotations.last_value if bootstraps else 0.0,
     )
 
 
 def _opd_of(member: ScoredSample, limit: float) -> Values:
-    sample, said = member.sample, member.annotations
+    sample, annotations = member.sample, member.annotations
     if not member.score.ok:
         return np.zeros(sample.length)
-    teacher_T = required(said.teacher, member, "the advantage opd needs log-probs of a teacher")
-    student_T = sample.logprobs if said.old is None else said.old
-    return opd_of_tokens(teacher_T, student_T, sample.loss_mask, limit=limit)
+    what = "the advantage opd needs log-probs of a teacher"
+    teacher_T = _required(annotations.teacher, member, what)
+    student_T = sample.logprobs if annotations.old is None else annotations.old
+    return token_opd(teacher_T, student_T, sample.loss_mask, limit=limit)
 
 
-def required(values_T: FloatArray | None, member: ScoredSample, what: str) -> FloatArray:
-    """The annotation, or an error that says who needs it; one value for each token."""
+def _required(values_T: FloatArray | None, member: ScoredSample, what: str) -> FloatArray:
+    """The annotation, checked to have one value per token. `what` begins the error message."""
     if values_T is None:
         raise ConfigError(
             f"{what}, and sample {member.sample.uid} has none",
@@ -215,22 +234,22 @@ def required(values_T: FloatArray | None, member: ScoredSample, what: str) -> Fl
         )
     if values_T.shape != (member.sample.length,):
         raise ConfigError(
-            f"{what}: sample {member.sample.uid} has {member.sample.length} tokens, and these "
-            f"are {values_T.shape}",
+            f"{what}: sample {member.sample.uid} has {member.sample.length} tokens, and the values "
+            f"have the shape {values_T.shape}",
             fix="give one value for each token, prompt included",
         )
     return values_T
 
 
-def _inside(values_T: FloatArray, mask_T: BoolArray, what: str) -> Values:
-    """The values of the tokens inside the mask; nothing may be lost outside."""
-    values = np.asarray(values_T, np.float64)
-    if np.any(values[~np.asarray(mask_T, np.bool_)] != 0):
+def _masked_rewards(rewards_T: FloatArray, mask_T: BoolArray) -> Values:
+    """The rewards of the tokens inside the mask. Raises if one outside is not 0."""
+    rewards = np.asarray(rewards_T, np.float64)
+    if np.any(rewards[~np.asarray(mask_T, np.bool_)] != 0):
         raise DataError(
-            f"{what} outside the response tokens would be lost",
-            fix="put the reward of a turn on the last token that the policy drew in it",
+            "rewards outside the response tokens would be lost",
+            fix="put the reward of a turn on the last token that the policy sampled in it",
         )
-    return values[mask_T]
+    return rewards[mask_T]
 
 
 def _scatter(values: Values, mask_T: BoolArray) -> Values:

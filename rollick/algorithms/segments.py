@@ -1,7 +1,7 @@
-"""Sums and means over the samples (or turns) that the tokens of a micro-batch belong to.
+"""Sums and means over the tokens of a sample or turn, within a micro-batch.
 
-T tokens, S samples. `segment_T` numbers each token's sample, ascending from 0 with gaps allowed.
-A sample is never cut over micro-batches, so these are its statistics, not those of a part.
+T tokens, S samples. `segment_T` is the index of each token's sample, ascending, with gaps allowed.
+A micro-batch holds whole samples, so the results do not depend on the split.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 
 def segment_sum(values_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
-    """The sum over its segment, at each token."""
+    """For each token, the sum over its segment."""
     return _totals(values_T, segment_T)[segment_T]
 
 
 def segment_mean(values_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
-    """The mean over its segment, at each token."""
+    """For each token, the mean over its segment."""
     counts_S = _totals(torch.ones_like(values_T), segment_T)
     return (_totals(values_T, segment_T) / counts_S.clamp(min=1))[segment_T]
 

@@ -1,7 +1,7 @@
-"""Policy losses on the ratio of a whole sample or turn. Pure: (LossInputs, options) -> TokenLoss.
+"""Policy losses on the ratio of a whole sample or turn: (LossInputs, options) -> TokenLoss.
 
-Each token of a sample carries the sample's loss, so that every aggregation means the same as for
-losses of one token each; see losses.py for what is common to all of them.
+Pure functions. Each token carries the loss of its sample or turn, so that aggregations work as for
+the losses per token in losses.py.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from rollick.algorithms.kl import MAX_LOG_RATIO, bounded_ratio
 from rollick.algorithms.losses import (
     LossInputs,
     TokenLoss,
-    beyond,
     clip_sums,
     clipped_surrogate,
+    leaves_trust_region,
 )
 from rollick.algorithms.segments import segment_mean, segment_sum
-from rollick.config.losses import GmpoLoss, GspoLoss, SegmentLoss, ToprLoss
+from rollick.config.schema.losses import GmpoLoss, GspoLoss, ToprLoss
 
 
 def gspo(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
     """-min(s A, clip(s) A), s = exp(mean of log r over the sample); dual clip as in ppo.
 
-    A reward is given to a whole sample, so its importance weight is that of the whole sample;
-    weights of single tokens only add noise (arXiv 2507.18071).
+    The reward belongs to a whole sample, so the importance ratio does too; ratios of single tokens
+    add noise (arXiv 2507.18071).
     """
     return _on_mean_ratio(inputs, inputs.sequence_T, options)
 
 
-def segment(inputs: LossInputs, options: SegmentLoss) -> TokenLoss:
-    """gspo with the mean over the token's turn in the place of the whole sample."""
+def segment(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
+    """gspo with the mean over the token's turn instead of the sample."""
     turns_T = inputs.sequence_T if inputs.segment_T is None else inputs.segment_T
     return _on_mean_ratio(inputs, turns_T, options)
 
@@ -38,24 +38,24 @@ def segment(inputs: LossInputs, options: SegmentLoss) -> TokenLoss:
 def gmpo(inputs: LossInputs, options: GmpoLoss) -> TokenLoss:
     """-A exp(mean of c), c = min(log r, clip_high) for A > 0, else max(log r, -clip_low).
 
-    A geometric mean, so no single token can dominate its sample (arXiv 2507.20673).
+    A geometric mean, so that no single token dominates its sample (arXiv 2507.20673).
     """
     advantages_T, low, high = inputs.advantages_T, -options.clip_low, options.clip_high
     log_ratio_T = inputs.logprobs_T - inputs.old_T
     up_T, down_T = log_ratio_T.clamp(max=high), log_ratio_T.clamp(min=low)
     mean_T = segment_mean(torch.where(advantages_T > 0, up_T, down_T), inputs.sequence_T)
     with torch.no_grad():
-        clipped_T = beyond(advantages_T, log_ratio_T > high, log_ratio_T < low)
+        clipped_T = leaves_trust_region(advantages_T, log_ratio_T > high, log_ratio_T < low)
     loss_T = -advantages_T * mean_T.clamp(max=MAX_LOG_RATIO).exp()
     return TokenLoss(loss_T, clip_sums(clipped_T, advantages_T))
 
 
 def topr(inputs: LossInputs, options: ToprLoss) -> TokenLoss:
-    """-A log pi on samples with a positive score, else -sg(min(rho, cap)) A log pi; each times the
-    weight of its sign.
+    """-A log pi on samples with a positive score, else -sg(min(rho, cap)) A log pi.
 
-    rho is that of the whole sample, or of the token (option). A good sample needs no importance
-    weight: to raise it is right wherever it came from (arXiv 2503.14286).
+    Each is multiplied by the weight of its sign. rho is that of the sample, or of the token with
+    ratio: token. A sample with a positive score needs no importance weight: raising its probability
+    is right whichever policy sampled it (arXiv 2503.14286).
     """
     advantages_T, good_T = inputs.advantages_T, inputs.good_T
     with torch.no_grad():
@@ -69,14 +69,7 @@ def topr(inputs: LossInputs, options: ToprLoss) -> TokenLoss:
     return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(cut_T, advantages_T))
 
 
-def _on_mean_ratio(
-    inputs: LossInputs, segment_T: torch.Tensor, options: GspoLoss | SegmentLoss
-) -> TokenLoss:
+def _on_mean_ratio(inputs: LossInputs, segment_T: torch.Tensor, options: GspoLoss) -> TokenLoss:
     mean_T = segment_mean(inputs.logprobs_T - inputs.old_T, segment_T)
-    return clipped_surrogate(
-        bounded_ratio(mean_T, torch.zeros_like(mean_T)),
-        inputs.advantages_T,
-        low=options.clip_low,
-        high=options.clip_high,
-        dual=options.dual_clip,
-    )
+    ratio_T = bounded_ratio(mean_T, torch.zeros_like(mean_T))
+    return clipped_surrogate(ratio_T, inputs.advantages_T, options)

@@ -1,104 +1,43 @@
-"""Shaping: what happens to scores before they become advantages. Pure; the default is nothing.
+"""Score shaping: changes scores before advantages are computed. By default nothing changes.
 
     score -> + length penalty -> (score - mean) / std -> clip -> advantage
 
-Mean and std come each from the group, the batch, running statistics or nowhere. Only judged
-scores are changed and counted; the parts of a score stay as the rewards gave them. Masks say what
-is trained on at all: a masked sample must enter neither sum nor denominator, so they are for
-collate and selection, and no score is changed for them.
+Failed scores are neither changed nor counted. The parts of a score stay as the rewards returned
+them. `trained_members` masks samples: a masked sample enters neither the sum nor the denominator of
+the loss, so masks are applied by collate and not through scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import sqrt
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from rollick.algorithms.moments import mean, spread
-from rollick.config.advantages import ShapingConfig
+from rollick.algorithms.score_statistics import RunningStatistics, mean, sample_std
+from rollick.config.schema.advantages import ShapingConfig
 from rollick.errors import ConfigError
-from rollick.types import Group, ScoredSample
+from rollick.types import Group
 
 Source = Literal["none", "group", "batch", "running"]
-"""Where a mean or a std comes from."""
+"""Which scores a mean or std is computed from."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningMoments:
-    """Mean and spread of every score so far; a few numbers, so that a checkpoint can hold them."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    """Sum of the squared distances to the mean."""
-
-    @property
-    def std(self) -> float:
-        """The sample standard deviation (n - 1); 0 before there are two scores."""
-        return sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-
-    def updated(self, values: Iterable[float]) -> RunningMoments:
-        """With these scores, too. One by one (Welford): a sum of squares would lose its digits."""
-        count, middle, squares = self.count, self.mean, self.squares
-        for value in values:
-            count += 1
-            step = value - middle
-            middle += step / count
-            squares += step * (value - middle)
-        return RunningMoments(count, middle, squares)
-
-    def to_state(self) -> dict[str, float]:
-        """As JSON can hold it."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, float]) -> RunningMoments:
-        """The opposite of to_state; a missing key is an error, never a default."""
-        return cls(int(state["count"]), float(state["mean"]), float(state["squares"]))
-
-
-def shape_scores(
-    groups: Sequence[Group],
-    options: ShapingConfig,
-    *,
-    max_tokens: int,
-    running: RunningMoments | None = None,
-) -> Sequence[Group]:
-    """The groups with the scores that the recipe's algorithm.shaping makes of them.
-
-    max_tokens: what length_limit means by that word. running: with the scores of these groups.
-    """
-    groups = penalise_length(groups, options, max_tokens=max_tokens)
-    return normalise_scores(
-        groups, mean_from=options.mean, std_from=options.std, clip=options.clip, running=running
-    )
-
-
-def penalise_length(
-    groups: Sequence[Group], options: ShapingConfig, *, max_tokens: int
-) -> Sequence[Group]:
-    """Score + weight * soft length penalty of the drawn tokens; the groups as they are without."""
+def penalise_length(group: Group, options: ShapingConfig, *, max_tokens: int) -> Group:
+    """Add weight * soft_length_penalty to each score. Without a limit returns `group` itself."""
     limit = max_tokens if options.length_limit == "max_tokens" else options.length_limit
     if not limit:
-        return groups
-    buffer = options.length_buffer * limit
-
-    def penalised(member: ScoredSample) -> float:
-        length = member.sample.response_length
-        penalty = soft_length_penalty(length, limit=limit, buffer=buffer)
-        return member.score.value + options.length_weight * penalty
-
-    return [
-        _with_scores(group, [penalised(member) for member in _judged(group)]) for group in groups
-    ]
+        return group
+    buffer, weight = options.length_buffer * limit, options.length_weight
+    lengths = [sample.response_length for sample in group.samples]
+    penalties = [soft_length_penalty(length, limit=limit, buffer=buffer) for length in lengths]
+    pairs = zip(group.scores, penalties, strict=True)
+    return _with_scores(group, [score + weight * penalty for score, penalty in pairs])
 
 
 def soft_length_penalty(length: float, *, limit: float, buffer: float) -> float:
-    """0 up to limit - buffer, then linear to -1 at the limit; -1 beyond.
+    """0 up to limit - buffer, then linear down to -1 at the limit and beyond.
 
-    A hard cut would punish a sound but long line of thought like a wrong one (DAPO, arXiv
-    2503.14476).
+    A hard cut would punish a correct but long response like a wrong one (DAPO, arXiv 2503.14476).
     """
     return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
 
@@ -110,78 +49,67 @@ def normalise_scores(
     std_from: Source = "none",
     clip: float = 0.0,
     epsilon: float = 1e-6,
-    running: RunningMoments | None = None,
+    running: RunningStatistics | None = None,
 ) -> Sequence[Group]:
-    """(score - mean) / (std + epsilon), then within +-clip (0 is off).
+    """(score - mean) / (std + epsilon), then clipped to +-clip (0 is off).
 
-    Each of mean and std is from its own source. Scores without any spread have no scale: they
-    are not divided. Update running statistics first, so that the first batch is in them.
+    Scores with a std of 0 are not divided. `running` must already include the scores of these
+    groups.
     """
     if (mean_from, std_from, clip) == ("none", "none", 0.0):
         return groups
-    batch = judged_scores(groups)
+    batch = valid_scores(groups)
 
-    def shaped(scores: Sequence[float]) -> list[float]:
-        middle, std = 0.0, 0.0
-        if mean_from != "none":
-            middle = _moments(mean_from, scores, batch, running)[0]
-        if std_from != "none":
-            std = _moments(std_from, scores, batch, running)[1]
+    def shaped(group: Group) -> list[float]:
+        center, _ = _mean_and_std(mean_from, group.valid_scores, batch, running)
+        _, std = _mean_and_std(std_from, group.valid_scores, batch, running)
         scale = std + epsilon if std > 0 else 1.0
-        values = [(score - middle) / scale for score in scores]
+        values = [(score - center) / scale for score in group.scores]
         return [max(-clip, min(clip, value)) for value in values] if clip else values
 
-    return [_with_scores(group, shaped(_scores(group))) for group in groups]
+    return [_with_scores(group, shaped(group)) for group in groups]
 
 
-def judged_scores(groups: Sequence[Group]) -> list[float]:
-    """Every score that is a judgement, in order."""
-    return [score for group in groups for score in _scores(group)]
+def valid_scores(groups: Sequence[Group]) -> list[float]:
+    """All scores that did not fail, in order."""
+    return [score for group in groups for score in group.valid_scores]
 
 
 def trained_members(
     group: Group, *, drop_truncated: bool = False, difficulty: tuple[float, float] | None = None
 ) -> list[bool]:
-    """Which members are trained on: judged, not truncated, of a prompt that is neither too hard
-    nor too easy (the mean of its judged scores within `difficulty`, ends included).
+    """Marks the members to train on: with a valid score, and not truncated if `drop_truncated`.
+
+    `difficulty` is the inclusive range of the group's mean score; outside it no member is marked.
     """
-    scores = _scores(group)
-    suits = difficulty is None or difficulty[0] <= mean(scores) <= difficulty[1]
+    in_range = difficulty is None or difficulty[0] <= mean(group.valid_scores) <= difficulty[1]
     return [
-        suits and member.score.ok and not (drop_truncated and member.sample.truncated)
+        in_range and member.score.ok and not (drop_truncated and member.sample.truncated)
         for member in group.members
     ]
 
 
-def _moments(
-    source: Source, own: Sequence[float], batch: Sequence[float], running: RunningMoments | None
+def _mean_and_std(
+    source: Source,
+    of_group: Sequence[float],
+    of_batch: Sequence[float],
+    running: RunningStatistics | None,
 ) -> tuple[float, float]:
+    if source == "none":
+        return 0.0, 0.0
     if source == "running":
         if running is None:
             raise ConfigError(
-                "shaping with running statistics has none to read",
-                fix="keep RunningMoments with the run's state, or use batch statistics",
+                "score shaping uses running statistics, and none were given",
+                fix="keep RunningStatistics with the run's state, or use batch statistics",
             )
         return running.mean, running.std
-    values = own if source == "group" else batch
-    return mean(values), spread(values)
-
-
-def _judged(group: Group) -> list[ScoredSample]:
-    return [member for member in group.members if member.score.ok]
-
-
-def _scores(group: Group) -> list[float]:
-    return [member.score.value for member in _judged(group)]
+    values = of_group if source == "group" else of_batch
+    return mean(values), sample_std(values)
 
 
 def _with_scores(group: Group, scores: Iterable[float]) -> Group:
-    """The group with these scores for its judged members, in their order."""
-    values = iter(scores)
-    members = tuple(
-        replace(member, score=replace(member.score, value=next(values)))
-        if member.score.ok
-        else member
-        for member in group.members
-    )
-    return replace(group, members=members)
+    """The group with these values of its members' scores; failed scores stay."""
+    pairs = zip(group.members, scores, strict=True)
+    members = [replace(m, score=replace(m.score, value=v)) if m.score.ok else m for m, v in pairs]
+    return replace(group, members=tuple(members))

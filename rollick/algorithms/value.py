@@ -1,7 +1,7 @@
-"""The loss of a critic. Pure: (ValueInputs, options) -> TokenLoss.
+"""The value loss of a critic: (ValueInputs, options) -> TokenLoss. Pure functions.
 
-T trained tokens, each with its value now (which carries the gradient), its value before the step
-and the return to meet. Weights of the aggregation are applied by the trainer, as for policies.
+T trained tokens. values_T carries the gradient, old_T is the value before the step, returns_T the
+target. The trainer applies the weights, as for policies.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from rollick.algorithms.losses import TokenLoss
-from rollick.config.losses import ValueLoss
+from rollick.config.schema.losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueInputs:
-    """What the loss of a critic may look at."""
+    """The inputs of a value loss."""
 
     values_T: torch.Tensor
     old_T: torch.Tensor
@@ -27,16 +27,16 @@ class ValueInputs:
 def value(inputs: ValueInputs, options: ValueLoss) -> TokenLoss:
     """max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2.
 
-    The larger of the two: a value that moved beyond the clip towards its return gets no gradient.
+    With the maximum, a value that moved past the clip towards its return gets no gradient.
     """
     values_T, old_T, returns_T = inputs.values_T, inputs.old_T, inputs.returns_T
-    near_T = torch.minimum(torch.maximum(values_T, old_T - options.clip), old_T + options.clip)
-    free_T, held_T = (values_T - returns_T).square(), (near_T - returns_T).square()
+    clipped_T = torch.minimum(torch.maximum(values_T, old_T - options.clip), old_T + options.clip)
+    error_T, clipped_error_T = (values_T - returns_T).square(), (clipped_T - returns_T).square()
     with torch.no_grad():
         sums = {
-            "value_error": free_T.sum(),
-            "value_clip_share": (held_T > free_T).sum(),
+            "value_error": error_T.sum(),
+            "value_clip_share": (clipped_error_T > error_T).sum(),
             "value": values_T.sum(),
             "return": returns_T.sum(),
         }
-    return TokenLoss(0.5 * torch.maximum(free_T, held_T), sums)
+    return TokenLoss(0.5 * torch.maximum(error_T, clipped_error_T), sums)

@@ -1,12 +1,10 @@
-"""A child process that runs user code, and its guard, as the parent sees them.
+"""The parent's side of a child process that runs user code: pipes, frames and signals.
 
-    parent --frames--> child (a module of ours, run with pipes)       guard.py: kills the children
-       ^--- frames ------+                                            if the parent dies
+    parent --frames--> child (child_loop.py)
+       ^--- frames ------+
 
-Owns the details of the operating system: pipes, frames, signals, and how a function or a class gets
-into the child. Decides nothing: the pools (rewards/pool.py, envs/pool.py) say what to send, how
-long to wait and whom to blame. A frame is a kind (a number that only its two ends understand), a
-length and a body.
+A frame is a kind, a length and a body. The pools (rewards/pool.py, envs/pool.py) decide what to
+send, how long to wait and which call failed; supervisor.py starts and replaces the children.
 """
 
 from __future__ import annotations
@@ -16,46 +14,56 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import pickle
 import signal
 import struct
 import sys
 import traceback
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Iterator, Mapping
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import IO, Any
 
 import cloudpickle
 
-from rollick.children import guard
+from rollick.children.memory_kills import count_memory_kills, describe_signal
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     "from importlib import import_module; import_module(sys.argv.pop()).main()"
 )
-"""The child gets the import path of its parent, but no environment that its own children see."""
+"""Passes sys.path as an argument; the child's children would inherit PYTHONPATH."""
 
 HEADER = struct.Struct("<BI")
 EXIT_SECONDS = 5.0
-"""For a killed process to be gone."""
-LATE_SECONDS = 0.05
-"""After a deadline: to read what had arrived while this process was busy with something else."""
+"""Time for a killed process to exit."""
+STOP_CHECK_SECONDS = 1.0
+"""How often a silent child is checked for having been stopped."""
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A child that one of these ended did not crash by itself: its work may be done again."""
+GRACE_SECONDS = 0.05
+"""Extra time after a deadline to read frames that arrived while the event loop was blocked."""
+MAX_ERROR_TEXT = 500
+"""Characters of an exception's text that are kept; user code may put a full completion there."""
 
 
-def encode_frame(kind: int, body: bytes) -> bytes:
+class FrameKind(IntEnum):
+    LOAD = 1
+    WORK = 2
+    READY = 3
+    LOAD_FAILED = 4
+    STARTED = 5
+    DONE = 6
+
+
+def encode_frame(kind: FrameKind, body: bytes) -> bytes:
     return HEADER.pack(kind, len(body)) + body
 
 
-def read_frames(inbox: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """In the child: kind and body of each frame, until the input ends."""
-    while header := inbox.read(HEADER.size):
-        kind, length = HEADER.unpack(header)
-        yield kind, inbox.read(length)
-
-
 class ChildLost(Exception):
-    """The child closed its pipe: it has died, or is about to."""
+    """The child closed its pipe: it has exited or is exiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,50 +72,57 @@ class Child:
 
     process: Process
     buffer: bytearray = field(default_factory=bytearray)
+    memory_kills_before: int = field(default_factory=count_memory_kills)
+    was_stopped: bool = False
+    """Whether it was killed because it had been stopped (SIGSTOP)."""
 
     @classmethod
     async def spawn(
         cls, program: str, output: IO[bytes] | None, *, secrets: Mapping[str, str]
     ) -> Child:
-        """Start `program`, a module with a `main()`; what it prints goes to `output`, and it sees
-        `secrets` among its environment variables."""
+        """Start `program`, a module with a `main()`. Its printed output goes to `output`; `secrets`
+        are added to its environment variables."""
         paths = json.dumps([path or os.getcwd() for path in sys.path])
-        command = (sys.executable, "-c", BOOT, program, paths)
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=output,
-                start_new_session=True,
-                env={**os.environ, **secrets},
-            )
+        command, env = (sys.executable, "-c", BOOT, program, paths), {**os.environ, **secrets}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=output, start_new_session=True, env=env
         )
+        return cls(process)
 
-    async def send(self, kind: int, body: bytes, *, deadline: float) -> None:
+    async def send(self, kind: FrameKind, body: bytes, *, deadline: float) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(encode_frame(kind, body))
         async with asyncio.timeout_at(deadline):
             await self.process.stdin.drain()
 
     async def receive(self, *, deadline: float) -> list[tuple[int, bytes]]:
-        """The frames that have come, at least one. Raises TimeoutError or ChildLost."""
-        assert self.process.stdout is not None
-        while not (frames := self._cut_frames()):
-            try:
-                async with asyncio.timeout_at(deadline):
-                    chunk = await self.process.stdout.read(1 << 16)
-            except TimeoutError:
-                # If the event loop was blocked, deadline and answer are seen in the same moment:
-                # the child must not be blamed for it.
-                async with asyncio.timeout(LATE_SECONDS):
-                    chunk = await self.process.stdout.read(1 << 16)
+        """Wait for at least one frame. Raises TimeoutError or ChildLost. Kills a child that was
+        stopped, which would answer nothing until its deadline."""
+        while not (frames := self._pop_frames()):
+            chunk = await self._read(deadline)
             if not chunk:
                 raise ChildLost
             self.buffer += chunk
         return frames
 
-    def _cut_frames(self) -> list[tuple[int, bytes]]:
+    async def _read(self, deadline: float) -> bytes:
+        assert self.process.stdout is not None
+        now = asyncio.get_running_loop().time
+        while True:
+            try:
+                async with asyncio.timeout_at(min(deadline, now() + STOP_CHECK_SECONDS)):
+                    return await self.process.stdout.read(1 << 16)
+            except TimeoutError:
+                if is_stopped(self.process.pid):
+                    self.was_stopped = True
+                    self.kill()
+                    raise ChildLost from None
+                if now() >= deadline:
+                    break
+        async with asyncio.timeout(GRACE_SECONDS):
+            return await self.process.stdout.read(1 << 16)
+
+    def _pop_frames(self) -> list[tuple[int, bytes]]:
         frames: list[tuple[int, bytes]] = []
         begin = 0
         while len(self.buffer) - begin >= HEADER.size:
@@ -124,102 +139,79 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    async def wait(self) -> int | None:
-        """The exit code; None if it is not gone in time."""
+    async def wait(self) -> None:
+        """Wait for its exit, but no longer than EXIT_SECONDS."""
         with contextlib.suppress(TimeoutError):
+            # Not wait_for, which can swallow a cancellation that comes with the exit (Python 3.11).
             async with asyncio.timeout(EXIT_SECONDS):
-                return await self.process.wait()
-        return None
+                await self.process.wait()
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether a signal from outside ended or stopped it."""
+        return self.was_stopped or -(self.process.returncode or 0) in OUTSIDE_SIGNALS
 
     @property
     def exit_text(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, for an error message."""
+        if self.was_stopped:
+            return "it was stopped, and killed for that"
         code = self.process.returncode
         if code is None:
             return "it closed its pipe"
         if code >= 0:
             return f"exit code {code}"
-        try:
-            return f"killed by {signal.Signals(-code).name}"
-        except ValueError:  # a real-time signal has no name
-            return f"killed by signal {-code}"
+        return describe_signal(-code, memory_kills_before=self.memory_kills_before)
 
 
-@dataclass(slots=True, eq=False)
-class Guard:
-    """The process that kills the listed groups when this one is gone; see guard.py."""
-
-    process: Process
-
-    @classmethod
-    async def spawn(cls) -> Guard:
-        command = (sys.executable, "-I", "-S", str(Path(guard.__file__)))
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=DEVNULL, start_new_session=True
-            )
-        )
-
-    def watch(self, child: Child) -> None:
-        self._tell(f"+{child.process.pid}\n")
-
-    def forget(self, child: Child) -> None:
-        self._tell(f"-{child.process.pid}\n")
-
-    def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line.encode())
-
-    async def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_SECONDS):
-                await self.process.wait()
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal; False where /proc does not exist."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
-def pickled(thing: Any) -> bytes:
-    """A function or class for another process; raises what pickling raises.
-
-    Those of importable modules are pickled by reference, those of `__main__`, of notebooks and of
-    files loaded by path by value.
-    """
-    module = sys.modules.get(getattr(thing, "__module__", None) or "__main__")
+def pickle_callable(value: Any) -> bytes:
+    """Pickle a function or class for another process; pickling errors propagate. Importable ones
+    are pickled by reference; those of `__main__`, of notebooks and of files loaded by path are
+    pickled by value."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
     by_value = module is not None and not _is_importable(module.__name__)
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps(thing)
+        return cloudpickle.dumps(value)
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def describe_failure(error: BaseException, *, longest: int = 500) -> str:
-    """The last line of the traceback, and where it was raised; user code may raise whole texts."""
+def pickle_payload(value: Any) -> bytes:
+    """Pickle with pickle (several times faster), or cloudpickle for classes of `__main__`."""
+    with contextlib.suppress(Exception):
+        payload = pickle.dumps(value, protocol=5)
+        if b"__main__" not in payload:
+            return payload
+    return cloudpickle.dumps(value)
+
+
+def describe_failure(error: BaseException) -> str:
+    """The last line of the traceback, shortened, and the line of code that raised it."""
     last = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return (last if len(last) <= longest else last[: longest - 3] + "...") + where
+    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return shorten(last) + location
 
 
-def take_standard_streams() -> tuple[int, int]:
-    """In a child, before user code is loaded: the true pipes, moved away from the standard streams.
-
-    What user code prints then goes to the error stream, and reading standard input gives its end.
-    """
-    inbox, outbox = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)
-    os.close(null)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    return inbox, outbox
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_ERROR_TEXT else text[: MAX_ERROR_TEXT - 3] + "..."
 
 
 def _is_importable(module: str) -> bool:
-    """Whether another process with the same import path finds it (cloudpickle knows __main__)."""
+    """Whether another process with the same sys.path can import the module."""
     top = module.partition(".")[0]
+    # cloudpickle itself pickles __main__ by value.
     known = top == "__main__" or top in sys.builtin_module_names
     return known or importlib.machinery.PathFinder.find_spec(top) is not None

@@ -1,52 +1,50 @@
-"""The controller's handle on its workers: call a rank, all ranks, or each rank with its part.
+"""WorkerGroup: lets the controller call one rank, all ranks, or each rank with its own part.
 
-Owns the life of the hosts (`open_group`), the deadline of every call, and which rank is where.
-Does not know what the roles do. Two transports carry the calls:
+Owns the lifetime of the hosts (`open_group`) and the deadline of every call (deadlines.py).
 
     WorkerGroup --Call--> InlineTransport --> Host           (this process, this event loop)
                       \\-> RayTransport ----> actor --> Host  (pool.py: one process per host)
-
-Both run the same Host, so a role behaves the same under either.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rollick.cluster.devices import DeviceMap, HostSpec, Seat
+from rollick.cluster.deadlines import GRACE_S, Deadlines, batch_tokens
+from rollick.cluster.devices import DeviceMap, HostSpec, RoleRank
 from rollick.cluster.worker import Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
-from rollick.errors import RollickError, WorkerError
+from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.types import RoleName
 
 
 class Transport(Protocol):
-    """Carries calls to hosts. Hosts are known by their index."""
+    """Sends calls to hosts; identifies a host by its index."""
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None: ...
 
     async def restart(self, host: HostSpec) -> None:
-        """Put a new, empty host where one was; what is left of the old one ends."""
-        ...
+        """Replace a host by a new, empty one; the old one ends."""
 
     def share(self, args: tuple[Any, ...]) -> Any:
-        """Make arguments ready to be sent more than once at the cost of one copy."""
+        """Prepare arguments that are sent to several ranks, so that they are copied once."""
         ...
 
     async def send(self, host: HostSpec, call: Call, shared: Any) -> Any:
-        """Run the call there with the shared arguments after its own, and return the result.
-
-        Cancelling stops the wait, and the coroutine on the host; a plain method runs on.
-        """
+        """Run the call, with the shared arguments after its own. Returns the result. Cancellation
+        also cancels a coroutine on the host; a synchronous method keeps running there."""
         ...
+
+    async def wait_lost(self, host: HostSpec) -> None:
+        """Returns when the host's process has ended."""
 
     async def close(self) -> None:
         """End all hosts within a bounded time."""
-        ...
 
 
 class InlineTransport:
@@ -57,7 +55,8 @@ class InlineTransport:
         self._hosts = {spec.index: self._make(spec) for spec in hosts}
 
     def _make(self, spec: HostSpec) -> Host:
-        return Host(spec, device=_inline_device(spec), threads=self._threads)
+        device = "cpu" if spec.device.kind == "cpu" else str(spec.device)
+        return Host(spec, device=device, threads=self._threads)
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         await self._hosts[host.index].build(roles)
@@ -67,12 +66,16 @@ class InlineTransport:
         with suppress(RollickError):
             await old.close()
 
+    async def wait_lost(self, host: HostSpec) -> None:
+        """Never returns: the host is this process."""
+        await asyncio.Event().wait()
+
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
 
     async def send(self, host: HostSpec, call: Call, shared: Any) -> Any:
-        # A call on Ray always gives other tasks a turn; without this line an inline call of a
-        # coroutine that never waits would not, and a loop over such calls would starve the rest.
+        # Yields to other tasks, as a call over Ray does. Otherwise a loop over inline calls that
+        # never wait would starve them.
         await asyncio.sleep(0)
         return await self._hosts[host.index].call(replace(call, args=(*call.args, *shared)))
 
@@ -87,146 +90,170 @@ class InlineTransport:
             raise errors[0]
 
 
-def _inline_device(spec: HostSpec) -> str:
-    return "cpu" if spec.device.kind == "cpu" else str(spec.device)
-
-
 class WorkerGroup:
-    """The hosts of a run. Use it inside `open_group`.
+    """The hosts of a run; create it with `open_group`. Every call ends: it returns its result, or
+    raises the role's error, or WorkerLost if the host died or the deadline passed."""
 
-    Every call ends: with its result, with what the role raised, or with a WorkerError when the
-    host died or the deadline passed.
-    """
-
-    def __init__(
-        self, device_map: DeviceMap, transport: Transport, *, call_timeout_s: float
-    ) -> None:
+    def __init__(self, device_map: DeviceMap, transport: Transport, deadlines: Deadlines) -> None:
         self.device_map = device_map
-        self.call_timeout_s = call_timeout_s
+        self.deadlines = deadlines
         self._transport = transport
-        self._hosts = {seat: host for host in device_map.hosts() for seat in host.seats}
+        self._hosts = {each: host for host in device_map.hosts() for each in host.role_ranks}
         self._roles: Sequence[RoleSpec] = ()
-        self._in_step: dict[RoleName, asyncio.Lock] = {}
+        self._collective_locks: dict[RoleName, asyncio.Lock] = {}
+        self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     async def build(self, roles: Sequence[RoleSpec]) -> None:
-        """Build the roles of all hosts, side by side."""
+        """Build the roles of all hosts concurrently."""
         missing = set(self.device_map.roles) - {role.role for role in roles}
         if missing:
             raise WorkerError(f"no RoleSpec says how to build {', '.join(sorted(missing))}")
-        hosts = self.device_map.hosts()
         self._roles = roles
-        await _together([self._build_host(host, roles) for host in hosts])
+        await _gather([self._build_host(host, roles) for host in self.device_map.hosts()])
 
-    def stands_alone(self, role: RoleName, rank: int) -> bool:
-        """Whether the host of a rank has no other role, so that it can be restarted by itself."""
-        return len(self._hosts[Seat(role, rank)].seats) == 1
+    def has_dedicated_host(self, role: RoleName, rank: int) -> bool:
+        """Whether a rank is alone on its host, so that the host can be restarted."""
+        return len(self._hosts[RoleRank(role, rank)].role_ranks) == 1
 
     async def restart(self, role: RoleName, rank: int) -> None:
-        """A new host for a rank that stands alone, with its role built anew."""
-        host = self._hosts[Seat(role, rank)]
-        if self._closed or not self.stands_alone(role, rank):
-            raise WorkerError(f"{host} cannot be restarted for its {role} alone")
+        """Replace the dedicated host of a rank, and build its role there."""
+        host = self._hosts[RoleRank(role, rank)]
+        if self._closed or not self.has_dedicated_host(role, rank):
+            raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
         await self._transport.restart(host)
         await self._build_host(host, [spec for spec in self._roles if spec.role == role])
 
+    async def restart_hosts(self, hosts: Sequence[HostSpec], roles: Sequence[RoleSpec]) -> None:
+        """Replace hosts, and build all their roles there, by these specs from now on."""
+        self._roles = roles
+        await _gather([self._transport.restart(host) for host in hosts])
+        await _gather([self._build_host(host, roles) for host in hosts])
+
+    async def wait_lost(self, host: HostSpec) -> None:
+        """Returns when the host's process has ended."""
+        await self._transport.wait_lost(host)
+
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
+        limit_s = self.deadlines.ceiling_s
+        for role in host.roles:
+            self.deadlines.forget(role)
         try:
-            async with asyncio.timeout(self.call_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self._transport.build(host, roles)
         except TimeoutError:
-            raise WorkerError(
-                f"{host} did not build its roles within {self.call_timeout_s:g} s",
-                fix="raise cluster.call_timeout_s if loading really takes that long",
-            ) from None
+            message = f"{host} did not build its roles within {limit_s:g} s"
+            fix = "raise cluster.call_timeout_s if loading really takes that long"
+            raise WorkerLost(message, fix=fix) from None
 
     async def call(
-        self,
-        role: RoleName,
-        method: str,
-        *args: Any,
-        rank: int = 0,
-        timeout_s: float | None = None,
-        **kwargs: Any,
+        self, role: RoleName, method: str, *args: Any, rank: int = 0, timeout_s: float | None = None
     ) -> Any:
-        """Run a method on one rank and wait for its result."""
-        return await self._send(Call(role, method, args, kwargs), rank, (), timeout_s)
+        size = batch_tokens(args)
+        return await self._send(Call(role, method, args), rank, (), size=size, limit_s=timeout_s)
 
-    async def broadcast(
-        self, role: RoleName, method: str, *args: Any, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Run a method on every rank of a role, with the same arguments; results by rank.
+    async def broadcast(self, role: RoleName, method: str, *args: Any) -> list[Any]:
+        """Run a method on every rank of a role, with the same arguments; results by rank."""
+        shared, call = self._transport.share(args), Call(role, method)
+        ranks, size = range(self.device_map.ranks(role)), batch_tokens(args)
+        return await _gather([self._send(call, rank, shared, size=size) for rank in ranks])
 
-        If one fails, the others are no longer waited for.
-        """
-        shared = self._transport.share(args)
-        ranks = range(self.device_map.ranks(role))
-        return await _together(
-            [self._send(Call(role, method), rank, shared, timeout_s) for rank in ranks]
-        )
-
-    async def together(
-        self, role: RoleName, method: str, *args: Any, timeout_s: float | None = None
-    ) -> Any:
-        """Run a method that all ranks of a role do in step, such as one of a sharded learner; the
-        answer is that of rank 0.
-
-        One after another: ranks that got two such calls in different orders would wait for each
-        other for ever.
-        """
-        async with self._in_step.setdefault(role, asyncio.Lock()):
+    async def call_collective(self, role: RoleName, method: str, *args: Any) -> Any:
+        """Run a method with collectives on all ranks, as in a sharded learner; returns rank 0's
+        result. Calls to a role are serialised: two calls in different orders would deadlock."""
+        async with self._collective_locks.setdefault(role, asyncio.Lock()):
             if self.device_map.ranks(role) == 1:
-                return await self.call(role, method, *args, timeout_s=timeout_s)
-            return (await self.broadcast(role, method, *args, timeout_s=timeout_s))[0]
+                return await self.call(role, method, *args)
+            return (await self.broadcast(role, method, *args))[0]
 
     async def scatter(
-        self,
-        role: RoleName,
-        method: str,
-        parts: Sequence[Any],
-        *args: Any,
-        timeout_s: float | None = None,
+        self, role: RoleName, method: str, parts: Sequence[Any], *args: Any
     ) -> list[Any]:
-        """Run method(part, *args) with part i on rank i; results by rank.
-
-        A part that is None is not sent, and its result is None.
-        """
+        """Run method(parts[rank], *args) on each rank; results by rank. A rank whose part is None
+        is skipped, and its result is None."""
         ranks = self.device_map.ranks(role)
         if len(parts) != ranks:
-            raise WorkerError(
-                f"{method!r} got {len(parts)} parts for {ranks} ranks of {role}",
-                fix="give one part for each rank; None skips a rank",
-            )
+            message = f"{method!r} got {len(parts)} parts for {ranks} ranks of {role}"
+            raise WorkerError(message, fix="give one part for each rank; None skips a rank")
         shared = self._transport.share(args)
         sent = [rank for rank, part in enumerate(parts) if part is not None]
-        results = await _together(
-            [self._send(Call(role, method, (parts[r],)), r, shared, timeout_s) for r in sent]
-        )
-        by_rank = dict(zip(sent, results, strict=True))
+        sizes = {rank: batch_tokens((parts[rank], *args)) for rank in sent}
+        calls = [
+            self._send(Call(role, method, (parts[rank],)), rank, shared, size=sizes[rank])
+            for rank in sent
+        ]
+        by_rank = dict(zip(sent, await _gather(calls), strict=True))
         return [by_rank.get(rank) for rank in range(ranks)]
 
-    async def _send(self, call: Call, rank: int, shared: Any, timeout_s: float | None) -> Any:
+    def abandon(self, role: RoleName, rank: int) -> None:
+        """End the calls in flight to a lost rank: they raise WorkerHung."""
+        for deadline in self._in_flight[RoleRank(role, rank)]:
+            deadline.expire()
+
+    async def _send(
+        self, call: Call, rank: int, shared: Any, *, size: int, limit_s: float | None = None
+    ) -> Any:
         if self._closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
-        host = self._hosts.get(Seat(call.role, rank)) or self.device_map.host_of(call.role, rank)
-        limit_s = self.call_timeout_s if timeout_s is None else timeout_s
-        deadline = asyncio.timeout(limit_s)
+        role_rank = RoleRank(call.role, rank)
+        host = self._hosts.get(role_rank) or self.device_map.host_of(*role_rank)
+        measured = limit_s is None
+        if limit_s is None:
+            limit_s = self.deadlines.limit(call.role, call.method, size=size)
+        now = asyncio.get_running_loop().time
+        begun = now()
+        deadline = _CallDeadline(limit_s)
         try:
-            async with deadline:
-                return await self._transport.send(host, call, shared)
+            async with deadline.timeout:
+                with deadline.counting(self._in_flight[role_rank]):
+                    result = await self._transport.send(host, call, shared)
         except TimeoutError:
-            if not deadline.expired():
+            if not deadline.timeout.expired():
                 raise
-            raise WorkerError(
-                f"{call.role} {rank} on {host} did not finish {call.method!r} within {limit_s:g} s",
-                fix="raise cluster.call_timeout_s if the work really takes that long",
-            ) from None
+            waited = f"{now() - begun:.3g} s" if deadline.abandoned else f"{limit_s:g} s"
+            message = f"{role_rank} on {host} did not finish {call.method!r} within {waited}"
+            fix = "raise cluster.call_timeout_s if the work really takes that long"
+            raise WorkerHung(message, fix=fix) from None
+        if measured:
+            self.deadlines.observe(call.role, call.method, now() - begun, size=size)
+        return result
 
     async def close(self) -> None:
-        """Close the roles and end the hosts. Later calls fail; closing again does nothing."""
-        if not self._closed:
-            self._closed = True
-            await self._transport.close()
+        """Close the roles and end the hosts. Later calls fail."""
+        self._closed = True
+        await self._transport.close()
+
+
+@dataclass(slots=True, eq=False)
+class _CallDeadline:
+    """The deadline of a call in flight. If the event loop was blocked when it passed, the reply may
+    wait to be read: the call ends GRACE_S later."""
+
+    limit_s: float
+    timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    abandoned: bool = False
+
+    @contextmanager
+    def counting(self, in_flight: set[_CallDeadline]) -> Generator[None]:
+        timer = asyncio.get_running_loop().call_later(self.limit_s, self._end, GRACE_S)
+        in_flight.add(self)
+        try:
+            yield
+        finally:
+            in_flight.discard(self)
+            timer.cancel()
+
+    def expire(self) -> None:
+        self.abandoned = True
+        self._end(0.0)
+
+    def _end(self, delay_s: float) -> None:
+        if not self.timeout.expired():
+            self.timeout.reschedule(asyncio.get_running_loop().time() + delay_s)
 
 
 @asynccontextmanager
@@ -238,20 +265,22 @@ async def open_group(
     threads: int,
     env: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[WorkerGroup]:
-    """Start the hosts, build their roles, and end everything on the way out.
-
-    `env` is the environment that worker processes get on top of their own; with the inline
-    backend there are none, and it is not used.
-    """
+    """Start the hosts and build their roles; close them on exit. `env`: additional environment
+    variables of worker processes; ignored by the inline backend."""
     hosts = device_map.hosts()
     if cluster.backend == "inline":
         transport: Transport = InlineTransport(hosts, threads=threads)
     else:
-        # Only here, so that an inline run never loads Ray.
+        # Imported here, so that an inline run does not load Ray.
         from rollick.cluster.pool import RayTransport
 
-        transport = await RayTransport.open(hosts, cluster=cluster, threads=threads, env=env or {})
-    group = WorkerGroup(device_map, transport, call_timeout_s=cluster.call_timeout_s)
+        transport = await RayTransport.open(hosts, cluster, threads, env or {})
+    deadlines = Deadlines(
+        cluster.call_timeout_s,
+        measured=cluster.backend != "inline",
+        on_gpu=any(host.device.kind == "cuda" for host in hosts),
+    )
+    group = WorkerGroup(device_map, transport, deadlines)
     try:
         await group.build(roles)
         yield group
@@ -263,8 +292,8 @@ async def open_group(
     await group.close()
 
 
-async def _together(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of calls that run side by side; the first failure cancels the rest."""
+async def _gather(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of concurrent calls; the first failure cancels the rest."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]

@@ -1,12 +1,9 @@
-"""Hosts as processes on Ray: the only place that knows Ray.
+"""Hosts as Ray actors. The only module that imports Ray. Ray's errors become ones that name a host.
 
-Owns starting or joining a Ray cluster, placing one actor for each host within a deadline, and
-turning what Ray says into errors that name the host. Does not know roles beyond passing them on.
-
-    open: ray.init (or join) -> one actor per host -> all answered within place_timeout_s
-    send: Call -> actor -> Reply          (a Reply carries errors as values, so that they arrive
-                                           as they were raised and not as Ray's wrapped classes)
-    close: a short polite close, then ray.kill, then ray.shutdown where we started Ray
+open: ray.init (or join) -> one actor per host -> all answered within place_timeout_s
+send: Call -> actor -> Reply          (a Reply carries errors as values, so that they arrive
+                                       as they were raised and not as Ray's wrapped classes)
+close: graceful close with a deadline, then ray.kill, then ray.shutdown if we started Ray
 """
 
 from __future__ import annotations
@@ -16,12 +13,13 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import ray
@@ -30,18 +28,24 @@ from ray.exceptions import RayActorError, RayError
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
-from rollick.errors import PlacementError, RollickError, WorkerError
+from rollick.errors import (
+    ClusterUnavailable,
+    PlacementError,
+    RollickError,
+    WorkerError,
+    WorkerLost,
+)
 
 MAX_CALLS_PER_HOST = 10_000
-"""Calls that may wait in one host together; far more than an engine has samples in flight."""
+"""Concurrent calls per host; far more than an engine has samples in flight."""
 
 RAY_SETTINGS = {
-    # No reports to Ray's makers.
+    # No usage reports to Ray's developers.
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray would start one idle worker for each core, none of which our actors can use.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-    # Stops a warning; a host on the CPU asks for no GPU and uses none.
+    # Silences a warning; a host on the CPU requests no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -51,10 +55,12 @@ KNOCK_TIMEOUT_S = 5.0
 PASSED_ON = ("ONEDNN_MAX_CPU_ISA",)
 """Variables of the controller that change numbers, so every worker must have the same."""
 
+CreateActor = Callable[[HostSpec], Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a call gave: a value, or the error that it raised."""
+    """The result of a call: a value, or the error that it raised."""
 
     value: Any = None
     error: RollickError | None = None
@@ -70,36 +76,34 @@ class HostActor:
         self._host = Host(spec, device=device, threads=threads)
 
     async def place(self) -> int:
-        """The process id: an answer says that the actor is placed."""
+        """A reply, the process id, means that the actor is placed."""
         return os.getpid()
 
+    async def stay(self) -> None:
+        """Never returns: the call fails when this process ends."""
+        await asyncio.Event().wait()
+
     async def build(self, roles: Sequence[RoleSpec]) -> Reply:
-        try:
-            await self._host.build(roles)
-        except RollickError as error:
-            return Reply(error=error)
-        return Reply()
+        return await _reply_of(self._host.build(roles))
 
     async def call(self, call: Call, shared: tuple[Any, ...]) -> Reply:
-        try:
-            return Reply(await self._host.call(replace(call, args=(*call.args, *shared))))
-        except RollickError as error:
-            return Reply(error=error)
+        return await _reply_of(self._host.call(replace(call, args=(*call.args, *shared))))
 
     async def close(self) -> Reply:
-        try:
-            await self._host.close()
-        except RollickError as error:
-            return Reply(error=error)
-        return Reply()
+        return await _reply_of(self._host.close())
+
+
+async def _reply_of(work: Awaitable[Any]) -> Reply:
+    try:
+        return Reply(await work)
+    except RollickError as error:
+        return Reply(error=error)
 
 
 class RayTransport:
-    """One Ray actor for each host. Made by `open`."""
+    """One Ray actor for each host. Create it with `open`."""
 
-    def __init__(
-        self, cluster: ClusterConfig, *, create: Callable[[HostSpec], Any], owns_ray: bool
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, create: CreateActor, *, owns_ray: bool) -> None:
         self._cluster = cluster
         self._create = create
         self._actors: dict[int, Any] = {}
@@ -109,18 +113,13 @@ class RayTransport:
 
     @classmethod
     async def open(
-        cls,
-        hosts: Sequence[HostSpec],
-        *,
-        cluster: ClusterConfig,
-        threads: int,
-        env: Mapping[str, str],
+        cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, threads: int, env: Mapping[str, str]
     ) -> RayTransport:
-        """Waits until every actor is placed; fails with PlacementError after place_timeout_s."""
+        """Wait until every actor is placed. Raises PlacementError after place_timeout_s."""
         owns_ray = start_ray(cluster.address)
         variables = worker_environment(threads=threads, env=env)
         create = partial(_create_actor, cluster=cluster, threads=threads, variables=variables)
-        transport = cls(cluster, create=create, owns_ray=owns_ray)
+        transport = cls(cluster, create, owns_ray=owns_ray)
         try:
             if owns_ray:
                 check_totals(hosts, cluster)
@@ -132,29 +131,30 @@ class RayTransport:
         return transport
 
     async def restart(self, host: HostSpec) -> None:
-        """The old process is killed, if it is there; waits until the new one is placed."""
+        """Kill the old process, if it exists, and wait until a new one is placed."""
         ray.kill(self._actors[host.index], no_restart=True)
         self._actors[host.index] = self._create(host)
         await self._wait_placed([host])
 
     async def _wait_placed(self, hosts: Sequence[HostSpec]) -> None:
-        cluster = self._cluster
-        waiting = {host.index: host for host in hosts}
-        answers = {host.index: self._actors[host.index].place.remote() for host in hosts}
+        cluster, placed = self._cluster, 0
+        replies = [self._actors[host.index].place.remote() for host in hosts]
         try:
             async with asyncio.timeout(cluster.place_timeout_s):
-                for host in hosts:
-                    self.pids[host.index] = await answers[host.index]
-                    del waiting[host.index]
+                for placed, host in enumerate(hosts):
+                    self.pids[host.index] = await replies[placed]
         except TimeoutError:
-            raise PlacementError(
-                f"{len(waiting)} of {len(hosts)} workers were not placed within "
-                f"{cluster.place_timeout_s:g} s; wanted: {_wanted(hosts, cluster)}; "
-                f"free: {_amounts(ray.available_resources())}",
-                fix="free these resources, ask for fewer devices, or raise cluster.place_timeout_s",
-            ) from None
+            late = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
+            within = f"within {cluster.place_timeout_s:g} s; required: {_required(hosts, cluster)}"
+            free = f"free: {_amounts(ray.available_resources())}"
+            fix = "free these resources, use fewer devices, or raise cluster.place_timeout_s"
+            raise ClusterUnavailable(f"{late} {within}; {free}", fix=fix) from None
         except RayError as error:
-            raise PlacementError(f"a worker could not start: {error}") from None
+            raise ClusterUnavailable(f"a worker could not start: {error}") from None
+
+    async def wait_lost(self, host: HostSpec) -> None:
+        with suppress(RayError):
+            await self._actors[host.index].stay.remote()
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         here = [role for role in roles if role.role in host.roles]
@@ -171,15 +171,12 @@ class RayTransport:
         try:
             reply: Reply = await ref
         except asyncio.CancelledError:
-            # Nobody waits for it any more; without this it would stay in the host's loop.
+            # No caller waits any more; without this the call would stay in the host's event loop.
             ray.cancel(ref)
             raise
         except RayActorError as error:
-            raise WorkerError(
-                f"{host} was lost in {method!r}: {error}",
-                fix="the worker's own log is under Ray's session folder; out of memory is the "
-                "usual cause of a sudden death",
-            ) from None
+            fix = "see the worker's log in Ray's session folder; a usual cause is out of memory"
+            raise WorkerLost(f"{host} was lost in {method!r}: {error}", fix=fix) from None
         except RayError as error:
             raise WorkerError(f"{host} could not answer {method!r}: {error}") from None
         if reply.error is not None:
@@ -187,8 +184,8 @@ class RayTransport:
         return reply.value
 
     async def close(self) -> None:
-        """Ask politely within a deadline, then kill. A host that is gone is closed already."""
-        errors: list[RollickError] = []
+        """Close hosts within a deadline, then kill them. Skips hosts that are gone."""
+        error: RollickError | None = None
         try:
             refs = [actor.close.remote() for actor in self._actors.values()]
             with suppress(TimeoutError):
@@ -196,11 +193,11 @@ class RayTransport:
                     for ref in refs:
                         with suppress(RayError):
                             reply: Reply = await ref
-                            errors += [reply.error] if reply.error else []
+                            error = error or reply.error
         finally:
             self._kill()
-        if errors:
-            raise errors[0]
+        if error:
+            raise error
 
     def _kill(self) -> None:
         for actor in self._actors.values():
@@ -212,18 +209,15 @@ class RayTransport:
 
 
 def start_ray(address: str | None) -> bool:
-    """Start Ray on this machine, or join the cluster at `address`; whether we have to end it.
-
-    A Ray that this process already uses is taken as it is.
-    """
+    """Start Ray on this machine, or join the cluster at `address`. Returns whether the caller must
+    shut Ray down. Uses Ray as it is if it is already initialised."""
     if ray.is_initialized():
         return False
     if address is not None:
         check_address(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Called on the main thread and not in a helper thread: Ray's processes die with the thread
-    # that started them.
-    with _own_signals(), _environment(RAY_SETTINGS):
+    # Must run on the main thread: Ray's processes die with the thread that started them.
+    with _keep_signal_handlers(), _environment(RAY_SETTINGS), _own_process_groups():
         try:
             ray.init(
                 address=address or "local",
@@ -233,34 +227,31 @@ def start_ray(address: str | None) -> bool:
                 logging_level=logging.ERROR,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise PlacementError(
-                f"Ray did not start ({address or 'on this machine'}): {error}",
-                fix="check cluster.address, or leave it out to start Ray on this machine",
-            ) from error
+            message = f"Ray did not start ({address or 'on this machine'}): {error}"
+            fix = "check cluster.address, or leave it out to start Ray on this machine"
+            raise ClusterUnavailable(message, fix=fix) from error
     return True
 
 
 def check_address(address: str) -> None:
-    """Knock first: Ray itself would retry an address that nobody serves for minutes."""
+    """Check the address first: Ray would retry an unreachable address for minutes."""
     if address == "auto":
         return
     fix = "use auto or host:port, or leave it out to start Ray on this machine"
     if address.startswith("ray://"):
-        raise PlacementError(
-            f"cluster.address={address} is a Ray client address, which cannot carry our calls",
-            fix=f"start rollick on a node of the cluster and {fix}",
-        )
+        message = f"cluster.address={address} is a Ray client address, which is not supported"
+        raise PlacementError(message, fix=f"start rollick on a node of the cluster and {fix}")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise PlacementError(f"cluster.address={address} is not an address of Ray", fix=fix)
+        raise PlacementError(f"cluster.address={address} is not a Ray address", fix=fix)
     try:
         socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
     except OSError as error:
-        raise PlacementError(f"no Ray cluster answers at {address}: {error}", fix=fix) from None
+        message = f"no Ray cluster answers at {address}: {error}"
+        raise ClusterUnavailable(message, fix=fix) from None
 
 
 def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a worker process is started with, on top of its machine's."""
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     count = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     return {**passed, **count, **env}
@@ -278,28 +269,24 @@ def _create_actor(
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": dict(variables)},
-        # Ray shows a worker only its own GPU, which is then number 0 there.
+        # A worker sees only its own GPU, as number 0.
     ).remote(host, device="cuda:0" if on_gpu else "cpu", threads=threads)
 
 
 def check_totals(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> None:
-    """On a machine of our own nothing will ever be added: do not wait for what is not there."""
+    """Raise now if the workers cannot fit: a local Ray never gains resources."""
     total = ray.cluster_resources()
     gpus = sum(host.device.kind == "cuda" for host in hosts)
     cpus = cluster.cpus_per_worker * len(hosts)
     if gpus > total.get("GPU", 0) or cpus > total.get("CPU", 0):
-        raise PlacementError(
-            f"the workers do not fit on this machine; wanted: {_wanted(hosts, cluster)}; "
-            f"there is: {_amounts(total)}",
-            fix="ask for fewer devices, lower cluster.cpus_per_worker, or set cluster.address",
-        )
+        amounts = f"required: {_required(hosts, cluster)}; available: {_amounts(total)}"
+        fix = "use fewer devices, lower cluster.cpus_per_worker, or set cluster.address"
+        raise PlacementError(f"the workers do not fit on this machine; {amounts}", fix=fix)
 
 
-def _wanted(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> str:
-    return ", ".join(
-        f"{host} CPU {cluster.cpus_per_worker:g} GPU {int(host.device.kind == 'cuda')}"
-        for host in hosts
-    )
+def _required(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> str:
+    cpus = f"CPU {cluster.cpus_per_worker:g}"
+    return ", ".join(f"{host} {cpus} GPU {int(host.device.kind == 'cuda')}" for host in hosts)
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
@@ -307,8 +294,8 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 @contextmanager
-def _own_signals() -> Generator[None]:
-    """Keep the controller's signal handlers: ray.init puts its own in for SIGTERM."""
+def _keep_signal_handlers() -> Generator[None]:
+    """Keep the controller's signal handlers: ray.init replaces that of SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -321,10 +308,26 @@ def _own_signals() -> Generator[None]:
 
 
 @contextmanager
+def _own_process_groups() -> Generator[None]:
+    """Processes started in the block lead process groups of their own; workers are in the raylet's.
+
+    A supervisor or a terminal signals the controller's group: the controller saves, and needs its
+    workers for that. Ray has no option for this.
+    """
+    original = subprocess.Popen.__init__
+    grouped: Any = partialmethod(original, process_group=0)
+    subprocess.Popen.__init__ = grouped
+    try:
+        yield
+    finally:
+        subprocess.Popen.__init__ = original
+
+
+@contextmanager
 def _environment(settings: Mapping[str, str]) -> Generator[None]:
-    """Set variables for the processes started inside; what the user has set stays."""
+    """Set variables for processes started in the block; keeps those the user set."""
     added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(added)
+    os.environ |= added
     try:
         yield
     finally:

@@ -1,8 +1,6 @@
-"""A host: one process on one device, and the roles that live in it.
+"""A host: one process on one device, and the roles that run in it.
 
-Owns building the roles (in a fixed order, so that a generator finds the policy it shares weights
-with), running their methods, and turning what they raise into errors that can travel. Does not
-know how calls arrive: group.py calls it directly, pool.py from inside a Ray actor.
+Does not know how calls arrive: group.py calls it directly, pool.py from inside a Ray actor.
 
     Call -> Host.call -> coroutine method: on the host's loop
                          plain method:     in the role's own thread, one at a time
@@ -14,26 +12,19 @@ import asyncio
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rollick.cluster.devices import HostSpec, Seat
+from rollick.cluster.devices import HostSpec, RoleRank
 from rollick.errors import RollickError, WorkerError
 from rollick.types import RoleName
 
-BUILD_ORDER: tuple[RoleName, ...] = (
-    "policy",
-    "reference",
-    "critic",
-    "reward_model",
-    "teacher",
-    "judge",
-    "generators",
-)
+_ANNOTATORS: tuple[RoleName, ...] = ("reference", "critic", "reward_model", "teacher", "judge")
+BUILD_ORDER: tuple[RoleName, ...] = ("policy", *_ANNOTATORS, "generators")
 """Generators come last: they may share the parameters of what is there already."""
 
 CLOSE_TIMEOUT_S = 5.0
@@ -42,10 +33,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """How to make a role: `target` names a function, called as fn(context, rank, *args).
-
-    The function runs in the host's process; a coroutine function runs on the host's loop.
-    """
+    """How to make a role: `target` names a function, called as fn(context, rank, *args)."""
 
     role: RoleName
     target: str
@@ -66,19 +54,16 @@ class HostContext:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a role's method."""
-
     role: RoleName
     method: str
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
-class _Resident:
-    """A role that lives here, and the thread that runs its plain methods."""
+class _RunningRole:
+    """A role on this host, and the thread that runs its plain methods."""
 
-    seat: Seat
+    role_rank: RoleRank
     role: Any
     thread: ThreadPoolExecutor
 
@@ -90,7 +75,7 @@ class Host:
         self.spec = spec
         self._device = device
         self._threads = threads
-        self._residents: dict[RoleName, _Resident] = {}
+        self._running_roles: dict[RoleName, _RunningRole] = {}
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
         """Make the roles that the spec puts here. If one fails, those before it are closed."""
@@ -100,90 +85,78 @@ class Host:
                 if name in self.spec.roles:
                     await self._build_one(by_name[name])
         except BaseException:
-            # What went wrong while building is the news; a failing close would hide it.
+            # Raise the error of the build; an error of the close must not hide it.
             with suppress(RollickError):
                 await self.close()
             raise
 
     async def _build_one(self, role: RoleSpec) -> None:
-        seat = Seat(role.role, self.spec.roles[role.role])
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"{role.role}-{seat.rank}")
-        built: dict[RoleName, Any] = {
-            name: resident.role for name, resident in self._residents.items()
-        }
+        role_rank = RoleRank(role.role, self.spec.roles[role.role])
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"{role.role}-{role_rank.rank}")
+        built: dict[RoleName, Any] = {name: each.role for name, each in self._running_roles.items()}
         context = HostContext(self.spec, built, self._device, self._threads)
+        module, _, function = role.target.partition(":")
         try:
-            target = _import_target(role.target)
-            made = await _run(thread, partial(target, context, seat.rank, *role.args))
+            with self._wrap_errors(role_rank, role.target):
+                target = getattr(importlib.import_module(module), function)
+                made = await _run(thread, partial(target, context, role_rank.rank, *role.args))
         except RollickError:
             thread.shutdown(wait=False)
             raise
-        except Exception as error:
-            thread.shutdown(wait=False)
-            raise self._failure(seat, role.target, error) from error
-        self._residents[role.role] = _Resident(seat, made, thread)
+        self._running_roles[role.role] = _RunningRole(role_rank, made, thread)
 
     async def call(self, call: Call) -> Any:
-        """Run the method and return its result.
-
-        Plain methods of one role run one after another; coroutines of a role, and different
-        roles, overlap. Errors of rollick pass as they are; all others become a WorkerError that
-        carries the traceback as text, because the exception itself may not survive the way.
-        """
-        resident = self._residents.get(call.role)
-        if resident is None:
-            raise WorkerError(
-                f"{self.spec} has no {call.role}", fix="call a role of the device map"
-            )
-        method = getattr(resident.role, call.method, None)
+        """Run the method and return its result. Plain methods of one role run one after another;
+        coroutines of a role, and different roles, overlap."""
+        running = self._running_roles.get(call.role)
+        if running is None:
+            raise WorkerError(f"{self.spec} has no {call.role}", fix="add it to the device map")
+        method = getattr(running.role, call.method, None)
         if not callable(method):
-            kind = type(resident.role).__name__
-            raise WorkerError(
-                f"{resident.seat} on {self.spec} is a {kind}, which has no method {call.method!r}"
-            )
-        try:
-            return await _run(resident.thread, partial(method, *call.args, **call.kwargs))
-        except RollickError:
-            raise
-        except Exception as error:
-            raise self._failure(resident.seat, call.method, error) from error
+            missing = f"{type(running.role).__name__} has no method {call.method!r}"
+            raise WorkerError(f"{running.role_rank} on {self.spec}: {missing}")
+        with self._wrap_errors(running.role_rank, call.method):
+            return await _run(running.thread, partial(method, *call.args))
 
     async def close(self) -> None:
         """Close the roles, last built first; all of them, then raise what the first one raised."""
         errors: list[RollickError] = []
-        while self._residents:
-            _, resident = self._residents.popitem()
+        while self._running_roles:
+            _, running = self._running_roles.popitem()
             try:
-                await self._close_one(resident)
+                await self._close_one(running)
             except RollickError as error:
                 errors.append(error)
             finally:
-                resident.thread.shutdown(wait=False, cancel_futures=True)
+                running.thread.shutdown(wait=False, cancel_futures=True)
         if errors:
             raise errors[0]
 
-    async def _close_one(self, resident: _Resident) -> None:
-        close = getattr(resident.role, "close", None)
+    async def _close_one(self, running: _RunningRole) -> None:
+        close = getattr(running.role, "close", None)
         if close is None:
             return
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await _run(resident.thread, close)
+                with self._wrap_errors(running.role_rank, "close"):
+                    await _run(running.thread, close)
+        except TimeoutError:
+            who = f"{running.role_rank} on {self.spec}"
+            raise WorkerError(f"{who} did not close within {CLOSE_TIMEOUT_S:g} s") from None
+
+    @contextmanager
+    def _wrap_errors(self, role_rank: RoleRank, method: str) -> Generator[None]:
+        """Errors of rollick pass as they are; all others become a WorkerError with the traceback
+        as text, because the exception itself may not be picklable."""
+        try:
+            yield
         except RollickError:
             raise
-        except TimeoutError:
-            raise WorkerError(
-                f"{resident.seat} on {self.spec} did not close within {CLOSE_TIMEOUT_S:g} s"
-            ) from None
         except Exception as error:
-            raise self._failure(resident.seat, "close", error) from error
-
-    def _failure(self, seat: Seat, method: str, error: Exception) -> WorkerError:
-        story = "".join(traceback.format_exception(error)).rstrip()
-        return WorkerError(
-            f"{seat} on {self.spec} raised {type(error).__name__} in {method!r}: {error}\n"
-            f"Traceback of the worker:\n{story}"
-        )
+            text = "".join(traceback.format_exception(error)).rstrip()
+            what = f"raised {type(error).__name__} in {method!r}: {error}"
+            message = f"{role_rank} on {self.spec} {what}\nTraceback of the worker:\n{text}"
+            raise WorkerError(message) from error
 
 
 async def _run(thread: ThreadPoolExecutor, work: partial[Any] | Callable[[], Any]) -> Any:
@@ -192,8 +165,3 @@ async def _run(thread: ThreadPoolExecutor, work: partial[Any] | Callable[[], Any
     if inspect.iscoroutinefunction(function):
         return await work()
     return await asyncio.get_running_loop().run_in_executor(thread, work)
-
-
-def _import_target(target: str) -> Any:
-    module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)

@@ -19,7 +19,7 @@ from rollick.errors import ConfigError
 GRAMMAR = "write GPUs as 0, 0-3 or 0-3,6, and CPU workers as cpu, cpu:1 or cpu:0-1"
 
 MAX_DEVICES = 4096
-"""More than this in one list is a slip of the finger, not a cluster."""
+"""More than this in one list is a typing mistake, not a cluster."""
 
 _ITEM = re.compile(r"(?P<prefix>cpu:)?(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?")
 
@@ -40,10 +40,8 @@ def parse_devices(text: str) -> tuple[Device, ...]:
     devices = [device for item in text.split(",") for device in _parse_item(item.strip(), text)]
     repeated = [str(device) for device, count in Counter(devices).items() if count > 1]
     if repeated:
-        raise ConfigError(
-            f"the device list {text!r} names {', '.join(repeated)} twice",
-            fix="name each device once",
-        )
+        message = f"the device list {text!r} names {', '.join(repeated)} twice"
+        raise ConfigError(message, fix="name each device once")
     return tuple(devices)
 
 
@@ -53,15 +51,10 @@ def _parse_item(item: str, text: str) -> list[Device]:
         raise ConfigError(f"{item!r} in the device list {text!r} is not a device", fix=GRAMMAR)
     prefix, first = match["prefix"] or "", int(match["first"])
     last = int(match["last"] or first)
+    where = f"the range {item!r} in the device list {text!r}"
     if last < first:
-        raise ConfigError(
-            f"the range {item!r} in the device list {text!r} runs backwards",
-            fix=f"write it as {prefix}{last}-{first}",
-        )
+        raise ConfigError(f"{where} runs backwards", fix=f"write it as {prefix}{last}-{first}")
     if last - first >= MAX_DEVICES:
-        raise ConfigError(
-            f"the range {item!r} in the device list {text!r} has {last - first + 1} devices",
-            fix=f"at most {MAX_DEVICES} are allowed",
-        )
-    kind = "cpu" if prefix else "cuda"
-    return [Device(kind, index) for index in range(first, last + 1)]
+        message = f"{where} has {last - first + 1} devices"
+        raise ConfigError(message, fix=f"at most {MAX_DEVICES} are allowed")
+    return [Device("cpu" if prefix else "cuda", index) for index in range(first, last + 1)]

@@ -26,4 +26,4 @@ _NAMES = """
 """
 
 GYM_TASKS: tuple[str, ...] = tuple(_NAMES.split())
-"""Those that the tested version has; a test compares."""
+"""The tasks of the tested version; a test compares the list with the package."""

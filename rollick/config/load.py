@@ -1,7 +1,7 @@
-"""From a YAML file and a.b=c overrides to a Recipe, or to one error with every problem in it.
+"""Loads a Recipe from a YAML file and a.b=c overrides, or raises one error with every problem.
 
-Reading is in source.py, the schema in schema.py, the words in wording.py, the rules in check.py;
-here they are put in order. Nothing rewrites a Recipe after this.
+Combines source.py (reads files), schema/, wording.py (messages) and rules/. Nothing changes a
+Recipe after this.
 
     file + overrides -> Node -> Recipe -> rules -> LoadedRecipe
                           |        |        |
@@ -17,31 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
-from rollick.config.check import run_rules
-from rollick.config.problems import KeyPath, Place, Problem, dotted, raise_problems
-from rollick.config.rules import Context
-from rollick.config.schema import Recipe
-from rollick.config.source import (
-    Node,
-    apply_override,
-    dump_yaml,
-    from_plain,
-    interpolate,
-    read_file,
-)
-from rollick.config.wording import nearest_key, path_of, problem_of
+from rollick.config.interpolation import interpolate
+from rollick.config.names import find
+from rollick.config.problems import KeyPath, Location, Problem, dotted, raise_problems
+from rollick.config.rules import algorithm, names, parallel, pipelines, roles, run, unused
+from rollick.config.rules.context import RULES, Context
+from rollick.config.schema import RECIPES, Recipe, parse_recipe, recipe_type
+from rollick.config.source import Node, apply_override, dump_yaml, from_plain, read_file
+from rollick.config.wording import ErrorTranslator, path_of, unknown_name
+from rollick.errors import ConfigError
+
+RULE_MODULES = (names, run, pipelines, algorithm, roles, parallel, unused)
+"""Importing these modules registers their rules."""
 
 PLACEHOLDERS: Mapping[str, Any] = {
-    "model": {"path": "?"},
-    "data": {"domains": {}},
-    "path": "?",
-    "domains": {},
-    "source": "?",
-    "name": "?",
+    **{"model": {"path": "?"}, "teacher": {"path": "?"}, "data": {"domains": {}}, "domains": {}},
+    **dict.fromkeys(("completion", "chosen", "rejected", "path", "source", "name"), "?"),
 }
-"""Stand-ins for required keys that are wrong or missing, so that the other rules can still run."""
+"""Values for required keys that are wrong or missing, so that rules about others can run."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,10 @@ class LoadedRecipe:
     """A recipe, and where it came from."""
 
     recipe: Recipe
-    path: Path | None
-    """Its file; none for a recipe made in Python."""
     base: Path
     """The folder that `file.py:name` and data paths are relative to."""
-    text: str
-    """The whole recipe as YAML: defaults, overrides and interpolations filled in."""
-    source: Node = field(default=Node({}, Place("recipe"), Place("recipe")), repr=False)
-    """What was said where; for messages."""
+    source: Node = field(repr=False)
+    """The recipe as written, with locations, for messages."""
 
 
 def load_recipe(
@@ -69,8 +61,8 @@ def load_recipe(
 ) -> LoadedRecipe:
     """The recipe in a file, with overrides such as `rollout.group_size=4` on top.
 
-    objects: names that `object:NAME` may use. base: what paths are relative to, where that is not
-    the recipe's folder. check=False leaves out the rules (for the recipe of a finished run).
+    objects: names that `object:NAME` may use. base: the folder that paths are relative to; default:
+    the recipe's. check=False skips the rules (for the recipe of a finished run).
     """
     path = Path(path)
     problems: list[Problem] = []
@@ -78,8 +70,8 @@ def load_recipe(
     if source is None:
         raise_problems(problems, origin=str(path))
         raise AssertionError("a file that cannot be read has a problem")
-    request = _Request(path, base or path.absolute().parent, objects, check)
-    return _build(source, overrides, request, problems)
+    base = base or path.absolute().parent
+    return _build(source, overrides, problems, base=base, objects=objects, check=check)
 
 
 def recipe_from_dict(
@@ -91,29 +83,34 @@ def recipe_from_dict(
     base: Path | None = None,
 ) -> LoadedRecipe:
     """A recipe from Python values; `origin` stands for the file in messages."""
-    source = from_plain(data, Place(origin))
-    return _build(source, overrides, _Request(None, base or Path.cwd(), objects, True), [])
+    source = from_plain(data, Location(origin))
+    return _build(source, overrides, [], base=base or Path.cwd(), objects=objects)
+
+
+def check_recipe(
+    loaded: LoadedRecipe, *, objects: Collection[str] = (), deep: bool = False
+) -> list[Problem]:
+    """Every problem that the rules find; if there is none and `deep`, import all references too."""
+    context = Context(loaded.recipe, loaded.source, loaded.base, objects)
+    problems = _run_rules(context)
+    return list(names.import_everything(context)) if deep and not problems else problems
+
+
+def _run_rules(context: Context) -> list[Problem]:
+    """Every problem that rules find; skips rules that read a setting known to be wrong."""
+    sound = [function for function, reads in RULES if context.is_sound(*reads)]
+    return [problem for function in sound for problem in function(context)]
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe file: the schema, and `extends`."""
-    schema = Recipe.model_json_schema()
-    about = "Another recipe, relative to this one, that this one is laid on top of."
-    schema["properties"] = {
-        "extends": {"type": "string", "description": about},
-        **schema["properties"],
-    }
-    return schema
-
-
-@dataclass(frozen=True)
-class _Request:
-    """How a recipe is to be loaded."""
-
-    path: Path | None
-    base: Path
-    objects: Collection[str]
-    check: bool
+    """The JSON Schema of a recipe file: one alternative for each pipeline, each with `extends`."""
+    references, schema = models_json_schema([(kind, "validation") for kind in RECIPES.values()])
+    about = "Another recipe, relative to this one, whose keys this one overrides."
+    extends = {"extends": {"type": "string", "description": about}}
+    for reference in references.values():
+        recipe = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+        recipe["properties"] = extends | recipe["properties"]
+    return {"anyOf": list(references.values()), **schema}
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -122,72 +119,95 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _build(
-    source: Node, overrides: Sequence[str], request: _Request, problems: list[Problem]
+    source: Node,
+    overrides: Sequence[str],
+    problems: list[Problem],
+    *,
+    base: Path,
+    objects: Collection[str],
+    check: bool = True,
 ) -> LoadedRecipe:
-    origin = source.place.origin
+    origin = source.location.origin
     for override in overrides:
         source = apply_override(source, override, problems)
     source = interpolate(source, problems)
     unsound: set[KeyPath] = {tuple(problem.path.split(".")) for problem in problems if problem.path}
     recipe = _validate(source, problems, unsound)
-    if recipe is not None and request.check:
-        context = Context(recipe, source, request.base, request.objects, unsound)
-        problems.extend(run_rules(context))
+    if recipe is not None and check:
+        problems.extend(_run_rules(Context(recipe, source, base, objects, unsound)))
     raise_problems(problems, origin=origin)
     assert recipe is not None
-    return LoadedRecipe(recipe, request.path, request.base, dump_recipe(recipe), source)
+    return LoadedRecipe(recipe, base, source)
 
 
 def _validate(source: Node, problems: list[Problem], unsound: set[KeyPath]) -> Recipe | None:
-    """The recipe. Where parts are wrong they are reported, and a recipe without them returned."""
+    """Parse the recipe. Adds errors to `problems` and then returns a recipe without these parts."""
+    data = source.plain()
+    pipeline = source.child("pipeline")
+    if pipeline is not None and isinstance(pipeline.value, str) and _is_unknown(pipeline.value):
+        message, fix = unknown_name("pipelines", pipeline.value, own=False)
+        problems.append(Problem(pipeline.location, "pipeline", message, fix))
+        return None
     try:
-        return Recipe.model_validate(source.plain())
+        return parse_recipe(data)
     except ValidationError as error:
-        wrong = _report(error, source, problems, unsound)
-        return _stand_in(source.plain(), wrong | unsound)
+        wording = ErrorTranslator(recipe_type(data), source)
+        wrong = _report(error, wording, problems, unsound)
+        return _parse_valid_parts(data, wrong | unsound)
+
+
+def _is_unknown(pipeline: str) -> bool:
+    try:
+        return pipeline not in RECIPES and find("pipelines", pipeline) is None
+    except ConfigError:  # Registered twice: a rule reports that.
+        return False
 
 
 def _report(
-    error: ValidationError, source: Node, problems: list[Problem], unsound: set[KeyPath]
+    error: ValidationError, wording: ErrorTranslator, problems: list[Problem], unsound: set[KeyPath]
 ) -> set[KeyPath]:
-    """Adds what pydantic found to `problems` and `unsound`; returns the paths to leave out."""
-    said = {problem.path for problem in problems}
+    """Adds pydantic's errors to `problems` and `unsound`; returns the paths to drop."""
+    reported = {problem.path for problem in problems}
     errors = error.errors(include_url=False)
-    quiet = _consequences(errors, is_whole="extends" not in said)
+    quiet = _caused_by_other_errors(errors, wording, extends_was_read="extends" not in reported)
     wrong: set[KeyPath] = set()
     for item in errors:
-        path, problem = problem_of(item, source)
-        # What goes over an unknown preset cannot be judged, so all of the section is wrong.
-        bad = path_of(item["loc"][:-1], source) if item["type"] == "unknown_preset" else path
+        path, problem = wording.problem_of(item)
+        # Overrides of an unknown preset cannot be checked, so the whole section is wrong.
+        unknown_preset = item["type"] == "unknown_preset"
+        bad = path_of(item["loc"][:-1], wording.source) if unknown_preset else path
         wrong.add(bad)
         if item["type"] == "extra_forbidden":
-            unsound.update({(*path[:-1], meant) for meant in [nearest_key(item["loc"])] if meant})
+            if meant := wording.nearest_key(item["loc"]):
+                unsound.add((*path[:-1], meant))
         else:
             unsound.add(bad)
-        if dotted(path) not in said and item["loc"] not in quiet:
+        if dotted(path) not in reported and item["loc"] not in quiet:
             problems.append(problem)
     return wrong
 
 
-def _consequences(errors: Sequence[ErrorDetails], *, is_whole: bool) -> set[tuple[str | int, ...]]:
-    """The locs of errors that will go away when another one is repaired.
+def _caused_by_other_errors(
+    errors: Sequence[ErrorDetails], wording: ErrorTranslator, *, extends_was_read: bool
+) -> set[tuple[str | int, ...]]:
+    """The locs of errors that another error causes.
 
-    Those are a missing key that is there misspelt, and all missing keys if a recipe that this one
-    extends is not there.
+    These are a missing key that is present but misspelt, and all missing keys if the recipe in
+    `extends` could not be read (not `extends_was_read`).
     """
     unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
-    misspelt = {(*loc[:-1], nearest_key(loc)) for loc in unknown}
+    misspelt = {(*loc[:-1], wording.nearest_key(loc)) for loc in unknown}
     missing = [item["loc"] for item in errors if item["type"] == "missing"]
-    return {loc for loc in missing if loc in misspelt or not is_whole}
+    return {loc for loc in missing if loc in misspelt or not extends_was_read}
 
 
-def _stand_in(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None:
-    """A recipe of what is right in `data`, for the rules that do not touch what is wrong."""
+def _parse_valid_parts(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None:
+    """A recipe of the valid parts of `data`, for rules that read only these; None if impossible."""
     for path in wrong:
         _drop(data, path)
     for _ in range(len(PLACEHOLDERS)):
         try:
-            return Recipe.model_validate(data)
+            return parse_recipe(data)
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 *parents, key = item["loc"]
@@ -198,7 +218,7 @@ def _stand_in(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None
 
 
 def _drop(data: dict[str, Any], path: KeyPath) -> None:
-    """Removes a key; a part of the algorithm or a list that holds it goes as a whole."""
+    """Removes a key. Inside a list or a part of the algorithm, removes that list or part."""
     if "algorithm" in (path[0], *path[3:4]):
         path = path[: path.index("algorithm") + 2]
     lists = [index for index, part in enumerate(path) if isinstance(part, int)]

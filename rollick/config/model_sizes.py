@@ -1,7 +1,6 @@
-"""The sizes of a model that ranks divide, as its own config.json says them.
+"""Reads the sizes that ranks divide from a local model's config.json.
 
-It is read where the model is a folder on this machine; of any other model the strategy itself finds
-out when it starts.
+Other models are checked by the training strategy when it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What a model's config.json says of the sizes that ranks divide. 0: it does not say."""
+    """The sizes of a model that ranks divide, from its config.json; 0 where it has none."""
 
     heads: int
     kv_heads: int
@@ -27,45 +26,43 @@ class ModelSizes:
 
     @classmethod
     def read(cls, path: str) -> ModelSizes | None:
-        """None if the model is not a folder with a config.json that says them."""
+        """None if the model is not a folder with a config.json that has them."""
+        file = Path(path).expanduser() / "config.json"
         try:
-            said = json.loads((Path(path).expanduser() / "config.json").read_text("utf-8"))
-        except (OSError, ValueError):
+            config = json.loads(file.read_text("utf-8")) if file.is_file() else None
+        except (OSError, ValueError, RecursionError):
             return None
-        if not isinstance(said, dict):
+        if not isinstance(config, dict):
             return None
-        facts: dict[str, Any] = said  # pyright: ignore
-        facts = facts.get("text_config") or facts
-        heads = _number(facts, "num_attention_heads")
-        if not heads:
-            return None
-        return cls(
-            heads=heads,
-            kv_heads=_number(facts, "num_key_value_heads") or heads,
-            inner=_number(facts, "intermediate_size"),
-            experts=max(_number(facts, key) for key in EXPERT_KEYS),
-        )
+        inner_config: Any = config.get("text_config")  # pyright: ignore
+        values: dict[str, Any] = inner_config if isinstance(inner_config, dict) else config  # pyright: ignore
+        keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        heads, kv_heads, inner = (_number(values, key) for key in keys)
+        experts = max(_number(values, key) for key in EXPERT_KEYS)
+        return cls(heads, kv_heads or heads, inner, experts) if heads else None
 
     @property
-    def cuttable(self) -> int:
-        """What `tensor` has to divide."""
+    def tensor_divisible(self) -> int:
+        """`tensor` must divide this number."""
         return gcd(self.heads, self.kv_heads, self.inner)
 
     def describe(self) -> str:
         """The sizes that ranks may divide by, and why."""
         why = f"{self.heads} heads, {self.kv_heads} key-value heads, inner size {self.inner}"
-        said = f"tensor may be {divisors(self.cuttable)} ({why}); data and context any number"
+        text = (
+            f"tensor may be {divisors(self.tensor_divisible)} ({why}); data and context any number"
+        )
         if self.experts:
-            said += f"; expert {divisors(self.experts)} ({self.experts} experts)"
-        return said
+            text += f"; expert {divisors(self.experts)} ({self.experts} experts)"
+        return text
 
 
-def _number(facts: dict[str, Any], key: str) -> int:
-    value = facts.get(key)
+def _number(values: dict[str, Any], key: str) -> int:
+    value = values.get(key)
     return value if isinstance(value, int) else 0
 
 
 def divisors(size: int) -> str:
-    """Those of a size, as many as fit into a sentence."""
-    found = [str(number) for number in range(1, min(size, 64) + 1) if size % number == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    """The divisors of a size up to 64, as text: `1, 2 or 4`."""
+    numbers = [str(number) for number in range(1, min(size, 64) + 1) if size % number == 0]
+    return numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} or {numbers[-1]}"

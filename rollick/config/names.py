@@ -24,17 +24,19 @@ from rollick.config.plugins import plugin_target, plugins
 from rollick.config.presets import PRESETS
 from rollick.errors import ConfigError
 
-NAMES: Mapping[str, Mapping[str, str]] = {
+
+def _in(module: str, *names: str) -> dict[str, str]:
+    """Names of functions in one module that recipes know by the same name."""
+    return {name: f"rollick.{module}:{name}" for name in names}
+
+
+_OPEN: Mapping[str, Mapping[str, str]] = {
     "advantages": {
-        "dr_grpo": "rollick.algorithms.advantages:dr_grpo",
-        "grpo": "rollick.algorithms.advantages:grpo",
-        "rloo": "rollick.algorithms.advantages:rloo",
+        **_in("algorithms.advantages", "dr_grpo", "grpo", "rloo"),
         "reinforce": "rollick.algorithms.returns:reinforce",
         "reinforce++": "rollick.algorithms.returns:reinforce_pp",
-        "reinforce++_baseline": "rollick.algorithms.advantages:reinforce_pp_baseline",
-        "lite_ppo": "rollick.algorithms.advantages:lite_ppo",
-        "max_rl": "rollick.algorithms.advantages:max_rl",
-        "gdpo": "rollick.algorithms.advantages:gdpo",
+        "reinforce++_baseline": "rollick.algorithms.returns:reinforce_pp_baseline",
+        **_in("algorithms.advantages", "lite_ppo", "max_rl", "gdpo"),
         "gae": "rollick.algorithms.returns:gae",
         "step_return": "rollick.algorithms.turns:step_return",
         "segment_return": "rollick.algorithms.turns:step_return",
@@ -42,107 +44,78 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "opd": "rollick.algorithms.returns:opd",
     },
     "losses": {
-        "dppo_tv": "rollick.algorithms.losses:dppo_tv",
-        "dppo_kl": "rollick.algorithms.losses:dppo_kl",
-        "ppo": "rollick.algorithms.losses:ppo",
-        "gspo": "rollick.algorithms.sequence_losses:gspo",
-        "segment": "rollick.algorithms.sequence_losses:segment",
-        "reinforce": "rollick.algorithms.losses:reinforce",
-        "truncated_is": "rollick.algorithms.losses:truncated_is",
+        **_in("algorithms.losses", "dppo_tv", "dppo_kl", "ppo"),
+        **_in("algorithms.sequence_losses", "gspo", "segment"),
+        **_in("algorithms.losses", "reinforce", "truncated_is"),
         "topr": "rollick.algorithms.sequence_losses:topr",
-        "cispo": "rollick.algorithms.losses:cispo",
-        "sapo": "rollick.algorithms.losses:sapo",
+        **_in("algorithms.losses", "cispo", "sapo"),
         "gmpo": "rollick.algorithms.sequence_losses:gmpo",
-        "kimi": "rollick.algorithms.losses:kimi",
-        "raft": "rollick.algorithms.losses:raft",
+        **_in("algorithms.losses", "kimi", "raft"),
         "raft++": "rollick.algorithms.losses:raft_plus_plus",
         "sft": "rollick.algorithms.losses:sft",
-        "dpo": "rollick.algorithms.preference:dpo",
-        "ipo": "rollick.algorithms.preference:ipo",
+        **_in("algorithms.preference", "dpo", "ipo"),
         "distillation": "rollick.algorithms.distillation:distillation",
     },
-    "value_losses": {"value": "rollick.algorithms.value:value"},
     "corrections": {
-        "bypass": "rollick.algorithms.correction:bypass",
-        "none": "rollick.algorithms.correction:none",
-        "token_tis": "rollick.algorithms.correction:token_tis",
-        "sequence_tis": "rollick.algorithms.correction:sequence_tis",
-        "icepop": "rollick.algorithms.correction:icepop",
-        "geometric": "rollick.algorithms.correction:geometric",
-        "k3": "rollick.algorithms.correction:k3",
-        "decoupled": "rollick.algorithms.correction:decoupled",
-        "opsm": "rollick.algorithms.correction:opsm",
+        **_in("algorithms.correction", "bypass", "none", "token_tis", "sequence_tis", "icepop"),
+        **_in("algorithms.correction", "geometric", "k3", "decoupled", "opsm"),
     },
     "aggregations": {
-        "token_mean": "rollick.algorithms.aggregation:token_mean",
-        "sequence_mean_token_mean": "rollick.algorithms.aggregation:sequence_mean_token_mean",
-        "sequence_mean_token_sum": "rollick.algorithms.aggregation:sequence_mean_token_sum",
-        "fixed_length": "rollick.algorithms.aggregation:fixed_length",
-        "prompt_mean": "rollick.algorithms.aggregation:prompt_mean",
-    },
-    "selections": {
-        "zero_variance": "rollick.algorithms.selection:judge_group",
-        "retirement": "rollick.data.curriculum:is_retired",
-        "near_half": "rollick.data.curriculum:nearest_half",
+        **_in("algorithms.aggregation", "token_mean", "sequence_mean_token_mean"),
+        **_in("algorithms.aggregation", "sequence_mean_token_sum", "fixed_length", "prompt_mean"),
     },
     "rewards": {
-        "exact_match": "rollick.rewards.text:exact_match",
-        "last_number": "rollick.rewards.text:last_number",
-        "contains": "rollick.rewards.text:contains",
-        "multiple_choice": "rollick.rewards.text:multiple_choice",
-        "f1": "rollick.rewards.text:f1",
+        **_in("rewards.text", "exact_match", "last_number", "contains", "multiple_choice", "f1"),
         "math": "rollick.rewards.math:math_answer",
         "instructions": "rollick.rewards.instructions:instructions",
-        "json_schema": "rollick.rewards.structure:json_schema",
-        "regex": "rollick.rewards.structure:regex",
-        "length": "rollick.rewards.structure:length",
-        "tags": "rollick.rewards.structure:tags",
-        "repetition": "rollick.rewards.structure:repetition",
-        "language": "rollick.rewards.language:language",
+        **_in("rewards.text", "json_schema", "regex", "length", "tags", "repetition", "language"),
         "judge": "rollick.rewards.judge:judge",
         "model": "rollick.rewards.model:model",
         "code": "rollick.rewards.code:code",
-        "reasoning_gym": "rollick.rewards.gym:reasoning_gym",
+        "knights_knaves": "rollick.rewards.knights_knaves:knights_knaves",
+        "reasoning_gym": "rollick.rewards.reasoning_gym_scores:reasoning_gym",
     },
     "environments": {
         "frozen_lake": "rollick.envs.frozen_lake:FrozenLake",
         "sokoban": "rollick.envs.sokoban:Sokoban",
         "webshop": "rollick.envs.webshop:WebShop",
         "tools": "rollick.envs.tools.env:ToolEnv",
-        "gymnasium": "rollick.envs.adapters.gym:GymEnv",
-        "minigrid": "rollick.envs.adapters.minigrid:minigrid_env",
-        "reasoning_gym": "rollick.envs.adapters.reasoning:ReasoningGymEnv",
-        "textarena": "rollick.envs.adapters.arena:TextArenaEnv",
-        "openenv": "rollick.envs.adapters.remote:RemoteEnv",
-        "verifiers": "rollick.envs.adapters.verifier:VerifiersEnv",
+        "gymnasium": "rollick.envs.adapters.gymnasium_env:GymEnv",
+        "minigrid": "rollick.envs.adapters.minigrid_env:minigrid_env",
+        "reasoning_gym": "rollick.envs.adapters.reasoning_gym_env:ReasoningGymEnv",
+        "textarena": "rollick.envs.adapters.textarena_env:TextArenaEnv",
+        "openenv": "rollick.envs.adapters.openenv_env:RemoteEnv",
+        "verifiers": "rollick.envs.adapters.verifiers_env:VerifiersEnv",
     },
     "engines": {
         "native": "rollick.infer.native.engine:NativeEngine",
-        "vllm": "rollick.infer.vllm:VllmEngine",
+        "vllm": "rollick.infer.vllm.engine:VllmEngine",
     },
     "train_strategies": {
-        "local": "rollick.train.local:LocalStrategy",
-        "fsdp": "rollick.train.fsdp:FsdpStrategy",
+        "local": "rollick.trainer.local:LocalStrategy",
+        "fsdp": "rollick.trainer.fsdp:FsdpStrategy",
     },
     "pipelines": {
-        "rlvr": "rollick.pipelines.rlvr:run_rlvr",
-        "agentic": "rollick.pipelines.agentic:run_agentic",
-        "sft": "rollick.pipelines.sft:run_sft",
-        "dpo": "rollick.pipelines.dpo:run_dpo",
-        "distill": "rollick.pipelines.distill:run_distill",
+        **dict.fromkeys(("rlvr", "agentic"), "rollick.pipelines.rl:run_rl"),
+        **dict.fromkeys(("sft", "dpo", "distill"), "rollick.pipelines.supervised:run_supervised"),
     },
     "sinks": {
         "tensorboard": "rollick.observe.sinks:TensorBoardSink",
-        "wandb": "rollick.observe.sinks:WandbSink",
+        "wandb": "rollick.observe.sinks:open_wandb",
         "mlflow": "rollick.observe.sinks:MlflowSink",
-        "trackio": "rollick.observe.sinks:TrackioSink",
+        "trackio": "rollick.observe.sinks:open_trackio",
     },
-    "kl_forms": {
-        "k1": "rollick.algorithms.kl:k1",
-        "k2": "rollick.algorithms.kl:k2",
-        "k3": "rollick.algorithms.kl:k3",
+}
+
+CLOSED: Mapping[str, Mapping[str, str]] = {
+    "value_losses": _in("algorithms.value", "value"),
+    "selections": {
+        "zero_variance": "rollick.algorithms.selection:group_drop_reason",
+        "retirement": "rollick.data.curriculum:is_retired",
+        "near_half": "rollick.data.curriculum:nearest_half",
     },
-    "bonuses": {"entropy": "rollick.algorithms.losses:entropy"},
+    "kl_forms": _in("algorithms.kl", "k1", "k2", "k3"),
+    "bonuses": _in("algorithms.losses", "entropy"),
     "kl_controllers": {
         "fixed": "rollick.algorithms.kl:fixed_coefficient",
         "adaptive": "rollick.algorithms.kl:adaptive_coefficient",
@@ -161,24 +134,12 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "truncated_mask": "rollick.algorithms.shaping:trained_members",
         "difficulty_mask": "rollick.algorithms.shaping:trained_members",
     },
-    "gym_tasks": dict.fromkeys(GYM_TASKS, "rollick.data.gym:gym_rows"),
+    "gym_tasks": dict.fromkeys(GYM_TASKS, "rollick.data.reasoning_gym_source:gym_rows"),
     "presets": dict.fromkeys(PRESETS, "rollick.config.presets:PRESETS"),
 }
-
-CLOSED = frozenset(
-    {
-        "value_losses",
-        "bonuses",
-        "selections",
-        "kl_forms",
-        "kl_controllers",
-        "divergences",
-        "shapings",
-        "gym_tasks",
-        "presets",
-    }
-)
 """Kinds that are settings of a part and not names to import: other packages cannot add to them."""
+
+NAMES = {**_OPEN, **CLOSED}
 
 REFERENCE = re.compile(r"^(?P<where>[^:]+):(?P<attribute>[A-Za-z_]\w*)$")
 """`file.py:name` or `package.module:name`: something of the user's own."""
@@ -199,7 +160,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> str | None:
-    """Where `name` is, as module:attribute (or file.py:name); None if nobody knows it.
+    """Where `name` is, as module:attribute (or file.py:name); None if it is unknown.
 
     ConfigError if more than one registered it. Nothing is imported.
     """
@@ -210,25 +171,20 @@ def find(kind: str, name: str) -> str | None:
         return own
     target = plugin_target(kind, name, own=own)
     if target is not None and not is_reference(target):
-        raise ConfigError(
-            f"{name!r} of the {kind.replace('_', ' ')} is registered as {target!r}",
-            fix="its package must register it as module:attribute",
-        )
+        message = f"{name!r} of the {kind.replace('_', ' ')} is registered as {target!r}"
+        raise ConfigError(message, fix="its package must register it as module:attribute")
     return target
 
 
 def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
-    """Import what `name` stands for. Files are taken relative to `base`, the recipe's folder."""
+    """Import the object of a name. Files are relative to `base`, the recipe's folder."""
     target = find(kind, name)
     if target is None:
         known = names_of(kind)
-        close = nearest(name, known)
-        raise ConfigError(
-            f"{name!r} is not one of the {kind} ({', '.join(known) or 'none'})",
-            fix=f"did you mean {', '.join(close)}?"
-            if close
-            else "or name your own as file.py:name",
-        )
+        close = ", ".join(nearest(name, known))
+        message = f"{name!r} is not one of the {kind} ({', '.join(known) or 'none'})"
+        fix = f"did you mean {close}?" if close else "or name your own as file.py:name"
+        raise ConfigError(message, fix=fix)
     return load_reference(target, base=base)
 
 
@@ -237,10 +193,8 @@ def load_reference(name: str, *, base: Path | None = None) -> Any:
     where, _, attribute = name.partition(":")
     module = _load_file(where, base) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, attribute):
-        raise ConfigError(
-            f"{where} has no {attribute!r}",
-            fix=f"it defines: {', '.join(n for n in vars(module) if not n.startswith('_'))}",
-        )
+        known = ", ".join(name for name in vars(module) if not name.startswith("_"))
+        raise ConfigError(f"{where} has no {attribute!r}", fix=f"it defines: {known}")
     return getattr(module, attribute)
 
 
@@ -254,5 +208,8 @@ def _load_file(where: str, base: Path | None) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        # Last in sys.path, so that modules next to the file can be imported but hide no others.
+        sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module

@@ -1,19 +1,18 @@
-"""Names that installed packages add to the table: their entry points of the group `rollick.KIND`.
+"""Plugins: names that installed packages register as entry points in the group `rollick.KIND`.
 
     [project.entry-points."rollick.losses"]        in the package's pyproject.toml
     my_loss = "my_package.losses:my_loss"
 
-Owns finding them and refusing names that more than one registers. Only the metadata of packages
-is read, once and when first asked for; nothing of theirs is imported here.
+Finds plugins, and rejects names that are registered more than once. Reads only the metadata of
+packages, on first use; does not import the packages.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rollick.errors import ConfigError
 
@@ -22,51 +21,48 @@ if TYPE_CHECKING:
 
 GROUP = "rollick."
 OURS = "rollick itself"
-"""Stands for a package in messages about a name of our own table."""
+"""Shown in messages as the package that registered a built-in name."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Plugin:
-    """What one package registered under a name."""
+class Plugin(NamedTuple):
+    """One registered name: the package, and its target as module:attribute."""
 
     package: str
     target: str
-    """module:attribute."""
 
 
 def plugins(kind: str) -> Mapping[str, tuple[Plugin, ...]]:
-    """Name -> who registered it, of one kind, by name."""
-    # By path: a package that comes onto sys.path later is found, too.
+    """The plugins of one kind, such as `losses`: name -> registrations, sorted by name."""
+    # Cached by sys.path, so that packages added to it later are found.
     return _registered(tuple(sys.path)).get(kind, {})
 
 
 def plugin_target(kind: str, name: str, *, own: str | None) -> str | None:
-    """Where `name` is: `own`, that of our table, or a package's; None if nobody has it.
+    """The target of `name`: `own` (the built-in one), or that of a plugin; None if unknown.
 
-    ConfigError if more than one has: which of them a recipe means must not depend on what else
-    happens to be installed.
+    Raises ConfigError if there are several: the meaning of a recipe must not depend on what else
+    is installed.
     """
-    found = plugins(kind).get(name, ())
-    packages = [plugin.package for plugin in found]
+    registered = plugins(kind).get(name, ())
+    packages = [plugin.package for plugin in registered]
     owners = [OURS, *packages] if own else packages
     if len(owners) > 1:
-        raise ConfigError(
-            f"{name!r} of the {kind.replace('_', ' ')} is registered by {' and by '.join(owners)}",
-            fix=f"uninstall {' and '.join(packages) if own else ' or '.join(packages)}, "
-            "or name its function as package.module:function",
-        )
-    return found[0].target if found else own
+        whose = f"{name!r} of the {kind.replace('_', ' ')}"
+        remove = (" and " if own else " or ").join(packages)
+        fix = f"uninstall {remove}, or name its function as package.module:function"
+        raise ConfigError(f"{whose} is registered by {' and by '.join(owners)}", fix=fix)
+    return registered[0].target if registered else own
 
 
 @cache
 def _registered(path: tuple[str, ...]) -> dict[str, dict[str, tuple[Plugin, ...]]]:
-    # Imported here: most of what loads this module asks for a built-in name or for none.
+    # Imported on first use: most importers of this module never look up a plugin.
     from importlib.metadata import entry_points
 
-    found = entry_points()
+    entries = entry_points()
     return {
-        group.removeprefix(GROUP): _by_name(found.select(group=group))
-        for group in found.groups
+        group.removeprefix(GROUP): _by_name(entries.select(group=group))
+        for group in entries.groups
         if group.startswith(GROUP)
     }
 

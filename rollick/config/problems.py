@@ -1,6 +1,6 @@
-"""What is wrong with a recipe, where it was said, and how that reads.
+"""Problems of a recipe: where they are, and how they are printed.
 
-A Problem is data: places and rules are found elsewhere (source.py, wording.py, check.py), and
+A Problem is data: locations and rules come from elsewhere (source.py, wording.py, rules/), and
 `raise_problems` turns a list of them into one ConfigError.
 """
 
@@ -20,8 +20,8 @@ MAX_SHOWN = 60
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """Where something was said: a file with line and column, an override, or a call."""
+class Location:
+    """Where a value is set: a file with line and column, an override, or a call."""
 
     origin: str
     line: int = 0
@@ -33,15 +33,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to repair: `place: path: message; fix`."""
+    """One thing to repair: `location: path: message; fix`."""
 
-    place: Place
+    location: Location
     path: str
     message: str
     fix: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.place}: {self.path}: " if self.path else f"{self.place}: "
+        head = f"{self.location}: {self.path}: " if self.path else f"{self.location}: "
         return f"{head}{self.message}; {self.fix}" if self.fix else f"{head}{self.message}"
 
 
@@ -49,7 +49,7 @@ def raise_problems(problems: Sequence[Problem], *, origin: str) -> None:
     """One ConfigError with all of them, in the order of the file. Nothing if there are none."""
     if not problems:
         return
-    ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.place)
+    ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.location)
     count = f"{len(ordered)} problem{'s' if len(ordered) > 1 else ''}"
     raise ConfigError("\n".join([f"{origin} has {count}:", *(f"  {line}" for line in ordered)]))
 
@@ -59,7 +59,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as a recipe would say it, short enough for a line."""
+    """A value as in a recipe, short enough for a line."""
     match value:
         case None:
             return "empty"
@@ -75,6 +75,6 @@ def show(value: Any) -> str:
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:
-    """A question with the best of the known names; empty where none looks alike."""
+    """A question with the closest known name; empty if none is close."""
     close = nearest(str(name), list(known), count=1)
     return f"did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
-"""What `file.py:name` and `package.module:name` stand for, found by reading, never by importing.
+"""Finds what `file.py:name` and `package.module:name` refer to, by parsing, never by importing.
 
-So that `rollick check` runs no code of the user's (and needs none of its imports), the file is
-parsed and searched for the name. What only an import can tell is left to `check --deep`.
+`rollick check` must not run user code (or need its imports), so the file is parsed and searched for
+the name. `check --deep` finds the problems that only an import shows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +20,14 @@ from rollick.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a function can be called with by name."""
+    """What a function can be called with by name. `takes_any`: it has **kwargs."""
 
     names: tuple[str, ...]
-    """Parameters that can be given by name."""
+    required: tuple[str, ...]
+    """Those without a default."""
     unfillable: tuple[str, ...]
     """Parameters without a default that can only be given by position."""
     takes_any: bool
-    """Whether there is a **kwargs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +42,23 @@ UNKNOWN = Definition("other")
 
 
 def read_reference(reference: str, base: Path) -> Definition:
-    """What `reference` names; ConfigError if the file or the name is not there."""
+    """What `reference` names; ConfigError if the file or the name does not exist."""
     match = REFERENCE.match(reference)
     assert match is not None, reference
     where, name = match["where"], match["attribute"]
     path = base / where if where.endswith(".py") else _module_file(where)
     if path is None:
         return UNKNOWN
-    definitions = dict(_definitions(_parse(path, where).body))
+    body = _parse(path, where).body
+    definitions = dict(_definitions(body))
+    _add_declared_options(body, definitions)
     if name in definitions:
         return definitions[name]
     if "*" in definitions:
         return UNKNOWN
     known = [key for key in definitions if not key.startswith("_")]
-    raise ConfigError(
-        f"{where} does not define {name!r}",
-        fix=did_you_mean(name, known) or f"it defines: {', '.join(known) or 'nothing'}",
-    )
+    fix = did_you_mean(name, known) or f"it defines: {', '.join(known) or 'nothing'}"
+    raise ConfigError(f"{where} does not define {name!r}", fix=fix)
 
 
 def _module_file(where: str) -> Path | None:
@@ -69,10 +69,8 @@ def _module_file(where: str) -> Path | None:
     except ValueError:  # A module that was not imported from anywhere, such as __main__.
         spec = None
     if spec is None:
-        raise ConfigError(
-            f"there is no module {top!r}",
-            fix="a file goes by its path, such as rewards.py:name, relative to the recipe",
-        )
+        fix = "a file goes by its path, such as rewards.py:name, relative to the recipe"
+        raise ConfigError(f"there is no module {top!r}", fix=fix)
     if not rest or spec.submodule_search_locations is None:
         is_python = spec.has_location and str(spec.origin).endswith(".py") and not rest
         return Path(str(spec.origin)) if is_python else None
@@ -81,7 +79,7 @@ def _module_file(where: str) -> Path | None:
         for file in (inside.with_name(f"{inside.name}.py"), inside / "__init__.py"):
             if file.is_file():
                 return file
-    raise ConfigError(f"there is no module {where!r}", fix=f"{top!r} is there, the rest is not")
+    raise ConfigError(f"there is no module {where!r}", fix=f"{top!r} exists, the rest does not")
 
 
 def _parse(path: Path, where: str) -> ast.Module:
@@ -89,14 +87,11 @@ def _parse(path: Path, where: str) -> ast.Module:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         siblings = [file.name for file in path.parent.glob("*.py")]
-        advice = did_you_mean(path.name, siblings)
-        raise ConfigError(
-            f"there is no file {where!r}", fix=advice or "give its path relative to the recipe"
-        ) from None
+        fix = did_you_mean(path.name, siblings) or "give its path relative to the recipe"
+        raise ConfigError(f"there is no file {where!r}", fix=fix) from None
     except SyntaxError as error:
-        raise ConfigError(
-            f"{where} is not valid Python: line {error.lineno}: {error.msg}"
-        ) from error
+        message = f"{where} is not valid Python: line {error.lineno}: {error.msg}"
+        raise ConfigError(message) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
 
@@ -123,17 +118,49 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
 
 
 def _inner_statements(statement: ast.stmt) -> list[ast.stmt]:
-    handlers = [
-        item for item in ast.iter_child_nodes(statement) if isinstance(item, ast.ExceptHandler)
-    ]
-    inner = [item for handler in handlers for item in handler.body]
-    return [item for item in ast.iter_child_nodes(statement) if isinstance(item, ast.stmt)] + inner
+    parts = list(ast.iter_child_nodes(statement))
+    handled = [item for part in parts if isinstance(part, ast.ExceptHandler) for item in part.body]
+    return [part for part in parts if isinstance(part, ast.stmt)] + handled
 
 
 def _parameters(arguments: ast.arguments) -> Parameters:
-    required = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = positional[: len(positional) - len(arguments.defaults)]
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required += [item for item, default in keywords if default is None]
     return Parameters(
         names=tuple(item.arg for item in (*arguments.args, *arguments.kwonlyargs)),
-        unfillable=tuple(item.arg for item in arguments.posonlyargs[: max(0, required)]),
+        required=tuple(item.arg for item in required),
+        unfillable=tuple(item.arg for item in arguments.posonlyargs if item in required),
         takes_any=arguments.kwarg is not None,
     )
+
+
+def _add_declared_options(body: list[ast.stmt], definitions: dict[str, Definition]) -> None:
+    """`declare(reward, options=Class)`: the fields of the class are parameters of the reward."""
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    for statement in body:
+        match statement:
+            case ast.Expr(ast.Call(ast.Name("declare"), [ast.Name(reward), *_], keywords)):
+                options = [item.value for item in keywords if item.arg == "options"]
+            case _:
+                continue
+        definition = definitions.get(reward, UNKNOWN)
+        if definition.parameters is None or not options or not isinstance(options[0], ast.Name):
+            continue
+        settings = classes.get(options[0].id)
+        fields = {
+            item.target.id: item.value
+            for item in (settings.body if settings else ())
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        parameters = replace(
+            definition.parameters,
+            names=(*definition.parameters.names, *fields),
+            required=(
+                *definition.parameters.required,
+                *(name for name, default in fields.items() if default is None),
+            ),
+            takes_any=not fields,
+        )
+        definitions[reward] = replace(definition, parameters=parameters)

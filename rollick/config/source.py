@@ -1,35 +1,39 @@
-"""A recipe as it was written: values, and the place where each of them was said.
+"""A recipe as written: values, and the location of each of them.
 
-Owns YAML, `extends`, overrides and interpolation; knows nothing of the schema beyond which
-sections are named parts. Problems are collected, not raised, so that all come out at once.
+Owns YAML, `extends` and overrides; interpolation.py fills in `${...}`. It knows nothing of the
+schema except which sections are named parts. Problems are collected, not raised: all are reported
+together.
 
-    file.yaml -+- compose -> Node --+-- merge (extends) -- override a.b=c -- ${...} --> Node
-    base.yaml -+- compose -> Node --+                                      (then schema.py)
+    file.yaml -+- compose -> Node --+-- merge (extends) -- override a.b=c --> Node
+    base.yaml -+- compose -> Node --+                    (then interpolation.py)
 
 YAML is read by the 1.2 rules, as people expect them: `on` and `12:30` are text, `1e-6` is a
-number, and a key that is said twice is a problem.
+number, and a repeated key is a problem.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollick.config.problems import KeyPath, Place, Problem, dotted, show
+from rollick.config.problems import KeyPath, Location, Problem, dotted, show
 
 PARTS = ("advantage", "loss", "correction")
 """Sections of the algorithm that are picked by name."""
 
-MAX_NODES = 20_000
+MAX_BYTES = 256 << 10
+"""Size of a recipe file; checking a larger one would take minutes."""
+
+MAX_NODES = 5_000
 """A recipe with more values than this is a YAML bomb (aliases that multiply)."""
 
 MAX_DIGITS = 1000
-"""A longer number stays a text, which the schema refuses with its place."""
+"""A longer number stays a text, which the schema refuses with its location."""
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS: Sequence[tuple[str, str, str]] = (
@@ -48,21 +52,21 @@ _RESOLVERS: Sequence[tuple[str, str, str]] = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of a recipe: a section, a list or a scalar, with its place and its key's place."""
+    """One value of a recipe (a section, a list or a scalar) with the locations of value and key."""
 
     value: dict[str, Node] | list[Node] | bool | int | float | str | None
-    place: Place
-    key_place: Place
+    location: Location
+    key_location: Location
 
     def find(self, path: KeyPath) -> Node | None:
-        """The node at `path`, if somebody said it."""
+        """The node at `path`, if it is set."""
         node: Node | None = self
         for part in path:
             node = node.child(part) if node else None
         return node
 
     def nearest(self, path: KeyPath) -> Node:
-        """The node at `path`, or the innermost one around it that was said."""
+        """The node at `path`, or the innermost one around it that is set."""
         for end in range(len(path), 0, -1):
             if node := self.find(path[:end]):
                 return node
@@ -75,6 +79,12 @@ class Node:
             return self.value[part]
         return None
 
+    def children(self) -> Iterable[tuple[Any, Node]]:
+        """The nodes of a section by key, or of a list by index; none of a scalar."""
+        if isinstance(self.value, dict):
+            return self.value.items()
+        return enumerate(self.value) if isinstance(self.value, list) else ()
+
     def plain(self) -> Any:
         """The value alone, as Python dicts, lists and scalars."""
         if isinstance(self.value, dict):
@@ -84,15 +94,13 @@ class Node:
         return self.value
 
 
-def from_plain(value: Any, place: Place, key_place: Place | None = None) -> Node:
-    """A node, and all below it, said at one place (a call from Python, an override)."""
-    key_place = key_place or place
+def from_plain(value: Any, location: Location, key_location: Location | None = None) -> Node:
+    """A node, and all below it, at one location (a call from Python, an override)."""
     if isinstance(value, Mapping):
-        inside = {str(key): from_plain(item, place) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
-        return Node(inside, place, key_place)
-    if isinstance(value, list | tuple):
-        return Node([from_plain(item, place) for item in value], place, key_place)  # pyright: ignore[reportUnknownVariableType]
-    return Node(value, place, key_place)
+        value = {str(key): from_plain(item, location) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
+    elif isinstance(value, list | tuple):
+        value = [from_plain(item, location) for item in value]  # pyright: ignore[reportUnknownVariableType]
+    return Node(value, location, key_location or location)
 
 
 class _Loader(yaml.SafeLoader):
@@ -113,9 +121,7 @@ for _name, _pattern, _first in _RESOLVERS:
 def dump_yaml(data: Any) -> str:
     """YAML that `read_file` reads back as the same values; `${` in a text stays a text."""
     escaped = _escape_interpolation(data)
-    return yaml.dump(
-        escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
-    )
+    return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _escape_interpolation(data: Any) -> Any:
@@ -131,10 +137,10 @@ def _escape_interpolation(data: Any) -> Any:
 def read_file(path: Path, problems: list[Problem], *, seen: tuple[Path, ...] = ()) -> Node | None:
     """The recipe in a file, on top of the ones it extends. None if it cannot be read at all."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        problems.append(Problem(Place(str(path)), "", f"cannot be read: {reason}"))
+        text = _read_text(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        problems.append(Problem(Location(str(path)), "", f"cannot be read: {reason}"))
         return None
     node = _compose(text, str(path), problems)
     if node is None or not isinstance(node.value, dict) or "extends" not in node.value:
@@ -145,11 +151,23 @@ def read_file(path: Path, problems: list[Problem], *, seen: tuple[Path, ...] = (
     return merge(base, rest) if base else rest
 
 
+def _read_text(path: Path) -> str:
+    """ValueError unless it is a text of usual size; a device would have no end."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8 text") from error
+
+
 def _read_base(
     extends: Node, path: Path, problems: list[Problem], *, seen: tuple[Path, ...]
 ) -> Node | None:
     def refuse(message: str) -> None:
-        problems.append(Problem(extends.place, "extends", message))
+        problems.append(Problem(extends.location, "extends", message))
 
     if not isinstance(extends.value, str):
         return refuse(f"must be the path of one recipe, but is {show(extends.plain())}")
@@ -157,13 +175,13 @@ def _read_base(
     if target.resolve() in seen:
         return refuse(f"{extends.value!r} leads back to itself")
     if not target.is_file():
-        return refuse(f"there is no file {extends.value!r} beside this recipe")
+        return refuse(f"there is no file {extends.value!r} next to this recipe")
     base = read_file(target, problems, seen=seen)
     return base or refuse(f"{extends.value!r} cannot be used")
 
 
 def _compose(text: str, origin: str, problems: list[Problem]) -> Node | None:
-    start = Place(origin, 1, 1)
+    start = Location(origin, 1, 1)
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is None:
@@ -171,21 +189,21 @@ def _compose(text: str, origin: str, problems: list[Problem]) -> Node | None:
         node = _Builder(origin, problems).build(root, (), start)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = Place(origin, mark.line + 1, mark.column + 1) if mark else Place(origin)
+        location = Location(origin, mark.line + 1, mark.column + 1) if mark else Location(origin)
         line = "".join(text.split("\n")[mark.line : mark.line + 1]) if mark else ""
         fix = "put quotes around a value with ${...}" if "${" in line else ""
-        problems.append(Problem(place, "", f"is not valid YAML: {error.problem}", fix))
+        problems.append(Problem(location, "", f"is not valid YAML: {error.problem}", fix))
         return None
     except (yaml.YAMLError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        reason = reason.splitlines()[0]
-        problems.append(Problem(Place(origin), "", f"is not valid YAML: {reason}"))
+        nested = isinstance(error, RecursionError)
+        reason = "nested too deeply" if nested else str(error).splitlines()[0]
+        problems.append(Problem(Location(origin), "", f"is not valid YAML: {reason}"))
         return None
     if not isinstance(node.value, dict):
         message = f"a recipe is made of `key: value` lines, but this is {show(node.plain())}"
-        problems.append(Problem(node.place, "", message))
+        problems.append(Problem(node.location, "", message))
         return None
-    return replace(node, place=start, key_place=start)
+    return replace(node, location=start, key_location=start)
 
 
 class _Builder:
@@ -197,51 +215,50 @@ class _Builder:
         self.open: set[int] = set()
         self.count = 0
 
-    def build(self, raw: yaml.Node, path: KeyPath, key_place: Place) -> Node:
-        place = self.place(raw)
+    def build(self, raw: yaml.Node, path: KeyPath, key_location: Location) -> Node:
+        location = self.location(raw)
         if id(raw) in self.open:
-            self.problems.append(Problem(place, dotted(path), "an alias makes it endless"))
-            return Node(None, place, key_place)
+            self.problems.append(Problem(location, dotted(path), "an alias makes it endless"))
+            return Node(None, location, key_location)
         self.count += 1
         if self.count > MAX_NODES:
             raise yaml.YAMLError(f"it has more than {MAX_NODES} values")
         self.open.add(id(raw))
         value = self._value(raw, path)
         self.open.discard(id(raw))
-        return Node(value, place, key_place)
+        return Node(value, location, key_location)
 
-    def place(self, raw: yaml.Node) -> Place:
-        return Place(self.origin, raw.start_mark.line + 1, raw.start_mark.column + 1)
+    def location(self, raw: yaml.Node) -> Location:
+        return Location(self.origin, raw.start_mark.line + 1, raw.start_mark.column + 1)
 
     def _value(self, raw: yaml.Node, path: KeyPath) -> Any:
         if isinstance(raw, yaml.MappingNode):
             return self._mapping(raw, path)
         if isinstance(raw, yaml.SequenceNode):
             items = enumerate(raw.value)
-            return [self.build(item, (*path, i), self.place(item)) for i, item in items]
-        assert isinstance(raw, yaml.ScalarNode)
+            return [self.build(item, (*path, i), self.location(item)) for i, item in items]
         return self._scalar(raw, path)
 
     def _mapping(self, raw: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
-        said: dict[str, Node] = {}
+        values: dict[str, Node] = {}
         beneath: dict[str, Node] = {}
         for key, value in raw.value:
-            place = self.place(key)
+            location = self.location(key)
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(Problem(place, dotted(path), "a key must be a single word"))
+                self.problems.append(Problem(location, dotted(path), "a key must be a single word"))
             elif key.tag == _TAG + "merge":
                 sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 for source in reversed(sources):
-                    merged = self.build(source, path, place).value
+                    merged = self.build(source, path, location).value
                     beneath.update(merged if isinstance(merged, dict) else {})
-            elif key.value in said:
-                message = f"said twice; the first is at line {said[key.value].key_place.line}"
-                self.problems.append(Problem(place, dotted((*path, key.value)), message))
+            elif key.value in values:
+                message = f"repeated; the first is at line {values[key.value].key_location.line}"
+                self.problems.append(Problem(location, dotted((*path, key.value)), message))
             else:
-                said[key.value] = self.build(value, (*path, key.value), place)
-        return {**beneath, **said}
+                values[key.value] = self.build(value, (*path, key.value), location)
+        return {**beneath, **values}
 
-    def _scalar(self, raw: yaml.ScalarNode, path: KeyPath) -> bool | int | float | str | None:
+    def _scalar(self, raw: yaml.Node, path: KeyPath) -> bool | int | float | str | None:
         text = raw.value
         match raw.tag.removeprefix(_TAG):
             case "str" | "merge":
@@ -257,7 +274,7 @@ class _Builder:
                 return float(re.sub(r"\.(?=[ni])", "", text.lower()))
             case _:
                 message = f"the YAML tag {raw.tag!r} is not allowed in a recipe"
-                self.problems.append(Problem(self.place(raw), dotted(path), message))
+                self.problems.append(Problem(self.location(raw), dotted(path), message))
                 return None
 
 
@@ -265,7 +282,8 @@ def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
     """`over` on top of `base`: sections are merged key by key, all else is replaced."""
     if key := _naming_key(path):
         base, over = _in_full(base, key), _in_full(over, key)
-        if not isinstance(base.value, dict) or _names_another(base, over, key):
+        name, before = over.find((key,)), base.find((key,))
+        if name is not None and (before is None or name.value != before.value):
             return over
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
@@ -293,38 +311,23 @@ def _in_full(node: Node, key: str) -> Node:
     return replace(node, value={key: node}) if isinstance(node.value, str) else node
 
 
-def _names_another(base: Node, over: Node, key: str) -> bool:
-    name = over.find((key,))
-    before = base.find((key,))
-    return name is not None and (before is None or name.value != before.value)
-
-
 def apply_override(root: Node, override: str, problems: list[Problem]) -> Node:
-    """The tree with `a.b=c` said on top. A list element goes by its number: `a.0.b=c`."""
-    place = Place(f"override {override}")
+    """The tree with `a.b=c` set. A list element is named by its index: `a.0.b=c`."""
+    location = Location(f"override {override}")
     key, equals, text = override.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(re.fullmatch(r"[^\s+~]+", part) for part in path):
-        problems.append(Problem(place, "", "is not of the form a.b=c"))
+        problems.append(Problem(location, "", "is not of the form a.b=c"))
         return root
-    found: list[Problem] = []
-    value = _override_value(text, place, found)
-    if not found:
-        root = _set(root, path, from_plain(value, place), found, done=())
-    problems.extend(found)
-    return root
-
-
-def _override_value(text: str, place: Place, problems: list[Problem]) -> Any:
-    found: list[Problem] = []
+    own: list[Problem] = []
     try:
         raw = yaml.compose(text, Loader=_Loader)
-        value = _Builder(place.origin, found).build(raw, (), place).plain() if raw else None
+        value = _Builder(location.origin, own).build(raw, (), location).plain() if raw else None
     except (yaml.YAMLError, RecursionError):
-        problems.append(Problem(place, "", f"the value {text!r} is not valid YAML"))
-        return None
-    problems.extend(replace(problem, place=place) for problem in found)
-    return value
+        problems.append(Problem(location, "", f"the value {text!r} is not valid YAML"))
+        return root
+    problems.extend(replace(problem, location=location) for problem in own)
+    return root if own else _set(root, path, from_plain(value, location), problems, done=())
 
 
 def _set(
@@ -335,99 +338,23 @@ def _set(
     part, rest = path[0], path[1:]
     if key := _naming_key(done):
         node = _in_full(node, key)
-        is_name = part == key and not rest
-        if is_name and _names_another(node, Node({key: value}, value.place, value.place), key):
+        before = node.find((key,))
+        if part == key and not rest and (before is None or before.value != value.value):
             return replace(node, value={key: value})
     if isinstance(node.value, list):
         index = int(part) if part.isdecimal() else -1
         if not 0 <= index < len(node.value):
             message = f"has no element {part!r}; it has {len(node.value)}, counted from 0"
-            problems.append(Problem(value.place, dotted(done), message))
+            problems.append(Problem(value.location, dotted(done), message))
             return node
-        inner = _set(node.value[index], rest, value, problems, done=(*done, index))
-        items = [*node.value[:index], inner, *node.value[index + 1 :]]
+        items = list(node.value)
+        items[index] = _set(items[index], rest, value, problems, done=(*done, index))
         return replace(node, value=items)
     if node.value is not None and not isinstance(node.value, dict):
         message = f"is {show(node.value)}, so it has no key {part!r}"
-        problems.append(Problem(value.place, dotted(done), message))
+        problems.append(Problem(value.location, dotted(done), message))
         return node
     section = dict(node.value or {})
-    inner = section.get(part, Node(None, value.place, value.place))
+    inner = section.get(part, Node(None, value.location, value.location))
     section[part] = _set(inner, rest, value, problems, done=(*done, part))
     return replace(node, value=section)
-
-
-def interpolate(root: Node, problems: list[Problem]) -> Node:
-    """The tree with every `${a.b}` and `${oc.env:NAME}` filled in; null where that failed."""
-    leaves = dict(_interpolated_leaves(root, ()))
-    if not leaves:
-        return root
-    # Imported here, since most recipes interpolate nothing and this is a fifth of a start.
-    from omegaconf import OmegaConf
-
-    filled: dict[KeyPath, Node] = {}
-    for path, leaf in leaves.items():
-        if not _is_well_formed(leaf.value):
-            filled[path] = replace(leaf, value=None)
-            message = f"cannot resolve {show(leaf.value)}: write it as ${{a.b}} or ${{oc.env:NAME}}"
-            problems.append(Problem(leaf.place, dotted(path), message))
-    config: Any = OmegaConf.create(_fill(root, (), filled).plain())
-    for path in leaves.keys() - filled.keys():
-        leaf = leaves[path]
-        try:
-            filled[path] = from_plain(_resolved(config, path), leaf.place, leaf.key_place)
-        except LookupError as error:
-            filled[path] = replace(leaf, value=None)
-            message = f"cannot resolve {show(leaf.value)}: {error.args[0]}"
-            problems.append(Problem(leaf.place, dotted(path), message))
-    return _fill(root, (), filled)
-
-
-def _is_well_formed(text: Any) -> bool:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        OmegaConf.create({"leaf": text})
-    except OmegaConfBaseException:
-        return False
-    return True
-
-
-def _resolved(config: Any, path: KeyPath) -> Any:
-    """The value at `path`, as plain Python; LookupError says why there is none."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        for part in path:
-            config = config[part]
-        is_section = OmegaConf.is_config(config)
-        return OmegaConf.to_container(config, resolve=True) if is_section else config
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0].split("interpolation: ")[-1].strip('"')
-        raise LookupError(reason[:1].lower() + reason[1:]) from error
-    except RecursionError:
-        raise LookupError("it leads back to itself") from None
-
-
-def _fill(node: Node, path: KeyPath, filled: Mapping[KeyPath, Node]) -> Node:
-    if path in filled:
-        return filled[path]
-    if isinstance(node.value, dict):
-        inside = {key: _fill(child, (*path, key), filled) for key, child in node.value.items()}
-        return replace(node, value=inside)
-    if isinstance(node.value, list):
-        items = [_fill(child, (*path, i), filled) for i, child in enumerate(node.value)]
-        return replace(node, value=items)
-    return node
-
-
-def _interpolated_leaves(node: Node, path: KeyPath) -> list[tuple[KeyPath, Node]]:
-    if isinstance(node.value, dict):
-        inside = [((*path, key), child) for key, child in node.value.items()]
-    elif isinstance(node.value, list):
-        inside = [((*path, index), child) for index, child in enumerate(node.value)]
-    else:
-        return [(path, node)] if isinstance(node.value, str) and "${" in node.value else []
-    return [leaf for where, child in inside for leaf in _interpolated_leaves(child, where)]

@@ -1,8 +1,9 @@
-"""Batch: the samples of one training step, packed end to end, never padded.
+"""Batch: the samples of one training step, packed end to end without padding.
 
-Shapes: B samples, N tokens over all of them. Token arrays (`*_N`) hold sample 0, then sample 1,
-and so on; `lengths_B` cuts them. A sample of several segments is here once for each, one after
-another under the same id (`places`). Numpy only, so that a batch crosses processes without torch.
+Shapes: B rows, N tokens over all rows. Token arrays (`*_N`) hold row 0, then row 1, and so on;
+`lengths_B` has the length of each row. A row is a sample; a sample with several segments has one
+row per segment, consecutive and with the same id (`rows_by_sample`). Numpy only, so that a batch
+can be sent between processes without torch.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from rollick.types import BoolArray, FloatArray, IntArray, SampleId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Per-token streams of a step.
+    """The tokens of a step, their credit and their annotations.
 
-    Tokens: `logprobs_N` is the behaviour's; entry t speaks of drawing token t given what is before
-    it. `scores_B` is the score of each sample, shaped.
+    Tokens: `logprobs_N` are those of the behaviour policy; entry t is the log-prob of token t given
+    the tokens before it. `scores_B` are the shaped scores.
 
-    Credit, 0 until somebody gives it: `component_N` is the algorithm that a token is for.
-    `weights_N` is its factor in the policy loss: denominator (over the *global* batch), correction
-    and coefficients are in it, so the loss of a batch is the plain sum over any split of it.
-    `kl_weights_N` and `entropy_weights_N` are the same of those two.
+    Credit, 0 until assigned (algorithms/credit.py): `component_N` is the index of a token's
+    algorithm. `weights_N` is its factor in the policy loss and includes the denominator over the
+    global batch, the correction and the coefficients, so the loss of a batch is the sum over any
+    split of it. `kl_weights_N` and `entropy_weights_N` are the factors of KL and entropy.
 
-    Annotations, None if nobody asked: log-probs of other policies; of a teacher also its K
-    likeliest tokens and their log-probs; values of a critic (of each token before it is drawn,
-    and after the last one), and the returns that they are to meet.
+    Annotations, None if not computed: log-probs of other policies; the teacher's K most likely
+    tokens with their log-probs; the critic's values before each token and after the last one, and
+    the returns, which are the targets of these values.
     """
 
     token_ids_N: IntArray
@@ -57,7 +58,7 @@ class Batch:
     last_values_B: FloatArray | None = None
     returns_N: FloatArray | None = None
     version: int = 0
-    """Policy version at the start of the step: a token's age is counted from it."""
+    """Policy version at the start of the step; ages of tokens are relative to it."""
 
     @property
     def samples(self) -> int:
@@ -69,57 +70,53 @@ class Batch:
 
     @property
     def offsets_B1(self) -> npt.NDArray[np.int64]:
-        """Where each sample begins, and after the last one the total."""
+        """The first token of each row, followed by the number of tokens."""
         return np.concatenate([[0], np.cumsum(self.lengths_B, dtype=np.int64)])
 
     @property
     def trained_B(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample that are in the loss mask."""
+        """Tokens of each row inside the loss mask."""
         sums_N1 = np.concatenate([[0], np.cumsum(self.loss_mask_N, dtype=np.int64)])
         return np.diff(sums_N1[self.offsets_B1])
 
-    def places(self) -> dict[SampleId, range]:
-        """Where each sample is: one place, or as many as it has segments."""
-        found: dict[SampleId, range] = {}
-        for place, uid in enumerate(self.uids):
-            known = found.get(uid)
-            found[uid] = range(known.start if known else place, place + 1)
-        return found
+    def rows_by_sample(self) -> dict[SampleId, range]:
+        """The rows of each sample: one for each segment."""
+        rows: dict[SampleId, range] = {}
+        for row, uid in enumerate(self.uids):
+            rows[uid] = range(rows[uid].start if uid in rows else row, row + 1)
+        return rows
 
     def scaled(self, factor: float) -> Batch:
-        """With every weight times the factor."""
         names = ("weights_N", "kl_weights_N", "entropy_weights_N")
-        given = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: value * factor for name, value in given.items() if value is not None}
-        )
+        weights = {name: w for name in names if (w := getattr(self, name)) is not None}
+        return replace(self, **{name: weight * factor for name, weight in weights.items()})
 
-    def take(self, samples: Sequence[int]) -> Batch:
-        """The batch of the samples at these places, in this order. Weights stay global."""
+    def take(self, rows: Sequence[int]) -> Batch:
+        """The batch of these rows, in this order. Weights still refer to the global batch."""
         offsets = self.offsets_B1
-        spans = [np.arange(offsets[b], offsets[b + 1]) for b in samples]
-        tokens = np.concatenate(spans) if spans else np.empty(0, np.int64)
-        rows = np.asarray(samples, dtype=np.int64)
-        picked: dict[str, Any] = {}
+        spans = [np.arange(offsets[b], offsets[b + 1]) for b in rows]
+        tokens = np.concatenate([np.empty(0, np.int64), *spans])
+        indices = np.asarray(rows, dtype=np.int64)
+        taken: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "uids":
-                value = tuple(self.uids[b] for b in samples)
+                value = tuple(self.uids[b] for b in rows)
             elif isinstance(value, np.ndarray):
-                value = value[rows if spec.name.endswith("_B") else tokens]
-            picked[spec.name] = value
-        return Batch(**picked)
+                value = value[indices if spec.name.endswith("_B") else tokens]
+            taken[spec.name] = value
+        return Batch(**taken)
 
 
 class TokenValues(NamedTuple):
-    """What a critic says of its part: before each token, and after the last of each sample."""
+    """A critic's values before each token, and after the last token of each row."""
 
     values_N: FloatArray
     last_values_B: FloatArray
 
 
 class TopTokens(NamedTuple):
-    """A teacher's likeliest tokens at each position, and their log-probs."""
+    """A teacher's most likely tokens at each position, and their log-probs."""
 
     ids_NK: IntArray
     logprobs_NK: FloatArray

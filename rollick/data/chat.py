@@ -1,41 +1,51 @@
-"""ChatCodec: the one home of chat templates. Turns to token ids and back.
+"""ChatCodec: encodes conversations with a chat template, and decodes token ids.
 
-Owns how a conversation becomes ids, which ids end a turn, and the fingerprint of a tokenizer.
-The tokenizer (of transformers) is passed in; nothing is loaded here.
+Existing ids are never tokenised again: the tokens of a sample are those the engine sampled, and a
+conversation grows by appending ids (`append_turns`).
 
-Ids that exist are never tokenised again: a sample's tokens are what the engine drew, and a
-conversation grows by ids put behind them (`append_turns`).
+Only the template writes control tokens. A control token spelled out in a message's content
+(`a<eos>b`) is tokenised as text:
+
+    contents -- cut inside each control token --> template --> pieces -- tokenizer --> ids
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from rollick.errors import DataError, ModelError
+from rollick.interrupt import interrupt_after
 from rollick.types import BoolArray, Fingerprint, IntArray, Turn, frozen_array
 
 Tokenizer = Any
-"""A tokenizer of transformers; untyped, because this package does not import transformers."""
+"""A transformers tokenizer. Untyped, because this package does not import transformers."""
 
-Message = Mapping[str, Any]
-"""A turn as a chat template reads it: role and content, and what else the template knows."""
+Messages = Sequence[Mapping[str, Any]]
+"""Messages for a chat template: role, content, and other keys that the template reads."""
 
 MARK = "rollick0mark"
-"""Stands for an assistant's answer where the template's text after it is looked for."""
+"""Placeholder text, to find where (or whether) a template writes it."""
+CUT = f"rollick0cut{secrets.token_hex(8)}"
+"""Marks where a text is cut before it is tokenised. Random, so that no content has it."""
+RENDER_LIMIT_S = 10.0
+"""Time for a chat template to write one conversation; templates can contain endless loops."""
 
 
 class ChatCodec:
-    """Encodes and decodes with one tokenizer and one way to write turns.
+    """Encodes and decodes with one tokenizer and one template.
 
-    `chat` is the tokenizer's own template. `plain` writes the contents one after another with
-    nothing between them, after the begin-of-sequence token where the tokenizer has one.
+    `chat` uses the tokenizer's template. `plain` concatenates the contents of all turns after the
+    begin-of-sequence token, if the tokenizer has one.
     """
 
     def __init__(
@@ -45,81 +55,82 @@ class ChatCodec:
         *,
         end_of_turn_ids: Sequence[int] = (),
     ) -> None:
-        """`end_of_turn_ids` are the ends named by the model's generation config, if any."""
+        """`end_of_turn_ids`: eos_token_id of the model's generation config, if any."""
         if template == "chat" and not tokenizer.chat_template:
             raise ModelError(
                 "the tokenizer has no chat template",
-                fix="set model.template=plain, or take a tokenizer with a template",
+                fix="set model.template=plain, or use a tokenizer with a template",
             )
         self._tokenizer = tokenizer
         self._template = template
         self._end_of_turn_ids = tuple(int(token) for token in end_of_turn_ids)
 
     def encode_prompt(self, turns: Sequence[Turn]) -> IntArray:
-        """[T] ids of the conversation, ready for the assistant to speak."""
+        """[T] ids of the conversation, up to the start of the assistant's answer."""
         return self.encode_messages(_messages(turns))
 
-    def encode_messages(
-        self, messages: Sequence[Message], *, tools: Sequence[Message] = ()
-    ) -> IntArray:
-        """The same for messages with more than role and content, and for the tools on offer."""
-        if self._template == "chat":
-            return self._tokenized(self._render(messages, open_answer=True, tools=tools))
-        return self.encode_text("".join(message["content"] for message in messages))
+    def encode_messages(self, messages: Messages, *, tools: Messages = ()) -> IntArray:
+        """Like encode_prompt, for messages with further keys, and with tools."""
+        if self._template == "plain":
+            return self.encode_text(self._as_text(_joined_contents(messages)))
+        given, tools = self._as_text(list(messages)), self._as_text(list(tools))
+        return self._tokenized(self._render(given, open_answer=True, tools=tools))
 
     def encode_text(self, text: str) -> IntArray:
-        """[T] ids of a text to be gone on with, behind the begin-of-sequence token if any."""
+        """[T] ids of a text to continue, after the begin-of-sequence token if there is one. Control
+        tokens keep their meaning: the text may be a conversation that a client has rendered
+        itself."""
         bos = self._tokenizer.bos_token_id
         return _joined([] if bos is None else [bos], self._tokenized(text))
 
     def append_turns(self, token_ids: npt.ArrayLike, turns: Sequence[Turn]) -> IntArray:
-        """[T] the same ids, the assistant's turn closed, `turns` added, the next answer opened.
+        """[T] `token_ids`, the end of the assistant's turn, `turns`, and the start of an answer.
 
-        What is added is the text that the template puts behind a stand-in answer. An answer that
-        already ends with the template's end-of-turn token does not get a second one.
+        Appends the text that the template writes after a placeholder answer. Ids that already end
+        with the template's end-of-turn token do not get a second one.
         """
         return self.append_messages(token_ids, _messages(turns))
 
     def append_messages(
-        self,
-        token_ids: npt.ArrayLike,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
+        self, token_ids: npt.ArrayLike, messages: Messages, *, tools: Messages = ()
     ) -> IntArray:
-        """The same for messages with more than role and content, and for the tools on offer."""
+        """Like append_turns, for messages with further keys, and with tools."""
         if self._template == "plain":
-            text = "".join(message["content"] for message in messages)
-            return self.append_text(token_ids, text)
-        added = self._tokenized(self._text_after_answer(messages, open_answer=True, tools=tools))
-        if self._is_closed(token_ids, added):
-            added = added[1:]
-        return _joined(token_ids, added)
+            return self.append_text(token_ids, self._as_text(_joined_contents(messages)))
+        given, tools = self._as_text(list(messages)), self._as_text(list(tools))
+        added = self._tokenized(self._text_after_answer(given, open_answer=True, tools=tools))
+        # Only a special token closes a turn: an ordinary one may be the last of an answer.
+        last = np.asarray(token_ids)[-1:].tolist()
+        is_closed = bool(last) and last == added[:1].tolist() and last[0] in self._special_ids
+        return _joined(token_ids, added[1:] if is_closed else added)
 
     def append_text(self, token_ids: npt.ArrayLike, text: str) -> IntArray:
-        """[T] the same ids and those of the text, with nothing between them."""
         return _joined(token_ids, self._tokenized(text))
 
-    def encode_example(self, turns: Sequence[Turn], completion: str) -> tuple[IntArray, BoolArray]:
-        """[T] ids of prompt, completion and end of turn; [T] True on the last two."""
-        prompt, answer = self.encode_prompt(turns), self.encode_answer(completion)
+    def encode_example(
+        self, turns: Sequence[Turn], completion: str, *, trusted: bool = True
+    ) -> tuple[IntArray, BoolArray]:
+        """[T] ids of prompt, completion and end of turn; [T] mask, True on the last two. Control
+        tokens in a completion keep their meaning (`[TOOL_CALLS]` in an example to imitate) if it is
+        `trusted`. Text that a policy wrote for another model to read is not."""
+        text = completion if trusted else self._as_text(completion)
+        prompt, answer = self.encode_prompt(turns), self.encode_answer(text)
         mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
         return _joined(prompt, answer), frozen_array(mask, np.bool_)
 
     def encode_answer(self, text: str) -> IntArray:
-        """[T] ids of an answer as the assistant should draw it, with the end of its turn."""
+        """[T] ids of an assistant's answer, with the end of its turn."""
         return _joined(self._tokenized(text), [] if self.end_id is None else [self.end_id])
 
     def decode(self, token_ids: npt.ArrayLike) -> str:
-        """The text, without special tokens and with its spaces as they were drawn."""
+        """The text without special tokens. Spaces are not cleaned up."""
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(ids, **options)
 
     @cached_property
     def end_id(self) -> int | None:
-        """What ends an answer: the special token that the template closes it with, else eos."""
+        """The id that ends an answer: the template's closing special token, else eos."""
         if self._template == "chat":
             closing = self._tokenized(self._text_after_answer((), open_answer=False))
             if len(closing) and int(closing[0]) in self._special_ids:
@@ -128,98 +139,147 @@ class ChatCodec:
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end generation: eos, the template's end of turn, those of the model's config."""
+        """Ids that end generation: eos, the template's end of turn, those in the model's config."""
         ends = (self._tokenizer.eos_token_id, self.end_id, *self._end_of_turn_ids)
         return frozenset(int(token) for token in ends if token is not None)
 
     @cached_property
     def vocabulary_size(self) -> int:
-        """Ids run from 0 to below this."""
         return len(self._tokenizer)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest one, as the vocabulary writes it: at least one for each
-        character that it stands for, whether it is written in characters or in bytes."""
+        """Length of the longest vocabulary entry: an upper bound on the characters of a token."""
         return max(len(token) for token in self._tokenizer.get_vocab())
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether the template writes anything about tools that are on offer."""
+        return bool(self.tools_text)
+
+    @cached_property
+    def tools_text(self) -> str:
+        """What the template writes for a request with a tool; empty if it does not read tools."""
         if self._template == "plain":
-            return False
-        asked = [{"role": "user", "content": "x"}]
-        tool = {"name": "f", "description": MARK, "parameters": {"type": "object"}}
+            return ""
+        function = {"name": "f", "description": MARK, "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        user = [{"role": "user", "content": "x"}]
         try:
-            shown = self._render(
-                asked, open_answer=True, tools=[{"type": "function", "function": tool}]
-            )
+            with_tool = self._render(user, open_answer=True, tools=tools)
         except DataError:
-            return False
-        return shown != self._render(asked, open_answer=True)
+            return ""
+        return with_tool if with_tool != self._render(user, open_answer=True) else ""
+
+    @cached_property
+    def answer_prefix(self) -> str:
+        """What the template writes after a user's message, up to the start of the answer."""
+        if self._template == "plain":
+            return ""
+        user = _messages([Turn("user", MARK)])
+        return self._render(user, open_answer=True).rpartition(MARK)[2]
+
+    def show_answer(self, message: Mapping[str, Any]) -> str | None:
+        """An assistant's message as the template writes it, as a model would generate it and
+        `decode` read it. None if the template rejects it."""
+        conversation = [*_messages([Turn("user", MARK)]), message]
+        with suppress(DataError):
+            text = self._render(conversation, open_answer=False).partition(MARK)[2]
+            return self.decode(self._tokenized(text.removeprefix(self.answer_prefix)))
+        return None
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Hash of the vocabulary: equal for two tokenizers that number their tokens alike."""
+        """Hash of the vocabulary: equal for tokenizers with equal token ids."""
         vocabulary = sorted(self._tokenizer.get_vocab().items())
         digest = hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16)
         return Fingerprint(digest.hexdigest())
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
-        return frozenset(
-            (*self._tokenizer.all_special_ids, *self._tokenizer.get_added_vocab().values())
-        )
+        added = self._tokenizer.get_added_vocab().values()
+        return frozenset((*self._tokenizer.all_special_ids, *added))
 
-    def _is_closed(self, token_ids: npt.ArrayLike, added: IntArray) -> bool:
-        ids = np.asarray(token_ids)
-        if not len(ids) or not len(added) or ids[-1] != added[0]:
-            return False
-        # An ordinary token may be the answer's last one by chance; only a special one closes.
-        return int(added[0]) in self._special_ids
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        """Matches the first character of a token that only the template may write: special tokens,
+        ends of a turn, and what the template writes around a message (some tokenizers do not
+        declare those as special)."""
+        tokenizer = self._tokenizer
+        ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        with suppress(DataError):  # a template that rejects this conversation
+            if self._template == "chat":
+                user = self._render(_messages([Turn("user", MARK)]), open_answer=False)
+                ids |= set(self._tokenized(user).tolist())
+        with suppress(DataError, ModelError):  # one that leaves out answers
+            ids |= self.stop_ids
+        texts = {text for text, id in tokenizer.get_added_vocab().items() if id in ids}
+        texts |= set(tokenizer.all_special_tokens)
+        longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        choices = "|".join(map(re.escape, longest_first))
+        return re.compile(rf"(?={choices})(.)", re.DOTALL) if longest_first else None
+
+    def _as_text(self, value: Any) -> Any:
+        """A copy of the value in which control tokens inside strings are cut in two."""
+        if isinstance(value, str):
+            pattern = self._control_tokens
+            return value if pattern is None else pattern.sub(rf"\1{CUT}", value)
+        if isinstance(value, Mapping):
+            pairs = cast("Mapping[str, Any]", value).items()
+            return {self._as_text(key): self._as_text(part) for key, part in pairs}
+        if isinstance(value, list | tuple):
+            return [self._as_text(part) for part in cast("Sequence[Any]", value)]
+        return value
 
     def _text_after_answer(
-        self, messages: Sequence[Message], *, open_answer: bool, tools: Sequence[Message] = ()
+        self, messages: Messages, *, open_answer: bool, tools: Messages = ()
     ) -> str:
-        stand_in = (*_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
-        text = self._render(stand_in, open_answer=open_answer, tools=tools)
-        _, found, after = text.partition(MARK)
-        if not found:
+        conversation = (*_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
+        text = self._render(conversation, open_answer=open_answer, tools=tools)
+        _, mark, after = text.partition(MARK)
+        if not mark:
             raise ModelError(
                 "the chat template leaves out an assistant's answer",
                 fix="use another template, or model.template=plain",
             )
         return after
 
-    def _render(
-        self, messages: Sequence[Message], *, open_answer: bool, tools: Sequence[Message] = ()
-    ) -> str:
+    def _render(self, messages: Messages, *, open_answer: bool, tools: Messages = ()) -> str:
         from jinja2 import TemplateError
 
-        # An empty list is no list: some templates ask only whether tools are defined.
+        # No empty list: some templates only check whether tools are defined.
         options: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=open_answer, tokenize=False, **options
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            # A template that gets a shape it does not expect fails like any other program.
-            roles = ", ".join(message["role"] for message in messages)
+            with interrupt_after(RENDER_LIMIT_S):
+                return self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=open_answer, tokenize=False, **options
+                )
+        except (TimeoutError, RecursionError, MemoryError, OverflowError) as error:
+            problem = str(error) or type(error).__name__
+            raise ModelError(
+                f"the chat template does not end within its limits: {problem}",
+                fix="use another chat template, or set model.template=plain",
+            ) from error
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # All except TemplateError: the template does not expect this form of message.
+            roles = ", ".join(message["role"] for message in messages).replace(CUT, "")
             raise DataError(
-                f"the chat template refuses a conversation of the roles {roles}: {error}",
+                f"the chat template rejects a conversation with the roles {roles}: {error}",
                 fix="change the roles in the data, or set model.template=plain",
             ) from error
 
     def _tokenized(self, text: str) -> IntArray:
-        """Ids of exactly this text: templates write the begin-of-sequence token themselves."""
-        return frozen_array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        """Ids of this text only: templates write the begin-of-sequence token themselves."""
+        pieces = text.split(CUT)
+        ids = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+        return _joined(*ids)
 
 
-def _messages(turns: Sequence[Turn]) -> list[Message]:
-    return [
-        {"role": "user" if turn.role == "text" else turn.role, "content": turn.content}
-        for turn in turns
-    ]
+def _messages(turns: Sequence[Turn]) -> Messages:
+    return [{"role": "user" if t.role == "text" else t.role, "content": t.content} for t in turns]
+
+
+def _joined_contents(messages: Messages) -> str:
+    return "".join(message["content"] for message in messages)
 
 
 def _joined(*parts: npt.ArrayLike) -> IntArray:

@@ -1,11 +1,8 @@
-"""Groups to one Batch; examples to one Batch (SFT, distillation, DPO).
+"""Builds a Batch from groups, or from given answers (SFT, distillation, DPO). Pure functions.
 
-Pure. The order of a batch depends on sample ids alone, never on who finished first. A sample
-whose score failed, or that has no trained token, is not in the batch, and so in no denominator.
-Advantages and weights of groups come later (pipelines/credit.py): they may look at what models
-say of the batch's tokens.
-
-Shapes: B samples, N tokens over all of them.
+Samples are ordered by id, never by completion time. A sample whose score failed, or without a
+trained token, is not in the batch and therefore in no denominator. Advantages and weights of groups
+are assigned later (algorithms/credit.py), because they may use model outputs for the batch.
 """
 
 from __future__ import annotations
@@ -18,29 +15,21 @@ import numpy.typing as npt
 
 from rollick.data.batch import Batch
 from rollick.errors import DataError
-from rollick.types import (
-    NOT_SAMPLED,
-    BoolArray,
-    FloatArray,
-    Group,
-    IntArray,
-    SampleId,
-    ScoredSample,
-)
+from rollick.types import NOT_SAMPLED, BoolArray, FloatArray, Group, IntArray, Sample, SampleId
 
 Aggregation = Callable[..., npt.NDArray[np.float64]]
-"""(counts_B of trained tokens, group_B, *, max_tokens) -> weight of each trained token, [B]."""
+"""(trained tokens of each sample, its group, *, max_tokens) -> weight of each trained token."""
 
-Chosen = Callable[[Group], Sequence[bool]]
-"""Which members of a group are trained on, of those that are judged."""
+SelectMembers = Callable[[Group], Sequence[bool]]
+"""Marks the members of a group to train on. Members whose score failed are always left out."""
 
 Example = tuple[IntArray, BoolArray]
-"""Token ids and what of them is trained on (`ChatCodec.encode_example`)."""
+"""Token ids and a mask of the tokens to train on (`ChatCodec.encode_example`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """A segment of a sample on its way into a batch, with what is trained of it."""
+    """A row of the batch: one segment of a sample."""
 
     uid: SampleId
     token_ids: IntArray
@@ -51,35 +40,35 @@ class _Entry:
     score: float = 0.0
     segment: int = 0
 
-    @property
-    def trained(self) -> int:
-        return int(np.count_nonzero(self.mask))
 
-
-def collate(groups: Sequence[Group], *, chosen: Chosen | None = None, version: int = 0) -> Batch:
-    """The batch of all trainable samples, without advantages and weights (they are 0)."""
+def collate(
+    groups: Sequence[Group], *, select_members: SelectMembers | None = None, version: int = 0
+) -> Batch:
+    """The batch of all trainable samples. Advantages and weights are 0."""
     entries: list[_Entry] = []
     for group in groups:
-        picks = chosen(group) if chosen is not None else [True] * len(group.members)
-        for member, pick in zip(group.members, picks, strict=True):
-            if pick and member.score.ok and _without_first(member.sample.loss_mask).any():
-                entries += _segments(member)
+        selected = select_members(group) if select_members else [True] * len(group.members)
+        for member, is_selected in zip(group.members, selected, strict=True):
+            sample, score = member.sample, member.score
+            if is_selected and score.ok and _without_first(sample.loss_mask).any():
+                entries += _segments(sample, score.value)
     if not entries:
         raise _nothing_to_train(groups)
     return _pack(entries, version=version)
 
 
-def weigh(
-    batch: Batch,
-    aggregation: Aggregation,
-    *,
-    max_tokens: int,
-    among_N: BoolArray | None = None,
+def token_weights(
+    batch: Batch, aggregation: Aggregation, *, max_tokens: int, among_N: BoolArray | None = None
 ) -> npt.NDArray[np.float64]:
-    """[N]: the weight of each trained token among those of `among_N` (default: all); else 0."""
+    """[N] the weight of each trained token in `among_N` (default: all); 0 for other tokens. A
+    sample with several segments, such as an episode with a window, counts once."""
     kept_N = batch.loss_mask_N if among_N is None else batch.loss_mask_N & among_N
-    kept = replace(batch, loss_mask_N=kept_N)
-    weights_B = aggregation(kept.trained_B, batch.group_B, max_tokens=max_tokens)
+    trained_B = replace(batch, loss_mask_N=kept_N).trained_B
+    first_S = np.array([rows.start for rows in batch.rows_by_sample().values()], np.int64)
+    counts_S = np.add.reduceat(trained_B, first_S)
+    weights_S = aggregation(counts_S, batch.group_B[first_S], max_tokens=max_tokens)
+    rows_S = np.diff(np.append(first_S, batch.samples))
+    weights_B = np.repeat(weights_S, rows_S)
     return np.where(kept_N, np.repeat(weights_B, batch.lengths_B), 0.0)
 
 
@@ -88,19 +77,23 @@ def examples_to_batch(
     *,
     aggregation: Aggregation,
     max_tokens: int,
-    first: int = 0,
+    are_segments: bool = False,
 ) -> Batch:
-    """The batch of answers to imitate. Each entry is a group, numbered from `first`: one answer,
-    or the better and the worse of a pair, which get the advantages 1 and -1."""
+    """The batch of given answers. Each entry is a group: one answer, or the chosen and the rejected
+    answer of a pair, which get the advantages 1 and -1. With `are_segments` an entry is one answer,
+    as the segments of an episode."""
     entries: list[_Entry] = []
-    for number, group in enumerate(examples, start=first):
-        for place, (token_ids, mask) in enumerate(group):
-            uid = SampleId(number, place)
-            if len(token_ids) != len(mask):
-                raise DataError(f"example {uid} has {len(token_ids)} ids and {len(mask)} marks")
-            trained = _without_first(mask)
+    for number, group in enumerate(examples):
+        for index, (token_ids, mask) in enumerate(group):
+            uid = SampleId(number, 0 if are_segments else index)
+            length, trained = len(token_ids), _without_first(mask)
+            if length != len(mask):
+                raise DataError(f"example {uid} has {length} token ids and a mask of {len(mask)}")
             if trained.any():
-                entries.append(_example_entry(uid, token_ids, trained))
+                versions = np.full(length, NOT_SAMPLED, np.int32)
+                logprobs = np.zeros(length, np.float32)
+                row = _Entry(uid, token_ids, trained, logprobs, versions, 1.0, segment=index)
+                entries.append(row)
     if not entries:
         raise DataError(
             f"none of the {len(examples)} examples has a token to train on",
@@ -109,20 +102,18 @@ def examples_to_batch(
     batch = _pack(entries, version=0)
     better_B = np.array([1.0 if uid.index == 0 else -1.0 for uid in batch.uids])
     advantages_N = np.where(batch.loss_mask_N, np.repeat(better_B, batch.lengths_B), 0.0)
-    weights_N = weigh(batch, aggregation, max_tokens=max_tokens)
+    weights_N = token_weights(batch, aggregation, max_tokens=max_tokens)
     return replace(batch, advantages_N=advantages_N, weights_N=weights_N, scores_B=better_B)
 
 
 def _without_first(mask: BoolArray) -> BoolArray:
-    """Nothing comes before the first token, so the model gives it no probability."""
+    """Masks the first token: it has no prefix, so the model gives it no probability."""
     trained = np.array(mask, dtype=np.bool_)
     trained[:1] = False
     return trained
 
 
-def _segments(member: ScoredSample) -> list[_Entry]:
-    """All of them, in order: the tokens of a sample stay neighbours."""
-    sample = member.sample
+def _segments(sample: Sample, score: float) -> list[_Entry]:
     return [
         _Entry(
             uid=sample.uid,
@@ -131,35 +122,22 @@ def _segments(member: ScoredSample) -> list[_Entry]:
             logprobs=sample.logprobs[span],
             versions=sample.versions[span],
             temperature=sample.temperature,
-            score=member.score.value,
+            score=score,
             segment=number,
         )
         for number, span in enumerate(sample.segments)
     ]
 
 
-def _example_entry(uid: SampleId, token_ids: IntArray, mask: BoolArray) -> _Entry:
-    length = len(token_ids)
-    return _Entry(
-        uid=uid,
-        token_ids=token_ids,
-        mask=mask,
-        logprobs=np.zeros(length, np.float32),
-        versions=np.full(length, NOT_SAMPLED, np.int32),
-        temperature=1.0,
-    )
-
-
 def _pack(entries: Iterable[_Entry], *, version: int) -> Batch:
     ordered = sorted(entries, key=lambda entry: (entry.uid, entry.segment))
-    uids = tuple(entry.uid for entry in ordered)
-    known = {(entry.uid, entry.segment) for entry in ordered}
-    assert len(known) == len(ordered), "a sample is in the batch twice"
+    distinct = {(entry.uid, entry.segment) for entry in ordered}
+    assert len(distinct) == len(ordered), "a sample is in the batch twice"
     lengths = [len(entry.token_ids) for entry in ordered]
     return Batch(
         token_ids_N=np.concatenate([entry.token_ids for entry in ordered]),
         lengths_B=np.array(lengths, np.int32),
-        uids=uids,
+        uids=tuple(entry.uid for entry in ordered),
         group_B=np.array([entry.uid.group for entry in ordered], np.int32),
         temperature_B=np.array([entry.temperature for entry in ordered], np.float64),
         loss_mask_N=np.concatenate([entry.mask for entry in ordered]),
@@ -179,6 +157,6 @@ def _nothing_to_train(groups: Sequence[Group]) -> DataError:
     return DataError(
         f"none of {len(members)} samples in {len(groups)} groups has a token to train on: "
         f"{failed} failed scores, {truncated} truncated",
-        fix="look at the failed scores; with rollout.drop_truncated, raise sampling.max_tokens; "
+        fix="check the failed scores; with rollout.drop_truncated, raise sampling.max_tokens; "
         "widen algorithm.shaping.difficulty",
     )

@@ -1,14 +1,12 @@
-"""What is known of each prompt's pass rate, and which prompts are worth a group for it.
+"""Curriculum: the estimated pass rate of each prompt, and which prompts and domains to draw.
 
-    judged(group) -> verdicts of the step -> learn() -> beliefs -> retired(), choose()
+    record_group(group) -> outcomes of the step -> update() -> beliefs -> retired(), choose()
 
-A PromptBelief counts the passes and fails of a prompt. Prompts that are nearly always solved
-retire; of several candidates the one near a pass rate of 1/2, where the scores of a group differ
-most, is chosen. Which prompts are the candidates is the stream's business (prompts.py), and what
-happens to a group without signal that of algorithms/selection.py.
+Prompts that are nearly always solved are retired. Among several candidates, `choose` prefers a pass
+rate near 1/2, where the scores of a group differ most. prompts.py selects the candidates.
 
-Verdicts are put off until `learn`, and then taken in the order of ids: what is drawn within a step
-does not depend on which of its groups was judged first.
+Outcomes take effect in `update`, in the order of group ids. So the draws of a step do not depend on
+the order in which groups finish.
 """
 
 from __future__ import annotations
@@ -16,21 +14,26 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollick.config.schema import PromptSelectionConfig
+from rollick.config.schema import PromptSelectionConfig, RetireConfig
+from rollick.errors import CheckpointError
 from rollick.types import Group
 
 LOG = logging.getLogger("rollick")
 
+SMOOTHING = 0.3
+"""Weight of the latest step in the moving average of rates."""
+LOWEST_RATE = 0.2
+"""Lower bound of rates: a domain is drawn at most five times as often as its share, so that one
+without any signal cannot take all draws."""
 
-class Verdict(NamedTuple):
-    """How the judged samples of one group did."""
 
+class GroupOutcome(NamedTuple):
     group: int
     prompt: str
     domain: str
@@ -38,8 +41,8 @@ class Verdict(NamedTuple):
     fails: int
 
     @classmethod
-    def of(cls, group: Group, *, pass_score: float) -> Verdict:
-        """A score >= pass_score passes; a failed reward is neither a pass nor a fail."""
+    def of(cls, group: Group, *, pass_score: float) -> GroupOutcome:
+        """A score >= pass_score passes. A failed reward counts as neither."""
         passed = [member.score.value >= pass_score for member in group.members if member.score.ok]
         prompt = group.prompt
         return cls(group.uid, prompt.uid, prompt.domain, sum(passed), len(passed) - sum(passed))
@@ -47,9 +50,9 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptBelief:
-    """Passes and fails of a prompt so far: Beta(1 + passes, 1 + fails) over its pass rate.
+    """The posterior Beta(1 + passes, 1 + fails) of a prompt's pass rate.
 
-    The counts are floats, because old ones may be worth less than new ones.
+    The counts are floats, because old ones decay.
     """
 
     passes: float = 0.0
@@ -61,164 +64,177 @@ class PromptBelief:
 
     @property
     def pass_rate(self) -> float:
-        """Of the judged samples; 0 before there are any."""
+        """Share of passes; 0 without any tries."""
         return self.passes / self.tries if self.tries else 0.0
 
     def updated(self, passes: int, fails: int, *, decay: float = 1.0) -> PromptBelief:
-        """With more samples of this prompt.
-
-        What was known before is worth `decay` of itself: the policy that earned it is not the
-        policy of now. Without a judged sample nothing changes.
-        """
+        """Adds samples of the prompt. `decay` multiplies the old counts, which an older policy
+        earned. Without new samples nothing changes."""
         if not passes + fails:
             return self
         return PromptBelief(decay * self.passes + passes, decay * self.fails + fails)
 
 
-def is_retired(belief: PromptBelief, *, pass_rate: float = 0.9, min_tries: float = 8) -> bool:
-    """Whether the prompt is nearly always solved, over enough samples to say so."""
-    return belief.tries >= min_tries and belief.pass_rate >= pass_rate
+def is_retired(belief: PromptBelief, limits: RetireConfig) -> bool:
+    """Whether the pass rate is high enough, over at least `min_tries` samples."""
+    return belief.tries >= limits.min_tries and belief.pass_rate >= limits.pass_rate
 
 
-def nearest_half(
-    beliefs: Sequence[PromptBelief], count: int, *, generator: np.random.Generator
-) -> list[int]:
-    """Places of `count` prompts, without any twice, whose drawn pass rate is nearest to 1/2.
+def nearest_half(beliefs: Sequence[PromptBelief], generator: np.random.Generator) -> int:
+    """The index of the prompt whose sampled pass rate is nearest to 1/2.
 
-    The rate of each is drawn from its belief (Thompson sampling), so that a prompt of which little
-    is known has its chance: among many, that of each is in proportion to its belief's density at
-    1/2. The same generator state and beliefs give the same prompts.
+    Thompson sampling: each rate is sampled from its belief, so that a prompt with few tries is
+    sometimes chosen. Equal generator states and beliefs give equal results.
     """
     alphas = np.array([1 + belief.passes for belief in beliefs])
     betas = np.array([1 + belief.fails for belief in beliefs])
-    distance = np.abs(generator.beta(alphas, betas) - 0.5)
-    return [int(place) for place in np.argsort(distance, kind="stable")[:count]]
+    return int(np.argmin(np.abs(generator.beta(alphas, betas) - 0.5)))
 
 
 class Curriculum:
-    """The beliefs of all prompts, by domain. `sizes` are the prompts that each domain has."""
+    """The beliefs of all prompts by domain. `sizes` is the number of prompts per domain."""
 
     def __init__(self, config: PromptSelectionConfig, sizes: Mapping[str, int]) -> None:
         self._config = config
         self._sizes = dict(sizes)
         self._beliefs: dict[str, dict[str, PromptBelief]] = {name: {} for name in sizes}
-        # Follows from the beliefs; kept because it is asked for at every draw.
+        # Derived from the beliefs; cached, because every draw reads it.
         self._retired: dict[str, set[str]] = {name: set() for name in sizes}
-        self._verdicts: list[Verdict] = []
-        self._under_way: Counter[str] = Counter()
+        self._outcomes: list[GroupOutcome] = []
         self._revived = 0
+        self.in_flight: Counter[str] = Counter()
+        """How often each prompt was drawn without an outcome that `update` has seen."""
 
     def retired(self, domain: str) -> Set[str]:
-        """The prompts that are drawn no more; never all. Changes in `learn` and `restore` only."""
+        """The retired prompts; never all. Changes only in `update` and `restore`."""
         return self._retired[domain]
 
-    def is_under_way(self, prompt: str) -> bool:
-        """Whether it was chosen and what came of it is not learned yet."""
-        return self._under_way[prompt] > 0
-
     def choose(self, prompts: Sequence[str], *, domain: str, key: int) -> int:
-        """The place of the prompt to draw; the same `key` and beliefs give the same one."""
+        """The index of the prompt to draw, determined by `key` and the beliefs."""
         generator = np.random.Generator(np.random.Philox(key=key))
         known = self._beliefs[domain]
-        beliefs = [known.get(prompt, PromptBelief()) for prompt in prompts]
-        (place,) = nearest_half(beliefs, 1, generator=generator)
-        return place
+        return nearest_half([known.get(prompt, PromptBelief()) for prompt in prompts], generator)
 
-    def begin(self, prompt: str) -> None:
-        """It was drawn: until `learn` has a verdict on it, it is under way."""
-        self._under_way[prompt] += 1
+    def record_group(self, group: Group) -> None:
+        self._outcomes.append(GroupOutcome.of(group, pass_score=self._config.pass_score))
 
-    def judged(self, group: Group) -> None:
-        """All samples of a group are scored, be it trained on or dropped; see `learn`."""
-        self._verdicts.append(Verdict.of(group, pass_score=self._config.pass_score))
-
-    def learn(self) -> None:
-        """Take up the verdicts since the last call. Called between steps, when nothing is drawn."""
+    def update(self) -> None:
+        """Apply the outcomes since the last call. Call between steps."""
         touched: set[str] = set()
-        for verdict in sorted(self._verdicts):
-            beliefs = self._beliefs[verdict.domain]
-            known = beliefs.get(verdict.prompt, PromptBelief())
-            fresh = known.updated(verdict.passes, verdict.fails, decay=self._config.decay)
-            if fresh.tries:
-                beliefs[verdict.prompt] = fresh
-            self._end(verdict.prompt)
-            touched.add(verdict.domain)
-            self._retire(verdict.domain, [verdict.prompt])
-        self._verdicts.clear()
+        for outcome in sorted(self._outcomes):
+            beliefs = self._beliefs[outcome.domain]
+            before = beliefs.get(outcome.prompt, PromptBelief())
+            after = before.updated(outcome.passes, outcome.fails, decay=self._config.decay)
+            if after.tries:
+                beliefs[outcome.prompt] = after
+            self.in_flight[outcome.prompt] -= 1
+            touched.add(outcome.domain)
+            self._retire(outcome.domain, [outcome.prompt])
+        self._outcomes.clear()
+        self.in_flight = +self.in_flight  # Keeps positive counts.
         for domain in sorted(touched):
             self._revive(domain)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the beliefs. fsum: the order of the prompts must not show in the mean."""
-        rates = [belief.pass_rate for belief in self._all_beliefs()]
-        figures = {
-            "data/retired": float(sum(len(retired) for retired in self._retired.values())),
-            "data/revived": float(self._revived),
-        }
-        return figures | ({"data/pass_rate": math.fsum(rates) / len(rates)} if rates else {})
+        rates = [b.pass_rate for beliefs in self._beliefs.values() for b in beliefs.values()]
+        retired = sum(map(len, self._retired.values()))
+        metrics = {"data/retired": float(retired), "data/revived": float(self._revived)}
+        # fsum: the result does not depend on the order of the prompts.
+        return metrics | ({"data/pass_rate": math.fsum(rates) / len(rates)} if rates else {})
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON: beliefs of prompts with tries, and what is under way."""
+        counts = {
+            name: {prompt: [belief.passes, belief.fails] for prompt, belief in beliefs.items()}
+            for name, beliefs in self._beliefs.items()
+        }
         return {
-            "beliefs": {
-                name: {prompt: [belief.passes, belief.fails] for prompt, belief in beliefs.items()}
-                for name, beliefs in self._beliefs.items()
-            },
-            "verdicts": [list(verdict) for verdict in self._verdicts],
-            "under_way": dict(self._under_way),
+            "beliefs": counts,
+            "outcomes": [list(outcome) for outcome in self._outcomes],
+            "in_flight": dict(self.in_flight),
             "revived": self._revived,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Who is retired follows from the settings of now."""
-        self._verdicts = [Verdict(*verdict) for verdict in state["verdicts"]]
-        self._under_way = Counter(state["under_way"])
+        """Load a state. Retired prompts follow from the present configuration."""
+        if "verdicts" in state:
+            raise CheckpointError(
+                "the curriculum in the checkpoint has the key 'verdicts', which is now 'outcomes'",
+                fix="start a new run",
+            )
+        self._outcomes = [GroupOutcome(*outcome) for outcome in state["outcomes"]]
+        self.in_flight = Counter(state["in_flight"])
         self._revived = int(state["revived"])
         for name in self._sizes:
             saved: Mapping[str, Sequence[float]] = state["beliefs"][name]
-            self._beliefs[name] = {
-                prompt: PromptBelief(passes, fails) for prompt, (passes, fails) in saved.items()
-            }
+            self._beliefs[name] = {uid: PromptBelief(*counts) for uid, counts in saved.items()}
             self._retired[name] = set()
             self._retire(name, saved)
             self._revive(name)
 
-    def _all_beliefs(self) -> Iterator[PromptBelief]:
-        return (belief for beliefs in self._beliefs.values() for belief in beliefs.values())
-
-    def _end(self, prompt: str) -> None:
-        self._under_way[prompt] -= 1
-        if self._under_way[prompt] <= 0:
-            del self._under_way[prompt]
-
     def _retire(self, domain: str, prompts: Iterable[str]) -> None:
-        """Retire those that are solved; one whose late groups say otherwise comes back."""
-        config, retired = self._config, self._retired[domain]
+        """Retire solved prompts, and bring back those that later groups did not solve."""
+        limits, retired = self._config.retire, self._retired[domain]
         for prompt in prompts:
             belief = self._beliefs[domain].get(prompt, PromptBelief())
-            solved = config.retire_above > 0 and is_retired(
-                belief, pass_rate=config.retire_above, min_tries=config.min_tries
-            )
-            if solved:
+            if limits is not None and is_retired(belief, limits):
                 retired.add(prompt)
             else:
                 retired.discard(prompt)
 
     def _revive(self, domain: str) -> None:
-        """Where all prompts of a domain have retired, all come back as if they were unknown.
+        """If all prompts of a domain are retired, reset their beliefs and use all again.
 
-        An error would end a run whose other domains still learn, and another split of the shares
-        is not what the recipe says. If the domain is learned indeed, its prompts retire again.
+        An error would end a run whose other domains still learn. Solved prompts retire again.
         """
         if len(self._retired[domain]) < self._sizes[domain]:
             return
         LOG.warning(
-            "all %d prompts of domain %r had retired (pass rate >= %g): they come back. Give the "
-            "domain harder prompts or a smaller share, or raise data.selection.retire_above",
+            "all %d prompts of domain %r are retired (pass rate >= %g); using all again. Add "
+            "harder prompts, lower the domain's share, or raise data.selection.retire.pass_rate",
             self._sizes[domain],
             domain,
-            self._config.retire_above,
+            self._config.retire.pass_rate if self._config.retire else 0,
         )
         self._beliefs[domain].clear()
         self._retired[domain].clear()
         self._revived += 1
+
+
+class TrainedShares:
+    """Draw weights that keep each domain's share among the trained groups, not among the draws.
+
+    Domains whose groups often have equal scores lose more groups, so fixed draw shares would favour
+    the others. Their weights follow a moving average of the rate at which groups are kept.
+    """
+
+    def __init__(self, domains: Mapping[str, float]) -> None:
+        self._shares = dict(domains)
+        self._rates = dict.fromkeys(domains, 1.0)
+        self._scored: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+
+    def record(self, domain: str, *, kept: bool) -> None:
+        self._scored[domain] += 1
+        self._kept[domain] += kept
+
+    def update(self) -> None:
+        """Apply what was recorded since the last call."""
+        for domain, scored in self._scored.items():
+            rate = self._kept[domain] / scored
+            self._rates[domain] += SMOOTHING * (rate - self._rates[domain])
+        self._scored.clear()
+        self._kept.clear()
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The relative frequency of draws by domain."""
+        rates = {domain: max(rate, LOWEST_RATE) for domain, rate in self._rates.items()}
+        return {domain: share / rates[domain] for domain, share in self._shares.items()}
+
+    def state(self) -> dict[str, Any]:
+        return {"rates": dict(self._rates), "scored": dict(self._scored), "kept": dict(self._kept)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._rates = dict(state["rates"])
+        self._scored = Counter(state["scored"])
+        self._kept = Counter(state["kept"])

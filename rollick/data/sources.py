@@ -1,8 +1,7 @@
-"""Sources of rows: files, hub datasets, generators, objects handed over by Python code.
+"""Reads the rows of a source: a file, a hub dataset, a generator, or an object in Python.
 
-Owns finding and reading, row by row, with the place of each for messages. What a row must hold
-is no matter here (prompts.py): a row that cannot even be read is passed on with its problem; a
-source that cannot be read is a DataError.
+Each row has a location for messages. A row that cannot be parsed is passed on with its problem; a
+source that cannot be read raises DataError. prompt_rows.py validates the contents.
 """
 
 from __future__ import annotations
@@ -17,111 +16,155 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollick.config.names import is_reference, load_reference
-from rollick.config.schema import DomainConfig, EnvironmentSpec
-from rollick.data.gym import gym_rows
+from rollick.config.schema import Domain, EnvironmentSpec, environment_of
+from rollick.data.reasoning_gym_source import gym_rows
 from rollick.errors import DataError, MissingExtra
 from rollick.types import stable_hash
 
-MOST_UNLIMITED_ROWS = 1_000_000
-"""A generator without `limit` that gives more rows than this is taken to be endless."""
+TASKS = 1000
+"""Tasks of an environment without a source, if the domain has no limit."""
+
+MAX_UNLIMITED_ROWS = 1_000_000
+"""A generator that yields more rows than this, without `limit`, is considered endless."""
+
+
+MAX_GROWTH = 200
+"""Bytes that a compressed byte may become; real data grows less than a hundredfold."""
+
+FREE_BYTES = 256 << 20
+"""Data may always become this large."""
+
+PARQUET_ROWS = 128
+"""Rows that are decompressed at once."""
+
+MAX_LINE = 64 << 20
+"""Bytes of one line of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as read. `problem` says why it is no value at all (a line that is not JSON)."""
+    """A row as read. `problem` is set if it could not be parsed, such as invalid JSON."""
 
-    place: str
+    location: str
     value: Any
     problem: str = ""
 
 
-def shown(value: Any) -> str:
-    """Type and beginning of a value, for messages."""
+def describe_value(value: Any) -> str:
+    """Type and start of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def task_seed(seed: int, purpose: str, environment: str, task: int) -> int:
-    """The seed of a task: the same for all samples of its group, in every process and run."""
+    """The seed of a task: equal for all samples of its group, in every process and run."""
     return stable_hash("task", seed, purpose, environment, task)
 
 
 def read_rows(
-    config: DomainConfig, *, base: Path, objects: Mapping[str, Any], purpose: str = "train"
+    config: Domain, *, base: Path, objects: Mapping[str, Any], purpose: str = "train"
 ) -> Iterator[RawRow]:
-    """The rows of a source, at most `limit` of them; nothing beyond the limit is read.
+    """The first `limit` rows of a source. Rows beyond the limit are not read.
 
-    An environment without a source has a row for each task: its number, and its seed, which is
-    another one where the `purpose` is another one.
+    An environment without a source has one row per task, with its number and its seed. The seed
+    depends on `purpose`.
     """
-    source, environment = config.source, config.environment
+    source, environment = config.source, environment_of(config)
     if not source and environment is not None:
-        return islice(_task_rows(environment, purpose), config.limit or None)
+        return _task_rows(environment, purpose, tasks=config.limit or TASKS)
     kind, _, name = source.partition(":")
     if kind == "object":
-        rows = _python_rows(_object(objects, name), source, limited=config.limit > 0)
+        if name not in objects:
+            known = ", ".join(objects) or "none"
+            raise DataError(
+                f"there is no object {name!r} to read rows from (known: {known})",
+                fix="pass the object to the run in Python, or name a file instead",
+            )
+        rows = _python_rows(objects[name], source, limited=config.limit > 0)
     elif kind == "hub":
-        rows = _hub_rows(name, source, split=config.split)
+        rows = _hub_rows(name, source)
     elif kind == "reasoning_gym":
-        puzzles = enumerate(gym_rows(name, limit=config.limit), start=1)
-        rows = (RawRow(f"{source}: puzzle {number}", row) for number, row in puzzles)
+        rows = _numbered(gym_rows(name, limit=config.limit), source, "puzzle")
     elif is_reference(source):
-        rows = _python_rows(_reference(source, base), source, limited=config.limit > 0)
+        folder = base if (base / kind).is_file() else Path.cwd()
+        function = load_reference(source, base=folder)
+        rows = _python_rows(function, source, limited=config.limit > 0)
     else:
         rows = _file_rows(_locate(source, base), source)
     return islice(rows, config.limit or None)
 
 
-def _task_rows(environment: EnvironmentSpec, purpose: str) -> Iterator[RawRow]:
+def _task_rows(environment: EnvironmentSpec, purpose: str, *, tasks: int) -> Iterator[RawRow]:
     name = environment.name
-    for task in range(environment.tasks):
+    for task in range(tasks):
         seed = task_seed(environment.seed, purpose, name, task)
-        place = f"{name}: task {task}"
-        yield RawRow(place, {"prompt": place, "task": task, "seed": seed})
+        location = f"{name}: task {task}"
+        yield RawRow(location, {"prompt": location, "task": task, "seed": seed})
 
 
 def _locate(source: str, base: Path) -> Path:
-    places = dict.fromkeys([base / source, Path.cwd() / source])
-    for path in places:
+    paths = dict.fromkeys([base / source, Path.cwd() / source])
+    for path in paths:
         if path.is_file():
             return path
     raise DataError(
-        f"{source} does not exist (looked for {' and '.join(map(str, places))})",
-        fix="give a path relative to the recipe or to the working directory, or hub:NAME for a hub "
-        "dataset",
+        f"{source} does not exist (tried {' and '.join(map(str, paths))})",
+        fix="use a path relative to the recipe or the working directory, or hub:NAME",
     )
 
 
 def _file_rows(path: Path, source: str) -> Iterator[RawRow]:
     if path.name.endswith((".jsonl", ".jsonl.gz")):
-        yield from _jsonl_rows(path, source)
-    elif path.suffix == ".json":
-        yield from _json_rows(path, source)
-    elif path.suffix == ".parquet":
-        yield from _parquet_rows(path, source)
-    else:
-        raise DataError(
-            f"{source} is of no known kind",
-            fix="use .jsonl, .jsonl.gz, .json or .parquet, hub:NAME, or file.py:function",
-        )
+        return _jsonl_rows(path, source)
+    if path.suffix == ".json":
+        return _json_rows(path, source)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, source)
+    raise DataError(
+        f"{source} has an unsupported file type",
+        fix="use .jsonl, .jsonl.gz, .json or .parquet, hub:NAME, or file.py:function",
+    )
 
 
 def _jsonl_rows(path: Path, source: str) -> Iterator[RawRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rb") as lines:
-            for number, line in enumerate(cast("Iterable[bytes]", lines), start=1):
+        growth = _Growth(path, source)
+        with opener(path, "rb") as file:
+            lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                if len(line) > MAX_LINE:
+                    problem = f"line {number} of {source} has more than {MAX_LINE} bytes"
+                    raise DataError(problem, fix="write one JSON object per line")
+                growth.add(len(line))
                 if line.strip():
                     yield _parse_line(line, f"{source}:{number}")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{source} cannot be read: {error}", fix="replace the file") from error
 
 
-def _parse_line(line: bytes, place: str) -> RawRow:
+class _Growth:
+    """Counts the bytes that a file became, and stops at a decompression bomb."""
+
+    def __init__(self, path: Path, source: str) -> None:
+        self._source = source
+        self._size = path.stat().st_size
+        self._read = 0
+
+    def add(self, count: int) -> None:
+        self._read += count
+        if self._read > max(FREE_BYTES, MAX_GROWTH * self._size):
+            raise DataError(
+                f"{self._source} has {self._size} bytes and became more than {self._read}",
+                fix="decompress it yourself if you trust it, and use the .jsonl file",
+            )
+
+
+def _parse_line(line: bytes, location: str) -> RawRow:
     try:
-        return RawRow(place, json.loads(line.decode("utf-8-sig")))
+        return RawRow(location, json.loads(line.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
-        return RawRow(place, None, str(error))
+        return RawRow(location, None, str(error))
 
 
 def _json_rows(path: Path, source: str) -> Iterator[RawRow]:
@@ -130,80 +173,75 @@ def _json_rows(path: Path, source: str) -> Iterator[RawRow]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{source} is not a JSON file: {error}",
-            fix="write one list of objects, or one object a line in a .jsonl file",
+            fix="write one list of objects, or one object per line in a .jsonl file",
         ) from error
     if not isinstance(rows, list):
         raise DataError(
-            f"{source} holds {shown(rows)}, not a list", fix="write one list of objects"
+            f"{source} holds {describe_value(rows)}, not a list", fix="write one list of objects"
         )
-    for number, row in enumerate(cast("list[Any]", rows), start=1):
-        yield RawRow(f"{source}: item {number}", row)
+    yield from _numbered(cast("list[Any]", rows), source, "item")
 
 
 def _parquet_rows(path: Path, source: str) -> Iterator[RawRow]:
     import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    number = 0
     try:
+        growth = _Growth(path, source)
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield RawRow(f"{source}: row {number}", row)
+            groups = range(file.metadata.num_row_groups)
+            largest = max((file.metadata.row_group(n).total_byte_size for n in groups), default=0)
+            _Growth(path, source).add(largest)
+
+            def rows() -> Iterator[Any]:
+                for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                    columns: list[Any] = batch.columns
+                    kind = arrow.DictionaryArray
+                    plain = (c.dictionary_decode() if isinstance(c, kind) else c for c in columns)
+                    growth.add(sum(column.nbytes for column in plain))
+                    yield from batch.to_pylist()
+
+            yield from _numbered(rows(), source)
     except (OSError, arrow.ArrowException) as error:
         raise DataError(f"{source} cannot be read: {error}", fix="replace the file") from error
 
 
-def _hub_rows(name: str, source: str, *, split: str) -> Iterator[RawRow]:
-    """`hub:NAME`, or `hub:NAME:CONFIGURATION` where a dataset has several."""
+def _hub_rows(name: str, source: str) -> Iterator[RawRow]:
+    """Rows of hub:NAME[:CONFIGURATION][?split=SPLIT]; the default split is train."""
     try:
         import datasets
     except ImportError as error:
         raise MissingExtra.of("datasets", "hub") from error
+    name, _, query = name.partition("?")
+    split = query.removeprefix("split=") or "train"
     repository, _, configuration = name.partition(":")
     try:
         rows = datasets.load_dataset(repository, configuration or None, split=split)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{source} (split {split!r}) cannot be loaded: {error}",
-            fix="check the name and the split, and that the hub can be reached; a dataset with "
-            "several configurations is named hub:NAME:CONFIGURATION",
+            f"{source} cannot be loaded: {error}",
+            fix="check the connection and hub:NAME:CONFIGURATION?split=SPLIT",
         ) from error
-    for number, row in enumerate(cast("Iterable[Any]", rows), start=1):
-        yield RawRow(f"{source}: row {number}", row)
+    yield from _numbered(cast("Iterable[Any]", rows), source)
 
 
-def _object(objects: Mapping[str, Any], name: str) -> Any:
-    if name not in objects:
-        known = ", ".join(objects) or "none"
-        raise DataError(
-            f"there is no object {name!r} to read rows from (known: {known})",
-            fix="object:NAME works only where Python code hands the object over; name a file "
-            "instead",
-        )
-    return objects[name]
-
-
-def _reference(source: str, base: Path) -> Any:
-    where = source.partition(":")[0]
-    folder = base if (base / where).is_file() else Path.cwd()
-    return load_reference(source, base=folder)
+def _numbered(rows: Iterable[Any], source: str, kind: str = "row") -> Iterator[RawRow]:
+    return (RawRow(f"{source}: {kind} {n}", row) for n, row in enumerate(rows, start=1))
 
 
 def _python_rows(rows: Any, source: str, *, limited: bool) -> Iterator[RawRow]:
-    """Rows of a list, an iterable, or a function that gives one. A string is a prompt."""
+    """Rows of an iterable, or of a function that returns one. A string is a prompt."""
     if callable(rows):
         rows = rows()
     if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
         raise DataError(
-            f"{source} gives {shown(rows)}", fix="give a list (or a generator) of texts or dicts"
+            f"{source} is {describe_value(rows)}", fix="use a list or generator of texts or dicts"
         )
     bounded = limited or isinstance(rows, Sized)
     for number, row in enumerate(cast("Iterable[Any]", rows), start=1):
-        if not bounded and number > MOST_UNLIMITED_ROWS:
+        if not bounded and number > MAX_UNLIMITED_ROWS:
             raise DataError(
-                f"{source} gave more than {MOST_UNLIMITED_ROWS:,} rows and did not end",
+                f"{source} yielded more than {MAX_UNLIMITED_ROWS:,} rows and did not end",
                 fix="rows are read before the run: end the generator, or set the domain's limit",
             )
         yield RawRow(f"{source}: row {number}", {"prompt": row} if isinstance(row, str) else row)

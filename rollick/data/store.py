@@ -1,8 +1,8 @@
-"""Groups and batches on disk: replay dumps, checkpoints, and rows for samples.jsonl.
+"""Saves and loads groups and batches (checkpoints, replay), and writes rows of samples.jsonl.
 
-One .npz file each: arrays as they are, everything else as JSON text in the entry `json`. Nothing
-is ever pickled or unpickled. A round trip is exact, but for row values that JSON does not know:
-those become text, and `stringified` in the file (and a warning) says which.
+One .npz file each: arrays, and everything else as JSON in the entry `json`. Nothing is pickled. A
+round trip is exact except for row values that JSON cannot hold: these become text, listed in the
+file under `stringified` and in a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rollick.errors import DataError
 from rollick.types import (
     NOT_SAMPLED,
     Group,
-    Played,
     PolicyVersion,
     Prompt,
     Sample,
@@ -39,44 +38,51 @@ from rollick.types import (
 )
 
 Array = npt.NDArray[Any]
-Kind = Literal["groups", "batch"]
+FileKind = Literal["groups", "batch"]
 
-FORMAT = 1
+FORMAT = 2
 TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
+DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
+"""What numpy and zipfile raise for a damaged file."""
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rollick")
 
 
 def save_groups(path: Path, groups: Sequence[Group]) -> None:
-    """Write groups to one file, prompts and scores included."""
     samples = [sample for group in groups for sample in group.samples]
-    prompts = _prompt_table(groups)
-    places = {id(prompt): place for place, prompt in enumerate(prompts)}
-    about = {
-        "prompts": [_prompt_to_json(prompt) for prompt in prompts],
+    # Each Prompt object once, in order of appearance.
+    prompts = {
+        id(prompt): prompt
+        for group in groups
+        for prompt in (group.prompt, *(sample.prompt for sample in group.samples))
+    }
+    indices = {key: index for index, key in enumerate(prompts)}
+    metadata = {
+        "prompts": [_prompt_to_json(prompt) for prompt in prompts.values()],
         "groups": [
             {
                 "uid": group.uid,
-                "prompt": places[id(group.prompt)],
-                "started": group.started,
-                "members": [_member_to_json(member, places) for member in group.members],
+                "prompt": indices[id(group.prompt)],
+                "start_version": group.start_version,
+                "members": [_member_to_json(member, indices) for member in group.members],
             }
             for group in groups
         ],
     }
-    arrays = {name: _concatenated(getattr(s, name) for s in samples) for name in TOKEN_FIELDS}
-    kept = [s.kept_cache for s in samples if s.kept_cache is not None]
-    arrays["kept_cache"] = np.concatenate([*kept, np.empty(0, np.bool_)])
-    _write(path, "groups", arrays=arrays, about=about)
+    arrays: dict[str, Array] = {}
+    for name in (*TOKEN_FIELDS, "kept_cache"):
+        parts = [part for sample in samples if (part := getattr(sample, name)) is not None]
+        # A dtype wide enough that casting back is exact.
+        arrays[name] = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    _write(path, "groups", arrays=arrays, metadata=metadata)
 
 
 def load_groups(path: Path) -> list[Group]:
-    """Read what `save_groups` wrote. Samples of one prompt share the Prompt again."""
-    arrays, about = _read(path, "groups")
-    prompts = [_prompt_from_json(entry) for entry in about["prompts"]]
+    arrays, metadata = _read(path, "groups")
+    prompts = [_prompt_from_json(entry) for entry in metadata["prompts"]]
     groups: list[Group] = []
     start = kept = 0
-    for entry in about["groups"]:
+    for entry in metadata["groups"]:
         members: list[ScoredSample] = []
         for member in entry["members"]:
             stop = start + member["length"]
@@ -90,38 +96,33 @@ def load_groups(path: Path) -> list[Group]:
                 kept += member["length"]
             members.append(_member_from_json(member, tokens, prompts))
             start = stop
-        version = PolicyVersion(entry["started"])
+        version = PolicyVersion(entry["start_version"])
         groups.append(Group(entry["uid"], prompts[entry["prompt"]], tuple(members), version))
     return groups
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    """Write a batch to one file."""
-    arrays = {
-        spec.name: getattr(batch, spec.name)
-        for spec in fields(Batch)
-        if isinstance(getattr(batch, spec.name), np.ndarray)
-    }
-    about = {"uids": [list(uid) for uid in batch.uids], "version": int(batch.version)}
-    _write(path, "batch", arrays=arrays, about=about)
+    values = {spec.name: getattr(batch, spec.name) for spec in fields(Batch)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    metadata = {"uids": [list(uid) for uid in batch.uids], "version": int(batch.version)}
+    _write(path, "batch", arrays=arrays, metadata=metadata)
 
 
 def load_batch(path: Path) -> Batch:
-    """Read what `save_batch` wrote."""
-    arrays, about = _read(path, "batch")
-    uids = tuple(SampleId(*uid) for uid in about["uids"])
-    return Batch(uids=uids, version=about["version"], **arrays)
+    arrays, metadata = _read(path, "batch")
+    uids = tuple(SampleId(*uid) for uid in metadata["uids"])
+    return Batch(uids=uids, version=metadata["version"], **arrays)
 
 
 def samples_to_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """One JSON-able row a sample, for people to read; a score that failed is null, not a number."""
+    """One JSON-serialisable row per sample. A failed score is null."""
     return [_sample_to_row(group, member) for group in groups for member in group.members]
 
 
 def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
     sample, score = member.sample, member.score
-    drawn = sample.versions[sample.versions != NOT_SAMPLED]
-    row = {
+    sampled = sample.versions[sample.versions != NOT_SAMPLED]
+    row: dict[str, Any] = {
         "sample": str(sample.uid),
         "prompt_uid": group.prompt.uid,
         "domain": group.prompt.domain,
@@ -135,50 +136,27 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
         "isolation": score.isolation,
         "stop": sample.stop.value,
         "tokens": sample.length,
-        "response_tokens": len(drawn),
-        "versions": [int(drawn.min()), int(drawn.max())] if len(drawn) else [],
+        "response_tokens": len(sampled),
+        "versions": [int(sampled.min()), int(sampled.max())] if len(sampled) else [],
     }
-    return row if sample.played is None else row | {"played": _played_to_row(sample.played)}
-
-
-def _played_to_row(played: Played) -> dict[str, Any]:
-    """What `rollick env show` plays again."""
-    return {
-        "environment": played.environment,
-        "options": dict(played.options),
-        "seed": played.seed,
-        "replies": list(played.replies),
-        "rewards": list(played.rewards),
-        "success": played.success,
-        "summaries": [[before, text] for before, text in played.summaries],
-    }
+    if sample.episode is not None:
+        # `rollick env show` runs it again.
+        names = ("environment", "seed", "replies", "rewards", "success", "summaries")
+        row["episode"] = {name: getattr(sample.episode, name) for name in names}
+        row["episode"]["options"] = dict(sample.episode.options)
+    return row
 
 
 def _finite(value: float) -> float | None:
     return float(value) if isfinite(value) else None
 
 
-def _prompt_table(groups: Iterable[Group]) -> list[Prompt]:
-    """Every Prompt object once, in order of appearance."""
-    known: dict[int, Prompt] = {}
-    for group in groups:
-        for prompt in (group.prompt, *(sample.prompt for sample in group.samples)):
-            known.setdefault(id(prompt), prompt)
-    return list(known.values())
-
-
 def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     stringified: list[str] = []
-    row = {
-        name: _as_json(value, place=name, stringified=stringified)
-        for name, value in prompt.row.items()
-    }
+    row = {name: _as_json(value, name, stringified) for name, value in prompt.row.items()}
     if stringified:
-        log.warning(
-            "row of prompt %s: %s saved as text, JSON has no such type",
-            prompt.uid,
-            ", ".join(stringified),
-        )
+        names = ", ".join(stringified)
+        log.warning("row of prompt %s: saved %s as text: not a JSON type", prompt.uid, names)
     return {
         "uid": prompt.uid,
         "domain": prompt.domain,
@@ -193,29 +171,25 @@ def _prompt_from_json(entry: Mapping[str, Any]) -> Prompt:
     return Prompt(uid=entry["uid"], domain=entry["domain"], turns=turns, row=entry["row"])
 
 
-def _as_json(value: Any, *, place: str, stringified: list[str]) -> Any:
-    """The value itself where JSON gives it back equal; otherwise text, noted by its place."""
+def _as_json(value: Any, path: str, stringified: list[str]) -> Any:
+    """The value if JSON can hold it; otherwise its text, with its path added to `stringified`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
-        return [
-            _as_json(item, place=f"{place}[{number}]", stringified=stringified)
-            for number, item in enumerate(cast("list[Any]", value))
-        ]
+        items = enumerate(cast("list[Any]", value))
+        return [_as_json(item, f"{path}[{number}]", stringified) for number, item in items]
     if type(value) is dict and all(type(key) is str for key in cast("dict[Any, Any]", value)):
-        return {
-            key: _as_json(item, place=f"{place}.{key}", stringified=stringified)
-            for key, item in cast("dict[str, Any]", value).items()
-        }
-    stringified.append(place)
+        columns = cast("dict[str, Any]", value).items()
+        return {key: _as_json(item, f"{path}.{key}", stringified) for key, item in columns}
+    stringified.append(path)
     return str(value)
 
 
-def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str, Any]:
+def _member_to_json(member: ScoredSample, prompt_indices: Mapping[int, int]) -> dict[str, Any]:
     sample, score = member.sample, member.score
     return {
         "uid": list(sample.uid),
-        "prompt": places[id(sample.prompt)],
+        "prompt": prompt_indices[id(sample.prompt)],
         "length": sample.length,
         "kept_cache": sample.kept_cache is not None,
         "dtypes": {name: getattr(sample, name).dtype.str for name in TOKEN_FIELDS},
@@ -223,18 +197,8 @@ def _member_to_json(member: ScoredSample, places: Mapping[int, int]) -> dict[str
         "stop": sample.stop.value,
         "text": sample.text,
         "states": list(sample.states),
-        "breaks": list(sample.breaks),
-        "score": {
-            "value": float(score.value),
-            "parts": {name: float(value) for name, value in score.parts.items()},
-            "status": score.status.value,
-            "detail": score.detail,
-            "seconds": float(score.seconds),
-            "turns": [float(value) for value in score.turns],
-            "version": score.version,
-            "isolation": score.isolation,
-            "figures": {name: float(value) for name, value in score.figures.items()},
-        },
+        "segment_starts": list(sample.segment_starts),
+        "score": {spec.name: getattr(score, spec.name) for spec in fields(Score)},
     }
 
 
@@ -248,50 +212,41 @@ def _member_from_json(
         stop=StopReason(entry["stop"]),
         text=entry["text"],
         states=tuple(entry["states"]),
-        played=None,
-        breaks=tuple(entry["breaks"]),
+        episode=None,
+        segment_starts=tuple(entry["segment_starts"]),
         **tokens,
     )
-    said: dict[str, Any] = entry["score"]
-    status, turns = ScoreStatus(said.pop("status")), tuple(said.pop("turns"))
-    return ScoredSample(sample, Score(status=status, turns=turns, **said))
+    score: dict[str, Any] = entry["score"]
+    status, rewards = ScoreStatus(score.pop("status")), tuple(score.pop("turn_rewards"))
+    return ScoredSample(sample, Score(status=status, turn_rewards=rewards, **score))
 
 
-def _concatenated(arrays: Iterable[Array]) -> Array:
-    """All in one; a dtype wide enough for every one of them, so that casting back is exact."""
-    known = list(arrays)
-    return np.concatenate(known) if known else np.empty(0, np.int32)
+def _plain(value: Any) -> Any:
+    """A mapping or a number as a type that JSON knows."""
+    return dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else float(value)
 
 
-def _write(path: Path, kind: Kind, *, arrays: Mapping[str, Array], about: Any) -> None:
-    text = json.dumps({"format": FORMAT, "kind": kind, **about})
+def _write(path: Path, kind: FileKind, *, arrays: Mapping[str, Array], metadata: Any) -> None:
+    text = json.dumps({"format": FORMAT, "kind": kind, **metadata}, default=_plain)
     entry = np.frombuffer(text.encode(), dtype=np.uint8)
-    # An open file, because savez would put .npz behind a name without it.
+    # An open file, because savez would append .npz to other names.
     with path.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, json=entry, **arrays)
 
 
-def _read(path: Path, kind: Kind) -> tuple[dict[str, Array], dict[str, Any]]:
+def _read(path: Path, kind: FileKind) -> tuple[dict[str, Array], dict[str, Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        about = json.loads(arrays.pop("json").tobytes())
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        TypeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+        metadata = json.loads(arrays.pop("json").tobytes())
+    except DAMAGED as error:
         raise DataError(
             f"{path} cannot be read as saved {kind}: {error}", fix="the file is damaged; save again"
         ) from error
-    if (about.get("format"), about.get("kind")) != (FORMAT, kind):
+    actual_kind, version = metadata.get("kind"), metadata.get("format")
+    if (actual_kind, version) != (kind, FORMAT):
         raise DataError(
-            f"{path} holds {about.get('kind')} in format {about.get('format')}, "
-            f"expected {kind} in format {FORMAT}",
-            fix="use the file that was saved for this, with the version that saved it",
+            f"{path} holds {actual_kind} in format {version}, expected {kind} in format {FORMAT}",
+            fix="use a file of this kind, with the version of rollick that saved it",
         )
-    return arrays, about
+    return arrays, metadata

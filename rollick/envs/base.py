@@ -1,15 +1,12 @@
-"""TextEnv: an environment that is played by text. Gymnasium's signature over text or messages.
+"""TextEnv: an environment with text actions. Gymnasium's signature over text or messages.
 
-    env = FrozenLake(size=4)                      one object, one episode
-    observation, info = env.reset(seed)           the same seed: the same puzzle, in every process
+    env = FrozenLake(size=4)                      one object for one episode
+    observation, info = env.reset(seed)           the same seed gives the same puzzle everywhere
     observation, reward, terminated, truncated, info = env.step("<answer>Right</answer>")
 
-Owns the seam, what an answer of an environment may be (`read_reset`, `read_step`), and how seeds
-are made. Starts no process (pool.py does) and plays no episode (play.py does).
+Optional keys of `info`:
 
-What `info` may say, each of it optional:
-
-    valid       the action could be read            effective   it changed something
+    valid       the action could be parsed          effective   it changed the state
     success     the task is solved                  state       a key: equal keys, equal states
     metrics     {name: number}, averaged over a run
 """
@@ -23,7 +20,7 @@ from math import isfinite
 from numbers import Real
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -32,56 +29,53 @@ from rollick.errors import EnvError
 from rollick.types import Turn, stable_hash
 
 Observation = str | Sequence[Turn]
-"""What the policy reads next: text, or messages."""
+"""The policy's next input: text, or messages."""
 Info = Mapping[str, Any]
 Reset = tuple[Observation, Info]
 Step = tuple[Observation, float, bool, bool, Info]
 MakeEnv = Callable[..., "TextEnv"]
-"""A TextEnv class, or a function that makes one; options come by name."""
-
-
-class Frame(NamedTuple):
-    """What a picture of the moment shows: rows of tiles by name, and a line under them."""
-
-    rows: tuple[tuple[str, ...], ...]
-    caption: str = ""
+"""A TextEnv class, or a function that creates one; options are keyword arguments."""
+TileGrid = Sequence[Sequence[str]]
+"""The state as a picture: rows of tile names."""
+MAX_TURNS = 2_000
+"""An episode with more turns counts as one that never ends."""
 
 
 class TextEnv(ABC):
     """An environment for language models: subclass it, write `reset` and `step`.
 
-    An object is played once, from one reset to its end. All that is random follows from the seed.
-    The other methods are optional: they let `rollick env test` play it, prove it and draw it.
+    An object is used for one episode. All randomness must depend on the seed only. The other
+    methods are optional: `rollick env test` uses them to run, check and draw the environment.
     """
 
     @abstractmethod
     def reset(self, seed: int) -> Reset:
-        """Begin the episode that `seed` names: the first observation, and info."""
+        """Start the episode of this seed; returns the first observation and info."""
 
     @abstractmethod
     def step(self, action: str) -> Step:
-        """Take what the policy wrote, whatever it is: observation, reward, terminated, truncated,
-        info. What cannot be read as an action is an observation that says so, not an exception."""
+        """Apply the policy's text; returns observation, reward, terminated, truncated, info.
+        For an invalid action, return an observation that explains this; do not raise."""
 
     def legal_actions(self) -> Sequence[str]:
-        """Answers that make sense now, as a policy would write them; none: nobody can list them."""
+        """Possible actions in this state, as a policy would write them; empty: not listed."""
         return ()
 
     def solve(self) -> str | None:
-        """The answer of a scripted solver in this state; None: it knows no way."""
+        """The action of a scripted solver in this state; None: no solution."""
         return None
 
-    def draw(self) -> Frame | None:
-        """The moment as tiles (envs/pictures.py); None: it is drawn as its observation."""
+    def draw(self) -> TileGrid | None:
+        """The state as tiles for episodes/pictures.py; None: draw the observation's text."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Give back what the episode holds. Called once, also after a failure."""
+    def close(self) -> None:  # noqa: B027 - most hold no resources
+        """Release resources. Called once, also after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """An answer of an environment that was read and found right. `info` is plain JSON."""
+class EnvResponse:
+    """A validated result of reset() or step(). `info` holds JSON values only."""
 
     observation: str | tuple[Turn, ...]
     reward: float = 0.0
@@ -94,75 +88,81 @@ class Moment:
         return self.terminated or self.truncated
 
     @property
+    def turns(self) -> tuple[Turn, ...]:
+        seen = self.observation
+        return (Turn("user", seen),) if isinstance(seen, str) else seen
+
+    @property
     def text(self) -> str:
-        if isinstance(self.observation, str):
-            return self.observation
-        return "\n".join(turn.content for turn in self.observation)
+        return "\n".join(turn.content for turn in self.turns)
 
 
-class NotAnAnswer(Exception):
-    """What an environment returned breaks the signature; the message says how."""
+class InvalidEnvResponse(Exception):
+    """An environment returned a value of the wrong form; the message describes it."""
+
+
+def succeeded(responses: Sequence[EnvResponse]) -> bool:
+    """As the environment reports it; by default: terminated with a reward above 0."""
+    if not responses:
+        return False
+    by_reward = responses[-1].terminated and sum(step.reward for step in responses) > 0
+    return bool(responses[-1].info.get("success", by_reward))
 
 
 def random_of(purpose: str, seed: int, *more: str | int) -> Random:
-    """An environment's random numbers. Hashed, so that neighbouring seeds have nothing alike."""
+    """A random generator for an environment; the hash makes neighbouring seeds independent."""
     return Random(stable_hash(purpose, seed, *more))
 
 
 def find_env(name: str, *, base: Path | None = None) -> MakeEnv:
-    """The environment of a name, file.py:Class or package.module:Class."""
-    found: Any = resolve("environments", name, base=base)
-    if not callable(found):
-        raise EnvError(
-            f"the environment {name} is a {type(found).__name__}",
-            fix="name a TextEnv class, or a function that makes one",
-        )
-    return cast("MakeEnv", found)
+    """The environment of a built-in name, file.py:Class or package.module:Class."""
+    factory: Any = resolve("environments", name, base=base)
+    if not callable(factory):
+        fix = "name a TextEnv class, or a function that creates one"
+        raise EnvError(f"the environment {name} is a {type(factory).__name__}", fix=fix)
+    return cast("MakeEnv", factory)
 
 
 def make_env(make: MakeEnv, options: Mapping[str, Any], *, name: str) -> TextEnv:
-    """A fresh episode. EnvError where the options do not fit or it is no environment."""
+    """Create an environment. Raises EnvError for wrong options or if it is not an environment."""
     try:
         env = make(**options)
     except TypeError as error:
-        raise EnvError(f"{name} cannot be made with {dict(options)}: {error}") from error
+        raise EnvError(f"{name} cannot be created with {dict(options)}: {error}") from error
     for method in ("reset", "step"):
         if not callable(getattr(env, method, None)):
-            raise EnvError(
-                f"{name} made a {type(env).__name__}, which has no {method}()",
-                fix="subclass rollick.TextEnv",
-            )
+            text = f"{name} created a {type(env).__name__}, which has no {method}()"
+            raise EnvError(text, fix="subclass rollick.TextEnv")
     return env
 
 
-def read_reset(answer: Any) -> Moment:
-    """What reset() returned. NotAnAnswer if it is not (observation, info)."""
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise NotAnAnswer(f"reset() must return (observation, info), not {_shape(answer)}")
-    observation, info = answer
-    return Moment(_read_observation(observation), info=_read_info(info))
+def close_env(env: TextEnv) -> None:
+    """Call close(), which environments that do not subclass TextEnv may lack."""
+    getattr(env, "close", lambda: None)()
 
 
-def read_step(answer: Any) -> Moment:
-    """What step() returned. NotAnAnswer if it is not Gymnasium's five."""
-    if not isinstance(answer, tuple) or len(answer) != 5:
-        raise NotAnAnswer(
-            "step() must return (observation, reward, terminated, truncated, info), "
-            f"not {_shape(answer)}"
-        )
-    observation, reward, terminated, truncated, info = answer
+def read_reset(value: Any) -> EnvResponse:
+    observation, info = _unpack(value, "reset", "observation, info")
+    return EnvResponse(_read_observation(observation), info=_read_info(info))
+
+
+def read_step(value: Any) -> EnvResponse:
+    names = "observation, reward, terminated, truncated, info"
+    observation, reward, terminated, truncated, info = _unpack(value, "step", names)
     if isinstance(reward, bool | np.bool_) or not isinstance(reward, Real) or not isfinite(reward):
-        raise NotAnAnswer(f"the reward must be a finite number, not {_brief(reward)}")
+        raise InvalidEnvResponse(f"the reward must be a finite number, not {_brief(reward)}")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool | np.bool_):
-            raise NotAnAnswer(f"{name} must be True or False, not {_brief(flag)}")
-    return Moment(
-        _read_observation(observation),
-        float(reward),
-        bool(terminated),
-        bool(truncated),
-        _read_info(info),
-    )
+            raise InvalidEnvResponse(f"{name} must be True or False, not {_brief(flag)}")
+    text, flags = _read_observation(observation), (bool(terminated), bool(truncated))
+    return EnvResponse(text, float(reward), *flags, _read_info(info))
+
+
+def _unpack(value: Any, method: str, names: str) -> tuple[Any, ...]:
+    if isinstance(value, tuple) and len(value) == len(names.split(", ")):
+        return value
+    returned = f"{len(value)} values" if isinstance(value, tuple) else _brief(value)
+    raise InvalidEnvResponse(f"{method}() must return ({names}), not {returned}")
 
 
 def _read_observation(observation: Any) -> str | tuple[Turn, ...]:
@@ -170,52 +170,45 @@ def _read_observation(observation: Any) -> str | tuple[Turn, ...]:
         return observation
     if isinstance(observation, Sequence) and observation:
         return tuple(_read_turn(turn) for turn in observation)
-    raise NotAnAnswer(f"the observation must be text or messages, not {_brief(observation)}")
+    raise InvalidEnvResponse(f"the observation must be text or messages, not {_brief(observation)}")
 
 
 def _read_turn(turn: Any) -> Turn:
     if isinstance(turn, Turn):
         turn = {"role": turn.role, "content": turn.content}
-    role, content = (turn.get(key) if isinstance(turn, Mapping) else None for key in _MESSAGE)
-    if not (isinstance(role, str) and isinstance(content, str)):
-        raise NotAnAnswer(f"a message must have a role and a content of text, not {_brief(turn)}")
-    return Turn(role, content)
-
-
-_MESSAGE = ("role", "content")
+    match turn:
+        case {"role": str(role), "content": str(content)}:
+            return Turn(role, content)
+        case _:
+            problem = "a message must have role and content, both text, not"
+            raise InvalidEnvResponse(f"{problem} {_brief(turn)}")
 
 
 def _read_info(info: Any) -> Info:
     if not isinstance(info, Mapping):
-        raise NotAnAnswer(f"info must be a mapping, not {_brief(info)}")
-    # Most are flat and plain already, and this is on the way of every step.
-    if all(type(value) in _PLAIN and type(key) is str for key, value in info.items()):
+        raise InvalidEnvResponse(f"info must be a mapping, not {_brief(info)}")
+    # Fast path for every step: most infos are already flat JSON.
+    if all(type(value) in _JSON_SCALARS and type(key) is str for key, value in info.items()):
         return info
-    return {str(key): plain(value) for key, value in info.items()}
+    return {str(key): to_json_value(value) for key, value in info.items()}
 
 
-_PLAIN = frozenset({str, int, bool, type(None)})
+_JSON_SCALARS = frozenset({str, int, bool, type(None)})
 
 
-def plain(value: Any) -> Any:
-    """As JSON has it; arrays become lists, and what is none of these becomes its text."""
+def to_json_value(value: Any) -> Any:
+    """Convert to JSON values; arrays become lists, other objects their repr."""
     if isinstance(value, str | bool | int | None):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return to_json_value(value.tolist())
     if isinstance(value, float):
         return value if isfinite(value) else str(value)
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     return repr(value)[:200]
-
-
-def _shape(answer: Any) -> str:
-    if isinstance(answer, tuple):
-        return f"{len(answer)} values"
-    return _brief(answer)
 
 
 def _brief(value: Any) -> str:

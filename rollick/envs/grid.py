@@ -1,129 +1,112 @@
-"""What the games on a grid share: directions, ways, how a turn is read and told.
+"""Shared by grid games: directions, shortest paths, parsing of actions, text observations.
 
-A cell is a number, row * width + column; a grid has a border that nobody can enter, so that a move
-is one addition and needs no test of the edge.
+A cell is a number, row * width + column; a grid has a border of walls, so that a move is one
+addition without an edge check.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, get_args
 
-from rollick.envs.base import Reset, Step, TextEnv
-from rollick.envs.formats import Format, ask, read_actions, write_actions, write_reply
+from rollick.envs.base import Reset, Step, TextEnv, TileGrid
+from rollick.envs.formats import SEPARATOR, Format, describe_format, read_actions, write_reply
 from rollick.errors import EnvError
 from rollick.types import stable_hash
 
 Split = Literal["all", "train", "held_out"]
-"""Which puzzles: one of five, by its board alone, is held out."""
+"""A fifth of the boards, chosen by hash, is held out."""
 DIRECTIONS = ("Up", "Down", "Left", "Right")
 UP, DOWN, LEFT, RIGHT = range(4)
-NAMES_OF = (
-    ("up", "u", "north", "↑"),
-    ("down", "d", "south", "↓"),
-    ("left", "l", "west", "←"),
-    ("right", "r", "east", "→"),
-)
-WORDS = {word: direction for direction, words in enumerate(NAMES_OF) for word in words}
+NAMES_OF = ("up u north ↑", "down d south ↓", "left l west ←", "right r east →")
+WORDS = {word: direction for direction, names in enumerate(NAMES_OF) for word in names.split()}
 
 
 def offsets(width: int) -> tuple[int, int, int, int]:
-    """What each direction adds to a cell."""
+    """The cell offset of each direction."""
     return (-width, width, -1, 1)
 
 
 def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, int]:
-    """Moves from `start` to every cell that can be reached over free ones."""
-    found = {start: 0}
+    """Moves from `start` to every cell reachable over free cells."""
+    moves_to = {start: 0}
     queue = deque([start])
     moves = offsets(width)
     while queue:
         cell = queue.popleft()
         for move in moves:
-            if cell + move not in found and free(cell + move):
-                found[cell + move] = found[cell] + 1
+            if cell + move not in moves_to and free(cell + move):
+                moves_to[cell + move] = moves_to[cell] + 1
                 queue.append(cell + move)
-    return found
+    return moves_to
 
 
 def path(
     start: int, goal: int, free: Container[int], width: int, *, random: Random | None = None
 ) -> list[int] | None:
-    """Directions of a shortest way over the cells of `free`, of several any, if `random` is given;
+    """Directions of a shortest path over the cells of `free`; a random one if `random` is given;
     None if there is none."""
     left = distances(goal, free.__contains__, width)
     if start not in left:
         return None
-    moves, way, cell = offsets(width), list[int](), start
+    moves, directions, cell = offsets(width), list[int](), start
     while cell != goal:
         nearer = [d for d in range(4) if left.get(cell + moves[d], 1 << 30) < left[cell]]
         direction = nearer[0] if random is None else random.choice(nearer)
-        way.append(direction)
+        directions.append(direction)
         cell += moves[direction]
-    return way
+    return directions
 
 
-class GridOptions(TypedDict, total=False):
-    """What every game takes besides its own options."""
-
-    style: Format
-    max_actions: int
-    """Moves in one turn."""
-    rules: bool
-    """Explain the game at its beginning."""
-    invalid_reward: float
-    """For a reply that is no action."""
-    progress_reward: float
-    """For each move nearer to success, less it for one away from it."""
-    split: Split
-
-
+@dataclass(kw_only=True, eq=False)
 class GridGame(TextEnv):
-    """A game of four directions: reads replies, counts, speaks. A game says what a move does."""
+    """A game with four directions: parses replies, counts turns, writes observations. Subclasses
+    define the effect of a move, `tile_names` and the default of `max_steps`."""
 
-    def __init__(
-        self,
-        *,
-        max_steps: int,
-        style: Format = "answer",
-        max_actions: int = 1,
-        rules: bool = True,
-        invalid_reward: float = 0.0,
-        progress_reward: float = 0.0,
-        split: Split = "all",
-    ) -> None:
-        if max_steps < 1 or max_actions < 1:
-            raise EnvError(f"max_steps={max_steps} and max_actions={max_actions} must be positive")
-        if split not in ("all", "train", "held_out"):
-            raise EnvError(f"no game has split={split!r}", fix="use all, train or held_out")
-        self.split: Split = split
-        self.max_steps = max_steps
-        self.style: Format = style
-        self.max_actions = max_actions
-        self.rules = rules
-        self.invalid_reward = invalid_reward
-        self.progress_reward = progress_reward
+    max_steps: int = 0
+    """Maximum turns; 0 chooses a limit that depends on the size."""
+    style: Format = "answer"
+    max_actions: int = 1
+    """Maximum moves in one turn."""
+    rules: bool = True
+    """Explain the rules in the first observation."""
+    invalid_reward: float = 0.0
+    """Reward of a reply without a valid action."""
+    progress_reward: float = 0.0
+    """Reward of each move closer to success; negative for a move away from it."""
+    split: Split = "all"
+
+    def __post_init__(self) -> None:
+        if min(self.max_steps, self.max_actions) < 1:
+            limits = f"max_steps={self.max_steps} and max_actions={self.max_actions}"
+            raise EnvError(f"{limits} must be positive")
+        if self.split not in get_args(Split):
+            text = f"split={self.split!r} is not supported"
+            raise EnvError(text, fix="use all, train or held_out")
         self.turns = 0
         self.plan: list[int] = []
-        """What is left of the solver's way, while somebody follows it."""
+        """Remaining directions of the solver, as long as the episode follows them."""
+        self.tile_names: Mapping[str, str] = {}
+        """The tile of each symbol."""
 
     @abstractmethod
     def build(self, seed: int) -> None:
-        """Make the puzzle; of several that the seed gives, the first that `fits`."""
+        """Generate the puzzle of the seed: the first one that `fits`."""
 
     def fits(self, board: str) -> bool:
-        """Whether a puzzle is of the split. The board decides, not the seed: the same board is
-        never on both sides."""
+        """Whether a board is in the split. It depends on the board, not the seed: no board is in
+        both train and held_out."""
         if self.split == "all":
             return True
         return (stable_hash("split", board) % 5 == 0) == (self.split == "held_out")
 
     @abstractmethod
     def move(self, direction: int) -> tuple[float, bool]:
-        """Do one move: the reward, and whether anything changed."""
+        """Make one move. Returns the reward, and whether the board changed."""
 
     @abstractmethod
     def grid(self) -> str:
@@ -131,20 +114,20 @@ class GridGame(TextEnv):
 
     @abstractmethod
     def explain(self) -> str:
-        """The rules and what each symbol means."""
+        """The rules and the meaning of each symbol."""
 
     @abstractmethod
     def outcome(self) -> bool | None:
-        """True: solved; False: lost; None: the game goes on."""
+        """True if solved, False if lost, None while the game runs."""
 
     @abstractmethod
-    def find_way(self) -> Sequence[int] | None:
-        """Directions from here to success, as far as they are certain; None if there is no way."""
+    def plan_moves(self) -> Sequence[int] | None:
+        """Known directions from the current state to success; None if it is unreachable."""
 
     def reset(self, seed: int) -> Reset:
         self.build(seed)
         grid = self.grid()
-        text = f"{self.explain()}\n{self._asks()}\n\n{grid}" if self.rules else grid
+        text = f"{self.explain()}\n{self._instructions()}\n\n{grid}" if self.rules else grid
         return text, {"state": grid, "success": False}
 
     def step(self, action: str) -> Step:
@@ -160,47 +143,51 @@ class GridGame(TextEnv):
                 break
         if before is not None and changed:
             after = self._moves_left()
-            # Where there is no way any more, the turn has led one step away.
+            # If success is no longer reachable, the turn counts as one move away.
             reward += self.progress_reward * (-1 if after is None else before - after)
         followed = directions and self.plan[: len(directions)] == directions
         self.plan = self.plan[len(directions) :] if followed else []
         outcome, grid = self.outcome(), self.grid()
         terminated = outcome is not None
-        info: dict[str, Any] = {
-            "valid": bool(directions),
-            "effective": changed,
-            "success": outcome is True,
-            "state": grid,
-        }
+        info: dict[str, Any] = {"valid": bool(directions), "effective": changed}
+        info |= {"success": outcome is True, "state": grid}
         truncated = not terminated and self.turns >= self.max_steps
-        said = self._say(bool(directions), changed, outcome)
-        return f"{said}{grid}", reward, terminated, truncated, info
+        feedback = self._feedback(bool(directions), changed, outcome)
+        return f"{feedback}{grid}", reward, terminated, truncated, info
 
     def legal_actions(self) -> Sequence[str]:
         return [write_reply(name, self.style) for name in DIRECTIONS]
 
     def solve(self) -> str | None:
-        self.plan = self.plan or list(self.find_way() or ())
+        self.plan = self.plan or list(self.plan_moves() or ())
         if not self.plan:
             return None
         names = [DIRECTIONS[direction] for direction in self.plan[: self.max_actions]]
-        return write_actions(names, self.style)
+        return write_reply(f" {SEPARATOR} ".join(names), self.style)
+
+    def draw(self) -> TileGrid:
+        rows = self.grid().split("\n")
+        return [[self.tile_names[symbol] for symbol in row] for row in rows]
 
     def _moves_left(self) -> int | None:
-        """From here to success, at the least; None if there is no way."""
-        way = [] if self.outcome() else self.find_way()
-        return None if way is None else len(way)
+        """Length of the solver's path to success; None if there is none."""
+        directions = [] if self.outcome() else self.plan_moves()
+        return None if directions is None else len(directions)
 
-    def _asks(self) -> str:
-        names = ", ".join(DIRECTIONS[:-1]) + f" or {DIRECTIONS[-1]}"
-        several = ""
-        if self.max_actions > 1:
-            several = f" Up to {self.max_actions} moves at once, with || between them."
-        return f"{ask(self.style, names)}{several}"
+    def _instructions(self) -> str:
+        text = describe_format(self.style, "Up, Down, Left or Right")
+        if self.max_actions == 1:
+            return text
+        return f"{text} Up to {self.max_actions} moves at once, with || between them."
 
-    def _say(self, valid: bool, changed: bool, outcome: bool | None) -> str:
+    def _feedback(self, valid: bool, changed: bool, outcome: bool | None) -> str:
         if outcome is not None:
             return "You made it.\n" if outcome else "You lost.\n"
         if not valid:
-            return f"That is no action. {self._asks()}\n"
+            return f"That is no action. {self._instructions()}\n"
         return "" if changed else "Nothing moved.\n"
+
+
+def join_rows(symbols: Sequence[str], size: int) -> str:
+    """The symbols of a square board as lines."""
+    return "\n".join("".join(symbols[at : at + size]) for at in range(0, size * size, size))

@@ -1,49 +1,45 @@
-"""EnvPool: thousands of episodes at once in a few local processes, so that no environment can stop
-or slow the run.
+"""EnvPool: runs thousands of concurrent episodes in a few local processes, isolated from the run.
 
     reset() --> the process with the fewest episodes --frames--> child process 1 (child.py)
     step()  --> the process of the episode           --frames--> child process 2
-      ^                                                    |     guard: kills the children
-      +------------------- Reply, OK or why not -----------+     if this process dies
+      ^                                                    |     watchdog: kills the children
+      +------------------- EnvCallResult, OK or why not -----------+     if this process dies
 
-A lane is a task that reads the answers of one child and watches its deadlines. A call past its
-deadline, or a child that dies, ends the episode that was running (TIMEOUT, CRASHED) and loses the
-others of that process (LOST); its whole process group is killed and a fresh child takes over.
-An episode that raises or answers rubbish ends alone. Every failure is a status and is counted.
+A call past its deadline, or one that crashes its child, ends its episode (TIMEOUT, CRASHED) and the
+other episodes of that process (LOST). A child that was killed or stopped from outside loses all of
+its episodes; episodes/environment.py restarts lost episodes. The process group is killed and a
+new child starts. An episode that raises or returns an invalid response ends alone. Every failure is
+counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
-from rollick.children.nursery import Nursery
-from rollick.children.process import Child, ChildLost, encode_frame, pickled
+from rollick.children.child_loop import ChildSetup
+from rollick.children.process import Child, ChildLost, FrameKind, encode_frame, pickle_payload
+from rollick.children.supervisor import ChildSupervisor, pickle_definitions
 from rollick.envs.base import MakeEnv
 from rollick.envs.child import (
-    NUMBER,
-    Act,
     Call,
-    Definitions,
-    End,
+    DropEpisode,
+    EnvCallResult,
     EnvStatus,
-    Kind,
-    Reply,
-    Show,
-    Start,
+    StartEpisode,
+    StepEpisode,
     decode_reply,
 )
-from rollick.errors import EnvError
+from rollick.errors import EnvError, RollickError
+from rollick.observe.faults import FaultLog
 
 PROGRAM = "rollick.envs.child"
 LOST_TEXT = "another episode of its process hung or died"
@@ -51,128 +47,115 @@ LOST_TEXT = "another episode of its process hung or died"
 
 @dataclass(slots=True)
 class EnvStats:
-    """Since the pool was opened. An episode that failed is in exactly one of the failures."""
+    """Counts since the pool was opened. A failed episode counts in exactly one failure."""
 
-    episodes: int = 0
-    steps: int = 0
-    """Answered ones, the failed among them."""
-    failures: dict[EnvStatus, int] = field(default_factory=dict[EnvStatus, int])
+    failures: Counter[EnvStatus] = field(default_factory=Counter[EnvStatus])
     restarts: int = 0
+    remade: int = 0
+    """Episodes that were restarted because their process was lost."""
     seconds: float = 0.0
-    """Inside environments."""
-
-    @property
-    def failed(self) -> int:
-        return sum(self.failures.values())
+    """Time inside environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvLimits:
-    """How long an environment may take, and how many run at once."""
+    """Time limits of environments, and the maximum of concurrent episodes."""
 
     step_s: float = 60.0
-    """A call, from its start in the process."""
+    """Limit of a call, from its start in the process."""
     episode_s: float = inf
-    """All calls of an episode together; the time that a policy thinks is not counted."""
+    """Limit of all calls of an episode together, without generation time."""
     episodes: int = 8192
-    """Open at once; further resets wait."""
+    """Maximum of open episodes; further resets wait."""
 
 
+@dataclass(slots=True, eq=False)
 class EnvSession:
-    """One episode in a process. `opening` is the reply to its reset; then `step` until it is over.
+    """One episode in a process. `opening` is the result of its reset; call `step` until it is over.
+    Use `contextlib.closing` if you may stop earlier."""
 
-    `async with` it, or `close()` it, if it may be left before its end.
-    """
+    pool: EnvPool
+    worker: _Worker
+    number: int
+    opening: EnvCallResult = field(init=False)
+    status: EnvStatus = EnvStatus.OK
+    over: bool = False
+    """Ended, failed, or closed."""
+    seconds: float = 0.0
+    """Time inside the environment so far."""
+    answer: asyncio.Future[EnvCallResult] | None = None
+    """The result of the call in flight."""
 
-    def __init__(self, pool: EnvPool, worker: _Worker, number: int) -> None:
-        self._pool = pool
-        self._worker = worker
-        self._answer: asyncio.Future[Reply] | None = None
-        self.number = number
-        self.opening = Reply(EnvStatus.OK)
-        self.status = EnvStatus.OK
-        self.over = False
-        """Ended by itself, failed, or closed."""
-        self.seconds = 0.0
-        """Inside the environment, so far."""
-        self.opened = False
-        """Whether the reply to the reset has come."""
-
-    async def step(self, action: str) -> Reply:
-        """One step. Waits for the process; a failure is a reply with a status and ends the episode.
-
-        EnvError if the episode is over: each is played once.
-        """
+    async def step(self, action: str) -> EnvCallResult:
+        """Run one step. Waits for the process; a failure is a result with a status and ends the
+        episode. Raises EnvError if the episode is over."""
         if self.over and self.status is EnvStatus.LOST:
-            # Its process went down between two steps: the policy learns of it here.
-            return Reply(EnvStatus.LOST, detail=LOST_TEXT)
+            # Its process died between two steps.
+            return EnvCallResult(EnvStatus.LOST, detail=LOST_TEXT)
         if self.over:
-            raise EnvError(
-                f"episode {self.number} is over ({self.status})",
-                fix="reset() gives a new one; an episode is played once",
-            )
-        if self._answer is not None:
+            text = f"episode {self.number} is over ({self.status})"
+            raise EnvError(text, fix="start a new episode with reset()")
+        if self.answer is not None:
             raise EnvError(f"episode {self.number} is in a step already", fix="await that first")
-        return await self._pool.call(self, Act(action))
+        return await self.pool.call(self, StepEpisode(action))
 
     def close(self) -> None:
-        """Leave the episode; does not wait. Nothing happens if it is over."""
+        """Drop the episode if it is not over; does not wait."""
         if not self.over:
-            self._pool.leave(self)
-
-    async def __aenter__(self) -> EnvSession:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
+            self.pool.drop(self)
+            self.worker.send(self.number, DropEpisode())
 
 
 class _Worker:
-    """A child process, its episodes, and what is about to be sent to it."""
+    """A child process, its episodes, and its unsent calls."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, rank: int) -> None:
+        self.rank = rank
         self.sessions: dict[int, EnvSession] = {}
-        self.renew(child)
+        self.attach(child)
 
-    def renew(self, child: Child) -> None:
-        """Begin with a child that knows of no episode."""
+    def attach(self, child: Child) -> None:
+        """Use a new child, which has no episodes yet."""
         self.child = child
         self.up = True
         self.unsent: list[tuple[int, bytes]] = []
-        self.asked: dict[int, float] = {}
-        """Episodes with a call under way, and when it was sent."""
+        self.sent: dict[int, float] = {}
+        """Send time of the call in flight, by episode."""
         self.started: dict[int, float] = {}
-        """Those whose call has begun, and when."""
+        """Start time of the running call, by episode."""
 
-    def ask(self, number: int, call: Call) -> None:
-        """Send it with the others of this turn of the event loop. EnvError if it cannot be sent."""
-        payload = _pack(call)
+    def send(self, number: int, call: Call) -> None:
+        """Send a call, in one frame with the others of this event loop iteration."""
+        try:
+            payload = pickle_payload(call)
+        except Exception as error:
+            raise EnvError(f"{call} cannot be sent to another process: {error}") from error
         loop = asyncio.get_running_loop()
         if not self.unsent:
             loop.call_soon(self._flush)
         self.unsent.append((number, payload))
-        self.asked[number] = loop.time()
+        self.sent[number] = loop.time()
 
     def _flush(self) -> None:
         calls, self.unsent = self.unsent, []
         pipe = self.child.process.stdin
         if pipe is not None and not pipe.is_closing():
-            pipe.write(encode_frame(Kind.CALLS, pickle.dumps(calls, protocol=5)))
+            pipe.write(encode_frame(FrameKind.WORK, pickle.dumps(calls, protocol=5)))
 
 
 class EnvPool:
-    """Open it with `async with EnvPool.open(...)`; when that ends, so has every process."""
+    """Open it with `async with EnvPool.open(...)`, which ends its processes on exit."""
 
-    def __init__(self, names: Sequence[str], nursery: Nursery, *, limits: EnvLimits) -> None:
+    def __init__(self, supervisor: ChildSupervisor, *, limits: EnvLimits) -> None:
         self.stats = EnvStats()
         self.limits = limits
-        self._names = names
-        self._nursery = nursery
+        self._names = list(supervisor.setup.definitions)
+        self._supervisor = supervisor
         self._numbers = count()
         self._workers: list[_Worker] = []
         self._ready = asyncio.Event()
-        self._room = asyncio.Semaphore(limits.episodes)
-        self._broken: EnvError | None = None
+        self._slots = asyncio.Semaphore(limits.episodes)
+        self._broken: RollickError | None = None
 
     @classmethod
     @asynccontextmanager
@@ -185,68 +168,52 @@ class EnvPool:
         limits: EnvLimits | None = None,
         base: Path | None = None,
         output: Path | None = None,
+        faults: FaultLog | None = None,
     ) -> AsyncGenerator[EnvPool, None]:
         """Start the children and wait until each has loaded the environments.
 
-        `environments`: by the name that `reset` uses, a TextEnv class or a reference (a built-in
-        name, file.py:Class relative to `base`, module:Class). `threads`: calls that a process runs
-        at once, for environments that wait (for a network, say) rather than compute. `output`: a
-        file for what environments print; by default the error stream of this process.
-        """
+        `environments`: maps a name to a TextEnv class or a reference (a built-in name,
+        file.py:Class relative to `base`, module:Class). `threads`: concurrent calls in a process,
+        for environments that wait for I/O. `output`: their output; default: stderr. `faults`:
+        records processes that were replaced."""
         if processes < 1 or threads < 1:
             raise EnvError(f"processes={processes} and threads={threads} must be positive")
-        loads = {name: _define(name, env) for name, env in environments.items()}
-        definitions = Definitions(loads, base, threads)
-        lanes: list[asyncio.Task[None]] = []
-        with contextlib.ExitStack() as files:
-            log = files.enter_context(output.open("ab")) if output is not None else None
-            body, names = cloudpickle.dumps(definitions), ", ".join(environments)
-            nursery = Nursery(PROGRAM, "environment", names, body, EnvError, log)
-            pool = cls(list(environments), nursery, limits=limits or EnvLimits())
-            try:
-                for child in await nursery.start_all(processes):
-                    worker = _Worker(child)
-                    pool._workers.append(worker)
-                    lanes.append(asyncio.create_task(pool._serve(worker)))
-                    lanes[-1].add_done_callback(pool._notice_end)
-                yield pool
-            finally:
-                await pool._close(lanes)
+        definitions = pickle_definitions("environment", environments, EnvError)
+        setup = ChildSetup(definitions, base, threads)
+        supervisor = ChildSupervisor(PROGRAM, "environment", setup, EnvError, output, faults=faults)
+        pool = cls(supervisor, limits=limits or EnvLimits())
+        async with supervisor.run(processes, pool._add_worker, pool._give_up):
+            yield pool
 
-    @property
-    def open_episodes(self) -> int:
-        return sum(len(worker.sessions) for worker in self._workers)
+    def _add_worker(self, child: Child, rank: int) -> Coroutine[Any, Any, None]:
+        worker = _Worker(child, rank)
+        self._workers.append(worker)
+        return self._serve(worker)
 
     async def reset(
         self, name: str, options: Mapping[str, Any] | None = None, seed: int = 0
     ) -> EnvSession:
-        """A new episode. Waits for room, for a process and for the environment's reset; whether
-        that went well is in `session.opening`."""
-        return await self._open(Start(name, options or {}, seed))
+        """Start an episode. Waits for a free slot, a process and the environment's reset.
+        `session.opening` is the result of the reset."""
+        return await self._open(StartEpisode(name, options or {}, seed))
 
-    async def show(
-        self, name: str, options: Mapping[str, Any] | None = None, seed: int = 0
-    ) -> Reply:
-        """The whole episode of the environment's solver, in one reply (see child.show_solution).
-        The deadline is that of a step."""
-        return (await self._open(Show(name, options or {}, seed))).opening
+    async def solve(self, name: str, options: Mapping[str, Any], seed: int) -> EnvCallResult:
+        """Run an episode with the environment's solver (see child.solve_episode). The deadline is
+        that of a step."""
+        return (await self._open(StartEpisode(name, options, seed, with_solver=True))).opening
 
-    async def _open(self, start: Start | Show) -> EnvSession:
-        name = start.name
-        if name not in self._names:
-            raise EnvError(
-                f"the environment {name!r} was not given to the pool",
-                fix=f"it has: {', '.join(self._names) or 'none'}",
-            )
-        await self._room.acquire()
+    async def _open(self, start: StartEpisode) -> EnvSession:
+        if start.name not in self._names:
+            text = f"the environment {start.name!r} was not given to the pool"
+            raise EnvError(text, fix=f"it has: {', '.join(self._names) or 'none'}")
+        await self._slots.acquire()
         try:
-            worker = await self._pick()
+            worker = await self._pick_worker()
             session = EnvSession(self, worker, next(self._numbers))
             worker.sessions[session.number] = session
         except BaseException:
-            self._room.release()
+            self._slots.release()
             raise
-        self.stats.episodes += 1
         try:
             session.opening = await self.call(session, start)
         except BaseException:
@@ -254,31 +221,22 @@ class EnvPool:
             raise
         return session
 
-    async def call(self, session: EnvSession, call: Start | Show | Act) -> Reply:
-        """Send a call of an episode and wait for what comes of it."""
+    async def call(self, session: EnvSession, call: StartEpisode | StepEpisode) -> EnvCallResult:
+        """Send a call of an episode and wait for its result."""
         if self._broken is not None:
             raise self._broken
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        session._answer = answer  # pyright: ignore[reportPrivateUsage]
-        worker = session._worker  # pyright: ignore[reportPrivateUsage]
-        worker.ask(session.number, call)
+        session.answer = asyncio.get_running_loop().create_future()
+        session.worker.send(session.number, call)
         try:
-            return await answer
+            return await session.answer
         except asyncio.CancelledError:
-            # Nobody waits for the answer any more: an episode cannot go on without it.
-            self.leave(session)
+            # The caller lost this result, and the episode cannot continue without it.
+            session.close()
             raise
         finally:
-            session._answer = None  # pyright: ignore[reportPrivateUsage]
+            session.answer = None
 
-    def leave(self, session: EnvSession) -> None:
-        """Forget an episode that nobody plays any more."""
-        worker = session._worker  # pyright: ignore[reportPrivateUsage]
-        if not session.over and session.number in worker.sessions:
-            self._forget(session)
-            worker.ask(session.number, End())
-
-    async def _pick(self) -> _Worker:
+    async def _pick_worker(self) -> _Worker:
         """The process with the fewest episodes; waits while none is up."""
         while True:
             if self._broken is not None:
@@ -289,152 +247,110 @@ class EnvPool:
             await self._ready.wait()
 
     async def _serve(self, worker: _Worker) -> None:
-        """A lane. Reads the answers of its child, watches deadlines, replaces the child."""
+        """Read the results of a child, check deadlines, replace the child if it fails."""
         while True:
-            failure, blamed = await self._attend(worker)
+            failure, blamed = await self._read_results(worker)
             worker.up = False
-            await self._nursery.end(worker.child)
+            await self._supervisor.end(worker.child)
             self.stats.restarts += 1
-            self._blame(worker, failure, blamed)
-            worker.renew(await self._nursery.replace(worker.child))
+            self._fail_episodes(worker, failure, blamed)
+            timed_out, cause = failure.status is EnvStatus.TIMEOUT, failure.detail
+            child = await self._supervisor.replace(
+                worker.child, rank=worker.rank, timed_out=timed_out, cause=cause
+            )
+            worker.attach(child)
             self._ready.set()
 
-    async def _attend(self, worker: _Worker) -> tuple[Reply, set[int]]:
-        """Settle answers until the child hangs or dies: what happened, and to which episodes."""
+    async def _read_results(self, worker: _Worker) -> tuple[EnvCallResult, set[int]]:
+        """Deliver results until the child hangs or dies. Returns the failure and its episodes."""
         now = asyncio.get_running_loop().time
         while True:
             try:
-                frames = await worker.child.receive(deadline=self._deadline(worker, now()))
+                # A call that has not started within the limit of a step is stuck.
+                sent_at = min(worker.sent.values(), default=now())
+                ends = self._call_ends(worker).values()
+                deadline = min(ends, default=sent_at + self.limits.step_s)
+                frames = await worker.child.receive(deadline=deadline)
             except TimeoutError:
-                ends = {n: at + self._allowed(worker, n) for n, at in worker.started.items()}
-                blamed = {number for number, end in ends.items() if end <= now()}
-                silent = min(worker.asked.values(), default=inf) + self.limits.step_s <= now()
+                blamed = {n for n, end in self._call_ends(worker).items() if end <= now()}
+                silent = min(worker.sent.values(), default=inf) + self.limits.step_s <= now()
                 if blamed or (silent and not worker.started):
-                    return Reply(EnvStatus.TIMEOUT, detail="its process was killed"), blamed
+                    return EnvCallResult(EnvStatus.TIMEOUT, detail="its process was killed"), blamed
                 continue
             except (ChildLost, ConnectionError):
                 await worker.child.wait()
                 text = f"its process died ({worker.child.exit_text})"
-                return Reply(EnvStatus.CRASHED, detail=text), set(worker.started)
+                if worker.child.was_lost:
+                    return EnvCallResult(EnvStatus.LOST, detail=text), set(worker.sessions)
+                return EnvCallResult(EnvStatus.CRASHED, detail=text), set(worker.started)
             for kind, body in frames:
-                if kind == Kind.STARTED:
-                    worker.started[NUMBER.unpack(body)[0]] = now()
+                if kind == FrameKind.STARTED:
+                    worker.started[int(body)] = now()
                 else:
-                    self._settle(worker, *decode_reply(body))
+                    self._record(worker, *decode_reply(body))
 
-    def _deadline(self, worker: _Worker, now: float) -> float:
-        """When to look again if nothing comes. With nobody running, a whole step's time: a call
-        that is not even begun by then is stuck."""
-        ends = [at + self._allowed(worker, number) for number, at in worker.started.items()]
-        return min(ends, default=now + self.limits.step_s)
+    def _call_ends(self, worker: _Worker) -> dict[int, float]:
+        """The deadline of each running call, by episode."""
+        return {n: at + self._call_limit(worker, n) for n, at in worker.started.items()}
 
-    def _allowed(self, worker: _Worker, number: int) -> float:
-        """Seconds that the call of an episode may take."""
+    def _call_limit(self, worker: _Worker, number: int) -> float:
+        """Time limit of the episode's current call, in seconds."""
         session = worker.sessions.get(number)
         spent = session.seconds if session is not None else 0.0
         return min(self.limits.step_s, max(self.limits.episode_s - spent, 0.0))
 
-    def _settle(self, worker: _Worker, number: int, reply: Reply) -> None:
-        """An answer has come."""
-        worker.asked.pop(number, None)
+    def _record(self, worker: _Worker, number: int, reply: EnvCallResult) -> None:
+        """Record a result and deliver it."""
+        worker.sent.pop(number, None)
         worker.started.pop(number, None)
         session = worker.sessions.get(number)
-        if session is None:  # Left in the meantime.
+        if session is None:  # Dropped in the meantime.
             return
         session.seconds += reply.seconds
         self.stats.seconds += reply.seconds
-        self.stats.steps += session.opened
-        session.opened = True
         if reply.ok and session.seconds > self.limits.episode_s:
-            reply = Reply(EnvStatus.TIMEOUT, None, self._late_text(session), reply.seconds)
-            worker.ask(number, End())
-        self._answer(session, reply)
+            text = self._timeout_text(session)
+            reply = EnvCallResult(EnvStatus.TIMEOUT, None, text, reply.seconds)
+            worker.send(number, DropEpisode())
+        self._deliver(session, reply)
 
-    def _blame(self, worker: _Worker, failure: Reply, blamed: set[int]) -> None:
-        """The child is gone: its culprits get the failure, its other episodes are lost."""
-        lost = Reply(EnvStatus.LOST, detail=LOST_TEXT)
+    def _fail_episodes(self, worker: _Worker, failure: EnvCallResult, blamed: set[int]) -> None:
+        """End the episodes of a dead child: `blamed` with the failure, the others as LOST."""
+        lost = EnvCallResult(EnvStatus.LOST, detail=LOST_TEXT)
         for number, session in list(worker.sessions.items()):
-            if number not in blamed:
-                self._answer(session, lost)
-                continue
-            seconds = self._allowed(worker, number) if failure.status is EnvStatus.TIMEOUT else 0.0
-            detail = failure.detail
-            if failure.status is EnvStatus.TIMEOUT:
+            result = failure if number in blamed else lost
+            if result.status is EnvStatus.TIMEOUT:
+                seconds = self._call_limit(worker, number)
                 session.seconds += seconds
-                detail = f"{self._late_text(session)}; {detail}"
-            self.stats.steps += session.opened
-            self._answer(session, Reply(failure.status, None, detail, seconds))
+                detail = f"{self._timeout_text(session)}; {failure.detail}"
+                result = replace(failure, detail=detail, seconds=seconds)
+            self._deliver(session, result)
 
-    def _late_text(self, session: EnvSession) -> str:
+    def _timeout_text(self, session: EnvSession) -> str:
         if session.seconds >= self.limits.episode_s:
             return f"the episode took more than {self.limits.episode_s:g} s"
         return f"no answer within {self.limits.step_s:g} s"
 
-    def _answer(self, session: EnvSession, reply: Reply) -> None:
-        """Tell who waits; an episode that failed or ended is forgotten."""
+    def _deliver(self, session: EnvSession, reply: EnvCallResult) -> None:
+        """Deliver a result to its caller; drop the episode if it failed or ended."""
         if not reply.ok:
             session.status = reply.status
-            counts = self.stats.failures
-            counts[reply.status] = counts.get(reply.status, 0) + 1
-        if not reply.ok or (reply.moment is not None and reply.moment.over):
-            self._forget(session)
-        answer = session._answer  # pyright: ignore[reportPrivateUsage]
-        if answer is not None and not answer.done():
-            answer.set_result(reply)
+            self.stats.failures[reply.status] += 1
+        if not reply.ok or (reply.response is not None and reply.response.over):
+            self.drop(session)
+        if session.answer is not None and not session.answer.done():
+            session.answer.set_result(reply)
 
-    def _forget(self, session: EnvSession) -> None:
+    def drop(self, session: EnvSession) -> None:
+        """Free the slot of an episode that is over."""
         session.over = True
-        del session._worker.sessions[session.number]  # pyright: ignore[reportPrivateUsage]
-        self._room.release()
+        del session.worker.sessions[session.number]
+        self._slots.release()
 
-    def _notice_end(self, lane: asyncio.Task[None]) -> None:
-        """A lane ends only by being cancelled; any other end breaks the pool, loudly."""
-        if lane.cancelled() or (error := lane.exception()) is None:
-            return
-        if not isinstance(error, EnvError):
-            error = EnvError(f"the pool lost the thread of an environment process: {error!r}")
-        self._give_up(error)
-
-    def _give_up(self, error: EnvError) -> None:
+    def _give_up(self, error: RollickError) -> None:
         self._broken = error
         self._ready.set()
         for worker in self._workers:
             for session in worker.sessions.values():
-                answer = session._answer  # pyright: ignore[reportPrivateUsage]
-                if answer is not None and not answer.done():
-                    answer.set_exception(error)
-
-    async def _close(self, lanes: Sequence[asyncio.Task[None]]) -> None:
-        self._nursery.kill_all()
-        for lane in lanes:
-            lane.cancel()
-        self._give_up(EnvError("the environment pool is closed", fix="play in its `async with`"))
-        try:
-            await asyncio.gather(*lanes, return_exceptions=True)
-        finally:
-            await self._nursery.close()
-
-
-def _define(name: str, environment: MakeEnv | str) -> str | bytes:
-    """How a child gets it: a reference stays one; a class is pickled."""
-    if isinstance(environment, str):
-        return environment
-    try:
-        return pickled(environment)
-    except Exception as error:
-        raise EnvError(
-            f"the environment {name!r} cannot be sent to another process: {error}",
-            fix="keep locks, files and models out of it, or name it as file.py:Class",
-        ) from error
-
-
-def _pack(call: Call) -> bytes:
-    """Plain pickle is several times faster, but cannot carry what the user's script defines."""
-    with contextlib.suppress(Exception):
-        payload = pickle.dumps(call, protocol=5)
-        if b"__main__" not in payload:
-            return payload
-    try:
-        return cloudpickle.dumps(call)
-    except Exception as error:
-        raise EnvError(f"{call} cannot be sent to another process: {error}") from error
+                if session.answer is not None and not session.answer.done():
+                    session.answer.set_exception(error)

@@ -1,13 +1,13 @@
-"""The seam between the rollout and whatever draws tokens.
+"""The interface between the rollout and the engines that generate tokens.
 
-An Engine keeps a committed policy version. Each forward uses the parameters of exactly one
-version; `update` is all or nothing. An engine may also implement Streams, which gives tokens while
-they are drawn; stream.py serves those that do not.
+An Engine serves one committed policy version. Each forward uses the parameters of exactly one
+version, and `update` either takes all weights or changes nothing. The `Supports...` protocols are
+optional; stream.py serves engines that do not implement SupportsStreaming.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -28,46 +28,54 @@ from rollick.types import (
 WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
 
-LEAST_TEMPERATURE = 1e-3
-"""Of a draw that is not greedy: logits over a smaller one are too large for float32."""
+MIN_TEMPERATURE = 1e-3
+"""The lowest temperature above 0 (greedy): logits divided by less overflow float32."""
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class StopRules:
+    """Token ids that end every sequence, and the decoder that stop strings need."""
+
+    stop_ids: tuple[int, ...] = ()
+    decode: Decode | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedWeights:
-    """A WeightStream whose bytes were found to be those of the fingerprint.
-
-    Its memory stays as it is until the update returns, so an engine need neither stage nor check
-    it. If it is `lasting`, it stays until the engine has taken another one: an engine with the
-    capability ADOPTS_WEIGHTS makes it its own parameters instead of copying. With a `base` these
-    are not all parameters: the rest are the engine's. With a `scale` they are adapters (see
-    models/adapter.py), which an engine with the capability MERGES_ADAPTERS adds to the weights of
-    the base.
-    """
+    """A WeightStream whose bytes match the fingerprint. The memory stays valid until the update
+    returns, so an engine neither stages nor checks it."""
 
     pairs: tuple[tuple[str, Any], ...]
     fingerprint: Fingerprint
-    lasting: bool = False
-    base: Fingerprint | None = None
-    scale: float | None = None
+    persistent: bool = False
+    """The memory stays valid until the next update: an engine with ADOPT_WEIGHTS uses it as its
+    parameters instead of copying."""
+    base_fingerprint: Fingerprint | None = None
+    """Set if these are not all parameters: the rest are those the engine has."""
+    adapter_scale: float | None = None
+    """Set if these are adapters (models/loading/adapter.py): an engine with MERGE_ADAPTERS adds
+    them, times this factor, to the base weights."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         return iter(self.pairs)
 
 
 class Capability(StrEnum):
-    """What an engine can do beyond generating; `rollick check` refuses what is absent."""
+    """What an engine can do besides generating; `rollick check` rejects recipes that need more."""
 
     SLEEP = "sleep"
     SHARED_WEIGHTS = "shared_weights"
     DETERMINISTIC = "deterministic"
-    CUT_SUPPORT = "cut_support"
-    ADOPTS_WEIGHTS = "adopts_weights"
+    TRUNCATED_SAMPLING = "truncated_sampling"
+    ADOPT_WEIGHTS = "adopt_weights"
     KEEP_CACHE = "keep_cache"
-    MERGES_ADAPTERS = "merges_adapters"
+    MERGE_ADAPTERS = "merge_adapters"
 
 
-class Engine(Protocol):
-    """Generates. All methods are called from one event loop."""
+class InferenceClient(Protocol):
+    """What the rollout uses of an engine, here or in another process."""
 
     @property
     def capabilities(self) -> frozenset[Capability]: ...
@@ -77,12 +85,18 @@ class Engine(Protocol):
         ...
 
     async def abort(self, uid: SampleId) -> None:
-        """The pending generate returns ABORTED with the tokens it has. Unknown ids are ignored."""
+        """The pending `generate` returns ABORTED with its tokens so far. Ignores unknown ids."""
+
+    def load(self) -> EngineLoad:
+        """The latest snapshot; makes no remote call."""
         ...
 
+
+class Engine(InferenceClient, Protocol):
+    """Generates tokens. All methods are called from one event loop."""
+
     async def pause(self) -> None:
-        """Returns once no forward runs; running requests survive."""
-        ...
+        """Waits until no forward runs. Running requests stay and continue after `resume`."""
 
     async def resume(self) -> None: ...
 
@@ -94,39 +108,29 @@ class Engine(Protocol):
         *,
         keep_cache: bool = False,
     ) -> Fingerprint:
-        """Take new weights: all or nothing. A fingerprint other than `expected` changes nothing
-        and raises WeightError.
+        """Replace the weights. If their fingerprint is not `expected`, raises WeightError and
+        changes nothing.
 
-        Running requests compute their cache anew, or, with `keep_cache` (a capability), go on over
-        the old one: the tokens that they draw from then on are flagged (Completion.kept_cache).
-        What begins later never finds anything that an older version computed.
+        Running requests recompute their cache. With `keep_cache` (a capability) they continue on
+        the old one, and their later tokens are flagged (Completion.kept_cache). Requests that
+        start later never reuse cache entries of an older version.
         """
         ...
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
-        """The learner wrote the shared parameters in place: they are `version` from now on.
-        `keep_cache`: as in `update`."""
-        ...
+        """The learner has written `version` into the shared parameters."""
 
     async def sleep(self) -> None:
-        """Free the cache (and the weights, unless they are shared). Needs no running request."""
-        ...
+        """Free the cache, and the weights unless they are shared. Requests wait for `wake`."""
 
     async def wake(self) -> None: ...
-
-    def load(self) -> EngineLoad:
-        """The last snapshot; never a remote call."""
-        ...
-
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """Tokens that were drawn since the last delta. The last one, and only it, says why it ended.
-
-    All deltas of a request put together are its Completion.
-    """
+    """The tokens generated since the previous delta. Only the last delta has a stop reason. A
+    request's deltas, concatenated, are its Completion."""
 
     token_ids: IntArray
     logprobs: FloatArray
@@ -135,40 +139,34 @@ class Delta:
 
 
 @runtime_checkable
-class Streams(Protocol):
-    """What an engine implements if it can give tokens while they are drawn."""
-
+class SupportsStreaming(Protocol):
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """Closing it (or cancelling who reads it) aborts the request."""
+        """Closing the generator, or cancelling its reader, aborts the request."""
         ...
 
 
 @runtime_checkable
-class Merges(Protocol):
-    """What an engine with the capability MERGES_ADAPTERS implements."""
+class SupportsAdapterMerging(Protocol):
+    """An engine with the capability MERGE_ADAPTERS."""
 
     def fingerprint(self) -> Fingerprint:
-        """Of its weights without adapters. Called while no update runs."""
+        """The fingerprint of its weights without adapters. Called while no update runs."""
         ...
 
 
 @runtime_checkable
-class CanBeLost(Protocol):
-    """An engine that lives elsewhere and may be gone while nobody asks it for anything."""
+class SupportsHealthCheck(Protocol):
+    """An engine in another process, which can die between calls."""
 
     def check_alive(self) -> None:
-        """Raises EngineLost if it is gone; never waits."""
-        ...
+        """Raises EngineLost if the process died; never waits."""
 
 
 @runtime_checkable
-class RecordsSteps(Protocol):
-    """An engine that can say what each of its steps had to do and how long it took."""
-
-    def record_steps(self, most: int) -> None:
-        """Keep a record of each step from now on, the newest `most`."""
-        ...
+class SupportsStepRecords(Protocol):
+    def record_steps(self, limit: int) -> None:
+        """Start recording; keeps the latest `limit` steps."""
 
     def take_steps(self) -> list[StepRecord]:
-        """The steps since the last call, oldest first."""
+        """The steps since the previous call, oldest first."""
         ...

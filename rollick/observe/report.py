@@ -1,17 +1,25 @@
-"""Pictures and a page to look at after a run: learning curves as PNG, a small HTML report.
+"""Reports after a run: learning curves and the timeline of a simulation as PNG, an HTML page.
 
-The page has no scripts, loads nothing, and escapes all text that a model wrote.
+The page has no scripts, loads nothing, and escapes all model output.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
 from html import escape
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
+from rollick.observe.goodput_report import Reliability
+
+Arguments = ParamSpec("Arguments")
+Drawn = TypeVar("Drawn")
 Rows = Sequence[Mapping[str, float]]
+LOSS = "train/loss"
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -19,97 +27,158 @@ table{border-collapse:collapse;margin:1rem 0}td,th{padding:.3rem .8rem;border-bo
 text-align:left;vertical-align:top}td.n{text-align:right;font-variant-numeric:tabular-nums}
 pre{white-space:pre-wrap;margin:0}img{max-width:100%}.good{color:#18794e}.bad{color:#b42318}
 """
+COLORS = {"generate": "#d9d9d9", "train": "#4c78a8", "publish": "#f58518"}
+"""Colours of the trainer's phases in a timeline; grey is waiting for a batch."""
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+MAX_TEXT = 1500
+"""Characters of a prompt or an answer on the page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One held-out prompt with what the policy said before and after training."""
+    """A prompt with the policy's response before and after training; `before` may be unknown."""
 
     domain: str
     prompt: str
-    before: str
+    before: str | None
     after: str
     before_ok: bool
     after_ok: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What the page of a run shows."""
+
+    title: str
+    rows: Rows
+    """The metrics of the run."""
+    about: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Facts about the run by name: task, model, seed and so on."""
+    advice: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What to try, by symptom, if the run does not learn."""
+    exchanges: Sequence[Exchange] = ()
+    reliability: Reliability | None = None
+    """Where the time went, and the faults."""
+
+
+def with_plain_text(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
+    """Decorator: matplotlib draws text literally; a dollar sign does not start a formula."""
+
+    @wraps(draw)
+    def draw_literally(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
+        from matplotlib import rc_context
+
+        with rc_context({"text.parse_math": False, "text.usetex": False}):
+            return draw(*args, **kwargs)
+
+    return draw_literally
+
+
+@with_plain_text
 def draw_curves(rows: Rows, path: Path, *, title: str) -> Path:
-    """Score by domain and validation over the steps, and the seconds of a step, as one PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Plot scores by domain, validation scores and phase durations over the steps, as one PNG.
+
+    A run without training scores (supervised training) has its loss in place of them.
+    """
     from matplotlib.figure import Figure
 
+    labels = curve_labels(rows)
+    kinds = dict.fromkeys("loss" if name == LOSS else "score" for name in labels)
     figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    scores, speed = figure.subplots(1, 2, width_ratios=(3, 1))
-    for name, label in _curves(rows).items():
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        marker = "o" if name.startswith("eval/") else ""
-        style = "--" if name.startswith("eval/") else "-"
-        scores.plot(*zip(*points, strict=True), style, label=label, marker=marker, markersize=4)
-    scores.set(title=title, xlabel="step", ylabel="score")
-    scores.grid(alpha=0.3)
-    if scores.get_lines():
-        scores.legend(fontsize=8)
-    phases = [f"time/{phase}" for phase in ("generate", "annotate", "train", "publish", "validate")]
-    for name in phases:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            speed.plot(*zip(*points, strict=True), label=name.removeprefix("time/"))
+    panels = list(kinds) or ["score"]
+    *curves, speed = figure.subplots(1, len(panels) + 1, width_ratios=(*(3 for _ in panels), 1))
+    for axes, kind in zip(curves, panels, strict=True):
+        shown = {n: label for n, label in labels.items() if (n == LOSS) == (kind == "loss")}
+        _plot(axes, rows, shown)
+        axes.set(xlabel="step", ylabel=kind)
+    phases = ("generate", "annotate", "train", "publish", "validate")
+    _plot(speed, rows, {f"time/{phase}": phase for phase in phases})
+    curves[0].set_title(title)
     speed.set(title="seconds by phase", xlabel="step")
-    speed.grid(alpha=0.3)
-    if speed.get_lines():
-        speed.legend(fontsize=8)
     figure.savefig(path, dpi=110)
     return path
 
 
-def _curves(rows: Rows) -> dict[str, str]:
-    """Which metrics are drawn, with what people call them."""
+def _plot(axes: Any, rows: Rows, labels: Mapping[str, str]) -> None:
+    for name, label in labels.items():
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        style = "--" if name.startswith("eval/") else "-"
+        # One point has no line.
+        marker = "o" if name.startswith("eval/") or len(points) == 1 else ""
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, marker=marker, markersize=4)
+    axes.grid(alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if axes.get_lines():
+        axes.legend(fontsize=8)
+
+
+def curve_labels(rows: Rows) -> dict[str, str]:
+    """The metrics that show whether a run learns, with labels: held out, training, or loss."""
     labels: dict[str, str] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
         parts = name.split("/")
         if name == "score/mean" or name.startswith("score/domain/"):
             labels[name] = f"training: {parts[-1] if len(parts) > 2 else 'all'}"
         elif parts[0] == "eval" and parts[-1] == "pass@1":
             labels[name] = f"held out: {parts[1] if len(parts) > 2 else 'all'}"
-    return labels
+    if "score/mean" not in names and LOSS in names:
+        labels[LOSS] = "loss"
+    domains = {label.partition(": ")[2] for label in labels.values()} - {"all", ""}
+    if len(domains) == 1:  # Its curves are those of all domains.
+        labels = {
+            n: label for n, label in labels.items() if label.partition(": ")[2] not in domains
+        }
+    return dict(sorted(labels.items(), key=lambda item: not item[0].startswith("eval/")))
 
 
-def write_report(
-    path: Path,
-    *,
-    title: str,
-    table: Mapping[str, Mapping[str, float]],
-    rows: Rows,
-    exchanges: Sequence[Exchange] = (),
-) -> Path:
-    """The page: a table of results, the curves, and samples before and after."""
-    picture = draw_curves(rows, path.with_suffix(".png"), title=title)
+def summarise_curves(rows: Rows) -> dict[str, dict[str, float]]:
+    """First, best and last value of each curve, by label."""
+    table: dict[str, dict[str, float]] = {}
+    for name, label in curve_labels(rows).items():
+        values = [row[name] for row in rows if name in row]
+        best = min(values) if name == LOSS else max(values)
+        table[label] = {"first": values[0], "best": best, "last": values[-1]}
+    return table
+
+
+def write_report(path: Path, report: RunReport) -> Path:
+    """Write the page: facts, a table of results, the curves, advice, time and faults, samples."""
+    picture = draw_curves(report.rows, path.with_suffix(".png"), title=report.title)
     image = base64.b64encode(picture.read_bytes()).decode()
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\">",
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        _results(table),
+        f"<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(report.title)}</h1>",
+        _facts(report.about),
+        _results(summarise_curves(report.rows)),
         f"<img alt='learning curves' src='data:image/png;base64,{image}'>",
-        _samples(exchanges),
+        f"<h2>What to try</h2>{_facts(report.advice)}" if report.advice else "",
+        report.reliability.page() if report.reliability else "",
+        _samples(report.exchanges),
         "</body></html>",
     ]
     path.write_text("\n".join(page), encoding="utf-8")
     return path
 
 
+def _facts(facts: Mapping[str, str]) -> str:
+    rows = [f"<tr><th>{escape(n)}</th><td>{escape(text)}</td></tr>" for n, text in facts.items()]
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
 def _results(table: Mapping[str, Mapping[str, float]]) -> str:
     columns = list(dict.fromkeys(column for row in table.values() for column in row))
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join(
-        f"<tr><td>{escape(name)}</td>"
-        + "".join(f"<td class='n'>{row[c]:.3g}</td>" if c in row else "<td></td>" for c in columns)
-        + "</tr>"
-        for name, row in table.items()
-    )
+    body = ""
+    for name, row in table.items():
+        cells = [f"<td class='n'>{row[c]:.3g}</td>" if c in row else "<td></td>" for c in columns]
+        body += f"<tr><td>{escape(name)}</td>{''.join(cells)}</tr>"
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
 
 
@@ -117,13 +186,56 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
     if not exchanges:
         return ""
 
-    def cell(text: str, ok: bool) -> str:
-        return f"<td class='{'good' if ok else 'bad'}'><pre>{escape(text)}</pre></td>"
+    def cell(text: str, kind: str = "") -> str:
+        return f"<td class='{kind}'><pre>{escape(_shorten(text))}</pre></td>"
 
-    body = "".join(
-        f"<tr><td>{escape(e.domain)}</td><td><pre>{escape(e.prompt)}</pre></td>"
-        f"{cell(e.before, e.before_ok)}{cell(e.after, e.after_ok)}</tr>"
-        for e in exchanges
-    )
-    head = "<tr><th>domain</th><th>prompt</th><th>before</th><th>after</th></tr>"
-    return f"<h2>Held-out prompts, before and after</h2><table>{head}{body}</table>"
+    def answer(text: str, ok: bool) -> str:
+        return cell(text, "good" if ok else "bad")
+
+    pairs = any(e.before is not None for e in exchanges)
+    body = ""
+    for e in exchanges:
+        before = answer(e.before or "", e.before_ok) if pairs else ""
+        domain = f"<td>{escape(e.domain)}</td>"
+        body += f"<tr>{domain}{cell(e.prompt)}{before}{answer(e.after, e.after_ok)}</tr>"
+    columns = ("domain", "prompt", *(("first", "last") if pairs else ("answer",)))
+    head = "".join(f"<th>{column}</th>" for column in columns)
+    title = "Held-out prompts, first and last validation" if pairs else "Samples of the last step"
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
+
+
+@with_plain_text
+def draw_timeline(
+    path: Path,
+    points: Sequence[tuple[float, int, int]],
+    phases: Sequence[tuple[float, str]],
+    *,
+    slots: int,
+    title: str,
+) -> None:
+    """Plot slots in use and waiting requests over time, above the phases of the trainer.
+
+    points: (seconds, running samples, waiting requests); phases: (begin, phase of the trainer).
+    """
+    from matplotlib.figure import Figure
+
+    times = [at_s for at_s, _, _ in points]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    engines, trainer = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
+    used = [min(1.0, running / slots) for _, running, _ in points]
+    engines.fill_between(times, used, step="post", color="#54a24b", alpha=0.8, lw=0)
+    engines.set(ylim=(0, 1.02), ylabel="slots in use")
+    queue = engines.twinx()
+    queue.plot(times, [waiting for _, _, waiting in points], color="#b279a2", lw=0.8)
+    queue.set(ylabel="requests that wait", ylim=(0, None))
+    for (begin, phase), (end, _) in pairwise(phases):
+        if phase in COLORS:
+            trainer.axvspan(begin, end, color=COLORS[phase], lw=0)
+    trainer.set(yticks=[], xlabel="seconds", ylabel="trainer")
+    figure.suptitle(f"{title} (blue: trains, grey: waits for a batch, orange: publishes)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

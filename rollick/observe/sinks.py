@@ -1,18 +1,14 @@
-"""Where metrics can go besides metrics.jsonl. Each imports its library when it is opened."""
+"""Metric sinks besides metrics.jsonl, opened with the run's folder, name and recipe."""
 
 from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollick.errors import MissingExtra
-from rollick.observe.metrics import GuardedSink, Sink
-
-JSONL = "jsonl"
-"""metrics.jsonl is always written; naming it in a recipe is allowed and adds nothing."""
 
 
 class TensorBoardSink:
@@ -24,12 +20,12 @@ class TensorBoardSink:
         self.writer = EventFileWriter(str(folder / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Generated protobuf modules: their names exist at run time only.
+        # Generated protobuf modules define their names at run time.
         events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        value_of, summary_of = summaries.Summary.Value, summaries.Summary
+        value_of = summaries.Summary.Value
         values = [value_of(tag=name, simple_value=value) for name, value in metrics.items()]
-        summary = summary_of(value=values)
+        summary = summaries.Summary(value=values)
         self.writer.add_event(events.Event(step=step, wall_time=time.time(), summary=summary))
         self.writer.flush()
 
@@ -37,14 +33,11 @@ class TensorBoardSink:
         self.writer.close()
 
 
-class WandbSink:
-    """Weights & Biases."""
+class _TrackerSink:
+    """A run of Weights & Biases, or of trackio, which has the same API."""
 
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        wandb = _library("wandb")
-        self.run = wandb.init(
-            project="rollick", name=run_name, dir=str(folder), config=dict(config), reinit=True
-        )
+    def __init__(self, run: Any) -> None:
+        self.run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -53,8 +46,20 @@ class WandbSink:
         self.run.finish()
 
 
+def open_wandb(folder: Path, run_name: str, config: Mapping[str, Any]) -> _TrackerSink:
+    options = {"dir": str(folder), "config": dict(config), "reinit": True}
+    return _TrackerSink(_library("wandb").init(project="rollick", name=run_name, **options))
+
+
+def open_trackio(folder: Path, run_name: str, config: Mapping[str, Any]) -> _TrackerSink:
+    """trackio: a local dashboard."""
+    trackio = _library("trackio")
+    trackio.init(project="rollick", name=run_name, config=dict(config))
+    return _TrackerSink(trackio)
+
+
 class MlflowSink:
-    """MLflow; the tracking server is taken from MLFLOW_TRACKING_URI."""
+    """MLflow; MLFLOW_TRACKING_URI sets the tracking server."""
 
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
         self.mlflow = _library("mlflow")
@@ -69,34 +74,8 @@ class MlflowSink:
         self.mlflow.end_run()
 
 
-class TrackioSink:
-    """trackio: a local dashboard with W&B's calls."""
-
-    def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        self.trackio = _library("trackio")
-        self.trackio.init(project="rollick", name=run_name, config=dict(config))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.trackio.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
-
-
 def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtra.of(name, name) from error
-
-
-def open_sink(
-    name: str,
-    kind: Callable[[Path, str, Mapping[str, Any]], Sink],
-    folder: Path,
-    *,
-    run_name: str,
-    config: Mapping[str, Any],
-) -> GuardedSink:
-    """The sink in its own thread."""
-    return GuardedSink(name, lambda: kind(folder, run_name, config))

@@ -1,4 +1,4 @@
-"""Figures as tables for a terminal."""
+"""Tables of metrics and rewards for a terminal."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollick.observe.terminal import SafeConsole, printable
+
 SHOWN = 60
 """Characters of a completion in a table."""
 
 
 def side_console() -> Console:
-    """What people read while it happens goes to stderr; stdout is for results."""
-    return Console(stderr=True)
+    """A console on stderr for progress; stdout is for results."""
+    return SafeConsole(stderr=True)
 
 
 def evaluation_table(figures: Mapping[str, Mapping[str, float]], *, title: str = "") -> Table:
-    """One row a domain, one column a figure."""
     columns = list(dict.fromkeys(column for row in figures.values() for column in row))
     table = Table(title=title or None)
     table.add_column("domain", overflow="fold")
     for column in columns:
-        # Folded where the terminal is narrow: a figure that is cut short is a wrong figure.
+        # Fold on a narrow terminal: a truncated number would be wrong.
         table.add_column(column, justify="right", overflow="fold")
     for name, row in figures.items():
         table.add_row(name, *(f"{row[c]:.4g}" if c in row else "" for c in columns))
@@ -32,18 +33,18 @@ def evaluation_table(figures: Mapping[str, Mapping[str, float]], *, title: str =
 
 
 def reward_table(tried: Sequence[Mapping[str, Any]]) -> Table:
-    """What a reward said of a few completions: value, parts, time, and where it ran."""
+    """The result of a reward for each completion: value, parts, time and isolation."""
     table = Table("completion", "value", "parts", "ms", "status", "isolation", "detail")
-    for one in tried:
-        text = " ".join(str(one["completion"]).split())
-        parts = {**one["parts"], **one["figures"]}
+    for entry in tried:
+        text = printable(" ".join(str(entry["completion"]).split()))
+        parts = {**entry["parts"], **entry["metrics"]}
         table.add_row(
             Text(text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."),
-            "-" if one["value"] is None else f"{one['value']:.4g}",
+            "-" if entry["value"] is None else f"{entry['value']:.4g}",
             Text(", ".join(f"{name} {value:.4g}" for name, value in parts.items())),
-            f"{1000 * one['seconds']:.3g}",
-            Text(one["status"], style="green" if one["status"] == "ok" else "red"),
-            one["isolation"],
-            Text(one["detail"]),
+            f"{1000 * entry['seconds']:.3g}",
+            Text(entry["status"], style="green" if entry["status"] == "ok" else "red"),
+            entry["isolation"],
+            Text(printable(entry["detail"])),
         )
     return table

@@ -1,16 +1,17 @@
-"""The trace: every stretch of every sample's life and every phase of the controller, in a file.
+"""The trace: a file with every span of every sample and every phase of the controller.
 
-    Rollout (span), Session (phase), pipeline (taken, trained) -> Trace -> RUN/trace.jsonl
+    Rollout (span), Phases (phase), pipeline (taken, trained) -> Trace -> RUN/trace.jsonl
 
-Owns the collecting and the file; timeline.py makes of it what a trace viewer opens. Collecting is
-on by default, because nobody knows before a slow night that its trace will be wanted: a stretch
-costs about two microseconds, and memory (one chunk) and disk (`observe.trace_mb`) are bounded.
-A line holds a chunk and needs no other line to be read:
+timeline.py converts the file for a trace viewer. Tracing is on by default, because it is cheap: a
+span takes about two microseconds, memory is bounded by one chunk and disk by `observe.trace_mb`.
+Each line of the file holds one chunk and can be read without the others:
 
-    {"step", "zero", "spans": [[group, sample, what, begin, end]], "phases": [[step, name, begin,
-     end]], "taken": [[step, when, [[group, sample]]]], "trained": [[step, when, version]]}
+    {"step", "zero", "spans": [[group, sample, stage, engine, label, begin, end]], "phases":
+     [[step, name, begin, end]], "taken": [[step, when, [[group, sample]]]], "trained":
+     [[step, when, version]]}
 
-Times are microseconds of the event loop's clock; `zero` is the wall clock's second at its zero.
+Times are microseconds of the event loop's clock. `zero` is the wall-clock time, in seconds, at
+which that clock was 0.
 """
 
 from __future__ import annotations
@@ -23,79 +24,71 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollick.observe.metrics import rewrite
+from rollick.observe.sample_stage import SampleActivity, SampleStage
 from rollick.types import SampleId
 
 LOG = logging.getLogger("rollick")
+Clock = Callable[[], float]
 
 TRACE = "trace.jsonl"
 OLDER = "trace.older.jsonl"
-"""What was written before the file was half as large as allowed."""
+"""The previous file: the trace is rotated when it reaches half of the size limit."""
 
 CHUNK = 256
-"""Stretches that are written at once: a millisecond of the controller's time."""
+"""Spans per write. A write blocks the controller for about a millisecond."""
 
 
 class Trace:
-    """Collects and writes. All methods belong to one event loop; `clock` is its time."""
+    """Collects and writes the trace of one event loop; `clock` is the time of that loop."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        clock: Callable[[], float],
-        limit_bytes: int,
-        zero: float | None = None,
+        self, folder: Path, *, clock: Clock, limit_bytes: int, zero: float | None = None
     ) -> None:
-        """Keeps between half of `limit_bytes` and all of it; 0 writes nothing. `zero` is the wall
-        clock's second at the clock's zero (for a virtual clock, which has none)."""
+        """Keeps at most about `limit_bytes`, at least the newest half; 0 writes nothing. `zero` is
+        the wall-clock time at which `clock` was 0; set it for a virtual clock."""
         self.folder = folder
-        self.ended: dict[str, float] = {}
-        """When somebody last ended doing this, by what it was; kept if nothing is written too."""
-        self.moved = clock()
-        """When a stretch of a sample's life last ended."""
         self.step = 1
-        """The step under way."""
+        self.last_generation_end: dict[int, float] = {}
+        """When each engine last finished a generation; updated even if tracing is off."""
         self._clock = clock
         self._zero = time.time() - clock() if zero is None else zero
         self._limit = limit_bytes
-        self._spans: list[tuple[SampleId, str, float, float]] = []
+        self._spans: list[tuple[SampleId, SampleActivity, float, float]] = []
         self._marks: dict[str, list[Any]] = {}
 
-    def span(self, uid: SampleId, what: str, begin: float, end: float) -> None:
-        """A sample did something from `begin` to `end`."""
-        self.ended[what] = self.moved = end
+    def span(self, uid: SampleId, activity: SampleActivity, begin: float, end: float) -> None:
+        if activity.stage is SampleStage.GENERATING and activity.engine is not None:
+            self.last_generation_end[activity.engine] = end
         if self._limit:
-            self._spans.append((uid, what, begin, end))
+            self._spans.append((uid, activity, begin, end))
             if len(self._spans) >= CHUNK:
                 self.flush()
 
     def phase(self, name: str, begin: float, end: float, *, step: int) -> None:
-        """The controller was in a phase of `step`, which is the one under way from now on."""
+        """Record a phase of the controller; `step` becomes the current step."""
         self.step = step
         self._mark("phases", [step, name, _micro(begin), _micro(end)])
 
     def taken(self, uids: Iterable[SampleId], *, step: int) -> None:
-        """These samples are the batch of `step`, since now."""
+        """Record that these samples now form the batch of `step`."""
         self.step = step
         if self._limit:
             members = [[uid.group, uid.index] for uid in uids]
             self._mark("taken", [step, _micro(self._clock()), members])
 
     def trained(self, version: int, *, step: int) -> None:
-        """The batch of `step` was trained on, which made `version`."""
+        """Record that training on the batch of `step` produced `version`."""
         self._mark("trained", [step, _micro(self._clock()), version])
         self.flush()
 
     def flush(self, *, step: int | None = None) -> None:
-        """Write what was collected, as of `step` (by default the one under way)."""
+        """Write the collected entries under `step` (default: the current step)."""
         if not self._spans and not self._marks:
             return
         row: dict[str, Any] = {"step": self.step if step is None else step, "zero": self._zero}
         if self._spans:
-            row["spans"] = [
-                [uid[0], uid[1], what, int(begin * 1e6), int(end * 1e6)]
-                for uid, what, begin, end in self._spans
-            ]
+            spans = self._spans
+            row["spans"] = [[*uid, *doing, _micro(b), _micro(e)] for uid, doing, b, e in spans]
         line = json.dumps(row | self._marks, separators=(",", ":")) + "\n"
         self._spans.clear()
         self._marks.clear()
@@ -105,8 +98,8 @@ class Trace:
             self._limit = 0
             LOG.warning("the trace is off: %s", error)
 
-    def forget_after(self, step: int) -> None:
-        """Remove what was written of later steps, which will be made again."""
+    def drop_rows_after(self, step: int) -> None:
+        """Remove the rows after `step`: a resumed run writes them again."""
         for name in (OLDER, TRACE):
             path = self.folder / name
             if path.exists():
@@ -129,7 +122,7 @@ class Trace:
 
 
 def _micro(seconds: float) -> int:
-    # Cut off, not rounded, and the same way everywhere: order and adjacency survive.
+    # Truncation keeps the order, and the end of a span stays equal to the start of the next.
     return int(seconds * 1e6)
 
 
@@ -140,7 +133,7 @@ def read_trace(folder: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a file; a line that a kill cut short, and junk, are left out."""
+    """The rows of a file. Skips incomplete and invalid lines."""
     rows: list[dict[str, Any]] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -1,117 +1,125 @@
-"""What the samples of a session do: those of domains with an environment play it, agents of the
-user's own run (agents.py), the others answer once. A wiring of rollout/playing.py to a recipe."""
+"""The episode of a sample: an environment, the user's agent, or a single answer.
+
+Connects episodes/environment.py and agents.py to the domains of a recipe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollick.config.schema import DomainConfig, EnvironmentSpec
+from rollick.config.load import LoadedRecipe
+from rollick.config.schema import Domain, agent_of, environment_of
+from rollick.data.chat import ChatCodec
 from rollick.data.collate import Example
 from rollick.data.sources import task_seed
-from rollick.rollout.episode import Access, Episode, RememberingCodec, SamplingOf, single_turn
-from rollick.rollout.playing import Player, TaskOf, show_example
-from rollick.rollout.transcript import Task
+from rollick.envs.pool import EnvLimits, EnvPool
+from rollick.episodes.base import CachingCodec, EngineAccess, RunEpisode, SamplingFor
+from rollick.episodes.environment import EnvEpisodeRunner, TaskFor, encode_solver_episode
+from rollick.episodes.single_turn import single_turn
+from rollick.episodes.transcript import EnvTask
+from rollick.observe.faults import FaultLog
 from rollick.types import Prompt, Sample, SampleId
 
 if TYPE_CHECKING:
-    from rollick.pipelines.base import Session
+    # Its server needs the extra rollick[serve], which only runs with agents use.
+    from rollick.pipelines.agents import Agents
+
+Domains = Mapping[str, Domain]
 
 
-def playing_episode(
-    session: Session, sampling: SamplingOf, domains: Mapping[str, DomainConfig], *, purpose: str
-) -> Episode | None:
-    """What a sample of these domains does; None if all of them are answered once."""
-    if not has_environments(domains) and not has_agents(domains):
-        return None
-    seed = session.recipe.run.seed
-    answer = single_turn(RememberingCodec(session.codec), sampling, seed=seed, purpose=purpose)
-    player = _player(session, sampling, domains, purpose=purpose)
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    codec: ChatCodec
+    environments: EnvPool | None
+    agents: Agents | None
+    max_length: int
+    seed: int
 
-    async def live(uid: SampleId, prompt: Prompt, access: Access) -> Sample:
-        domain = domains[prompt.domain]
-        if domain.agent is not None:
-            assert session.agents is not None, "a session with agents has a gateway"
-            return await session.agents.play(
-                domain.agent, uid, prompt, access, sampling=sampling(prompt), purpose=purpose
-            )
-        if domain.environment is not None:
-            assert player is not None, "a session with environments has a pool"
-            return await player.play(uid, prompt, access)
-        return await answer(uid, prompt, access)
-
-    return live
-
-
-def has_environments(domains: Mapping[str, DomainConfig]) -> bool:
-    return any(domain.environment for domain in domains.values())
-
-
-def has_agents(domains: Mapping[str, DomainConfig]) -> bool:
-    return any(domain.agent for domain in domains.values())
-
-
-def _player(
-    session: Session, sampling: SamplingOf, domains: Mapping[str, DomainConfig], *, purpose: str
-) -> Player | None:
-    if session.environments is None:
-        return None
-    return Player(
-        codec=session.codec,
-        pool=session.environments,
-        task_of=tasks_of(domains),
-        sampling=sampling,
-        room=session.recipe.infer.max_length,
-        seed=session.recipe.run.seed,
-        purpose=purpose,
-    )
-
-
-def tasks_of(domains: Mapping[str, DomainConfig]) -> TaskOf:
-    """Prompts of these domains as tasks of their environments."""
-
-    def task_of(prompt: Prompt) -> Task:
-        domain = domains[prompt.domain]
-        spec = domain.environment
-        assert spec is not None, prompt.uid
-        columns = {name: prompt.row[name] for name in spec.columns}
-        return Task(
-            environment=spec.name,
-            options={**spec.options, **columns},
-            seed=_seed_of_row(spec, prompt) if domain.source else int(prompt.row["seed"]),
-            turn_tokens=spec.turn_tokens,
-            window=spec.window,
-            carried=spec.carried,
-            summary=spec.summary,
+    def build(self, sampling: SamplingFor, domains: Domains, *, purpose: str) -> RunEpisode:
+        codec, agents = CachingCodec(self.codec), self.agents
+        answer = single_turn(codec, sampling, seed=self.seed, purpose=purpose)
+        if not has_agents(domains) and not any(map(environment_of, domains.values())):
+            return answer
+        runner = self.environments and EnvEpisodeRunner(
+            codec=self.codec,
+            pool=self.environments,
+            task_for=tasks_for(domains),
+            sampling=sampling,
+            max_length=self.max_length,
+            seed=self.seed,
+            purpose=purpose,
         )
 
-    return task_of
+        async def run_episode(uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
+            domain = domains[prompt.domain]
+            if (agent := agent_of(domain)) is not None:
+                assert agents is not None, "a run with agents has a gateway"
+                return await agents.play(
+                    agent, uid, prompt, access, sampling=sampling(prompt), purpose=purpose
+                )
+            if environment_of(domain) is not None:
+                assert runner is not None, "a run with environments has a pool"
+                return await runner.run(uid, prompt, access)
+            return await answer(uid, prompt, access)
+
+        return run_episode
+
+    async def solve(self, prompt: Prompt, domains: Domains) -> Sequence[Example]:
+        """Run the environment's solver; returns the segments of its episode as examples."""
+        assert self.environments is not None, prompt.uid
+        return await encode_solver_episode(
+            prompt, codec=self.codec, pool=self.environments, task_for=tasks_for(domains)
+        )
 
 
-def _seed_of_row(spec: EnvironmentSpec, prompt: Prompt) -> int:
-    """A row of the user's own has no seed; its number, which is in its uid, gives it one."""
-    return task_seed(spec.seed, "row", spec.name, int(prompt.uid.rpartition("/")[2]))
+def has_agents(domains: Domains) -> bool:
+    return any(agent_of(domain) for domain in domains.values())
 
 
-async def solved_examples(session: Session, prompt: Prompt) -> Sequence[Example]:
-    """The episode of the environment's solver, to be imitated, segment by segment."""
-    assert session.environments is not None, prompt.uid
-    return await show_example(
-        prompt,
-        codec=session.codec,
-        pool=session.environments,
-        task_of=tasks_of(session.recipe.data.domains),
+def open_environments(
+    loaded: LoadedRecipe, folder: Path, faults: FaultLog
+) -> AbstractAsyncContextManager[EnvPool] | None:
+    """Open processes for all environments of the domains; None if there are none."""
+    recipe, config = loaded.recipe, loaded.recipe.environments
+    domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
+    named = [environment_of(domain) for domain in domains]
+    names = sorted({environment.name for environment in named if environment is not None})
+    if not names:
+        return None
+    limits = EnvLimits(step_s=config.step_timeout_s, episode_s=config.episode_timeout_s)
+    return EnvPool.open(
+        {name: name for name in names},
+        processes=config.processes,
+        threads=config.threads,
+        limits=limits,
+        base=loaded.base,
+        output=folder / "environments.log",
+        faults=faults,
     )
 
 
-def environment_metrics(session: Session) -> dict[str, float]:
-    """Figures of the episodes since the last call; of their processes, since the run began."""
-    pool = session.environments
-    if pool is None:
-        return {}
-    found = session.plays.take()
-    found |= {f"env/failed/{status}": float(n) for status, n in pool.stats.failures.items()}
-    return found | {
-        "env/seconds": pool.stats.seconds,
-        "env/restarts": float(pool.stats.restarts),
-    }
+def tasks_for(domains: Domains) -> TaskFor:
+    def task_for(prompt: Prompt) -> EnvTask:
+        domain = domains[prompt.domain]
+        spec = environment_of(domain)
+        assert spec is not None, prompt.uid
+        window = spec.window
+        columns = {name: prompt.row[name] for name in spec.columns}
+        return EnvTask(
+            environment=spec.name,
+            options={**spec.options, **columns},
+            # Rows of user data have no seed; it follows from the row number, the end of the uid.
+            seed=task_seed(spec.seed, "row", spec.name, int(prompt.uid.rpartition("/")[2]))
+            if domain.source
+            else int(prompt.row["seed"]),
+            turn_tokens=spec.turn_tokens,
+            window=window.turns if window else 0,
+            carried=window.carried if window else 0,
+            summary=window.summary if window else None,
+        )
+
+    return task_for

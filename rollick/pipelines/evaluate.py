@@ -1,13 +1,23 @@
-"""Evaluation: sample held-out prompts, score them, and say how sure the figures are."""
+"""Evaluation of the policy: sample and score prompts; pass@k and scores with intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import comb, isnan, nan, sqrt
 from typing import Any, cast
 
-from rollick.types import Group
+from rollick.config.schema import Recipe
+from rollick.errors import EngineLost
+from rollick.observe.live_view import LiveView
+from rollick.pipelines.domains import validation_sampling
+from rollick.pipelines.episodes import Episodes
+from rollick.pipelines.scoring import Scoring
+from rollick.pipelines.status import StatusReporter
+from rollick.roles.engines import Generators
+from rollick.rollout.sample_prompts import open_prompt_sampling
+from rollick.types import Group, Prompt
 
 Z95 = 1.959964
 
@@ -23,8 +33,6 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class DomainResult:
-    """Figures of one domain (or of all together)."""
-
     prompts: int
     samples: int
     failed: int
@@ -36,43 +44,38 @@ class DomainResult:
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """What one evaluation found."""
-
     overall: DomainResult
     domains: Mapping[str, DomainResult]
     groups: tuple[Group, ...]
 
     def metrics(self) -> dict[str, float]:
-        """As eval/… metrics: overall, and by domain where there are several."""
-        found = _metrics("eval", self.overall)
+        metrics = _metrics("eval", self.overall)
         for name, result in self.domains.items():
-            found |= _metrics(f"eval/{name}", result)
-        return found
+            metrics |= _metrics(f"eval/{name}", result)
+        return metrics
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """By domain and over all: what a table shows."""
+        """The rows of a table, by domain and overall."""
         parts = {**self.domains, "all": self.overall}
         return {name: _figures(result) for name, result in parts.items()}
 
     def to_json(self) -> dict[str, object]:
-        """Numbers that do not exist (no sample could be scored) are null."""
-        return {
-            "overall": _json(asdict(self.overall)),
-            "domains": {name: _json(asdict(result)) for name, result in self.domains.items()},
-        }
+        """As JSON; NaN (no sample could be scored) becomes null."""
+        domains = {name: asdict(result) for name, result in self.domains.items()}
+        return _json({"overall": asdict(self.overall), "domains": domains})
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn without return, passed."""
+    """Probability that at least one of k samples, drawn without replacement, passed."""
     if samples < k:
         raise ValueError(f"pass@{k} needs at least {k} samples, there are {samples}")
     return 1.0 - comb(samples - passed, k) / comb(samples, k)
 
 
 def wilson(mean: float, count: int) -> Estimate:
-    """95 % interval of a mean of `count` values in [0, 1]; never leaves [0, 1].
+    """95 % Wilson score interval of a mean of `count` values in [0, 1].
 
-    Exact in form for passes and failures; for values in between it is wide, never narrow.
+    Derived for passes and failures; conservative for values in between.
     """
     if count == 0:
         return Estimate(nan, 0.0, 1.0)
@@ -83,33 +86,25 @@ def wilson(mean: float, count: int) -> Estimate:
 
 
 def summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: float) -> EvalReport:
-    """Figures over all groups and by domain. Samples that could not be scored are left out.
+    """Summarise all groups, overall and by domain. Skips samples that could not be scored.
 
-    pass@1 is always among them: checkpoints are compared by it.
+    Always includes pass@1, because checkpoints are compared by it.
     """
     pass_k = sorted({1, *pass_k})
     by_domain: dict[str, list[Group]] = {}
     for group in groups:
         by_domain.setdefault(group.prompt.domain, []).append(group)
-    domains = {
-        name: _summarise(part, pass_k=pass_k, threshold=threshold)
-        for name, part in by_domain.items()
-    }
-    overall = _summarise(groups, pass_k=pass_k, threshold=threshold)
-    return EvalReport(overall, domains, tuple(groups))
+    domains = {name: _summarise(part, pass_k, threshold) for name, part in by_domain.items()}
+    return EvalReport(_summarise(groups, pass_k, threshold), domains, tuple(groups))
 
 
-def _summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: float) -> DomainResult:
+def _summarise(groups: Sequence[Group], pass_k: Sequence[int], threshold: float) -> DomainResult:
     members = [member for group in groups for member in group.members]
     scored = [member for member in members if member.score.ok]
+    passes = [[m.score.value >= threshold for m in g.members if m.score.ok] for g in groups]
     pass_at: dict[int, Estimate] = {}
     for k in pass_k:
-        chances: list[float] = []
-        for group in groups:
-            values = [m.score.value for m in group.members if m.score.ok]
-            if len(values) >= k:
-                passed = sum(value >= threshold for value in values)
-                chances.append(pass_at_k(len(values), passed, k))
+        chances = [pass_at_k(len(group), sum(group), k) for group in passes if len(group) >= k]
         pass_at[k] = wilson(_mean(chances), len(chances))
     return DomainResult(
         prompts=len(groups),
@@ -123,7 +118,7 @@ def _summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: flo
 
 
 def _mean(values: Sequence[float]) -> float:
-    # No value is not the value 0: a domain that nobody could score did not score badly.
+    # NaN, not 0: a domain without scored samples did not score badly.
     return sum(values) / len(values) if values else nan
 
 
@@ -135,20 +130,56 @@ def _json(value: Any) -> Any:
 
 
 def _figures(result: DomainResult) -> dict[str, float]:
-    found = {"prompts": float(result.prompts), "score": result.score}
+    figures = {"prompts": float(result.prompts), "score": result.score}
     for k, estimate in result.pass_at.items():
-        found[f"pass@{k}"] = estimate.value
-        found |= {f"low@{k}": estimate.low, f"high@{k}": estimate.high}
-    return found | {"length": result.response_length, "failed": float(result.failed)}
+        figures[f"pass@{k}"] = estimate.value
+        figures |= {f"low@{k}": estimate.low, f"high@{k}": estimate.high}
+    return figures | {"length": result.response_length, "failed": float(result.failed)}
 
 
 def _metrics(prefix: str, result: DomainResult) -> dict[str, float]:
-    found = {
+    metrics = {
         f"{prefix}/score": result.score,
         f"{prefix}/response_length": result.response_length,
         f"{prefix}/truncated": result.truncated,
     }
     for k, estimate in result.pass_at.items():
-        found[f"{prefix}/pass@{k}"] = estimate.value
-        found[f"{prefix}/pass@{k}_interval"] = (estimate.high - estimate.low) / 2
-    return found
+        metrics[f"{prefix}/pass@{k}"] = estimate.value
+        metrics[f"{prefix}/pass@{k}_interval"] = (estimate.high - estimate.low) / 2
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    recipe: Recipe
+    generators: Generators
+    episodes: Episodes
+    scoring: Scoring
+    view: LiveView
+    status: StatusReporter
+
+    async def evaluate(self, prompts: Sequence[Prompt]) -> EvalReport:
+        """Sample and score the prompts. If all engines are lost meanwhile, it begins again when one
+        was restarted."""
+        while True:
+            try:
+                return await self._evaluate(prompts)
+            except EngineLost:
+                if not await self.generators.wait_for_engine(self.recipe.cluster.place_timeout_s):
+                    raise
+
+    async def _evaluate(self, prompts: Sequence[Prompt]) -> EvalReport:
+        recipe, scoring = self.recipe, self.scoring
+        config, sampling = recipe.evaluate, validation_sampling(recipe)
+        async with open_prompt_sampling(
+            prompts,
+            self.generators.alive,
+            samples=config.samples,
+            episode=self.episodes.build(sampling, scoring.held_out, purpose="eval"),
+            score=scoring.score_held_out,
+            stuck_after_s=recipe.run.stuck_after_s,
+            on_progress=partial(self.view.count_samples, "validate"),
+        ) as rollout:
+            with self.status.follow(rollout, scoring.rewards):
+                groups = await rollout.take()
+        return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)

@@ -1,103 +1,163 @@
-"""How much memory each process will hold in each phase, and how much it held. Light: no torch.
+"""Predicts and measures the memory of each process in each phase. Does not import torch.
 
     recipe, sizes of its models -> plan_memory -> a row for each host and phase -> describe_memory
-    the roles of a run -> MemoryWatch.seen -> metrics
+    the roles of a run -> MemoryWatch.metrics -> metrics
 
-What is counted: weights, optimizer state, gradients, activations, the head's chunks, caches and
-what publishing holds. Not counted: libraries, the CUDA context, work space of kernels, what an
-allocator wastes. Activations are those of full micro-batches and caches those of full slots, so a
-run with short samples stays below.
+Counted: weights, optimizer state, gradients, activations, the head's chunks, caches and publish
+buffers. Not counted: libraries, the CUDA context, kernel workspaces, allocator fragmentation.
+Each number has two bounds: the least, however short the samples are, and the most, with full
+micro-batches and full slots.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
 
-from rollick.cluster.devices import DeviceMap, HostSpec, PhasePlan, Seat, plan_run
-from rollick.cluster.group import WorkerGroup
+from rollick.cluster.devices import (
+    DeviceMap,
+    HostSpec,
+    PhasePlan,
+    RoleRank,
+    align,
+    numbers_to_ranges,
+    plan_run,
+)
 from rollick.cluster.worker import BUILD_ORDER
-from rollick.config.schema import SUPERVISED_LOSSES, JudgeConfig, ModelConfig, Recipe
+from rollick.config.schema import (
+    JudgeConfig,
+    ModelConfig,
+    Recipe,
+    RlRecipe,
+    SupervisedRecipe,
+    rl_recipe,
+    teacher_of,
+)
 from rollick.errors import RollickError
-from rollick.models.shape import ModelShape
-from rollick.train.footprint import FLOAT32, Footprint, frozen_footprint, trained_footprint
+from rollick.models.loading.shape import ModelShape
+from rollick.trainer.memory_estimate import FLOAT32, Footprint, frozen_footprint, trained_footprint
 from rollick.types import RoleName
+
+if TYPE_CHECKING:
+    # `rollick check` imports this module and must not load torch.
+    from rollick.roles.handles import Roles
 
 LOG = logging.getLogger("rollick")
 
 GB = 1e9
 TRAINS: Mapping[RoleName, str] = {"policy": "train", "critic": "train_critic"}
-"""The phase in which a role is trained; in others that use it, it gives numbers of a batch."""
+"""The phase in which a role is trained; other phases only run its forward pass."""
 
 Shapes = Mapping[str, ModelShape]
-"""The sizes of models, by path."""
+"""Model sizes by path."""
+
+
+class Bounds(NamedTuple):
+    """Bytes with no token in memory, and with as many as the recipe allows."""
+
+    least: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """What one process holds in one phase, by role."""
+    """The memory of one process in one phase, by role."""
 
     host: HostSpec
     phase: str
-    bytes: Mapping[RoleName, int]
+    bytes: dict[RoleName, int]
+    """At the most."""
+    least: int = 0
+    snapshots: int = 0
+    """Bytes of the controller's memory for the snapshots of this process."""
 
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
 
 
-def models_of(recipe: Recipe) -> list[ModelConfig]:
-    """The models of a run, the policy's first."""
-    named = [recipe.model]
-    if recipe.needs("values") and recipe.critic.model is not None:
-        named.append(recipe.critic.model)
-    if recipe.teacher is not None:
-        named.append(recipe.teacher)
-    named += [model for model in (recipe.reward_model, recipe.judge) if model is not None]
-    return named
+def measure_models(
+    recipe: Recipe, shape_of: Callable[[ModelConfig], ModelShape | None]
+) -> Shapes | None:
+    critic = rl_recipe(recipe).critic.model if recipe.needs("values") else None
+    models = (recipe.model, critic, teacher_of(recipe), recipe.reward_model, recipe.judge)
+    shapes = {model.path: shape_of(model) for model in models if model is not None}
+    known = {path: shape for path, shape in shapes.items() if shape is not None}
+    return known if len(known) == len(shapes) else None
 
 
 def read_shapes(recipe: Recipe) -> Shapes | None:
-    """Of models that are folders on this machine; None if one of them is not."""
-    found = {model.path: ModelShape.read(model.path) for model in models_of(recipe)}
-    known = {path: shape for path, shape in found.items() if shape is not None}
-    return known if len(known) == len(found) else None
+    """Sizes of the models; None if a model is not on this machine."""
+    return measure_models(recipe, lambda model: ModelShape.read(model.path))
 
 
 def plan_memory(recipe: Recipe, shapes: Shapes) -> tuple[PhaseMemory, ...]:
-    """Every process in every phase."""
-    device_map = DeviceMap.of(recipe)
-    return tuple(
-        PhaseMemory(
-            host,
-            plan.phase.name,
-            {seat.role: _bytes(recipe, shapes, host, seat, plan) for seat in host.seats},
-        )
-        for host in device_map.hosts()
-        for plan in plan_run(recipe)
-    )
+    rows: list[PhaseMemory] = []
+    for host, plan in product(DeviceMap.of(recipe).hosts(), plan_run(recipe)):
+        most: dict[RoleName, int] = {}
+        least = 0
+        for rank in host.role_ranks:
+            bounds = _bounds(recipe, shapes, host, rank, plan)
+            most[rank.role], least = bounds.most, least + bounds.least
+        snapshots = _snapshot_bytes(recipe, shapes, host)
+        rows.append(PhaseMemory(host, plan.phase.name, most, least, snapshots))
+    return tuple(rows)
 
 
 def predicted_bytes(recipe: Recipe, rows: Sequence[PhaseMemory]) -> int:
-    """The peak of the process that holds most; all roles are one process if the run is inline."""
+    """The largest peak of any process; an inline run has one process."""
     if recipe.cluster.backend == "inline":
         phases = {row.phase for row in rows}
         return max(sum(row.total for row in rows if row.phase == phase) for phase in phases)
     return max(row.total for row in rows)
 
 
+def machine_bounds(rows: Sequence[PhaseMemory]) -> Bounds:
+    """Bytes of host memory that all CPU workers of a phase take together, in the largest phase,
+    with the snapshots of all workers."""
+    snapshots = _all_snapshots(rows)
+    on_cpu = [row for row in rows if row.host.device.kind == "cpu"]
+    phases = {row.phase for row in on_cpu}
+    of_phase = [[row for row in on_cpu if row.phase == phase] for phase in phases]
+    least = max((sum(row.least for row in part) for part in of_phase), default=0)
+    most = max((sum(row.total for row in part) for part in of_phase), default=0)
+    return Bounds(least + snapshots, most + snapshots)
+
+
+def _all_snapshots(rows: Sequence[PhaseMemory]) -> int:
+    return sum({row.host.index: row.snapshots for row in rows}.values())
+
+
 def describe_memory(rows: Sequence[PhaseMemory]) -> str:
-    """The rows as aligned text."""
-    lines = [("memory", "phase", "GB at the most", "of which")]
+    """A table; phases with the same numbers share a line, and so do hosts with the same phases."""
+    tables: dict[int, dict[tuple[str, str], list[str]]] = {}
     for row in rows:
         parts = ", ".join(f"{role} {_gb(size)}" for role, size in row.bytes.items() if size)
-        lines.append((f"host {row.host.index}", row.phase, _gb(row.total), parts or "-"))
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        least, most = _gb(row.least), _gb(row.total)
+        key = (most if least == most else f"{least} to {most}", parts or "-")
+        tables.setdefault(row.host.index, {}).setdefault(key, []).append(row.phase)
+    lines = [("memory", "phase", "GB", "of which, at the most")]
+    for table in {str(table): table for table in tables.values()}.values():
+        hosts = numbers_to_ranges([host for host, other in tables.items() if other == table])
+        for (size, parts), phases in table.items():
+            lines.append((f"host {hosts}", ", ".join(phases), size, parts))
+    if snapshots := _all_snapshots(rows):
+        lines.append(("controller", "all", _gb(snapshots), "snapshots (checkpoint.snapshot)"))
+    return "\n".join(align(lines))
+
+
+def describe_bounds(bounds: Bounds) -> str:
+    """In gigabytes, with what the higher number assumes."""
+    if _gb(bounds.least) == _gb(bounds.most):
+        return f"{_gb(bounds.most)} GB"
+    return (
+        f"{_gb(bounds.least)} GB with short samples, {_gb(bounds.most)} GB with full "
+        "micro-batches and slots"
     )
 
 
@@ -105,33 +165,41 @@ def _gb(size: float) -> str:
     return f"{size / GB:.3g}"
 
 
-def _bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, seat: Seat, plan: PhasePlan) -> int:
-    if seat.role == "generators":
-        return _generator_bytes(recipe, shapes, host, asleep=seat in plan.sleeps)
-    if seat.role == "judge" and recipe.judge is not None:
-        return _judge_bytes(recipe.judge, shapes, host)
-    asleep, lends = seat in plan.sleeps, "generators" in host.roles and seat.role == "policy"
-    footprint = _footprint(recipe, shapes, host, seat.role)
-    if asleep:
-        return footprint.weights if lends else 0
-    if seat.role not in plan.phase.uses:
-        return footprint.resting
-    if TRAINS.get(seat.role) == plan.phase.name:
-        return footprint.training
-    # While it publishes to other processes of its machine, the learner holds one more copy.
-    sent = footprint.weights if plan.phase.name == "publish" and not lends else 0
-    return footprint.resting + sent if plan.phase.name == "publish" else footprint.scoring
+def _bounds(
+    recipe: Recipe, shapes: Shapes, host: HostSpec, rank: RoleRank, plan: PhasePlan
+) -> Bounds:
+    if rank.role == "generators":
+        return _generator_bounds(recipe, shapes, host, asleep=rank in plan.sleeps)
+    if rank.role == "judge" and recipe.judge is not None:
+        return _judge_bounds(recipe.judge, shapes, host)
+    lends = rank.role == "policy" and _shares_weights(recipe, host)
+    footprint = _footprint(recipe, shapes, host, rank.role)
+    resting = footprint.resting
+    if rank in plan.sleeps:
+        asleep = footprint.weights if lends else 0
+        return Bounds(asleep, asleep)
+    if rank.role not in plan.phase.uses:
+        return Bounds(resting, resting)
+    if TRAINS.get(rank.role) == plan.phase.name:
+        return Bounds(footprint.training_without_tokens, footprint.training)
+    if plan.phase.name != "publish":
+        return Bounds(resting, footprint.scoring)
+    # The learner holds one more copy while it publishes to other processes of its machine.
+    publishing = resting + (0 if lends else footprint.weights)
+    return Bounds(publishing, publishing)
+
+
+def _model_of(recipe: Recipe, role: RoleName) -> ModelConfig:
+    critic = rl_recipe(recipe).critic.model if role == "critic" else None
+    others = {"teacher": teacher_of(recipe), "reward_model": recipe.reward_model, "critic": critic}
+    return others.get(role) or recipe.model
 
 
 def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -> Footprint:
     train = recipe.train
-    frozen = {"teacher": recipe.teacher, "reward_model": recipe.reward_model}.get(role)
-    if frozen is not None:
-        shape, itemsize = shapes[frozen.path], _itemsize(frozen, host)
-        return frozen_footprint(shape, train, itemsize=itemsize)
-    model = recipe.critic.model or recipe.model if role == "critic" else recipe.model
+    model = _model_of(recipe, role)
     shape, itemsize = shapes[model.path], _itemsize(model, host)
-    if role == "reference":
+    if role in ("teacher", "reward_model", "reference"):
         return frozen_footprint(shape, train, itemsize=itemsize)
     return trained_footprint(
         shape,
@@ -140,47 +208,90 @@ def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -
         tokens=microbatch_tokens(recipe),
         lora=train.lora if role == "policy" else None,
         values=role == "critic",
+        ranks=DeviceMap.of(recipe).ranks("policy") if role == "policy" else 1,
     )
 
 
+def _snapshot_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec) -> int:
+    """Two copies of masters and moments of each trained role."""
+    if recipe.cluster.backend == "inline" or not recipe.checkpoint.snapshot:
+        return 0
+    size = 0
+    for role in TRAINS:
+        if role in host.roles:
+            footprint = _footprint(recipe, shapes, host, role)
+            # A float32 parameter is its own master.
+            is_master = role == "critic" or recipe.train.lora is None
+            is_master = is_master and _itemsize(_model_of(recipe, role), host) == FLOAT32
+            size += footprint.state + (footprint.weights if is_master else 0)
+    return 2 * size
+
+
 def microbatch_tokens(recipe: Recipe) -> int:
-    """Tokens of the largest micro-batch that the recipe can make: its limit, or what a whole batch
-    of the longest samples has; a sample that is longer than the limit goes alone."""
-    rollout, limit = recipe.rollout, recipe.train.tokens_per_microbatch
-    drawn = [recipe.sampling_of(name).max_tokens for name in recipe.data.domains]
-    longest = recipe.data.max_prompt_tokens + max(drawn, default=recipe.sampling.max_tokens)
-    samples = rollout.groups_per_step * rollout.group_size
-    if recipe.pipeline in SUPERVISED_LOSSES:
+    """Tokens of the largest possible micro-batch: the limit, or a full batch of the longest
+    samples. A sample longer than the limit forms its own micro-batch."""
+    limit = recipe.train.tokens_per_microbatch
+    longest = recipe.data.max_prompt_tokens + recipe.max_new_tokens
+    if isinstance(recipe, SupervisedRecipe):
         samples = recipe.train.batch_size * (2 if recipe.compares_pairs else 1)
     else:
+        rollout = rl_recipe(recipe).rollout
+        samples = rollout.groups_per_step * rollout.group_size
         longest = min(longest, recipe.infer.max_length)
     return max(longest, min(limit, samples * longest))
 
 
-def _generator_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep: bool) -> int:
-    """Weights of its own, and the cache of full slots."""
+def _generator_bounds(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep: bool) -> Bounds:
+    """The engine's own weights; at most with the cache of full slots."""
     shape, itemsize = shapes[recipe.model.path], _itemsize(recipe.model, host)
     lora, infer = recipe.train.lora, recipe.infer
     adapted = shape.adapted(lora.targets) if lora is not None else 0
-    shares = "policy" in host.roles
-    # Sums with adapters are its own; elsewhere also the weights that these are added to.
-    weights = adapted if shares else shape.parameters + adapted
-    if host.device.kind == "cpu":
-        # Weights in the order of its kernels, and the vocabulary matrix in float32.
-        weights += shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
-    cache = infer.slots * infer.max_length * shape.cache_per_token
+    shares = _shares_weights(recipe, host)
+    # The engine owns merged weights; outside the learner's process it owns base weights too.
+    weights = adapted + (0 if shares else shape.parameters) + _packed(shape, host, itemsize)
     if asleep and (infer.free_cache or not shares):
-        return weights * itemsize if shares else 0
-    return (weights + cache) * itemsize
+        sleeping = weights * itemsize if shares else 0
+        return Bounds(sleeping, sleeping)
+    cache = _cached_tokens(recipe, host) * shape.cache_per_token
+    return Bounds(weights * itemsize, (weights + cache) * itemsize)
 
 
-def _judge_bytes(judge: JudgeConfig, shapes: Shapes, host: HostSpec) -> int:
-    """The weights of its engine and the cache of full slots; it never sleeps."""
+def _shares_weights(recipe: Recipe, host: HostSpec) -> bool:
+    """Whether the engine of this process uses the policy's parameters."""
+    rank = host.roles.get("generators")
+    return rank is not None and DeviceMap.of(recipe).shares_weights(rank)
+
+
+def _cached_tokens(recipe: Recipe, host: HostSpec) -> int:
+    """Tokens in the cache of an engine. On a CPU the cache grows with the samples: at most those in
+    flight, as long as a prompt and an answer can be."""
+    infer = recipe.infer
+    if host.device.kind != "cpu" or not isinstance(recipe, RlRecipe):
+        return infer.slots * infer.max_length
+    longest = min(infer.max_length, recipe.data.max_prompt_tokens + recipe.max_new_tokens)
+    if recipe.pipeline != "rlvr":  # Turns of an episode are prompts too.
+        longest = infer.max_length
+    rollout = recipe.rollout
+    groups = ceil(rollout.groups_per_step * (1 + rollout.max_staleness)) + rollout.surplus_groups
+    samples = groups * (rollout.group_size + rollout.spare_samples)
+    # The number of held-out prompts is not known here.
+    slots = infer.slots if recipe.data.validation else min(infer.slots, samples)
+    return slots * longest
+
+
+def _judge_bounds(judge: JudgeConfig, shapes: Shapes, host: HostSpec) -> Bounds:
+    """The engine's weights; at most with the cache of full slots. The judge never sleeps."""
     shape, itemsize = shapes[judge.path], _itemsize(judge, host)
-    weights = shape.parameters
-    if host.device.kind == "cpu":
-        weights += shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
-    return (weights + judge.slots * judge.max_length * shape.cache_per_token) * itemsize
+    weights = shape.parameters + _packed(shape, host, itemsize)
+    cache = judge.slots * judge.max_length * shape.cache_per_token
+    return Bounds(weights * itemsize, (weights + cache) * itemsize)
+
+
+def _packed(shape: ModelShape, host: HostSpec, itemsize: int) -> int:
+    """On a CPU: weights packed for the kernels, and the vocabulary matrix in float32."""
+    if host.device.kind != "cpu":
+        return 0
+    return shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
 
 
 def _itemsize(model: ModelConfig, host: HostSpec) -> int:
@@ -190,38 +301,28 @@ def _itemsize(model: ModelConfig, host: HostSpec) -> int:
 
 
 class MemoryWatch:
-    """What was predicted for a run, and what its processes say that they held."""
-
-    def __init__(self, recipe: Recipe, group: WorkerGroup, shapes: Shapes | None) -> None:
-        self.group = group
+    def __init__(self, recipe: Recipe, roles: Roles, shapes: Shapes | None) -> None:
+        self.roles = roles
         self.rows = plan_memory(recipe, shapes) if shapes else ()
         self.predicted = predicted_bytes(recipe, self.rows) if self.rows else 0
-        hosts = group.device_map.hosts()
-        # Inline, all roles live in one process, and the first that was built has seen them all.
-        self._seats = [_first(host) for host in hosts][: 1 if _is_inline(recipe) else None]
-
-    def tell(self) -> None:
-        """Before the start."""
         if self.rows:
             LOG.info("%s", describe_memory(self.rows))
+        # The role that was built first on a host measures its process.
+        first = [
+            min(host.role_ranks, key=lambda r: BUILD_ORDER.index(r.role))
+            for host in roles.device_map.hosts()
+        ]
+        # Inline, all roles share one process.
+        self._role_ranks = first[:1] if recipe.cluster.backend == "inline" else first
 
-    async def metrics(self, *, without: Iterable[int] = ()) -> dict[str, float]:
-        """Predicted and seen so far, in GB; generators of lost ranks are not asked."""
-        lost = {Seat("generators", rank) for rank in without}
-        seen = [await self._peak(seat) for seat in self._seats if seat not in lost]
-        found = {"memory/seen_gb": max(seen, default=0) / GB}
-        return found | ({"memory/predicted_gb": self.predicted / GB} if self.rows else {})
+    async def metrics(self) -> dict[str, float]:
+        """Predicted and measured peaks so far, in GB; skips lost generators."""
+        lost = {RoleRank("generators", rank) for rank in self.roles.generators.lost_ranks}
+        peaks = [await self._peak(rank) for rank in self._role_ranks if rank not in lost]
+        metrics = {"memory/peak_gb": max(peaks, default=0) / GB}
+        return metrics | ({"memory/predicted_gb": self.predicted / GB} if self.rows else {})
 
-    async def _peak(self, seat: Seat) -> int:
+    async def _peak(self, role_rank: RoleRank) -> int:
         with suppress(RollickError):
-            return await self.group.call(seat.role, "peak_memory", rank=seat.rank)
+            return await self.roles.handle(role_rank.role).peak_memory(role_rank.rank)
         return 0
-
-
-def _first(host: HostSpec) -> Seat:
-    """The role of a host that was built first."""
-    return min(host.seats, key=lambda seat: BUILD_ORDER.index(seat.role))
-
-
-def _is_inline(recipe: Recipe) -> bool:
-    return recipe.cluster.backend == "inline"

@@ -1,8 +1,4 @@
-"""From a recipe, or from five lines of Python, to a finished run.
-
-`train` builds a recipe and hands over Python objects; `run_recipe` runs any recipe. Both work in
-a script and in a notebook, where an event loop is already running.
-"""
+"""Entry points that run a recipe, or train from a few lines of Python, also in a notebook."""
 
 from __future__ import annotations
 
@@ -14,16 +10,23 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from rollick.cluster.machine import (
+    count_gpus,
+    open_files_exhausted,
+    raise_open_files_limit,
+    torch_supports_cuda,
+)
 from rollick.config.load import LoadedRecipe, recipe_from_dict
 from rollick.config.names import resolve
 from rollick.errors import ConfigError
-from rollick.pipelines.base import RunObjects, RunResult
+from rollick.pipelines.default_sizes import add_default_sizes
+from rollick.pipelines.state import RunInterrupted, RunObjects, RunResult
 from rollick.types import RewardFn
 
 T = TypeVar("T")
 
 BEGIN_S = 10.0
-"""Within it a thread that was started has begun its work."""
+"""How long to wait for a started thread to begin its work."""
 
 Prompts = Iterable[str | Mapping[str, Any]] | Callable[[], Iterable[Any]] | str
 
@@ -31,13 +34,25 @@ Prompts = Iterable[str | Mapping[str, Any]] | Callable[[], Iterable[Any]] | str
 def run_recipe(
     loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
 ) -> RunResult:
-    """Run the recipe's pipeline to its end (or to a signal)."""
+    """Run the recipe's pipeline to its end.
+
+    SIGINT and SIGTERM save a checkpoint and raise RunInterrupted, which ends the script.
+    """
+    raise_open_files_limit()
     pipeline = resolve("pipelines", loaded.recipe.pipeline)
-    return wait_for(pipeline(loaded, objects=objects, resume=resume))
+    try:
+        result = wait_for(pipeline(loaded, objects=objects, resume=resume))
+    except OSError as error:
+        if exhausted := open_files_exhausted(error):
+            raise exhausted from error
+        raise
+    if result.interrupted:
+        raise RunInterrupted(result)
+    return result
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, also where this thread already runs an event loop (a notebook)."""
+    """Run `work` and return its result, even inside a running event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -62,9 +77,9 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         thread.start()
         return outcome.result()
     except KeyboardInterrupt:
-        # A notebook's stop button: without this the run would go on where nobody can stop it.
+        # A notebook's stop button: without this the run would continue in its thread.
         if not outcome.done():
-            # It has not begun if the interrupt came before the thread; or has just ended by itself.
+            # The thread may not have started yet, or may have just ended.
             with suppress(TimeoutError, RuntimeError):
                 begun.result(BEGIN_S)()
             if begun.done():
@@ -81,16 +96,17 @@ def train(
     resume: bool = False,
     **options: Any,
 ) -> RunResult:
-    """Reinforcement learning in one call.
+    """Reinforcement learning in one call. A signal raises RunInterrupted, as in `run_recipe`.
 
     model: a Hugging Face folder or hub name, or a GGUF file.
-    prompts: strings, rows (mappings with a "prompt" column), a function that gives them, or the
-        path of a dataset.
-    reward: a function whose arguments are taken by name from the sample (`completion`, `prompt`)
+    prompts: strings, rows (mappings with a "prompt" column), a function that returns them, or
+        the path of a dataset.
+    reward: a function that gets its arguments by name from the sample (`completion`, `prompt`)
         and its row; a name from `rollick list`; or several functions by name (they are added).
     validation: held-out prompts.
     options: any setting of a recipe by its dotted name with `__` for the dots, or by section:
-        `run__steps=50`, `rollout={"group_size": 16}`.
+        `run__steps=50`, `rollout={"group_size": 16}`. Without devices it uses the first GPU if
+        there is one; on a CPU the default sizes are small (default_sizes.py).
     """
     rewards = _named_rewards(reward)
     functions = {name: fn for name, fn in rewards.items() if not isinstance(fn, str)}
@@ -108,16 +124,15 @@ def train(
     }
     for dotted, value in options.items():
         _set(recipe, dotted.split("__"), value)
+    recipe = add_default_sizes(recipe, has_gpu=torch_supports_cuda() and count_gpus() > 0)
     objects = RunObjects(prompts=sources, rewards=functions)
     loaded = recipe_from_dict(recipe, objects=objects.names, origin="rollick.train(…)")
     return run_recipe(loaded, objects=objects, resume=resume)
 
 
-def _named_rewards(
-    reward: RewardFn | str | Mapping[str, RewardFn],
-) -> Mapping[str, RewardFn | str]:
+def _named_rewards(reward: RewardFn | str | Mapping[str, RewardFn]) -> Mapping[str, RewardFn | str]:
     if isinstance(reward, Mapping):
-        return dict(reward)
+        return reward
     name = reward if isinstance(reward, str) else getattr(reward, "__name__", "reward")
     return {"reward" if name == "<lambda>" else name: reward}
 
@@ -134,13 +149,11 @@ def _set(target: dict[str, Any], path: list[str], value: Any) -> None:
         inner: Any = target.setdefault(key, {})
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"{'__'.join(path)} is set, and {key} as a plain value too",
+                f"{'__'.join(path)} is set, but {key} is also set as a plain value",
                 fix="give the section, or its settings one by one",
             )
         target = inner
     if isinstance(value, Mapping):
-        value = dict(value)
-    if isinstance(value, Mapping) and isinstance(target.get(path[-1]), dict):
-        target[path[-1]] |= value
-    else:
-        target[path[-1]] = value
+        before = target.get(path[-1])
+        value = (before if isinstance(before, dict) else {}) | dict(value)
+    target[path[-1]] = value

@@ -1,121 +1,203 @@
-"""Where a completion says its answer: behind the thoughts, in a box, after `####`, in words.
+"""Extracts the final answer of a completion: a box, `####`, "the answer is", or an <answer> tag.
 
-    text -- after_thinking --> what is said -- find_answer --> Answer (text, how it was marked)
+    text -- after_thinking --> response -- extract_answer --> ExtractedAnswer (text, mark)
 
-Only finds; what an answer means and whether two are the same is no matter here (math.py, text.py).
-The last answer counts: whoever corrects himself is taken at his last word.
+Only extracts; claims.py finds the value that a sentence states, math.py and text.py compare
+answers. If a completion has several, the last one counts.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
-Mark = Literal["boxed", "hashes", "phrase", "tag", "plain"]
-"""How an answer is marked; `plain` is not marked at all."""
+from rollick.rewards.scanners import Span, find_boxes, find_formulas, find_tagged
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+Mark = Literal["boxed", "hashes", "phrase", "tag", "plain"]
+"""How an answer is marked; `plain` has no mark."""
+
 PHRASE = re.compile(
-    r"\b(?:(?:the|my|our|final|correct)\s+)*answer\s*"
-    r"(?:(?:is|are|equals|would be|will be)\b\s*:?|[:=])[\s*]*",
+    r"""(?: (?:\b|(?<=_))answers?\b
+        (?: (?:\s+(?:to|for|of)\b[^.:?!\n]{0,80}?)?
+            \s+(?:is|are|equals|(?:would|will|must|should)\s+be|comes\s+out\s+to)\b
+          | [*_"']{0,2}(?:\s*[:=]|\s[-–—]\s)
+        )
+      | ^[#*_ \t]{0,8}(?:(?:the|my|final)[ \t]+){0,2}answer[*_ \t]{0,4}$
+    )(?:[\s:=}]|(?<=\n)>|[*_]++(?=[\s:=]|$))*+""",
+    re.IGNORECASE | re.VERBOSE | re.MULTILINE,
+)
+"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, and so on."""
+NO_CLAIM_BEFORE = re.compile(
+    r"(?:\b(?:if|whether|suppose|assum\w+|doubt|unlikely|unless|not\s+sure)"
+    r"|(?:not|n['’]t)\s+(?:think|believe))\b"
+    r"[^.!?]*$",
     re.IGNORECASE,
 )
-"""`the answer is`, `Final answer:`, `**Answer:** `, and so on."""
+NO_CLAIM = re.compile(
+    r"(?:(?:clearly|definitely|certainly|probably|surely)\s+)?(?:not|never)\b(?!.*\bbut\b)"
+)
+RETRACTION = re.compile(
+    r"\W*(?:(?:no|wait|correction|sorry|hmm)\b|actually,?\s+(?:no|it|that)\b)", re.IGNORECASE
+)
+HESITATION = re.compile(
+    r"""(?:^|[.!?\n])[\s*>-]{0,12}(?:but\s+)?
+    (?:wait|hmm+|oops|no|sorry|actually|hold\s+on|my\s+mistake|apologies|i\s+apologi[sz]e|on\s+second\s+thought)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+MISTAKE = re.compile(
+    r"""\b(?:not\s+(?:right|correct)|wrong|incorrect|mistake|error|redo|recalculate|start\s+over
+    |try\s+again|forgot|misread|should\s+(?:be|have))\b|n['’]t\s+(?:be\s+)?(?:right|correct)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+MAX_RETRACTION = 120
+"""Characters between a hesitation and the mistake that it announces."""
+OTHER_QUESTION = re.compile(
+    r"\W*(?:but|however)\b[^.!?\n]{0,60}\b(?:question|problem|asks?|asked|need|want)\b",
+    re.IGNORECASE,
+)
+NEXT_QUESTION = re.compile(
+    r"""^[ \t#*]{0,12}(?:q|question|problem|exercise|instruction|human|user)
+        [ \t]{0,4}[0-9]{0,4}\*{0,2}[ \t]{0,4}[:.)]
+      | ^[ \t]{0,12}\#{1,4}[ \t]*(?:instruction|input|question|problem|exercise|example)\b
+      | <\|[a-z_]{1,30}\|> | </s> | <eos> | <end_of_turn>""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+"""Where a model that does not stop begins something new."""
+DIGIT = re.compile(r"\d")
 SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z\"'(]|\s*$)|\n")
-INLINE_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+JOINED_BOXES = re.compile(r"[\s$,]*(?:,|\band\b)[\s$,]*(?:and\b)?[\s$]*")
+MAX_PHRASES = 20
+"""Phrases that are tried, from the last one."""
+MAX_SENTENCE = 2000
+"""Characters of a sentence that are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What was said, and how it was marked."""
-
+class ExtractedAnswer:
     text: str
     mark: Mark
 
 
-def after_thinking(text: str, *, begin: str = "<think>", end: str = "</think>") -> str | None:
-    """What follows the thoughts; all of it where nobody thought; None if the thoughts never end.
-
-    A template may have put the first tag into the prompt, so that only the last one is here.
-    """
-    said = text.rpartition(end)[2]
-    return None if begin in said else said
+def after_thinking(text: str) -> str | None:
+    """The text after the thinking; all of it without thinking; None if the thinking does not end.
+    If the chat template has put the begin tag into the prompt, only the end tag is here."""
+    response = text.rpartition("</think>")[2]
+    return None if "<think>" in response else response
 
 
-def find_answer(text: str, *, plain: bool = True) -> Answer | None:
-    """The last answer of a completion, by the strongest mark that it has; None if there is none.
-
-    `plain`: without any mark the last formula counts, or else the last line.
-    """
-    said = after_thinking(text)
-    if said is None:
+def first_response(text: str) -> str | None:
+    """What follows the thinking, up to where the model asks itself a next question; None if the
+    thinking does not end."""
+    response = after_thinking(text)
+    if response is None:
         return None
-    tags = TAGGED.findall(said)
+    # A question that is repeated before the answer begins nothing new.
+    digit = DIGIT.search(response)
+    following = NEXT_QUESTION.search(response, digit.end()) if digit else None
+    return response[: following.start()] if following else response
+
+
+def extract_answer(text: str, *, plain: bool = True) -> ExtractedAnswer | None:
+    """The last answer of a completion, by the strongest mark that it has; None without an answer.
+    `plain`: without a mark, take the last formula or else the last line."""
+    response = first_response(text)
+    if response is None:
+        return None
+    tags = find_tagged(response, "answer")
     if tags:
-        inner = _marked(tags[-1]) or Answer(tags[-1].strip(), "tag")
+        inner = _find_marked(tags[-1]) or ExtractedAnswer(tags[-1].strip(), "tag")
         return inner if inner.text else None
-    found = _marked(said)
-    if found is None and plain:
-        found = _plain(said)
-    return found if found is not None and found.text else None
+    answer = _find_marked(response) or (_find_plain(response) if plain else None)
+    return answer if answer is not None and answer.text else None
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last box whose braces are closed."""
-    for match in reversed(list(BOX.finditer(text))):
-        content = _until_closed(text, match.end())
-        if content is not None:
-            return content.strip()
+def _find_marked(text: str) -> ExtractedAnswer | None:
+    boxes = find_boxes(text)
+    if boxes and find_retractions(text, boxes[-1].end):
+        return None
+    if boxes:
+        return ExtractedAnswer(_join_boxes(text, boxes), "boxed")
+    _, hashes, after = text.rpartition("####")
+    if hashes:
+        line, _, later = after.strip().partition("\n")
+        line = line.strip()
+        if find_retractions(f"\n{later}"):
+            return None
+        if not PHRASE.search(line):
+            return ExtractedAnswer(line, "hashes")
+    for phrase in reversed(list(PHRASE.finditer(text))[-MAX_PHRASES:]):
+        sentence = _read_claim(text, phrase)
+        if sentence:
+            return ExtractedAnswer(sentence, "phrase")
     return None
 
 
-def _until_closed(text: str, start: int) -> str | None:
-    depth = 1
-    place = start
-    while place < len(text):
-        letter = text[place]
-        if letter == "\\":
-            place += 1  # what follows a backslash opens and closes nothing
-        elif letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:place]
-        place += 1
-    return None
+def find_retractions(text: str, begin: int = 0) -> list[int]:
+    """Where the text takes back the answer before it: `Wait, that's not right.`"""
+    mistakes = [match.start() for match in MISTAKE.finditer(text, begin)]
+    if not mistakes:
+        return []
+    retractions: list[int] = []
+    for match in HESITATION.finditer(text, begin):
+        index = bisect_left(mistakes, match.end())
+        mistake = mistakes[index] if index < len(mistakes) else len(text)
+        is_near = mistake < len(text) and mistake - match.end() <= MAX_RETRACTION
+        if is_near and "\n" not in text[match.end() : mistake]:
+            retractions.append(match.start())
+    return retractions
 
 
-def _marked(text: str) -> Answer | None:
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return Answer(boxed, "boxed")
-    if "####" in text:
-        line = text.rpartition("####")[2].strip().partition("\n")[0]
-        return Answer(line.strip(), "hashes")
-    phrases = list(PHRASE.finditer(text))
-    if phrases:
-        said = _sentence(text[phrases[-1].end() :])
-        if said:
-            return Answer(said, "phrase")
-    return None
+def _join_boxes(text: str, boxes: list[Span]) -> str:
+    """The content of the last box, or of the last boxes if only `and` or a comma separates them."""
+    contents = [boxes[-1].content.strip()]
+    for box, following in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+        between = text[box.end : following.start]
+        if len(between) > 20 or not JOINED_BOXES.fullmatch(between):
+            break
+        contents.append(box.content.strip())
+    return ", ".join(dict.fromkeys(reversed(contents)))
 
 
-def _sentence(text: str) -> str:
-    """The rest of the sentence. A formula is not cut: `$x = 1. 5$` has no sentence end."""
-    math = INLINE_MATH.match(text)
-    if math:
-        return text[: math.end()] + _sentence(text[math.end() :]).rstrip(".")
-    end = SENTENCE_END.search(text)
-    return (text[: end.start()] if end else text).strip().strip("*").strip()
+def _read_claim(text: str, phrase: re.Match[str]) -> str:
+    """The rest of the sentence after a phrase; empty if the sentence does not state it: a question,
+    a condition, a denial, or a claim that the next sentence takes back."""
+    begin = phrase.end()
+    following = text[begin : begin + MAX_SENTENCE]
+    sentence, end = _rest_of_sentence(following)
+    is_question = following[end : end + 1] == "?"
+    before = text[max(0, phrase.start() - 80) : phrase.start()].rpartition("\n")[2]
+    is_condition = "would" in phrase[0].lower() and re.search(r"\bif\b", sentence)
+    is_denied = NO_CLAIM_BEFORE.search(before) or NO_CLAIM.match(sentence.lstrip("*_"))
+    if is_question or is_condition or is_denied:
+        return ""
+    rest = following[end + 1 :]
+    takes_back = RETRACTION.match(rest) or OTHER_QUESTION.match(rest)
+    is_corrected = takes_back and any(letter.isdigit() for letter in rest)
+    if is_corrected or 0 in find_retractions(f"\n{rest[:200].lstrip()}"):
+        return ""
+    return sentence.strip("\"', }") if '"' in phrase[0] else sentence
 
 
-def _plain(text: str) -> Answer | None:
-    formulas = list(INLINE_MATH.finditer(text))
+def _rest_of_sentence(text: str) -> tuple[str, int]:
+    """The text up to the end of the sentence, and where that is. A formula such as `$x = 1. 5$`
+    contains no sentence end."""
+    formulas = find_formulas(text)
+    end = len(text)
+    for match in SENTENCE_END.finditer(text):
+        if not any(formula.start < match.start() < formula.end for formula in formulas):
+            end = match.start()
+            break
+        formulas = [formula for formula in formulas if formula.end > match.start()]
+    sentence = text[:end].strip()
+    inner = sentence.strip("*").strip()
+    return sentence if "*" in inner else inner, end
+
+
+def _find_plain(text: str) -> ExtractedAnswer | None:
+    formulas = find_formulas(text)
     if formulas:
-        content = next(part for part in formulas[-1].groups() if part is not None)
-        return Answer(content.strip(), "plain")
+        return ExtractedAnswer(formulas[-1].content.strip(), "plain")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return Answer(lines[-1].rstrip(".").strip(), "plain") if lines else None
+    return ExtractedAnswer(lines[-1].rstrip(".").strip(), "plain") if lines else None

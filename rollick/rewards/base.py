@@ -1,82 +1,91 @@
-"""Rewards: how a plain function is called, and how several become one score.
+"""Rewards: how a plain function is called, and how several scores become one.
 
-A reward is any function, sync or async. Its arguments are taken by name:
+A reward is any function, sync or async. Arguments are passed by name:
 
     prompt      text of the prompt            sample      the Sample itself
     completion  text of the response          row         the dataset row, as a mapping
     domain      name of the prompt's domain   truncated   whether the token limit ended it
     ...         the options of the recipe, then the columns of the row
 
-The six names of the library always win over a column of that name (`row` still has it), options
-win over columns. A parameter with a default is optional; `**anything` gets the whole row. The
-answer is a number, a bool or a Score; everything else is a failure with a reason, never a number.
+The six names above take precedence over columns of the same name (`row` still has those), and
+options over columns. A parameter with a default is optional; `**kwargs` gets all options and
+columns. A reward returns a number, a bool or a Score; anything else is a failed Score.
 
-A reward can say more of itself with `declare`: that it takes a batch (every argument but options is
-then a list, and so is the answer), that equal samples score alike, and its version.
+`declare` states that a reward takes a batch (every argument but the options is then a list, and so
+is the return value), that its scores may be cached, or its version.
 
-This module does no scheduling and starts no process (pool.py does); it needs neither torch nor
-ray, so a reward process stays small.
+This module starts no process (pool.py does). It imports neither torch nor ray, so that a reward
+process stays small.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import isfinite
 from numbers import Real
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from rollick.children.process import describe_failure, shorten
 from rollick.errors import RewardError
 from rollick.types import RewardFn, Sample, Score, ScoreStatus
 
 BUILTIN_ARGUMENTS = ("prompt", "completion", "sample", "row", "domain", "truncated")
-"""Names that the library fills; a column of the same name never shadows them."""
+"""Arguments that the library fills; a column of the same name never shadows them."""
 
-MAX_DETAIL = 500
-"""Characters of a failure's detail that are kept: a reward may raise with a whole completion."""
-
-RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
+Options = Mapping[str, Any]
+NO_OPTIONS: Options = {}
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to completion."""
 F = TypeVar("F", bound=RewardFn)
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a reward says of itself."""
+    """What a reward declares about itself; see `declare`."""
 
     batch: int = 0
-    """Samples that it takes at once at the most, as lists; 0: one by one, and no lists."""
     cache: bool = False
-    """Equal texts, rows and options always score alike, so that it need not be asked again."""
     version: str = ""
-    """Changes when its scores do."""
     sees_sample: bool = False
-    """Whether it takes the Sample itself: no two of these are alike, so it is never cached."""
+    """Whether it takes the Sample itself. No two samples are equal, so it is never cached."""
 
 
-def declare(fn: F, *, batch: int = 0, cache: bool = False, version: str = "") -> F:
-    """Say of a reward that it takes a batch, that its scores may be kept, or which version it is.
+def declare(
+    fn: F, *, batch: int = 0, cache: bool = False, version: str = "", options: Any = None
+) -> F:
+    """Declare properties of a reward function.
 
-    batch: the most samples of a call; 0 is a function that takes them one by one.
+    batch: maximum samples of a call, passed as lists; 0 is one sample and no lists. cache: equal
+    texts, rows and options always get the same score. version: changes when the scores change.
+    options: a dataclass with the options of a function that takes them as **kwargs.
     """
     fn.__rollick_reward__ = Declaration(batch, cache, version)  # pyright: ignore
+    if options is not None:
+        own = inspect.signature(fn).parameters.values()
+        fields = inspect.signature(options).parameters.values()
+        fn.__signature__ = inspect.Signature(  # pyright: ignore
+            [each for each in own if each.kind is not each.VAR_KEYWORD]
+            + [each.replace(kind=each.KEYWORD_ONLY) for each in fields]
+        )
     return fn
 
 
 def declaration_of(fn: RewardFn) -> Declaration:
-    """What the reward declares; its version is a hash of its source where it names none."""
-    said: Declaration = getattr(fn, "__rollick_reward__", Declaration())
-    version = said.version or _source_hash(fn)
+    """What the reward declares; without a version, a hash of its source."""
+    declared: Declaration = getattr(fn, "__rollick_reward__", Declaration())
     sees_sample = "sample" in _parameters(fn)
     return replace(
-        said, version=version, sees_sample=sees_sample, cache=said.cache and not sees_sample
+        declared,
+        version=declared.version or _source_hash(fn),
+        sees_sample=sees_sample,
+        cache=declared.cache and not sees_sample,
     )
 
 
@@ -90,226 +99,194 @@ def _source_hash(fn: RewardFn) -> str:
 
 
 def call_reward(
-    fn: RewardFn,
-    sample: Sample,
-    options: Mapping[str, Any] | None = None,
-    *,
-    run: RunCoroutine = asyncio.run,
+    fn: RewardFn, sample: Sample, options: Options = NO_OPTIONS, *, run: Run = asyncio.run
 ) -> Score:
-    """Call one reward. What it raises or a wrong answer is a failed Score.
-
-    A RewardError is raised only where the function cannot be called at all: an argument that
-    nothing can fill, or an option that it does not take. `run` runs a coroutine to its end.
-    """
-    arguments, keywords = bind_arguments(fn, sample, options or {})
-    begun = perf_counter()
+    """Call one reward. An exception or an invalid return value is a failed Score. Raises
+    RewardError only if the arguments do not fit."""
+    arguments, keywords = bind_arguments(fn, sample, options)
+    started = perf_counter()
     try:
-        answer = fn(*arguments, **keywords)
-        if inspect.isawaitable(answer):
-            answer = run(_wait_for(answer))
-        score = read_answer(answer)
+        score = to_score(_call(fn, arguments, keywords, run))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         score = Score.failed(describe_failure(error))
-    return replace(score, seconds=perf_counter() - begun)
+    return replace(score, seconds=perf_counter() - started)
 
 
 def call_batch(
     fn: RewardFn,
     samples: Sequence[Sample],
-    options: Mapping[str, Any] | None = None,
+    options: Options = NO_OPTIONS,
     *,
-    run: RunCoroutine = asyncio.run,
+    run: Run = asyncio.run,
 ) -> list[Score]:
-    """Call a reward that takes a batch. If it raises, each sample is tried alone.
-
-    RewardError as in `call_reward`.
-    """
-    bound = [bind_arguments(fn, sample, options or {}) for sample in samples]
-    arguments = [list(column) for column in zip(*(place for place, _ in bound), strict=True)]
-    keywords = _columns([names for _, names in bound], fn, options or {})
-    begun = perf_counter()
+    """As `call_reward`, for a reward that takes a batch. If it raises, retry each sample alone."""
+    bound = [bind_arguments(fn, sample, options) for sample in samples]
+    arguments = [list(column) for column in zip(*(each[0] for each in bound), strict=True)]
+    keywords = _collect_keywords([each[1] for each in bound], fn, options)
+    started = perf_counter()
     try:
-        answer = fn(*arguments, **keywords)
-        if inspect.isawaitable(answer):
-            answer = run(_wait_for(answer))
-        scores = _read_answers(answer, len(samples))
+        scores = _to_scores(_call(fn, arguments, keywords, run), len(samples))
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if len(samples) > 1:
             return [call_batch(fn, [sample], options, run=run)[0] for sample in samples]
         scores = [Score.failed(describe_failure(error))]
-    seconds = (perf_counter() - begun) / len(samples)
+    seconds = (perf_counter() - started) / len(samples)
     return [replace(score, seconds=seconds) for score in scores]
 
 
-def _columns(
-    bound: Sequence[Mapping[str, Any]], fn: RewardFn, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """By name: an option as it is, anything else as a list with a value for each sample."""
+def _call(fn: RewardFn, arguments: Sequence[Any], keywords: Options, run: Run) -> Any:
+    result = fn(*arguments, **keywords)
+    return run(_as_coroutine(result)) if inspect.isawaitable(result) else result
+
+
+async def _as_coroutine(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _collect_keywords(bound: Sequence[Options], fn: RewardFn, options: Options) -> dict[str, Any]:
+    """Options unchanged; any other argument as a list with a value for each sample."""
     defaults = {name: each.default for name, each in _parameters(fn).items()}
-    names = dict.fromkeys(name for one in bound for name in one)
-    return {
-        name: options[name]
-        if name in options
-        else [one.get(name, defaults.get(name)) for one in bound]
-        for name in names
-    }
+    names = dict.fromkeys(name for keywords in bound for name in keywords)
+    columns = {name: [each.get(name, defaults.get(name)) for each in bound] for name in names}
+    return columns | {name: value for name, value in options.items() if name in names}
 
 
-def _read_answers(answer: Any, count: int) -> list[Score]:
-    if isinstance(answer, str | bytes | Mapping) or not isinstance(answer, Iterable):
-        raise TypeError(f"returned a {type(answer).__name__}; a batch is answered with a list")
-    answers = list(cast("Iterable[Any]", answer))
-    if len(answers) != count:
-        raise ValueError(f"returned {len(answers)} scores for {count} samples")
-    return [read_answer(one) for one in answers]
+def _to_scores(result: Any, count: int) -> list[Score]:
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise TypeError(f"returned a {type(result).__name__}; a batch reward returns a list")
+    values = list(cast("Iterable[Any]", result))
+    if len(values) != count:
+        raise ValueError(f"returned {len(values)} scores for {count} samples")
+    return [to_score(value) for value in values]
 
 
-def explain_signature(
-    fn: RewardFn, *, columns: Iterable[str] = (), options: Iterable[str] = ()
+def find_signature_problems(
+    fn: RewardFn, *, columns: Iterable[str] = (), options: Collection[str] = ()
 ) -> list[str]:
-    """What keeps the function from being called with such rows and options; empty if nothing."""
-    columns, options = list(columns), list(options)
-    parameters = _parameters(fn)
-    available = [*BUILTIN_ARGUMENTS, *options, *columns]
+    """Why the function cannot be called with these columns and options; empty if it can."""
+    parameters, function = _parameters(fn), _name(fn)
+    available = dict.fromkeys([*BUILTIN_ARGUMENTS, *options, *columns])
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {name: each for name, each in parameters.items() if each.kind not in variadic}
     problems = [
-        f"{_name(fn)} needs the argument {name!r}, and neither the row nor the options have it; "
-        f"available: {', '.join(dict.fromkeys(available))}"
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and name not in available
+        f"{function} needs the argument {name!r}, but neither the row nor the options have it; "
+        f"available: {', '.join(available)}"
+        for name, parameter in named.items()
+        if parameter.default is parameter.empty and name not in available
     ]
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for option in options:
         if option in BUILTIN_ARGUMENTS:
-            problems.append(f"the option {option!r} of {_name(fn)} is a name that rollick fills")
-        elif option not in parameters and not takes_all:
+            which = f"the option {option!r} of {function}"
+            problems.append(f"{which} is an argument that rollick fills")
+        elif option not in named and not takes_all:
             takes = ", ".join(parameters) or "no arguments"
-            problems.append(f"{_name(fn)} does not take the option {option!r}; it takes {takes}")
+            problems.append(f"{function} does not take the option {option!r}; it takes {takes}")
     return problems
 
 
 def bind_arguments(
-    fn: RewardFn, sample: Sample, options: Mapping[str, Any]
+    fn: RewardFn, sample: Sample, options: Options
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The positional and keyword arguments of a call; RewardError if one cannot be filled."""
-    builtins = dict(zip(BUILTIN_ARGUMENTS, _builtin_values(sample), strict=True))
-    extras = {**{str(column): value for column, value in sample.prompt.row.items()}, **options}
-    available = {**extras, **builtins}
+    """The positional and keyword arguments of a call; RewardError if they do not fit."""
+    prompt = sample.prompt
+    if problems := find_signature_problems(fn, columns=map(str, prompt.row), options=options):
+        fix = "rename the parameter, give it a default, or put it into the reward's options"
+        raise RewardError("; ".join(problems), fix=fix)
+    builtins = (prompt.text, sample.text, sample, prompt.row, prompt.domain, sample.truncated)
+    extras = {**{str(column): value for column, value in prompt.row.items()}, **options}
+    available = {**extras, **dict(zip(BUILTIN_ARGUMENTS, builtins, strict=True))}
     arguments: list[Any] = []
     keywords: dict[str, Any] = {}
-    fits = builtins.keys().isdisjoint(options)
-    unused = set(options)
     for name, parameter in _parameters(fn).items():
         if parameter.kind is parameter.VAR_KEYWORD:
             keywords |= {key: available[key] for key in extras if key not in keywords}
-            unused.clear()
-        elif parameter.kind is parameter.VAR_POSITIONAL:
+        elif name not in available or parameter.kind is parameter.VAR_POSITIONAL:
             continue
-        elif name not in available:
-            fits = fits and parameter.default is not parameter.empty
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             arguments.append(available[name])
             extras.pop(name, None)
         else:
             keywords[name] = available[name]
-        unused.discard(name)
-    if unused or not fits:
-        problems = explain_signature(fn, columns=map(str, sample.prompt.row), options=options)
-        raise RewardError(
-            "; ".join(problems),
-            fix="rename the parameter, give it a default, or put it into the reward's options",
-        )
     return arguments, keywords
 
 
-def read_answer(answer: Any) -> Score:
-    """A Score from what a reward returned; failed if it is no finite number, bool or Score."""
-    if isinstance(answer, Score):
-        if not answer.ok:
-            return replace(answer, value=float("nan"), detail=_shorten(str(answer.detail)))
-        score = read_answer(answer.value)
-        parts = {str(name): read_answer(value) for name, value in answer.parts.items()}
-        broken = next((name for name, part in parts.items() if not part.ok), None)
-        if broken is not None:
-            return Score.failed(f"part {broken!r}: {parts[broken].detail}")
-        turns = [read_answer(value) for value in answer.turns]
+def to_score(result: Any) -> Score:
+    """The Score of what a reward returned; failed unless it is a finite number, bool or Score."""
+    if isinstance(result, Score):
+        if not result.ok:
+            return replace(result, value=float("nan"), detail=shorten(str(result.detail)))
+        score = to_score(result.value)
+        parts = {str(name): to_score(value) for name, value in result.parts.items()}
+        invalid = next((name for name, part in parts.items() if not part.ok), None)
+        if invalid is not None:
+            return Score.failed(f"part {invalid!r}: {parts[invalid].detail}")
+        turns = [to_score(value) for value in result.turn_rewards]
         if not all(turn.ok for turn in turns):
-            return Score.failed(f"turns {answer.turns!r} are not all finite numbers")
+            return Score.failed(f"turns {result.turn_rewards!r} are not all finite numbers")
         return replace(
             score,
             parts={name: part.value for name, part in parts.items()},
-            turns=tuple(turn.value for turn in turns),
-            detail=score.detail or _shorten(str(answer.detail)),
-            version=str(answer.version),
-            isolation=str(answer.isolation),
-            figures=answer.figures,
+            turn_rewards=tuple(turn.value for turn in turns),
+            detail=score.detail or shorten(str(result.detail)),
+            version=str(result.version),
+            isolation=str(result.isolation),
+            metrics=result.metrics,
         )
-    if isinstance(answer, Real | np.bool_):
-        value = float(answer)
+    if isinstance(result, Real | np.bool_):
+        value = float(result)
         if isfinite(value):
             return Score(value)
-    return Score.failed(
-        f"returned {_shorten(repr(answer))} ({type(answer).__name__}); "
-        "a reward returns a finite number, a bool or a Score"
-    )
+    returned = f"returned {shorten(repr(result))} ({type(result).__name__})"
+    return Score.failed(f"{returned}; a reward returns a finite number, a bool or a Score")
 
 
 def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
-    """The weighted sum of a sample's rewards; any failed one makes the whole failed.
-
-    The parts are the unweighted values by name; a reward's own parts are `name/part`. The turns of
-    rewards that give them are weighed and added up, turn by turn.
-    """
+    """The weighted sum of a sample's rewards; failed if one of them failed. The parts are the
+    unweighted values by name; a reward's own parts are `name/part`. Rewards with scores for each
+    turn are weighted and summed turn by turn."""
     seconds = sum(score.seconds for score in scores.values())
     failed = {name: score for name, score in scores.items() if not score.ok}
+    isolation = "+".join(sorted({each.isolation for each in scores.values() if each.isolation}))
     if failed:
         timed_out = any(score.status is ScoreStatus.TIMEOUT for score in failed.values())
         status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
-        reasons = {name: score.detail for name, score in failed.items() if score.detail}
-        detail = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        failure = Score.failed(detail, status=status)
-        return replace(failure, seconds=seconds, isolation=_isolations(scores))
+        failure = Score.failed(_details(failed), status=status)
+        return replace(failure, seconds=seconds, isolation=isolation)
     value = float(sum(weights[name] * score.value for name, score in scores.items()))
     if not isfinite(value):
         return Score.failed(f"the weighted sum of {', '.join(scores)} is {value}")
     parts: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, score in scores.items():
         parts[name] = score.value
         parts |= {f"{name}/{part}": inner for part, inner in score.parts.items()}
-    by_turn = {name: score.turns for name, score in scores.items() if score.turns}
+        metrics |= {f"{name}/{metric}": amount for metric, amount in score.metrics.items()}
+    by_turn = {name: score.turn_rewards for name, score in scores.items() if score.turn_rewards}
     if len({len(turns) for turns in by_turn.values()}) > 1:
         counts = ", ".join(f"{name} {len(turns)}" for name, turns in by_turn.items())
-        return Score.failed(f"the rewards do not agree on the number of turns: {counts}")
-    weighed = [[weights[name] * turn for turn in turns] for name, turns in by_turn.items()]
-    turns = tuple(float(sum(column)) for column in zip(*weighed, strict=True))
-    detail = "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
-    versions = ", ".join(
-        f"{name}@{score.version}" for name, score in scores.items() if score.version
-    )
+        return Score.failed(f"the rewards differ in the number of turns: {counts}")
+    weighted = [[weights[name] * turn for turn in turns] for name, turns in by_turn.items()]
+    turns = tuple(float(sum(column)) for column in zip(*weighted, strict=True))
+    versions = ", ".join(f"{name}@{each.version}" for name, each in scores.items() if each.version)
     return Score(
         value,
         parts=parts,
-        detail=detail,
+        detail=_details(scores),
         seconds=seconds,
-        turns=turns,
+        turn_rewards=turns,
         version=versions,
-        isolation=_isolations(scores),
-        figures={
-            f"{name}/{figure}": amount
-            for name, score in scores.items()
-            for figure, amount in score.figures.items()
-        },
+        isolation=isolation,
+        metrics=metrics,
     )
 
 
-def _isolations(scores: Mapping[str, Score]) -> str:
-    """All levels that took part, each once: the weakest is what the score stands on."""
-    return "+".join(sorted({score.isolation for score in scores.values() if score.isolation}))
+def _details(scores: Mapping[str, Score]) -> str:
+    return "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
 
 
 def part_names(rewards: Iterable[str]) -> list[str]:
-    """A name for each reward of a sample; a reward used twice becomes `name` and `name#2`."""
+    """A unique name for each reward; one that is used twice becomes `name` and `name#2`."""
     seen: dict[str, int] = {}
     names: list[str] = []
     for reward in rewards:
@@ -318,36 +295,13 @@ def part_names(rewards: Iterable[str]) -> list[str]:
     return names
 
 
-def describe_failure(error: BaseException) -> str:
-    """The last line of the traceback, and where it was raised."""
-    last = traceback.format_exception_only(error)[-1].strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return _shorten(last) + where
-
-
-async def _wait_for(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
-def _builtin_values(sample: Sample) -> tuple[Any, ...]:
-    prompt = sample.prompt
-    return (prompt.text, sample.text, sample, prompt.row, prompt.domain, sample.truncated)
-
-
 def _parameters(fn: RewardFn) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        raise RewardError(
-            f"the arguments of {_name(fn)} cannot be read",
-            fix="wrap it in a function of your own with named arguments",
-        ) from None
+        fix = "wrap it in a function of your own with named arguments"
+        raise RewardError(f"the signature of {_name(fn)} cannot be read", fix=fix) from None
 
 
 def _name(fn: RewardFn) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_DETAIL else text[: MAX_DETAIL - 3] + "..."

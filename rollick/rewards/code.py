@@ -1,17 +1,19 @@
-"""The reward `code`: takes the program out of a completion and runs the row's tests in a sandbox.
+"""The reward `code`: extracts the program of a completion and runs the row's tests in a sandbox.
 
-    completion -> extract_code -> plan (by the row's columns) -> rollick.sandbox -> Score
+    completion -> extract_code -> tests by the row's columns -> rollick.sandbox -> Score
 
-The columns say which kind of tests a row has, in this order:
+The first of these columns that a row has defines its tests:
 
-    cases                                  [{input, output}]: a script, input and output
-    calls                                  [{entry, args, expected}]: a function, as data
+    cases                                  [{input, output}]: a script, its input and output
+    calls                                  [{entry, args, expected}]: calls of a function
     test_file (and module)                 a pytest file that imports the candidate
-    test, entry_point, prompt              HumanEval's: a function check(candidate)
-    test_list (and test_setup_code, code)  MBPP's: assert statements; `code` is the reference
+    test, entry_point (and prompt)         HumanEval: a function check(candidate)
+    test_list (and test_setup_code, code)  MBPP: assert statements; `code` is the reference
 
-A program that fails, hangs or is not there scores 0. A sandbox that is not there, that failed, or
-tests that are broken are a failed Score, never the number 0.
+An entry point may be a method, as on LeetCode: `Solution().twoSum`.
+
+A program that fails, hangs or is missing scores 0. A missing or failing sandbox and broken tests
+give a failed Score.
 """
 
 from __future__ import annotations
@@ -21,183 +23,225 @@ import asyncio
 import atexit
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rollick.rewards.answers import after_thinking
 from rollick.rewards.base import declare
-from rollick.sandbox.base import Call, Isolation, Limits, Sandbox, Status
-from rollick.sandbox.entries import parse
-from rollick.sandbox.verdict import (
-    Case,
-    Verdict,
-    check_asserts,
-    check_cases,
-    check_function,
-    check_pytest,
-)
+from rollick.sandbox.base import CallCase, Limits, Program, Result, Sandbox, Tests
+from rollick.sandbox.checks import ScriptCase, check_asserts, check_scripts
+from rollick.sandbox.local import LocalSandbox
+from rollick.sandbox.remote import HttpSandbox
+from rollick.sandbox.tested_names import parse
 from rollick.types import Row, Score
 
-VERSION = "1"
+VERSION = "2"
 FENCE = re.compile(
-    r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+    r"^[ \t]*+```[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+```|\Z)", re.DOTALL | re.MULTILINE
 )
 PYTHON = ("python", "py", "python3", "")
-THINK_END = "</think>"
-SHOWN_MESSAGES = 3
-
-
-async def code(
-    completion: Sequence[str],
-    row: Sequence[Row],
-    *,
-    timeout_s: float = 10.0,
-    memory_mb: int = 512,
-    partial: bool = False,
-    url: str = "",
-    allow_unsafe: bool = False,
-) -> list[Score]:
-    """Of each completion `score_code`, which says what the options are; side by side."""
-    scored = (
-        score_code(
-            said,
-            of,
-            timeout_s=timeout_s,
-            memory_mb=memory_mb,
-            partial=partial,
-            url=url,
-            allow_unsafe=allow_unsafe,
-        )
-        for said, of in zip(completion, row, strict=True)
+MAX_MESSAGES = 3
+METHOD = re.compile(r"[A-Za-z_]\w*\(\)\.[A-Za-z_]\w*")
+"""An entry point on LeetCode: `Solution().twoSum`."""
+METHOD_ENTRY = "rollick_entry"
+"""The function that calls the method."""
+FUTURE_IMPORT = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+_IMPORTED = "bisect collections copy functools heapq itertools math operator random re string"
+PRELUDES: Mapping[str, str] = {
+    "leetcode": "".join(
+        [
+            *(f"import {name}\nfrom {name} import *\n" for name in _IMPORTED.split()),
+            "from typing import *\n",
+            "from builtins import *\n",  # math and operator have a `pow` of their own
+            "class ListNode:\n    def __init__(self, val=0, next=None):\n"
+            "        self.val, self.next = val, next\n",
+            "class TreeNode:\n    def __init__(self, val=0, left=None, right=None):\n"
+            "        self.val, self.left, self.right = val, left, right\n",
+        ]
     )
-    return await asyncio.gather(*scored)
+}
+"""Preludes by the names that recipes use; any other text is code itself."""
 
 
-declare(code, batch=16, cache=True, version=VERSION)
+@dataclass(frozen=True, slots=True)
+class CodeSettings:
+    """The options of the reward `code` in a recipe."""
+
+    timeout_s: float = 10.0
+    """Time limit for all tests of a row together."""
+    memory_mb: int = 512
+    partial: bool = False
+    """The score is the share of passed tests instead of 0 or 1."""
+    url: str = ""
+    """URL of a sandbox server; if empty, programs run in a sandbox on this machine."""
+    allow_unsafe: bool = False
+    """Run programs without isolation if this machine has none."""
+    prelude: str = ""
+    """Code before each program: `leetcode` for the modules that LeetCode imports (typing,
+    collections, heapq, math …), ListNode and TreeNode, or code of your own."""
 
 
-async def score_code(
-    completion: str,
-    row: Row,
-    *,
-    timeout_s: float = 10.0,
-    memory_mb: int = 512,
-    partial: bool = False,
-    url: str = "",
-    allow_unsafe: bool = False,
-) -> Score:
-    """1 if the program of the completion passes all tests of its row, else 0.
+DEFAULTS = CodeSettings()
 
-    `partial` gives the share of the tests that pass instead. `timeout_s` is for all tests of a row
-    together. `url` names a sandbox server; without it the boxes are on this machine, and
-    `allow_unsafe` lets programs run without isolation where the machine has none.
-    """
-    limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
-    sandbox = find_sandbox(url, allow_unsafe)
-    verdict = await judge(sandbox, completion, row, limits)
-    if not verdict.judged:
-        return Score.failed(f"{verdict.status}: {verdict.detail}")
-    value = verdict.share if partial else float(verdict.all_passed)
+
+async def code(completion: Sequence[str], row: Sequence[Row], **options: Any) -> list[Score]:
+    """`score_code` of each completion, concurrently. The options are those of CodeSettings."""
+    settings = CodeSettings(**options)
+    scores = (score_code(*pair, settings) for pair in zip(completion, row, strict=True))
+    return await asyncio.gather(*scores)
+
+
+declare(code, batch=16, cache=True, version=VERSION, options=CodeSettings)
+
+
+async def score_code(completion: str, row: Row, settings: CodeSettings = DEFAULTS) -> Score:
+    """1 if the program passes all tests of the row, else 0; with `partial`, the share passed."""
+    cpu_s = int(settings.timeout_s) + 1
+    limits = Limits(wall_s=settings.timeout_s, cpu_s=cpu_s, memory_mb=settings.memory_mb)
+    program = extract_code(completion, entry=str(row.get("entry_point", "")))
+    if program is None:
+        return Score(0.0, detail="the completion has no text after its thinking", version=VERSION)
+    sandbox = open_sandbox(settings.url, settings.allow_unsafe)
+    prelude = PRELUDES.get(settings.prelude, settings.prelude)
+    result = await run_tests(sandbox, program, row, limits, prelude=prelude)
+    if not result.status.is_conclusive:
+        return Score.failed(f"{result.status}: {result.detail}")
+    summary = f"{result.passed} of {len(result.outcomes)} tests, isolation {result.level}"
+    failures = dict.fromkeys(outcome.message for outcome in result.outcomes if not outcome.passed)
+    share, all_passed = result.share_passed, float(result.all_passed)
     return Score(
-        value,
-        parts={"passed_share": verdict.share, "all_passed": float(verdict.all_passed)},
-        detail=describe(verdict),
+        share if settings.partial else all_passed,
+        parts={"passed_share": share, "all_passed": all_passed},
+        detail="; ".join([summary, *list(failures)[:MAX_MESSAGES]]),
         version=VERSION,
-        isolation=str(verdict.isolation),
+        isolation=str(result.isolation),
     )
 
 
-def describe(verdict: Verdict) -> str:
-    """How it went, with the first reasons; a weaker isolation is always told."""
-    said = f"{verdict.passed} of {verdict.total} tests, isolation {verdict.isolation}"
-    failed = [outcome.message for outcome in verdict.outcomes if not outcome.passed]
-    reasons = list(dict.fromkeys(failed))[:SHOWN_MESSAGES]
-    return "; ".join([said, *reasons])
-
-
-async def judge(sandbox: Sandbox, completion: str, row: Row, limits: Limits) -> Verdict:
-    """Run the tests of a row on the program of a completion."""
-    entry = str(row.get("entry_point", ""))
-    program = extract_code(completion, entry=entry)
+async def run_tests(
+    sandbox: Sandbox, program: str, row: Row, limits: Limits, *, prelude: str = ""
+) -> Result:
+    """Run the tests of a row on a program."""
+    code = add_prelude(program, prelude)
     if "cases" in row:
-        cases = [Case(str(case["input"]), str(case["output"])) for case in row["cases"]]
-        return await check_cases(sandbox, program, cases=cases, limits=limits)
+        cases = [ScriptCase(str(case["input"]), str(case["output"])) for case in row["cases"]]
+        return await check_scripts(sandbox, code, cases=cases, limits=limits)
     if "calls" in row:
-        return await check_function(sandbox, program, calls=read_calls(row["calls"]), limits=limits)
+        tests = Tests(cases=tuple(map(_call_case, row["calls"])))
+        return await sandbox.run(Program(code, limits=limits, tests=tests))
     if "test_file" in row:
-        module = str(row.get("module", "solution"))
-        file = str(row["test_file"])
-        return await check_pytest(sandbox, program, file=file, module=module, limits=limits)
-    if "test" in row and entry:
-        prompt = str(row.get("prompt", ""))
-        return await check_asserts(
-            sandbox,
-            complete(program, prompt, entry),
-            asserts=[f"check({entry})"],
-            # The prompt's helpers come from the row, never from the candidate.
-            setup=f"{prompt}\n    pass\n{row['test']}" if prompt else str(row["test"]),
-            entries=[entry],
-            limits=limits,
-        )
+        tests = Tests(cases=(str(row["test_file"]),), module=str(row.get("module", "solution")))
+        return await sandbox.run(Program(code, limits=limits, tests=tests))
+    if "test" in row and row.get("entry_point"):
+        run = _run_method if METHOD.fullmatch(str(row["entry_point"])) else _run_check
+        return await run(sandbox, program, row, limits, prelude)
     if "test_list" in row:
+        asserts = [str(test) for test in row["test_list"]]
+        setup, reference = (str(row.get(name) or "") for name in ("test_setup_code", "code"))
         return await check_asserts(
-            sandbox,
-            program,
-            asserts=[str(test) for test in row["test_list"]],
-            setup=str(row.get("test_setup_code", "") or ""),
-            reference=str(row.get("code", "") or ""),
-            limits=limits,
+            sandbox, code, asserts=asserts, setup=setup, reference=reference, limits=limits
         )
-    detail = f"the row has no tests; it has the columns {', '.join(map(str, row)) or 'none'}"
-    return Verdict((), Status.INFRASTRUCTURE, Isolation.NONE, detail=detail)
+    columns = ", ".join(map(str, row)) or "none"
+    return Result.not_run(f"the row has no tests; it has the columns {columns}")
 
 
-def read_calls(calls: Sequence[Mapping[str, Any]]) -> list[Call]:
-    return [
-        Call(str(call["entry"]), tuple(call["args"]), call["expected"], call.get("kwargs", {}))
-        for call in calls
-    ]
+async def _run_check(
+    sandbox: Sandbox, program: str, row: Row, limits: Limits, prelude: str
+) -> Result:
+    """HumanEval: the entry point is a function, which the prompt begins."""
+    entry, prompt = str(row["entry_point"]), str(row.get("prompt", ""))
+    code = add_prelude(complete_program(program, prompt, entry), prelude)
+    # The prompt's helpers come from the row, never from the candidate.
+    setup = f"{prompt}\n    pass\n{row['test']}" if prompt else str(row["test"])
+    return await check_asserts(
+        sandbox, code, asserts=[f"check({entry})"], setup=setup, entries=[entry], limits=limits
+    )
 
 
-def extract_code(completion: str, *, entry: str = "") -> str:
+async def _run_method(
+    sandbox: Sandbox, program: str, row: Row, limits: Limits, prelude: str
+) -> Result:
+    """LeetCode: the entry point is a method, and a prompt that is code has imports and helpers.
+    Tests that use these helpers pass objects (linked lists, trees), so that they share a box with
+    the candidate."""
+    call = f"def {METHOD_ENTRY}(*args, **kwargs):\n    return {row['entry_point']}(*args, **kwargs)"
+    helpers, test = f"{prelude}\n{_only_code(str(row.get('prompt', '')))}", str(row["test"])
+    try:
+        shared = bool(_defined(helpers) & _read_names(test))
+    except (SyntaxError, ValueError) as error:
+        return Result.not_run(f"the tests cannot be parsed: {error}")
+    tests = Tests(
+        cases=(f"check({METHOD_ENTRY})",),
+        setup=test if shared else f"{helpers}\n{test}",
+        entries=(METHOD_ENTRY,),
+        shared=shared,
+    )
+    code = f"{add_prelude(program, helpers)}\n\n{call}\n"
+    return await sandbox.run(Program(code, limits=limits, tests=tests))
+
+
+def _only_code(prompt: str) -> str:
+    try:
+        return ast.unparse(parse(prompt))
+    except (SyntaxError, ValueError):
+        return ""
+
+
+def _defined(code: str) -> set[str]:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in parse(code).body if isinstance(node, kinds)}
+
+
+def _read_names(code: str) -> set[str]:
+    return {node.id for node in ast.walk(parse(code)) if isinstance(node, ast.Name)}
+
+
+def _call_case(call: Mapping[str, Any]) -> CallCase:
+    kwargs: Mapping[str, Any] = call.get("kwargs", {})
+    return CallCase(str(call["entry"]), tuple(call["args"]), call["expected"], kwargs)
+
+
+def extract_code(completion: str, *, entry: str = "") -> str | None:
     """The program of a completion: the last Python block that defines `entry` (or the last one).
+    Thinking is ignored; None if it does not end. Without any block the program is the full text, so
+    that the plain continuation of a base model can be scored."""
+    text = after_thinking(completion)
+    if text is None:
+        return None
+    blocks = [match[2] for match in FENCE.finditer(text) if match[1].lower() in PYTHON]
+    kind, name = ("class", entry.partition("(")[0]) if METHOD.fullmatch(entry) else ("def", entry)
+    definition = re.compile(rf"\b{kind} {re.escape(name)}\b")
+    defining = [block for block in blocks if entry and definition.search(block)]
+    return (defining or blocks or [text])[-1]
 
-    What is thought before </think> does not count. Without any block the whole text is taken, so
-    that a base model's plain continuation can be scored.
-    """
-    text = completion.rpartition(THINK_END)[2]
-    blocks = [found[2] for found in FENCE.finditer(text) if found[1].lower() in PYTHON]
-    if not blocks:
-        return text
-    wanted = re.compile(rf"\bdef {re.escape(entry)}\b")
-    defining = [block for block in blocks if entry and wanted.search(block)]
-    return (defining or blocks)[-1]
+
+def add_prelude(program: str, prelude: str) -> str:
+    """`from __future__` imports stay at the beginning."""
+    if not prelude:
+        return program
+    future = "".join(FUTURE_IMPORT.findall(program))
+    return f"{future}{prelude}\n{FUTURE_IMPORT.sub('', program)}"
 
 
-def complete(program: str, prompt: str, entry: str) -> str:
-    """A program that defines the entry, put after the prompt's helpers; else the prompt's
-    continuation."""
+def complete_program(program: str, prompt: str, entry: str) -> str:
+    """Prepend the prompt to a program that lacks `entry`; else prepend only its helpers."""
     if not re.search(rf"^(?:async )?def {re.escape(entry)}\b", program, re.MULTILINE):
         return prompt + program
     try:
-        helpers = [
-            node
-            for node in parse(prompt).body
-            if not (isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry)
-        ]
+        body = parse(prompt).body
     except (SyntaxError, ValueError):
         return program
-    return "\n".join([*(ast.unparse(node) for node in helpers), program])
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    helpers = [each for each in body if not (isinstance(each, functions) and each.name == entry)]
+    return "\n".join([*map(ast.unparse, helpers), program])
 
 
 @cache
-def find_sandbox(url: str, allow_unsafe: bool) -> Sandbox:
-    """One for this process; its waiting boxes end with it."""
+def open_sandbox(url: str, allow_unsafe: bool) -> Sandbox:
+    """The process-wide sandbox for these arguments, closed at exit."""
     if url:
-        from rollick.sandbox.remote import HttpSandbox
-
         return HttpSandbox(url)
-    from rollick.sandbox.local import LocalSandbox
-
     sandbox = LocalSandbox(allow_unsafe=allow_unsafe)
     atexit.register(sandbox.close)
     return sandbox

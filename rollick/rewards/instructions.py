@@ -1,11 +1,10 @@
-"""Instruction following: rules that a response can be checked against, without any model.
+"""Instruction following: instructions that can be checked without a model.
 
     row: instruction_id_list, kwargs --> a checker for each (CHECKERS) --> followed or not
 
-The types, their names and their arguments are those of IFEval (Zhou et al. 2023, arXiv 2311.07911);
-the checkers are written from its description. strict looks at the response as it is; loose also
-accepts it without its first line, its last line, both, and without asterisks, since these often
-are a greeting and markdown.
+Types, names and arguments are those of IFEval (Zhou et al. 2023, arXiv 2311.07911); the checkers
+follow its description. Strict checks the response as it is. Loose also accepts the response without
+its first line, its last line, both, or asterisks, which are often a greeting and markdown.
 """
 
 from __future__ import annotations
@@ -16,16 +15,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollick.rewards.answers import after_thinking
-from rollick.rewards.language import is_language
-from rollick.rewards.sentences import split_sentences
+from rollick.rewards.text import is_language, visible_text, without_language
 from rollick.types import Score
 
-Checker = Callable[..., bool]
-
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-BULLET = re.compile(r"^\s*(?:\*(?!\*)|-(?!--))\s*\S.*$", re.MULTILINE)
+BULLET = re.compile(r"^[^\S\n]*+(?:\*(?!\*)|-(?!--))\s*+\S.*$", re.MULTILINE)
 HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
 CAPITAL_WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
+_ABBREVIATIONS = (
+    "mr mrs ms dr prof rev hon st jr sr vs etc inc ltd co corp gen col sgt capt lt fig no vol dept "
+    "approx est jan feb mar apr jun jul aug sep sept oct nov dec e.g i.e a.m p.m u.s u.k ph.d"
+)
+ABBREVIATIONS = frozenset(_ABBREVIATIONS.split())
+"""Words whose dot does not end a sentence."""
+SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"'”’)\]]*+(?=\s|$)|[。！？]+|\n\s*\n")
+LAST_WORD = re.compile(r"(\S+)\s*$")
+NEXT_LETTER = re.compile(r"[ \t]*+(.)", re.DOTALL)
+MAX_WORD = 40
+"""Characters before a dot that are read as its word."""
 
 
 def instructions(
@@ -35,42 +42,40 @@ def instructions(
     loose: bool = False,
     partial: bool = False,
 ) -> Score:
-    """1.0 if the completion follows every instruction of its row, else 0.0.
-
-    partial: the share of the instructions that it follows instead. Thoughts are left out.
-    """
+    """1.0 if the completion follows every instruction of its row, else 0.0. partial: score the
+    share of the instructions that it follows. Thinking is ignored."""
     if len(instruction_id_list) != len(kwargs) or not instruction_id_list:
-        raise ValueError(
-            f"{len(instruction_id_list)} instructions, and arguments for {len(kwargs)} of them"
-        )
-    response = after_thinking(completion) or ""
-    followed = [
-        follows(response, name, arguments, loose=loose)
-        for name, arguments in zip(instruction_id_list, kwargs, strict=True)
-    ]
+        raise ValueError(f"{len(instruction_id_list)} instructions, but kwargs for {len(kwargs)}")
+    response = visible_text(after_thinking(completion) or "")
+    pairs = zip(instruction_id_list, kwargs, strict=True)
+    followed = [_follows(response, name, arguments, loose=loose) for name, arguments in pairs]
     share = sum(followed) / len(followed)
     value = share if partial else float(share == 1.0)
-    broken = [n for n, done in zip(instruction_id_list, followed, strict=True) if not done]
-    detail = f"not followed: {', '.join(broken)}" if broken else ""
+    ignored = [n for n, done in zip(instruction_id_list, followed, strict=True) if not done]
+    detail = f"not followed: {', '.join(ignored)}" if ignored else ""
     return Score(value, parts={"followed": share}, detail=detail)
 
 
 def follows(
     response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
 ) -> bool:
-    """Whether a response follows one instruction. An empty response follows none."""
+    """Whether a response follows one instruction. Invisible characters are ignored; a response of
+    invisible characters only follows no instruction."""
+    return _follows(visible_text(response), instruction, arguments, loose=loose)
+
+
+def _follows(response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool) -> bool:
     checker = CHECKERS.get(instruction)
     if checker is None:
         raise ValueError(f"the instruction {instruction!r} is not one of {', '.join(CHECKERS)}")
     given = {name: value for name, value in arguments.items() if value is not None}
-    variants = _loosened(response) if loose else iter((response,))
+    variants = _loose_variants(response) if loose else iter((response,))
     return any(variant.strip() and checker(variant, **given) for variant in variants)
 
 
-def _loosened(response: str) -> Iterator[str]:
+def _loose_variants(response: str) -> Iterator[str]:
     lines = response.split("\n")
-    cuts = (lines, lines[1:], lines[:-1], lines[1:-1])
-    for kept in cuts:
+    for kept in (lines, lines[1:], lines[:-1], lines[1:-1]):
         text = "\n".join(kept).strip()
         yield text
         yield text.replace("*", "")
@@ -88,29 +93,29 @@ def _occurrences(text: str, phrase: str) -> int:
     return len(re.findall(re.escape(phrase.strip()), text, re.IGNORECASE))
 
 
+def _split(text: str, separator: str) -> list[str]:
+    """The parts that are not empty; none if a part between two separators is empty."""
+    parts = [part.strip() for part in text.split(separator)]
+    return [part for part in parts if part] if all(parts[1:-1]) else []
+
+
 def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
-    """Each of them occurs, also inside of a longer word."""
+    """Each occurs, also inside a longer word."""
     return all(_occurrences(text, keyword) for keyword in keywords)
 
 
 def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    """None of them occurs as a word."""
-    return not any(
-        re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, re.IGNORECASE)
-        for word in forbidden_words
-    )
+    """None occurs as a word."""
+    patterns = [rf"(?<!\w){re.escape(word.strip())}(?!\w)" for word in forbidden_words]
+    return not any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 
 
-def has_keyword_often(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
+def has_keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
     return _compare(_occurrences(text, keyword), relation, frequency)
 
 
-def has_letter_often(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+def has_letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
     return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-def is_in_language(text: str, *, language: str) -> bool:
-    return is_language(text, language)
 
 
 def has_words(text: str, *, num_words: int, relation: str) -> bool:
@@ -122,17 +127,14 @@ def has_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
 
 
 def has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Exactly so many, with `***` between them; only the outermost may be empty."""
-    parts = [part.strip() for part in re.split(r"\*\*\*", text)]
-    if any(not part for part in parts[1:-1]):
-        return False
-    return sum(map(bool, parts)) == num_paragraphs
+    """Exactly this number, separated by `***`; only the first and last may be empty."""
+    return len(_split(text, "***")) == num_paragraphs
 
 
 def begins_paragraph_with(
     text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """So many paragraphs, with an empty line between them, and the n-th begins with the word."""
+    """This number of paragraphs, separated by empty lines; the n-th begins with the word."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -145,17 +147,17 @@ def has_placeholders(text: str, *, num_placeholders: int) -> bool:
 
 
 def has_postscript(text: str, *, postscript_marker: str) -> bool:
-    """The marker begins a line or follows the text; its letters may be spaced."""
+    """The marker is followed by text; its letters may be separated by spaces."""
     letters = [letter for letter in postscript_marker if letter.isalpha()]
     dot = r"\.\s?" if "." in postscript_marker else ""
-    begin = rf"(?<!\w)(?<!{re.escape(letters[0])}\.)"
-    pattern = begin + dot.join(map(re.escape, letters)) + r"(?!\w)"
+    marker = dot.join(map(re.escape, letters))
+    pattern = rf"(?<!\w)(?<!{re.escape(letters[0])}\.){marker}(?!\w)"
     match = re.search(pattern, text, re.IGNORECASE)
     return match is not None and bool(text[match.end() :].strip(" .:*_\n"))
 
 
 def has_bullets(text: str, *, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `*` or `-`."""
+    """Exactly this number of lines that begin with `*` or `-`."""
     return len(BULLET.findall(text)) == num_bullets
 
 
@@ -164,21 +166,23 @@ def is_constrained(text: str) -> bool:
 
 
 def has_highlights(text: str, *, num_highlights: int) -> bool:
-    found = [strong or weak for strong, weak in HIGHLIGHT.findall(text)]
-    return sum(bool(part.strip()) for part in found) >= num_highlights
+    highlights = [strong or weak for strong, weak in HIGHLIGHT.findall(text)]
+    return sum(bool(part.strip()) for part in highlights) >= num_highlights
 
 
 def has_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
-    """At least so many, each begun by the splitter and a number, such as `Section 1`."""
+    """At least this number; each begins with the splitter and a number, such as `Section 1`."""
     pattern = rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+(?!\w)"
     return len(re.findall(pattern, text)) >= num_sections
 
 
 def is_json(text: str) -> bool:
-    """All of it, but for a fence of backticks."""
-    inner = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text.strip(), re.DOTALL | re.IGNORECASE)
+    """The full text, optionally in a code fence, is JSON."""
+    stripped = text.strip()
+    if len(stripped) >= 6 and stripped.startswith("```") and stripped.endswith("```"):
+        text = without_language(stripped[3:-3])
     try:
-        json.loads(inner[1] if inner else text)
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
@@ -193,12 +197,9 @@ def repeats_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Two different ones with six asterisks between them; only the outermost may be empty."""
-    parts = [part.strip() for part in text.split("******")]
-    if any(not part for part in parts[1:-1]):
-        return False
-    said = [part for part in parts if part]
-    return len(said) == 2 and said[0] != said[1]
+    """Two different texts separated by six asterisks; only the first and last may be empty."""
+    responses = _split(text, "******")
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 def is_english_capitals(text: str) -> bool:
@@ -219,20 +220,50 @@ def ends_with(text: str, *, end_phrase: str) -> bool:
 
 
 def is_quoted(text: str) -> bool:
-    said = text.strip()
-    return len(said) > 2 and said.startswith('"') and said.endswith('"')
+    stripped = text.strip()
+    return len(stripped) > 2 and stripped.startswith('"') and stripped.endswith('"')
 
 
 def has_no_comma(text: str) -> bool:
     return "," not in text
 
 
-CHECKERS: Mapping[str, Checker] = {
+def split_sentences(text: str) -> list[str]:
+    """Split by rules, without a model; the end of a paragraph always ends a sentence."""
+    sentences: list[str] = []
+    begin = 0
+    for match in SENTENCE_END.finditer(text):
+        if match[0].startswith(".") and _dot_continues(text, begin, match):
+            continue
+        sentences.append(text[begin : match.end()])
+        begin = match.end()
+    sentences.append(text[begin:])
+    return [sentence.strip() for sentence in sentences if re.search(r"\w", sentence)]
+
+
+def _dot_continues(text: str, begin: int, dot: re.Match[str]) -> bool:
+    """Whether a dot does not end the sentence that starts at `begin`: an abbreviation, an initial,
+    a list number."""
+    last = LAST_WORD.search(text, max(begin, dot.start() - MAX_WORD), dot.start())
+    word = last[1].lstrip("(\"'“‘[").lower() if last else ""
+    following = NEXT_LETTER.match(text, dot.end())
+    next_letter = following[1] if following else ""
+    if word in ABBREVIATIONS:
+        # Some abbreviations can end a sentence: a capital follows `etc.` only at its end.
+        return word not in {"etc", "a.m", "p.m", "inc", "jr", "sr"} or next_letter.islower()
+    is_initial = len(word) == 1 and word.isalpha() and word != "i"
+    if is_initial or next_letter.islower():
+        return True
+    is_list_number = text[begin : dot.start()].strip().lstrip("*-# ") == word
+    return word.isdecimal() and is_list_number
+
+
+CHECKERS: Mapping[str, Callable[..., bool]] = {
     "keywords:existence": has_keywords,
     "keywords:forbidden_words": has_no_forbidden_words,
-    "keywords:frequency": has_keyword_often,
-    "keywords:letter_frequency": has_letter_often,
-    "language:response_language": is_in_language,
+    "keywords:frequency": has_keyword_frequency,
+    "keywords:letter_frequency": has_letter_frequency,
+    "language:response_language": is_language,
     "length_constraints:number_words": has_words,
     "length_constraints:number_sentences": has_sentences,
     "length_constraints:number_paragraphs": has_paragraphs,
@@ -254,4 +285,4 @@ CHECKERS: Mapping[str, Checker] = {
     "startend:quotation": is_quoted,
     "punctuation:no_comma": has_no_comma,
 }
-"""By the names that rows use."""
+"""Checkers by the names that rows use."""

@@ -1,186 +1,270 @@
-"""LLM as a judge: a model behind any OpenAI-compatible endpoint grades a completion.
+"""LLM as a judge: a model behind any OpenAI-compatible endpoint grades completions.
 
-    samples -- judge_frame --> messages -- judge_client --> replies -- votes --> Score
+    samples -- judge_prompt --> messages --> POST /chat/completions --> replies -- votes --> Score
+                                   ^  timeout, transient error or unparsable verdict:
+                                   +-- retry with exponential backoff and full jitter
 
-A batch of samples is asked for at once, each with its votes. A sample that gets no verdict (a
-server that fails, stalls, rambles or refuses) is a failed Score with the reason; it is masked and
-counted, and never becomes a number. Tokens, requests and cost are figures of the Score.
+The requests of a batch, one for each vote, run concurrently. If half of a sample's votes or more
+get no verdict (timeout, rejected request, unparsable reply), its Score is failed, with the reason.
+Tokens, requests and cost are metrics of the Score.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, cast
 
+from rollick.errors import MissingExtra
+from rollick.rewards import judge_prompt
 from rollick.rewards.answers import after_thinking
 from rollick.rewards.base import declare
-from rollick.rewards.judge_client import Endpoint, Passing, Refused, Usage, ask, httpx
-from rollick.rewards.judge_frame import Junk, Verdict, frame, read_verdict
-from rollick.types import Score, ScoreStatus
+from rollick.rewards.judge_prompt import JudgePrompt, JudgeVerdict, UnparsableVerdict
+from rollick.types import Row, Score, ScoreStatus
+
+try:
+    import httpx
+except ImportError as error:
+    raise MissingExtra.of("httpx", "rewards") from error
 
 VOTING_TEMPERATURE = 0.7
-"""Of several votes, where the recipe does not say: equal ones would be one vote."""
+"""Default temperature with several votes: at 0 all votes would be the same."""
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+"""Status codes to retry."""
+MAX_REPLY_BYTES = 1 << 20
+FIRST_WAIT_S = 0.25
+LONGEST_WAIT_S = 8.0
+MakePrompt = Callable[[], JudgePrompt]
+
+
+class TransientError(Exception):
+    """A failure that is worth a retry. `wait_s`: the server's Retry-After."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        self.wait_s = wait_s
+        super().__init__(reason)
+
+
+class PermanentError(Exception):
+    """A failure that a retry cannot fix, such as a wrong API key."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """How a verdict is come by."""
+class JudgeSettings:
+    """The options of the reward `judge` in a recipe."""
 
-    endpoint: Endpoint
-    rubric: str
-    votes: int
-    scale: int
-    timeout_s: float
-    input_price: float
-    output_price: float
+    url: str
+    """Base URL of the server, including /v1."""
+    model: str
+    rubric: str = "correctness"
+    """correctness, quality, faithfulness, harmlessness, or a text of your own."""
+    reference: str = "answer"
+    """Column with a correct answer, if rows have one."""
+    votes: int = 1
+    scale: int = 10
+    """The highest grade."""
+    temperature: float | None = None
+    """None: 0 with one vote, 0.7 with several."""
+    max_tokens: int = 512
+    key_env: str = ""
+    """Environment variable with the API key."""
+    timeout_s: float = 25.0
+    """Time limit of a batch, with all votes and retries; keep it below rewards.timeout_s."""
+    request_s: float = 10.0
+    """Time limit of one request."""
+    retries: int = 3
+    concurrency: int = 16
+    """Maximum requests in flight."""
+    json_mode: bool = False
+    input_price: float = 0.0
+    """Price of a million prompt tokens."""
+    output_price: float = 0.0
+    """Price of a million completion tokens."""
+
+    def __post_init__(self) -> None:
+        if self.votes < 1 or self.scale < 1:
+            raise ValueError(f"votes={self.votes} and scale={self.scale} must be at least 1")
+
+    def headers(self) -> dict[str, str]:
+        """HTTP headers with the API key. Raises ValueError if the variable `key_env` is unset."""
+        if not self.key_env:
+            return {}
+        key = os.environ.get(self.key_env, "")
+        if not key:
+            raise ValueError(f"the environment has no {self.key_env} with the judge's API key")
+        return {"Authorization": f"Bearer {key}"}
+
+    def request_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        temperature = self.temperature
+        if temperature is None:
+            temperature = VOTING_TEMPERATURE if self.votes > 1 else 0.0
+        body = {"model": self.model, "messages": list(messages), "temperature": temperature}
+        json_mode = {"response_format": {"type": "json_object"}} if self.json_mode else {}
+        return {**body, "max_tokens": self.max_tokens, **json_mode}
+
+
+@dataclass(slots=True)
+class JudgeUsage:
+    """Requests and tokens so far, including failed requests."""
+
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 async def judge(
-    prompt: Sequence[str],
-    completion: Sequence[str],
-    row: Sequence[Mapping[str, Any]],
-    url: str,
-    model: str,
-    rubric: str = "correctness",
-    reference: str = "answer",
-    votes: int = 1,
-    scale: int = 10,
-    temperature: float | None = None,
-    max_tokens: int = 512,
-    key_env: str = "",
-    timeout_s: float = 25.0,
-    request_s: float = 10.0,
-    retries: int = 3,
-    concurrency: int = 16,
-    json_mode: bool = False,
-    input_price: float = 0.0,
-    output_price: float = 0.0,
+    prompt: Sequence[str], completion: Sequence[str], row: Sequence[Row], **options: Any
 ) -> list[Score]:
-    """The mean of the votes, from 0 to 1. These many parameters are the recipe's options.
-
-    url: up to and with /v1. rubric: correctness, quality, faithfulness, harmlessness, or your own
-    words. reference: the column with a right answer, where rows have one. key_env: the environment
-    variable with the API key. timeout_s: for a batch with all its votes and tries (keep it below
-    rollout.reward_timeout_s); request_s: for one request. prices: of a million tokens.
-    """
-    if votes < 1 or scale < 1:
-        raise ValueError(f"votes={votes} and scale={scale} must be at least 1")
-    drawn = VOTING_TEMPERATURE if votes > 1 else 0.0
-    endpoint = Endpoint(
-        url,
-        model,
-        _key(key_env),
-        max_tokens=max_tokens,
-        temperature=drawn if temperature is None else temperature,
-        request_s=request_s,
-        retries=retries,
-        json_mode=json_mode,
-    )
-    bench = Bench(endpoint, rubric, votes, scale, timeout_s, input_price, output_price)
-    room = asyncio.Semaphore(concurrency)
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    asked = zip(prompt, completion, row, strict=True)
-    async with httpx.AsyncClient(timeout=None) as client, asyncio.TaskGroup() as tasks:
-        judged = [
-            tasks.create_task(
-                _judge_one(
-                    client,
-                    bench,
-                    texts=(task, said, _reference(of, reference)),
-                    room=room,
-                    deadline=deadline,
-                )
-            )
-            for task, said, of in asked
-        ]
-    return [task.result() for task in judged]
+    """The mean of the votes, from 0 to 1. The options are the fields of JudgeSettings."""
+    settings = JudgeSettings(**options)
+    slots = asyncio.Semaphore(settings.concurrency)
+    deadline = asyncio.get_running_loop().time() + settings.timeout_s
+    http = httpx.AsyncClient(timeout=None, headers=settings.headers())
+    async with http as client, asyncio.TaskGroup() as group:
+        batch = _BatchJudge(settings, client, slots, deadline)
+        texts = zip(prompt, completion, row, strict=True)
+        tasks = [group.create_task(batch.judge_sample(*each)) for each in texts]
+    return [task.result() for task in tasks]
 
 
-declare(judge, batch=16, cache=True)
+declare(judge, batch=16, cache=True, options=JudgeSettings)
 
 
-def _key(variable: str) -> str:
-    if not variable:
-        return ""
-    key = os.environ.get(variable, "")
-    if not key:
-        raise ValueError(f"the environment has no {variable} with the judge's API key")
-    return key
+@dataclass(frozen=True, slots=True)
+class _BatchJudge:
+    """Judges the samples of one batch."""
 
+    settings: JudgeSettings
+    client: httpx.AsyncClient
+    slots: asyncio.Semaphore
+    deadline: float
 
-def _reference(row: Mapping[str, Any], column: str) -> str | None:
-    value = row.get(column)
-    return None if value is None else str(value)
+    async def judge_sample(self, task: str, completion: str, row: Row) -> Score:
+        """Collect the votes on a sample. Each waits for a slot and a reply, until the deadline."""
+        settings = self.settings
+        response = after_thinking(completion)
+        if response is None or not response.strip():
+            return Score(0.0, detail="the completion has no text after its thinking")
+        answer = row.get(settings.reference)
+        reference = None if answer is None else str(answer)
+        make_prompt = partial(judge_prompt.build_prompt, task, response, reference=reference)
+        make_prompt = partial(make_prompt, rubric=settings.rubric, scale=settings.scale)
+        usage = JudgeUsage()
+        votes = [self._vote(make_prompt, usage) for _ in range(settings.votes)]
+        score = count_votes(await asyncio.gather(*votes))
+        return replace(score, metrics=_usage_metrics(settings, usage) | dict(score.metrics))
 
-
-async def _judge_one(
-    client: httpx.AsyncClient,
-    bench: Bench,
-    *,
-    texts: tuple[str, str, str | None],
-    room: asyncio.Semaphore,
-    deadline: float,
-) -> Score:
-    """All votes on one sample. Waits for room and for the endpoint, until the deadline."""
-    task, said, wanted = texts
-    response = after_thinking(said)
-    if response is None or not response.strip():
-        return Score(0.0, detail="there is nothing to judge but thoughts")
-
-    def messages() -> tuple[Sequence[Mapping[str, str]], Callable[[str], Verdict]]:
-        asked = frame(task, response, rubric=bench.rubric, scale=bench.scale, reference=wanted)
-
-        def read(reply: str) -> Verdict:
-            try:
-                return read_verdict(reply, asked)
-            except Junk as junk:
-                raise Passing(f"junk: {junk}") from junk
-
-        return asked.messages, read
-
-    usage = Usage()
-
-    async def vote() -> Verdict | str:
+    async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> JudgeVerdict | str:
+        """A verdict, or why there is none."""
         try:
-            async with asyncio.timeout_at(deadline), room:
-                return await ask(client, bench.endpoint, messages, usage=usage)
-        except (Passing, Refused) as failure:
+            async with asyncio.timeout_at(self.deadline), self.slots:
+                return await self._request_verdict(make_prompt, usage)
+        except (TransientError, PermanentError) as failure:
             return str(failure)
         except TimeoutError:
-            return f"no verdict within {bench.timeout_s:g} s"
+            return f"no verdict within {self.settings.timeout_s:g} s"
 
-    cast_votes = await asyncio.gather(*(vote() for _ in range(bench.votes)))
-    score = count_votes(cast_votes)
-    return replace(score, figures=_figures(bench, usage) | dict(score.figures))
+    async def _request_verdict(self, make_prompt: MakePrompt, usage: JudgeUsage) -> JudgeVerdict:
+        """Raises TransientError after the last retry, or PermanentError."""
+        for attempt in range(self.settings.retries + 1):
+            prompt = make_prompt()
+            try:
+                usage.requests += 1
+                reply = await self._post(prompt.messages, usage)
+                return judge_prompt.read_verdict(reply, prompt)
+            except UnparsableVerdict as error:
+                failure = TransientError(f"unparsable verdict: {error}")
+            except TransientError as error:
+                failure = error
+            if attempt == self.settings.retries:
+                raise failure
+            usage.retries += 1
+            # Full jitter: requests that failed together must not retry together.
+            longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt)
+            await asyncio.sleep(max(failure.wait_s, random.uniform(0, longest)))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, messages: Sequence[Mapping[str, str]], usage: JudgeUsage) -> str:
+        settings = self.settings
+        body, url = settings.request_body(messages), settings.url.rstrip("/") + "/chat/completions"
+        request = self.client.stream("POST", url, json=body)
+        try:
+            async with asyncio.timeout(settings.request_s), request as response:
+                content = await _read(response)
+        except TimeoutError:
+            raise TransientError(f"no response within {settings.request_s:g} s") from None
+        except httpx.TransportError as error:
+            raise TransientError(f"{type(error).__name__}: {error}") from error
+        except httpx.InvalidURL as error:
+            raise PermanentError(f"{settings.url} is not a valid URL: {error}") from error
+        _check_status(response, content)
+        return _text_of(content, usage)
 
 
-def count_votes(votes: Sequence[Verdict | str]) -> Score:
-    """The mean of the votes that were cast; failed unless more than half of them were.
+async def _read(response: httpx.Response) -> bytes:
+    content = b""
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_REPLY_BYTES:
+            raise TransientError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+    return content
 
-    The figure `spread` is the largest difference between two votes.
-    """
-    verdicts = [vote for vote in votes if isinstance(vote, Verdict)]
+
+def _check_status(response: httpx.Response, content: bytes) -> None:
+    code = response.status_code
+    reason = f"status {code}: {content[:200].decode(errors='replace')}"
+    if code in TRANSIENT_STATUS:
+        raise TransientError(reason, _retry_after(response.headers.get("retry-after")))
+    if code != 200:
+        raise PermanentError(reason)
+
+
+def _retry_after(header: str | None) -> float:
+    try:
+        return min(max(float(header or 0), 0.0), LONGEST_WAIT_S)
+    except ValueError:  # a date; use our own wait
+        return 0.0
+
+
+def _text_of(content: bytes, usage: JudgeUsage) -> str:
+    try:
+        reply: Any = json.loads(content)
+        tokens = cast("Mapping[str, Any]", reply.get("usage") or {})
+        usage.prompt_tokens += int(tokens.get("prompt_tokens") or 0)
+        usage.completion_tokens += int(tokens.get("completion_tokens") or 0)
+        text: Any = reply["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise TransientError(f"not a chat completion: {content[:80]!r}") from error
+    if not isinstance(text, str):
+        raise TransientError(f"the reply has no text: {text!r:.80}")
+    return text
+
+
+def count_votes(votes: Sequence[JudgeVerdict | str]) -> Score:
+    """The mean of the verdicts; a failed Score unless more than half of the votes have one. A
+    failed vote is a str, the error. The metric `spread` is the highest minus the lowest verdict."""
+    verdicts = [vote for vote in votes if isinstance(vote, JudgeVerdict)]
     failures = [vote for vote in votes if isinstance(vote, str)]
     if 2 * len(verdicts) <= len(votes):
-        late = all(failure.startswith("no ") for failure in failures)
-        status = ScoreStatus.TIMEOUT if late else ScoreStatus.FAILED
-        said = f"{len(failures)} of {len(votes)} votes failed: {failures[0]}"
-        return replace(Score.failed(said, status=status), figures={"junk": float(len(failures))})
+        timed_out = all(failure.startswith("no ") for failure in failures)
+        status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
+        detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0]}"
+        failed = Score.failed(detail, status=status)
+        return replace(failed, metrics={"failed_votes": float(len(failures))})
     values = [verdict.score for verdict in verdicts]
     spread = max(values) - min(values)
-    figures = {"spread": spread, "junk": float(len(failures))}
-    return Score(sum(values) / len(values), detail=verdicts[0].reason, figures=figures)
+    metrics = {"spread": spread, "failed_votes": float(len(failures))}
+    return Score(sum(values) / len(values), detail=verdicts[0].reason, metrics=metrics)
 
 
-def _figures(bench: Bench, usage: Usage) -> dict[str, float]:
-    cost = usage.prompt_tokens * bench.input_price + usage.completion_tokens * bench.output_price
-    return {
-        "requests": float(usage.requests),
-        "retries": float(usage.retries),
-        "prompt_tokens": float(usage.prompt_tokens),
-        "completion_tokens": float(usage.completion_tokens),
-        "cost": cost / 1e6,
-    }
+def _usage_metrics(settings: JudgeSettings, usage: JudgeUsage) -> dict[str, float]:
+    input_cost = usage.prompt_tokens * settings.input_price
+    output_cost = usage.completion_tokens * settings.output_price
+    counts = {name: float(count) for name, count in asdict(usage).items()}
+    return {**counts, "cost": (input_cost + output_cost) / 1e6}

@@ -1,32 +1,31 @@
-"""Math: is the answer of a completion the same as that of the row?
+"""The reward `math`: whether the answer of a completion equals the row's answer.
 
-    completion -- answers.find_answer --> text --+
-                                                 +-- same_answer --> 1.0 or 0.0
-    column `answer` -------- wanted_answer ------+
+    completion -- extract_answer --> text --+
+                                            +-- is_same_answer --> 1.0 or 0.0
+    column `answer` -- row_answer ----------+
 
-Equal spellings and plain numbers are compared here, exactly. Everything else is rewritten to LaTeX
-(notation.py) and goes to math-verify, whose LaTeX grammar builds expressions without `eval`; its
-reader of plain expressions, which evaluates, is never used. An expression that takes for ever is
-killed with its process (pool.py), so no clock runs in here.
+Equal spellings and plain numbers are compared exactly here. Other answers are rewritten to LaTeX
+(notation.py) and compared by math-verify. Its LaTeX grammar builds expressions without `eval`; its
+parser of plain expressions, which evaluates, is never used. An answer that is too large
+(magnitude.py) or takes too much CPU time or memory (call_limits.py) is wrong.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from rollick.errors import MissingExtra
-from rollick.rewards.answers import Answer, find_answer
-from rollick.rewards.notation import (
-    compact,
-    is_prose,
-    normalise,
-    read_number,
-    to_latex,
-    without_unit,
-)
-from rollick.rewards.structure import repeated_share
+from rollick.rewards import notation
+from rollick.rewards.answers import ExtractedAnswer, extract_answer, first_response
+from rollick.rewards.call_limits import EXPENSIVE, limit_call
+from rollick.rewards.claims import read_claim, read_plain
+from rollick.rewards.magnitude import is_affordable, is_shallow
+from rollick.rewards.notation import compact, is_prose, is_same_unit, read_number, split_unit
+from rollick.rewards.text import repeated_share
 from rollick.types import Score
 
 try:
@@ -36,14 +35,15 @@ except ImportError as error:
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+CPU_S = 0.8
+"""CPU seconds that the extraction of an answer and its comparison may take."""
 MAX_ANSWER = 1000
-"""Characters of an answer; what is longer is no answer."""
+"""Characters; a longer answer is wrong."""
+MAX_EXCESS = 100
+"""Characters that an expression may have beyond twice the expected one; a longer one is wrong."""
 
 IN_BASE = re.compile(r"[0-9A-Z]+_\{?\d+\}?")
 """A number written in another base, such as 52_8."""
-LAST_NUMBER = re.compile(
-    r"(?<![\w.])[-+]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+)?(?:/\d+)?%?"
-)
 
 
 def math_answer(
@@ -55,14 +55,17 @@ def math_answer(
 ) -> Score:
     """1.0 if the completion's answer equals the column `answer`, else 0.0.
 
-    plain: also take an answer that nothing marks (no box, no `####`, no "the answer is").
-    format_weight: added to the value where the answer is marked. repetition_weight: times the share
-    of repeated phrases, taken from it.
+    plain: also accept an answer without a mark (no box, no `####`, no "the answer is").
+    format_weight: added to the value if the answer is marked. repetition_weight: times the share of
+    repeated phrases, subtracted from the value.
     """
-    wanted = wanted_answer(str(answer))
-    said = find_answer(completion, plain=plain)
-    correct = said is not None and is_right(said, wanted)
-    marked = said is not None and said.mark != "plain"
+    expected = row_answer(str(answer))
+    extracted, correct = None, False
+    warm_up()
+    with suppress(*EXPENSIVE), limit_call(CPU_S):  # an answer that is too expensive is wrong
+        extracted = extract_answer(completion, plain=plain)
+        correct = extracted is not None and is_correct(extracted, expected, completion)
+    marked = extracted is not None and extracted.mark != "plain"
     parts = {"correct": float(correct)}
     if format_weight:
         parts["format"] = float(marked)
@@ -70,60 +73,76 @@ def math_answer(
         parts["repetition"] = -repeated_share(completion)
     weights = {"correct": 1.0, "format": format_weight, "repetition": repetition_weight}
     value = sum(weights[name] * part for name, part in parts.items())
-    return Score(value, parts=parts if len(parts) > 1 else {}, detail=said.text if said else "")
+    detail = extracted.text if extracted else ""
+    return Score(value, parts=parts if len(parts) > 1 else {}, detail=detail)
 
 
-def wanted_answer(answer: str) -> str:
-    """The answer of a row: whole, or what its `####` or its box marks."""
+def row_answer(answer: str) -> str:
+    """The answer of a row: its `####` or its box if it has one, else the full text."""
     text = answer.strip()
     if "####" in text or "\\boxed" in text:
-        found = find_answer(text, plain=False)
-        text = found.text if found else ""
+        extracted = extract_answer(text, plain=False)
+        text = extracted.text if extracted else ""
     if not text:
         raise ValueError(f"the row's answer {answer!r} is empty")
     return text
 
 
-def is_right(said: Answer, wanted: str) -> bool:
-    """Whether it is the answer; one that stands in words may be their last number."""
-    if same_answer(said.text, wanted):
-        return True
-    if said.mark != "plain":
-        return False
-    numbers = [found for found in LAST_NUMBER.findall(said.text) if read_number(found) is not None]
-    return bool(numbers) and same_answer(numbers[-1], wanted)
+def is_correct(answer: ExtractedAnswer, expected: str, completion: str) -> bool:
+    """Whether the answer, or the value that its sentence states, is the expected one."""
+    if answer.mark == "plain":
+        candidates = read_plain(first_response(completion) or "")
+    elif answer.mark == "boxed":
+        candidates = [answer.text]
+    else:
+        candidates = read_claim(answer.text)
+    return any(is_same_answer(candidate, expected) for candidate in dict.fromkeys(candidates))
 
 
-def same_answer(said: str, wanted: str) -> bool:
-    """Whether two answers mean the same, however they are written."""
-    if len(said) > MAX_ANSWER:
+@cache
+def warm_up() -> None:
+    """Load what math-verify loads at its first calls, outside the time limit of an answer."""
+    pairs = [("x+\\sqrt{2}", "\\sqrt{2}+x"), ("[0,1)", "(0, \\frac{x}{2}]"), ("\\pi", "e^{2}")]
+    for answer, expected in pairs:
+        is_same_answer(answer, expected)
+
+
+def is_same_answer(answer: str, expected: str) -> bool:
+    """Whether two answers have the same meaning in any notation."""
+    if len(answer) > MAX_ANSWER:
         return False
-    left, right = normalise(said), normalise(wanted)
+    left, right = notation.normalise(answer), notation.normalise(expected)
     if not left or not right:
         return False
     if compact(left).casefold() == compact(right).casefold():
-        # Spellings differ in case where they are words; x and X are two unknowns.
+        # Words may differ in case; x and X are two unknowns.
         return compact(left) == compact(right) or is_prose(left)
     numbers = read_number(left), read_number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0].equals(numbers[1])
-    left, right = without_unit(left), without_unit(right)
+    (left, unit), (right, expected_unit) = split_unit(left), split_unit(right)
+    if not is_same_unit(unit, expected_unit):
+        return False
     if is_prose(left) or is_prose(right) or IN_BASE.fullmatch(right) or IN_BASE.fullmatch(left):
         return False
-    return _verified(to_latex(left), to_latex(right))
-
-
-def _verified(said: str, wanted: str) -> bool:
-    config = (LatexExtractionConfig(),)
-    first, second = (
-        parse(
-            f"${latex}$",
-            extraction_config=config,
-            fallback_mode="no_fallback",
-            parsing_timeout=None,  # pyright: ignore[reportArgumentType]
-        )
-        for latex in (wanted, said)
-    )
-    if not first or not second:
+    if len(left) > 2 * len(right) + MAX_EXCESS:
         return False
-    return bool(verify(first, second, timeout_seconds=None))
+    expected_latex = notation.to_latex(right)
+    parsed_answer = _parse_latex(notation.to_latex(left), expected_latex)
+    parsed_expected = _parse_latex(expected_latex, expected_latex) if parsed_answer else []
+    if not parsed_answer or not parsed_expected:
+        return False
+    return bool(verify(parsed_expected, parsed_answer, timeout_seconds=None))
+
+
+def _parse_latex(latex: str, expected: str) -> list[Any]:
+    """The expression of a text; empty if it has none or if it is too large to compare."""
+    if not is_shallow(latex, expected):
+        return []
+    parsed: list[Any] = parse(
+        f"${latex}$",
+        extraction_config=(LatexExtractionConfig(),),
+        fallback_mode="no_fallback",
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]
+    )
+    return parsed if all(is_affordable(expression) for expression in parsed) else []

@@ -1,7 +1,6 @@
-"""The reward `model`: what the recipe's reward model says, a frozen model on the device map.
+"""The reward `model`, computed by a run in its own process (pipelines/reward_model.py).
 
-A run asks the model where it is (pipelines/reward_model.py). This function stands for it in the
-table of names; whoever calls it has no run and so no model.
+This function is its entry in the table of names, for code outside a run.
 """
 
 from __future__ import annotations
@@ -10,8 +9,5 @@ from rollick.errors import RewardError
 
 
 def model(completion: str) -> float:
-    """Refused: only a run has a reward model."""
-    raise RewardError(
-        "the reward model is asked in a run, and this is none",
-        fix="use it in a recipe with reward_model.path",
-    )
+    fix = "use it in a recipe with reward_model.path"
+    raise RewardError("the reward `model` works only in a run", fix=fix)

@@ -1,9 +1,9 @@
-"""How mathematical answers are written: one spelling for each, exact numbers, LaTeX.
+"""Notations of mathematical answers: one normal form, exact numbers, LaTeX.
 
-    as written -- normalise --> one spelling -- read_number --> Number (exact, with its unit)
-                                     +--------- to_latex -----> what a LaTeX grammar reads
+    text -- normalise --> normal form -- read_number --> Number (exact, with its unit)
+                               +--------- to_latex -----> LaTeX for math-verify
 
-Nothing is evaluated: a number is read by a pattern, and every other expression stays text.
+Nothing is evaluated: numbers are parsed by a pattern, all other expressions stay text.
 """
 
 from __future__ import annotations
@@ -13,45 +13,30 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_DIGITS = 200
-"""Of a number that is read; a longer one is compared as text."""
+"""Maximum digits of a parsed number; a longer one is compared as text."""
 
 SYMBOLS = str.maketrans(
     {
-        "−": "-",
-        "–": "-",
-        "—": "-",
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "±": r"\pm ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "°": "",
-        "²": "^2",
-        "³": "^3",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "⅓": r"\frac{1}{3}",
-        "⅔": r"\frac{2}{3}",
-        "％": "%",
-        "`": "",
-        "\u00a0": " ",
-        "~": " ",
+        **dict.fromkeys("−–—", "-"),
+        **dict.fromkeys("·⋅", r"\cdot "),
+        **dict.fromkeys("\u00a0~", " "),
+        **dict.fromkeys("°`", ""),
+        **{"×": r"\times ", "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "％": "%"},
+        **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "π": r"\pi ", "∞": r"\infty "},
+        **{"≈": r"\approx ", "≃": r"\approx ", "≠": r"\ne "},
+        **{"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
+        **{"¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"},
     }
 )
-SPACING = re.compile(
-    r"(?<!\\)\\(?:left|right|displaystyle|quad|qquad|[!;:,> ])(?![a-zA-Z])|\\big[lr]?"
+_SPACES = "left|right|displaystyle|quad|qquad|[!;:,> ]"
+SPACING = re.compile(rf"(?<!\\)\\(?:{_SPACES})(?![a-zA-Z])|\\big[lr]?")
+TEXT_MACRO = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:rm|bf|it)|rm|bf)\s*\{([^{}]*)\}")
+DIGIT_GROUP = re.compile(
+    r"(?<=[0-9])(?:,?\\[,:;!>]|\{,\}|[\u2009\u202f\u00a0])\s*(?=[0-9]{3}(?![0-9]))"
 )
-TEXT_MACRO = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|rm|bf)\s*\{([^{}]*)\}"
-)
+"""What separates groups of three digits in LaTeX or print: `2\\,173` is 2173."""
+CONCLUSION = re.compile(r"^\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])\s*")
+APPROXIMATELY = re.compile(r"^([a-zA-Z]\s*)?\\(?:approx|simeq|doteq)(?![a-zA-Z])\s*")
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b")
 WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("{", "}"))
 
@@ -71,46 +56,37 @@ NUMBER = re.compile(
 UNIT = re.compile(
     r"\(?\s*(?:[a-zA-Z]{2,}\.?|/)(?:[\s/-]+[a-zA-Z]+\.?)*(?:\s*\^\s*\{?[23]\}?)?\s*\)?"
 )
-_NO_UNIT = (
-    "or and to plus minus times over hundred thousand million billion trillion dozen half pi sqrt "
-    "sin cos tan cot sec csc log ln exp mod remainder"
+SHORT_UNIT = re.compile(r"[mgslhL](?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{?[23]\}?)?")
+"""A unit of one letter; after a space it is not a variable."""
+_NOT_UNITS = (
+    "or and to plus minus times over half pi sqrt sin cos tan cot sec csc log ln exp mod remainder "
+    "hundred thousand million billion trillion dozen is are was isn not wrong incorrect impossible"
 )
-NO_UNIT = frozenset(_NO_UNIT.split())
-"""Words after a number that change it."""
+NOT_UNITS = frozenset(_NOT_UNITS.split())
+"""Words after a number that are not units, because they change its value."""
 
+SCALES = {
+    **{"dozen": 12, "hundred": 100, "thousand": 10**3},
+    **{"million": 10**6, "billion": 10**9, "trillion": 10**12},
+}
+SCALE = re.compile(rf"({'|'.join(SCALES)})s?\b\s*", re.IGNORECASE)
+
+_MEASURES = (
+    "dollar usd buck, euro eur, pound gbp, cent penny pennies ct, mm millimeter millimetre, "
+    "cm centimeter centimetre, meter metre m, km kilometer kilometre, in inch inche, "
+    "ft foot feet, yd yard, mi mile, gram g, mg milligram, kg kilogram kilo, oz ounce, lb lbs, "
+    "sec second s, min minute, hr hour h, day, week, month, yr year, am a.m, pm p.m, "
+    "liter litre l, ml milliliter millilitre"
+)
 MEASURES = {
-    spelling: measure
-    for measure, spellings in {
-        "dollar": "dollar usd buck",
-        "euro": "euro eur",
-        "pound": "pound gbp",
-        "cent": "cent penny pennies ct",
-        "millimetre": "mm millimeter millimetre",
-        "centimetre": "cm centimeter centimetre",
-        "metre": "meter metre",
-        "kilometre": "km kilometer kilometre",
-        "inch": "in inch inche",
-        "foot": "ft foot feet",
-        "yard": "yd yard",
-        "mile": "mi mile",
-        "gram": "gram",
-        "kilogram": "kg kilogram kilo",
-        "ounce": "oz ounce",
-        "second": "sec second",
-        "minute": "min minute",
-        "hour": "hr hour",
-        "day": "day",
-        "week": "week",
-        "month": "month",
-        "year": "yr year",
-        "morning": "am a.m",
-        "afternoon": "pm p.m",
-        "litre": "liter litre",
-        "millilitre": "ml milliliter millilitre",
-    }.items()
+    spelling: spellings.split()[0]
+    for spellings in _MEASURES.split(",")
     for spelling in spellings.split()
 }
-"""Units that say how large the number is: 5 cm are not 5 m, but 5 apples are 5 fruits."""
+"""One spelling for each unit that matters: 5 cm is not 5 m, but 5 apples equal 5 fruits."""
+RATES = {"mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr"}
+POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
+UNIT_PART = re.compile(r"[a-zA-Z]+(?:\.[a-zA-Z]\b)?|/|\^\s*\{?\s*[23]")
 _FUNCTIONS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp sqrt cbrt infty infinity "
     "inf and pmatrix bmatrix vmatrix matrix begin end cup cap circ frac"
@@ -119,86 +95,91 @@ FUNCTIONS = frozenset(_FUNCTIONS.split())
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 MEMBER = re.compile(r"^[a-zA-Z]\s*\\in\b\s*")
 CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
+LABEL = re.compile(r"^(?:\*\*)?(?:\(\s*[A-Ea-e]\s*\)|[A-E][.)])\s*(?:\*\*)?\s*(?=[-$]?[0-9])")
+"""The letter of a choice before its value: `(C) 39`."""
 MAGNITUDE = 400
-"""Largest power of ten that is written out."""
+"""Largest power of ten that is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact number, whether it is in per cent, and its unit ("" for none)."""
+    """An exact number, whether it is a percentage, and its unit ("" for none)."""
 
     value: Fraction
     percent: bool = False
     unit: str = ""
 
     def equals(self, other: Number) -> bool:
-        """50 % is 50 and is 0.5, as answers go; 5 cm is 5 and is not 5 m."""
-        mine, theirs = MEASURES.get(self.unit), MEASURES.get(other.unit)
-        if mine and theirs and mine != theirs:
+        """50 % equals 50 and 0.5; 5 cm equals 5 but not 5 m."""
+        if not is_same_unit(self.unit, other.unit):
             return False
         if self.percent == other.percent:
             return self.value == other.value
-        shares, plain = (self, other) if self.percent else (other, self)
-        return plain.value in (shares.value, shares.value / 100)
+        percentage, plain = (self, other) if self.percent else (other, self)
+        return plain.value in (percentage.value, percentage.value / 100)
 
 
 def normalise(text: str) -> str:
-    """One spelling for what is written in several ways; the meaning stays."""
-    text = text.translate(SYMBOLS).strip()
+    """The normal form of equivalent spellings."""
+    text = DIGIT_GROUP.sub("", text).translate(SYMBOLS).strip()
     text = re.sub(r"√\s*\(", "sqrt(", text)
     text = re.sub(r"√\s*([0-9]+|[a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r",\\!\s*(?=[0-9]{3})", ",", text)
     text = SPACING.sub(" ", text)
     text = TEXT_MACRO.sub(lambda match: f" {match[1]} ", text)
     text = DEGREES.sub("", text)
     text = _plain_fractions(text)
     text = re.sub(r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\{", "{ ").replace("\\}", " }")
-    text = " ".join(text.split())
-    text = _unwrap(text)
+    text = _unwrap(" ".join(text.split()))
+    text = CONCLUSION.sub("", text)
+    text = APPROXIMATELY.sub(lambda match: f"{match[1]}=" if match[1] else "", text)
     chosen = CHOICE.fullmatch(text)
-    return chosen[1] if chosen else text
+    return chosen[1] if chosen else LABEL.sub("", text)
 
 
 def compact(text: str) -> str:
-    """Without spaces, but for those between digits, and with `_8` for `_{8}`."""
+    """Without spaces, except between digits, and with `_8` for `_{8}` and `^8` for `^{8}`."""
     text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
+    text = re.sub(r"\^\{([0-9a-zA-Z])\}(?![0-9a-zA-Z])", r"^\1", text)
     return re.sub(r"_\{([0-9a-zA-Z]+)\}", r"_\1", text)
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the text is, perhaps with a unit; None if it is anything else."""
-    if len(text) > MAX_DIGITS:
-        return None
-    match = NUMBER.fullmatch(text.strip())
+    """The text as a number with an optional unit; None if it is not one."""
+    match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_DIGITS else None
     if match is None:
         return None
-    unit = match["unit"].strip()
-    if unit and not _is_unit(unit):
-        return None
-    value = _value(match)
+    unit, value = match["unit"].strip(), _value(match)
     if value is None:
+        return None
+    scale = SCALE.match(unit)
+    if scale:
+        value, unit = value * SCALES[scale[1].lower()], unit[scale.end() :]
+    is_separate = match.start("unit") > 0 and text.strip()[match.start("unit") - 1].isspace()
+    if unit and (match["decimal"] or "").endswith("."):  # a new sentence: `27. So it is wrong`
+        return None
+    if unit and not _is_unit(unit) and not (is_separate and SHORT_UNIT.fullmatch(unit)):
         return None
     if "-" in (match["sign"], match["second"]):
         value = -value
-    return Number(value, bool(match["percent"]), _unit_name(unit, match["currency"] or ""))
+    return Number(value, bool(match["percent"]), unit_name(unit, match["currency"] or ""))
 
 
-def without_unit(text: str) -> str:
-    """An expression without a measure at its end: `8 \\pi cm` is `8 \\pi`."""
-    match = re.search(r"\s+([a-zA-Z.]{2,})(?:\s*\^\s*\{?[23]\}?)?$", text)
-    known = match is not None and _unit_name(match[1], "") in MEASURES
-    return text[: match.start()] if match is not None and known else text
+def split_unit(text: str) -> tuple[str, str]:
+    """An expression and the unit at its end, "" for none: `8 \\pi cm` is `8 \\pi` and `cm`."""
+    match = re.search(r"\s+([a-zA-Z.]{2,}(?:\s*\^\s*\{?[23]\}?)?)$", text)
+    unit = unit_name(match[1]) if match else ""
+    return (text[: match.start()], unit) if match and unit else (text, "")
 
 
 def is_prose(text: str) -> bool:
-    """Whether it is words: their letters are not unknowns, and `east` is not `seat`."""
+    """Whether the text is words. Their letters are not unknowns: `east` is not `seat`."""
     words = {word.lower() for word in WORD.findall(text)}
     return bool(words - FUNCTIONS) or text.lower() == "no"
 
 
 def to_latex(text: str) -> str:
-    """An expression as LaTeX, whether it was written so or as in a program."""
+    """An expression in LaTeX or program notation, as LaTeX."""
     text = MEMBER.sub("", text)
     is_plain = "\\" not in text and "{" not in text
     text = re.sub(r"\s+(?:and|or)\s+", ", ", text)
@@ -207,15 +188,12 @@ def to_latex(text: str) -> str:
     text = re.sub(r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup ", text)
     text = re.sub(r"(?<![\\a-zA-Z])(?:infinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty ", text)
     text = re.sub(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi ", text)
-    text = re.sub(
-        r"(?<![\\a-zA-Z])(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln)(?![a-zA-Z])",
-        r"\\\1 ",
-        text,
-    )
-    text = _braced(text, "sqrt", r"\sqrt")
-    text = _braced(text, "^", "^")
+    functions = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln"
+    text = re.sub(rf"(?<![\\a-zA-Z])({functions})(?![a-zA-Z])", r"\\\1 ", text)
+    text = _replace_call(text, "sqrt", r"\sqrt")
+    text = _replace_call(text, "^", "^")
     if is_plain:
-        text = re.sub(r"\^\s*(-?[0-9]+)", r"^{\1}", text)
+        text = re.sub(r"\^\s*(-?[0-9]+(?:\.[0-9]+)?)", r"^{\1}", text)
     return text.replace("*", r" \cdot ")
 
 
@@ -229,17 +207,14 @@ def _plain_fractions(text: str) -> str:
 
 
 def _unwrap(text: str) -> str:
-    """Without signs around the whole, and without the sentence's last one."""
+    """Remove delimiters around the text and punctuation at its end."""
     for _ in range(len(WRAPPERS)):
         text = text.rstrip(" .,;:").strip()
         for begin, end in WRAPPERS:
             inner = text[len(begin) : -len(end)]
-            is_whole = text.startswith(begin) and text.endswith(end) and begin not in inner
-            if (
-                is_whole
-                and len(text) > len(begin) + len(end)
-                and not ("," in inner and begin == "{")
-            ):
+            encloses = text.startswith(begin) and text.endswith(end) and begin not in inner
+            is_set = begin == "{" and "," in inner
+            if encloses and not is_set and len(text) > len(begin) + len(end):
                 text = inner.strip()
     return text
 
@@ -266,24 +241,50 @@ def _decimal(digits: str) -> Fraction:
 
 
 def _is_unit(text: str) -> bool:
-    words = set(re.findall(r"[a-z.]+", text.lower()))
-    return UNIT.fullmatch(text) is not None and words.isdisjoint(NO_UNIT)
+    words: list[str] = re.findall(r"[a-z.]+", text.lower().replace("left over", "leftover"))
+    changes_value = words[:1] in (["squared"], ["cubed"], ["factorial"])
+    return UNIT.fullmatch(text) is not None and not changes_value and NOT_UNITS.isdisjoint(words)
 
 
-def _unit_name(text: str, currency: str) -> str:
+def unit_name(text: str, currency: str = "") -> str:
+    """One name for all spellings of a unit of measure: `km/hr`, `meter^2`; "" for other words."""
     if currency:
         return {"$": "dollar", "€": "euro", "£": "pound"}[currency[-1]]
-    first = text.lower().strip(" ().").split()[:1]
-    word = first[0].rstrip(".") if first else ""
-    return word[:-1] if word.endswith("s") and word[:-1] in MEASURES else word
+    name, power = "", ""
+    parts: list[str] = UNIT_PART.findall(text)
+    for index, part in enumerate(parts):
+        word = part.lower()
+        if part[0] == "^":
+            name += part[0] + part[-1]
+        elif word in ("/", "per"):
+            name += "/" if name else ""
+        elif word in POWERS:
+            name, power = (name + POWERS[word], power) if name else ("", POWERS[word])
+        else:
+            known = RATES.get(word) or MEASURES.get(word) or MEASURES.get(word.removesuffix("s"))
+            is_preposition = word == "in" and index + 1 < len(parts)
+            if known is None or is_preposition or (name and not name.endswith("/")):
+                break
+            name, power = name + known + power, ""
+    return name.rstrip("/")
 
 
-def _braced(text: str, name: str, macro: str) -> str:
-    """`name(...)` as `macro{...}`, where the parentheses belong together."""
+def is_same_unit(unit: str, other: str) -> bool:
+    """Whether two unit names may mean the same unit. "" (no unit) matches every unit, and a missing
+    denominator matches any: dollars match dollars per hour."""
+    if not unit or not other:
+        return True
+    unit, other = (each.replace("lb", "pound") for each in (unit, other))  # also of weight
+    (top, _, bottom), (other_top, _, other_bottom) = unit.partition("/"), other.partition("/")
+    return top == other_top and (bottom == other_bottom or not bottom or not other_bottom)
+
+
+def _replace_call(text: str, name: str, macro: str) -> str:
+    """Replace `name(...)` with balanced parentheses by `macro{...}`."""
     parts: list[str] = []
     pattern = re.compile(rf"(?<!\\){re.escape(name)}\s*\(")
     while match := pattern.search(text):
-        end = _closing(text, match.end())
+        end = _find_closing(text, match.end())
         if end is None:
             break
         parts.append(text[: match.start()] + macro + "{")
@@ -291,10 +292,10 @@ def _braced(text: str, name: str, macro: str) -> str:
     return "".join(parts) + text
 
 
-def _closing(text: str, start: int) -> int | None:
+def _find_closing(text: str, start: int) -> int | None:
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
         if depth == 0:
-            return place
+            return index
     return None

@@ -1,94 +1,216 @@
-"""Rewards that compare the text of a completion with the column `answer`."""
+"""Rewards for the text of a completion: equal to the column `answer`, its language, its form.
+
+Rewards for the form (schemas, patterns, tags, length, repetition) do not check correctness.
+`repetition` is a penalty (0 is none, -1 the worst); the others are between 0 and 1.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, cast
+from functools import cache, lru_cache
+from typing import Any, Literal, cast
 
-from rollick.rewards.answers import find_answer
+from rollick.errors import MissingExtra
+from rollick.rewards.answers import after_thinking, extract_answer
+from rollick.rewards.call_limits import EXPENSIVE, limit_call
+from rollick.rewards.scanners import find_fenced
+from rollick.types import Sample
 
 NUMBER = re.compile(
     r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+"
 )
 """An optional sign, digits (1234 or 1,234), an optional fraction. Never evaluated as code."""
 
+CPU_S = 0.8
+"""CPU seconds that a pattern or a schema may take for a completion."""
 LETTER = re.compile(r"(?<![\w'’])\(?([A-Z])\)?(?![\w'’])")
 """A capital that stands alone: `B`, `(B)`, `B.`, `**B**`."""
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+INVISIBLE = re.compile(
+    r"[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5"
+    r"\u180b-\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff"
+    r"\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]|(?<!\w)[\u200c\u200d]|[\u200c\u200d](?!\w)"
+)
+"""Invisible characters: control and format characters, fillers, and joiners that are not between
+two letters."""
+LANGUAGE_ALIASES = {"no": "nb", "nn": "nb", "tl": "fil", "zh-cn": "zh", "zh-tw": "zh"}
+"""Codes that count as the same language."""
+
+
+def visible_text(text: str) -> str:
+    """The text without invisible characters."""
+    return INVISIBLE.sub("", text)
 
 
 def exact_match(completion: str, answer: Any) -> float:
-    """1.0 if the completion is the answer, apart from white space around it."""
+    """1.0 if the completion equals the answer, ignoring surrounding white space."""
     return float(completion.strip() == str(answer).strip())
 
 
 def contains(completion: str, answer: Any) -> float:
     """1.0 if the answer occurs in the completion. An empty answer occurs nowhere."""
-    wanted = str(answer).strip()
-    return float(bool(wanted) and wanted in completion)
+    expected = str(answer).strip()
+    return float(bool(expected) and expected in completion)
 
 
 def last_number(completion: str, answer: Any) -> float:
-    """1.0 if the last number of the completion equals the last number of the answer.
-
-    Compared as decimals: 1,000 = 1000 = 1000.0. An answer without a number is an error in the
-    data, not a wrong completion.
-    """
-    wanted = find_last_number(str(answer))
-    if wanted is None:
+    """1.0 if the last number of the completion equals the last number of the answer. Compared as
+    decimals: 1,000 = 1000 = 1000.0. Raises if the answer has no number."""
+    expected = find_last_number(str(answer))
+    if expected is None:
         raise ValueError(f"the answer {answer!r} has no number")
-    return float(find_last_number(completion) == wanted)
+    return float(find_last_number(completion) == expected)
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """The last number in the text, or None."""
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def multiple_choice(completion: str, answer: Any, choices: Any = None) -> float:
-    """1.0 if the completion chooses the answer: by its letter, or by its words.
+    """1.0 if the completion chooses the answer by its letter or its text.
 
-    answer: a letter, the number of a choice (from 0), or its text. choices: a list of texts, or a
-    mapping of letters to texts; without it only letters count. Thoughts are left out, and one who
-    names two choices has named none.
+    answer: a letter, the index of a choice, or its text. choices: a list of texts, or a mapping of
+    letters to texts; without it only letters count. Thinking is ignored; a completion that names
+    two choices is wrong.
     """
-    options = _options(choices)
-    wanted = _wanted_letter(answer, options)
-    return float(_chosen(completion, options) == wanted)
+    options = _read_choices(choices)
+    return float(_find_choice(completion, options) == _answer_letter(answer, options))
 
 
 def f1(completion: str, answer: Any) -> float:
-    """Overlap of the words with those of the answer (the best one of a list), from 0 to 1.
-
-    Case, punctuation and articles do not count.
-    """
-    wanted = [answer] if isinstance(answer, str) or not isinstance(answer, Sequence) else answer
-    if not wanted:
+    """F1 score of the completion's words and the answer's (the best answer of a list). Case,
+    punctuation and articles are ignored."""
+    answers = [answer] if isinstance(answer, str) or not isinstance(answer, Sequence) else answer
+    if not answers:
         raise ValueError("the row has no answer")
-    marked = find_answer(completion, plain=False)
-    said = _words(marked.text if marked else completion)
-    return max(_overlap(said, _words(str(one))) for one in cast("Sequence[Any]", wanted))
+    marked = extract_answer(completion, plain=False)
+    words = _words(marked.text if marked else completion)
+    return max(_overlap(words, _words(str(each))) for each in cast("Sequence[Any]", answers))
 
 
-def _options(choices: Any) -> dict[str, str]:
+def language(completion: str, language: str) -> float:
+    """1.0 if the completion is in this language, such as `de` (a column or an option)."""
+    return float(is_language(completion, language))
+
+
+def is_language(text: str, language: str) -> bool:
+    """Whether the text is in the language of this ISO 639-1 code; never for one without letters.
+    Detected by py3langid (97 languages, small, deterministic)."""
+    if not any(letter.isalpha() for letter in text):
+        return False
+    # The model has seen few capitals and would detect another language.
+    detected, _ = _language_identifier().classify(_limit_accents(text).lower())
+    codes = [code.lower().replace("_", "-") for code in (str(detected), language)]
+    return len({LANGUAGE_ALIASES.get(code, code) for code in codes}) == 1
+
+
+@cache
+def _language_identifier() -> Any:
+    try:
+        import py3langid
+    except ImportError as error:
+        raise MissingExtra.of("py3langid", "rewards") from error
+    return py3langid
+
+
+def json_schema(completion: str, schema: Any) -> float:
+    """1.0 if the completion (or its last fenced block) is JSON that fits the schema. schema: a JSON
+    Schema, as an object or as text (a column or an option); raises if it is invalid. References to
+    other URLs are never followed."""
+    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    response = after_thinking(completion)
+    value = read_json(response) if response is not None else None
+    try:
+        with limit_call(CPU_S):
+            return float(value is not None and validator.is_valid(value[0]))
+    except EXPENSIVE:
+        return 0.0
+
+
+def regex(completion: str, pattern: str, fullmatch: bool = False) -> float:
+    """1.0 if the pattern occurs in the completion; with `fullmatch`, if all of it matches. `.` also
+    matches the end of a line. A completion on which the pattern backtracks too long scores 0."""
+    search = re.fullmatch if fullmatch else re.search
+    text = completion.strip() if fullmatch else completion
+    try:
+        with limit_call(CPU_S):
+            return float(search(pattern, text, re.DOTALL) is not None)
+    except EXPENSIVE:
+        return 0.0
+
+
+def length(
+    completion: str,
+    sample: Sample,
+    min_length: int = 0,
+    max_length: int = 0,
+    unit: Literal["tokens", "words", "characters"] = "words",
+    slope: int = 0,
+) -> float:
+    """1.0 if the completion has `min_length` to `max_length` units (0: no limit). slope: units
+    outside these limits over which the value falls to 0; with 0 it is 0 immediately."""
+    words, characters = len(completion.split()), len(completion)
+    counts = {"tokens": sample.response_length, "words": words, "characters": characters}
+    if unit not in counts:
+        raise ValueError(f"the unit {unit!r} is not one of {', '.join(counts)}")
+    count = counts[unit]
+    outside = max(min_length - count, count - max_length if max_length else 0, 0)
+    return max(0.0, 1.0 - outside / slope) if slope else float(outside == 0)
+
+
+def repetition(completion: str, phrase: int = 4) -> float:
+    """Minus the share of phrases (of `phrase` words) that occurred before: a penalty."""
+    return -repeated_share(completion, phrase=phrase)
+
+
+def repeated_share(text: str, *, phrase: int = 4) -> float:
+    """Share of the phrases of `phrase` words that occurred before; 0 for a shorter text. In a text
+    without spaces (Chinese, or one endless word) phrases are of characters."""
+    words = text.lower().split()
+    if len(words) < len(text) / 40:
+        words = list(text)
+    phrases = [tuple(words[n : n + phrase]) for n in range(len(words) - phrase + 1)]
+    return 1.0 - len(set(phrases)) / len(phrases) if phrases else 0.0
+
+
+def tags(completion: str, order: str = "think,answer", prefilled: bool = False) -> float:
+    """1.0 if the completion is `<think>...</think><answer>...</answer>` and nothing else. order:
+    the tags in order, each with content. prefilled: the chat template already opened the first
+    tag."""
+    names = [name.strip() for name in order.split(",") if name.strip()]
+    if not names:
+        raise ValueError("order names no tag")
+    opened = [f"<{name}>" for name in names]
+    closed = [f"</{name}>" for name in names]
+    text = (opened[0] if prefilled else "") + completion.strip()
+    if any(text.count(tag) != 1 for tag in (*opened, *closed)):
+        return 0.0
+    pairs = zip(opened, closed, strict=True)
+    pattern = r"\s*".join(f"{re.escape(a)}(.+?){re.escape(b)}" for a, b in pairs)
+    match = re.fullmatch(pattern, text, re.DOTALL)
+    return float(match is not None and all(visible_text(inner).strip() for inner in match.groups()))
+
+
+def _read_choices(choices: Any) -> dict[str, str]:
     if choices is None:
         return dict.fromkeys(string.ascii_uppercase, "")
     if isinstance(choices, Mapping):
         given = cast("Mapping[Any, Any]", choices)
-        if set(given) >= {"label", "text"}:  # as ARC and its like have it
+        if set(given) >= {"label", "text"}:  # the form of ARC
             return dict(zip(map(str, given["label"]), map(str, given["text"]), strict=True))
         return {str(letter).strip().upper(): str(text) for letter, text in given.items()}
     texts = cast("Sequence[Any]", choices)
     return dict(zip(string.ascii_uppercase, map(str, texts), strict=False))
 
 
-def _wanted_letter(answer: Any, options: Mapping[str, str]) -> str:
+def _answer_letter(answer: Any, options: Mapping[str, str]) -> str:
     if isinstance(answer, int) and not isinstance(answer, bool):
         if 0 <= answer < len(options):
             return list(options)[answer]
@@ -100,41 +222,100 @@ def _wanted_letter(answer: Any, options: Mapping[str, str]) -> str:
         for name, words in options.items():
             if words and _words(words) == _words(text):
                 return name
-    raise ValueError(f"the answer {answer!r} is none of the choices {', '.join(options)}")
+    raise ValueError(f"the answer {answer!r} is not one of the choices {', '.join(options)}")
 
 
-def _chosen(completion: str, options: Mapping[str, str]) -> str | None:
-    found = find_answer(completion)
-    if found is None:
+def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
+    answer = extract_answer(completion)
+    if answer is None:
         return None
-    said = found.text.strip().strip("*")
-    if said.strip("().: ").upper() in options:
-        return said.strip("().: ").upper()
-    letters = {letter for letter in LETTER.findall(said) if letter in options}
-    letters -= {"I"} if len(letters) > 1 else set()  # the one who speaks, most likely
+    text = answer.text.strip().strip("*")
+    if text.strip("().: ").upper() in options:
+        return text.strip("().: ").upper()
+    letters = {letter for letter in LETTER.findall(text) if letter in options}
+    letters -= {"I"} if len(letters) > 1 else set()  # most likely the pronoun
     if len(letters) == 1:
         return letters.pop()
-    words = _words(said)
-    named = [name for name, text in options.items() if text and _words(text) == words]
-    if not letters and not named:
-        inside = [name for name, text in options.items() if text and _occurs(_words(text), words)]
-        named = inside if len(inside) == 1 else []
+    words = _words(text)
+    named = [name for name, choice in options.items() if choice and _words(choice) == words]
+    if not named:
+        texts = {name: _words(choice) for name, choice in options.items() if choice}
+        named = [name for name, part in texts.items() if _occurs(part, words)]
     return named[0] if len(named) == 1 and not letters else None
 
 
-def _occurs(part: Sequence[str], whole: Sequence[str]) -> bool:
-    size = len(part)
-    return any(list(whole[n : n + size]) == list(part) for n in range(len(whole) - size + 1))
+def _occurs(part: list[str], words: list[str]) -> bool:
+    if not part:
+        return True
+    starts = [n for n, word in enumerate(words) if word == part[0]]
+    return any(words[n : n + len(part)] == part for n in starts)
 
 
 def _words(text: str) -> list[str]:
-    plain = unicodedata.normalize("NFKC", text).lower()
-    plain = "".join(" " if unicodedata.category(letter)[0] == "P" else letter for letter in plain)
-    return ARTICLES.sub(" ", plain).split()
+    plain = unicodedata.normalize("NFKC", _limit_accents(text)).lower()
+    return ARTICLES.sub(" ", plain.translate(_punctuation())).split()
 
 
-def _overlap(said: Sequence[str], wanted: Sequence[str]) -> float:
-    if not said or not wanted:
-        return float(list(said) == list(wanted))
-    shared = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * shared / (len(said) + len(wanted))
+def _limit_accents(text: str) -> str:
+    """The text with at most 30 accents on a letter. Unicode normalisation sorts them, in quadratic
+    time."""
+    return _many_accents().sub(r"\1", text)
+
+
+@cache
+def _many_accents() -> re.Pattern[str]:
+    accents = "".join(letter for letter in _letters() if unicodedata.combining(letter))
+    return re.compile(f"([{accents}]{{30}})[{accents}]+")
+
+
+@cache
+def _punctuation() -> dict[int, str]:
+    """A space for each punctuation mark."""
+    return {ord(each): " " for each in _letters() if unicodedata.category(each)[0] == "P"}
+
+
+def _letters() -> list[str]:
+    """The planes of Unicode that have accents and punctuation."""
+    return [chr(code) for code in range(0x20000)]
+
+
+def _overlap(words: Sequence[str], expected: Sequence[str]) -> float:
+    if not words or not expected:
+        return float(list(words) == list(expected))
+    shared = sum((Counter(words) & Counter(expected)).values())
+    return 2 * shared / (len(words) + len(expected))
+
+
+def read_json(text: str) -> tuple[Any] | None:
+    """The JSON value of the text or of its last valid fenced block, in a tuple; None if none."""
+    blocks = [without_language(block) for block in find_fenced(text)]
+    for candidate in (text, *reversed(blocks)):
+        try:
+            return (json.loads(candidate.strip()),)
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def without_language(block: str) -> str:
+    """A fenced block without the word `json` after its fence."""
+    return block[4:] if block[:4].lower() == "json" else block
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    try:
+        from jsonschema.exceptions import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError as error:
+        raise MissingExtra.of("jsonschema", "rewards") from error
+    parsed: Any = json.loads(schema)
+    if not isinstance(parsed, Mapping | bool):
+        raise ValueError(f"a JSON Schema is an object, not {schema[:60]}")
+    kind: Any = validator_for(cast("Any", parsed))
+    try:
+        kind.check_schema(parsed)
+    except SchemaError as error:
+        raise ValueError(f"not a JSON Schema: {error.message}") from error
+    return kind(parsed, registry=Registry())

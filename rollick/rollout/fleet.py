@@ -1,10 +1,10 @@
-"""The fleet: the engines of a rollout, who waits for one, and who is on which.
+"""The fleet: the engines of a rollout, the waiting requests, and the engine of each request.
 
-    submit (a new sample), ask (one under way) -> RequestQueue -> Router -> launch / answer
-    leave -> the place goes to the next request at once
+    submit (new sample), acquire (running sample) -> RequestQueue -> Router -> launch / resume it
+    release -> the next request is dispatched immediately
 
-Owns queue and router and no task: what begins on an engine is started by who opened the fleet.
-Engines come and go; what was on a lost one is told so by its own error and asks again.
+The owner's `launch` starts the task of a new sample. Engines may join and leave; a request on a
+lost engine gets an EngineLost error and acquires another one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from rollick.errors import EngineLost
-from rollick.infer.engine import Engine
-from rollick.rollout.queue import Order, RequestQueue, Want
+from rollick.infer.engine import InferenceClient
+from rollick.rollout.engine_speeds import EngineSpeeds
+from rollick.rollout.request_queue import QueueOrder, RequestNeeds, RequestQueue
 from rollick.rollout.router import Router
-from rollick.types import SampleId
+from rollick.types import Completion, Request, SampleId
 
 LOG = logging.getLogger("rollick")
 
@@ -27,80 +28,69 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Iterable[Engine],
-        *,
+        engines: Iterable[InferenceClient],
         launch: Callable[[SampleId, int], None],
+        *,
         queue: float = 1.0,
-        order: Order = "oldest",
+        order: QueueOrder = "oldest",
     ) -> None:
-        """`launch(uid, engine)` begins a sample that was submitted. `queue` and `order`: see
-        router.py and queue.py."""
-        self.engines: dict[int, Engine] = {}
+        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router."""
+        self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
-        self.expects_more: Callable[[], bool] = lambda: False
-        """Whether an engine may still join: then requests wait for it, if all others are lost."""
-        self._router = Router(queue=queue)
-        self._queue = RequestQueue()
-        self._order: Order = order
+        self.may_gain_engine: Callable[[], bool] = lambda: False
+        """Whether an engine may still join: then requests wait for it if all others are lost."""
+        self.on_activity_change: Callable[[], None] = lambda: None
+        """Called when the first engine joins or the last leaves, and when the first request gets an
+        engine or the last one ends."""
+        self._activity = (False, False)
+        self.router = Router(queue=queue)
+        self.speeds = EngineSpeeds()
+        self.queue = RequestQueue()
+        self._order: QueueOrder = order
         self._launch = launch
-        self._asking: dict[SampleId, asyncio.Future[int]] = {}
-        self._on: dict[SampleId, int] = {}
+        self._acquiring: dict[SampleId, asyncio.Future[int]] = {}
+        self.engine_of: dict[SampleId, int] = {}
+        """The engine of every sample that has one."""
         self._empty = asyncio.Event()
-        self._next = 0
+        self._next_number = 0
         for engine in engines:
             self.add(engine)
 
-    def add(self, engine: Engine) -> int:
-        """An engine joins, with the current weights; returns its number."""
-        number, self._next = self._next, self._next + 1
+    @property
+    def is_generating(self) -> bool:
+        """Whether an engine has a request."""
+        return bool(self.engines and self.engine_of)
+
+    def add(self, engine: InferenceClient) -> int:
+        """Add an engine that has the current weights; returns its number."""
+        number, self._next_number = self._next_number, self._next_number + 1
         self.engines[number] = engine
-        self._router.add(number, engine.load())
-        self.pump()
+        self.speeds.add(number)
+        self.router.add(number, engine.load())
+        self.dispatch()
         return number
 
-    def remove(self, number: int, *, why: str = "") -> None:
-        """An engine leaves or was lost. What it held must `leave` and ask again."""
+    def remove(self, number: int, *, reason: str = "") -> None:
+        """Remove an engine. Its requests must `release` and `acquire` again."""
         if self.engines.pop(number, None) is None:
             return
-        held = self._router.remove(number)
-        if why:
-            LOG.warning(
-                "engine %d is lost (%d are left); its %d requests go there: %s",
-                number,
-                len(self.engines),
-                len(held),
-                why,
-            )
+        self.speeds.remove(number)
+        rerouted = self.router.remove(number)
+        self._report_activity()
+        if reason:
+            text = "engine %d is lost, %d engines left; rerouting %d requests; reason: %s"
+            LOG.warning(text, number, len(self.engines), len(rerouted), reason)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
+    def submit(self, uid: SampleId, needs: RequestNeeds) -> None:
+        """Queue a new sample; `launch` is called when an engine has room. Call `dispatch` after."""
+        self.queue.push(uid, needs, order=self._order)
 
-    def in_flight(self, number: int) -> int:
-        """How many requests an engine holds."""
-        return self._router.in_flight(number)
-
-    def limit(self, number: int) -> float:
-        """How many an engine is to decode at once (see Router.limit)."""
-        return self._router.limit(number)
-
-    def on(self) -> dict[SampleId, int]:
-        """Who is on which engine now."""
-        return dict(self._on)
-
-    def engine_of(self, uid: SampleId) -> int | None:
-        return self._on.get(uid)
-
-    def submit(self, uid: SampleId, want: Want) -> None:
-        """A new sample waits; `launch` is called when an engine has a place. Call `pump` after."""
-        self._queue.push(uid, want, order=self._order)
-
-    async def ask(self, uid: SampleId, want: Want) -> int:
-        """A sample under way waits for an engine; returns its number."""
+    async def acquire(self, uid: SampleId, needs: RequestNeeds) -> int:
+        """Waits for an engine for a running sample; returns its number."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._asking[uid] = future
-        self._queue.push(uid, want, order=self._order, started=True)
-        self.pump()
+        self._acquiring[uid] = future
+        self.queue.push(uid, needs, order=self._order, started=True)
+        self.dispatch()
         try:
             return await future
         except asyncio.CancelledError:
@@ -108,77 +98,88 @@ class Fleet:
             raise
 
     def withdraw(self, uid: SampleId) -> None:
-        """A request that waits is not wanted any more; one that was just granted gives it back."""
-        self._asking.pop(uid, None)
-        if not self._queue.remove(uid) and uid in self._on:
-            self.leave(uid, tokens=0)
+        """Remove a waiting request; release it if it was just dispatched."""
+        self._acquiring.pop(uid, None)
+        if not self.queue.remove(uid) and uid in self.engine_of:
+            self.release(uid, tokens=0)
 
-    def leave(self, uid: SampleId, *, tokens: int) -> None:
-        """A request ended on its engine, after that many tokens; the place goes to the next."""
-        number = self._on.pop(uid, None)
+    def release(self, uid: SampleId, *, tokens: int) -> None:
+        """A request ended on its engine with that many tokens; dispatches the next."""
+        number = self.engine_of.pop(uid, None)
         if number is None:
             return
         engine = self.engines.get(number)
-        load = None if engine is None else engine.load()
-        self._router.release(uid, tokens_drawn=tokens, load=load)
-        if not self._on:
+        self.router.release(uid, tokens=tokens, load=engine.load() if engine else None)
+        if not self.engine_of:
             self._empty.set()
-        self.pump()
+        self.dispatch()
+
+    def completed(self, number: int, request: Request, completion: Completion) -> None:
+        """A request ended with tokens; its time counts for the speed of its engine."""
+        earlier = request.continue_from
+        # The first token is that of the prefill.
+        tokens = len(completion.token_ids) - (len(earlier.token_ids) if earlier else 0) - 1
+        seconds = completion.seconds - completion.queued_s - completion.prefill_s
+        self.speeds.observe(number, tokens=tokens, seconds=seconds)
+
+    def end_step(self) -> list[int]:
+        """Give each engine work by its speed; returns those that are called slow since now."""
+        newly_slow = self.speeds.end_step()
+        for number in self.engines:
+            self.router.set_weight(number, self.speeds.weight(number))
+        for number in newly_slow:
+            text = "engine %d decodes at %.0f%% of the others' speed; it gets less work"
+            LOG.warning(text, number, 100 * self.speeds.share(number))
+        return newly_slow
 
     def end_sample(self, uid: SampleId) -> None:
-        """No request of the sample comes any more; what it still has or waits for is given up."""
+        """The sample makes no more requests; withdraws or releases the one that it has."""
         self.withdraw(uid)
-        self._router.end_session(str(uid))
-
-    def end_group(self, group: int) -> None:
-        """No request of the group comes any more."""
-        self._router.end_group(group)
+        self.router.end_session(str(uid))
 
     def open(self) -> None:
         self.is_open = True
-        self.pump()
+        self.dispatch()
 
     def close(self) -> None:
-        """Send nothing more; what is on the engines goes on."""
+        """Dispatch nothing more; requests on engines continue."""
         self.is_open = False
 
-    def pump(self) -> None:
-        """Send what the engines have room for."""
-        queue, router = self._queue, self._router
-        while self.is_open and len(queue) and router.has_room:
-            first = queue.pop()
-            if first is None:
-                return
-            uid, want = first
-            number = router.choose(uid, session=want.session, tokens=int(want.tokens))
+    def dispatch(self) -> None:
+        queue, router = self.queue, self.router
+        while self.is_open and router.has_room and (first := queue.pop()):
+            uid, needs = first
+            number = router.choose(uid, session=needs.session, tokens=int(needs.tokens))
             assert number is not None, "a router with room gives an engine"
-            self._on[uid] = number
-            future = self._asking.pop(uid, None)
+            self.engine_of[uid] = number
+            future = self._acquiring.pop(uid, None)
             if future is None:
                 self._launch(uid, number)
             elif not future.done():
                 future.set_result(number)
+        self._report_activity()
 
-    async def abort_all(self) -> None:
-        """Ask every engine to end what it has of ours; those that cannot be reached are passed."""
-        await self.abort(self._on)
+    def _report_activity(self) -> None:
+        activity = (bool(self.engines), bool(self.engine_of))
+        if activity != self._activity:
+            self._activity = activity
+            self.on_activity_change()
 
-    async def abort(self, on: Mapping[SampleId, int]) -> None:
-        """Ask engines to end these, each on the engine that has it."""
-        aborts = [
-            self.engines[number].abort(uid) for uid, number in on.items() if number in self.engines
-        ]
-        # An engine that cannot be reached has failed its requests too, and that is told there.
+    async def abort(self, engine_of: Mapping[SampleId, int]) -> None:
+        """Abort these samples' requests, each on the engine that has it."""
+        engines = self.engines
+        aborts = [engines[n].abort(uid) for uid, n in engine_of.items() if n in engines]
+        # An engine that cannot be reached fails its requests, and each of them raises that.
         await asyncio.gather(*aborts, return_exceptions=True)
 
-    async def until_empty(self) -> None:
+    async def wait_until_empty(self) -> None:
         """Waits until no engine holds a request of ours."""
-        while self._on:
+        while self.engine_of:
             self._empty.clear()
             await self._empty.wait()
 
-    def engine(self, number: int) -> Engine:
-        """The engine of this number; EngineLost if it is gone."""
+    def engine(self, number: int) -> InferenceClient:
+        """The engine with this number; raises EngineLost if it was removed."""
         if number not in self.engines:
             raise EngineLost(f"engine {number} is gone")
         return self.engines[number]

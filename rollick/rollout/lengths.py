@@ -1,4 +1,4 @@
-"""Predicts how many tokens a sample will draw, from what was drawn before. Pure.
+"""Predicts how many tokens a sample will have, from earlier samples. Pure.
 
 Lengths are taken as log-normal. A domain has a location m and a variance v of the logarithm; v is
 split into w, the spread of the samples of one prompt, and b = v - w, the spread of the prompts. A
@@ -6,43 +6,39 @@ prompt whose n samples have the mean log-length p is expected at
 
     m + s (p - m)    with s = n b / (n b + w)    and a remaining variance of w + (1 - s) b
 
-that is: at its own mean as far as prompts are known to differ, at the domain's mean otherwise.
-The expected length is exp(location + variance / 2). Policies change, so old samples fade: means are
-taken over the last `DOMAIN_MEMORY` and `PROMPT_MEMORY` samples, with weights that fall off.
-
-A sample that ends changes the prediction for the rest of its group at once, through its prompt. The
-lengths of truncated samples are counted as they are, so expect no more than the token limit.
+a shrinkage estimate: the more prompts differ, and the more samples it has, the closer it is to the
+prompt's own mean p, otherwise to the domain's mean m. The expected length is exp(location +
+variance / 2). Policies change, so means are taken over the last `DOMAIN_MEMORY` and `PROMPT_MEMORY`
+samples, with decaying weights. Truncated samples count with the length they have, so predictions do
+not exceed the token limit.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import exp, log
 from typing import Any, NamedTuple
 
 DOMAIN_MEMORY = 4096
 PROMPT_MEMORY = 32
 MAX_VARIANCE = 4.0
-"""Of a log-length: a handful of odd samples must not predict the absurd (exp(2) times a median)."""
+"""Of a log-length: a few outliers must not predict absurd lengths (exp(2) times a median)."""
 WITHIN_SHARE = 2 / 3
-"""The share of a domain's variance inside a prompt, before any prompt was drawn twice."""
+"""The share of a domain's variance inside a prompt, before any prompt has two samples."""
 DIGITS = 4
 """Decimals kept of a prompt's mean log-length: 0.01 %, and a state that stays short."""
 
 
 class _Prompt(NamedTuple):
-    """What a prompt's samples were like."""
-
     samples: int
     mean: float
 
 
 @dataclass(slots=True)
 class _Domain:
-    """Moments of the log-length. `within` is the variance inside prompts, over `repeats` samples
-    whose prompt had one before."""
+    """Moments of log-lengths; `within`: inside prompts, over `repeats` samples after the first."""
 
     samples: int
     mean: float
@@ -53,12 +49,12 @@ class _Domain:
     def add(self, value: float, prompt: _Prompt | None) -> None:
         self.samples += 1
         weight = 1 / min(self.samples, DOMAIN_MEMORY)
-        away = value - self.mean
-        self.mean += weight * away
-        self.variance = (1 - weight) * (self.variance + weight * away * away)
+        deviation = value - self.mean
+        self.mean += weight * deviation
+        self.variance = (1 - weight) * (self.variance + weight * deviation * deviation)
         if prompt is not None:
             self.repeats += 1
-            # A mean of n samples has itself an error of w / n: this undoes it.
+            # Corrects for the error of a mean of n samples, which is w / n.
             square = (value - prompt.mean) ** 2 * prompt.samples / (prompt.samples + 1)
             self.within += (square - self.within) / min(self.repeats, DOMAIN_MEMORY)
 
@@ -73,26 +69,26 @@ class LengthPredictor:
     """Expected tokens of a sample, by its prompt and domain."""
 
     def __init__(self, *, initial: float, prompts_kept: int = 200_000) -> None:
-        """`initial` is expected where nothing is known, and counts as one sample of each domain;
-        beyond `prompts_kept`, the prompts that were updated longest ago are forgotten."""
+        """`initial` is the prediction without samples, and counts as one sample of each domain.
+        Beyond `prompts_kept`, the prompts that were updated longest ago are removed."""
         self._initial = max(1.0, initial)
         self._prompts_kept = prompts_kept
         self._domains: dict[str, _Domain] = {}
         self._prompts: OrderedDict[str, _Prompt] = OrderedDict()
 
     def update(self, prompt_uid: str, domain: str, tokens: int) -> None:
-        """A sample of this prompt ended after `tokens` tokens."""
         value = log(max(1, tokens))
         known = self._prompts.get(prompt_uid)
         if domain not in self._domains:
             self._domains[domain] = _Domain(samples=1, mean=log(self._initial))
         self._domains[domain].add(value, known)
-        self._prompts[prompt_uid] = _with_sample(known, value)
+        earlier, mean = known or (0, value)
+        samples = min(earlier + 1, PROMPT_MEMORY)
+        self._prompts[prompt_uid] = _Prompt(samples, round(mean + (value - mean) / samples, DIGITS))
         self._prompts.move_to_end(prompt_uid)
-        self._forget()
+        self._evict()
 
     def predict(self, prompt_uid: str, domain: str) -> float:
-        """The expected number of tokens; asking changes nothing."""
         known = self._domains.get(domain)
         if known is None:
             return self._initial
@@ -105,31 +101,20 @@ class LengthPredictor:
         return exp(location + (within + between) / 2)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON: short, and exact."""
+        """What `restore` needs, as JSON."""
         return {
-            "domains": {
-                name: [known.samples, known.mean, known.variance, known.repeats, known.within]
-                for name, known in self._domains.items()
-            },
+            "domains": {name: list(astuple(known)) for name, known in self._domains.items()},
             "prompts": list(self._prompts),
             "samples": [prompt.samples for prompt in self._prompts.values()],
             "means": [prompt.mean for prompt in self._prompts.values()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, in place of what is known now."""
         self._domains = {name: _Domain(*moments) for name, moments in state["domains"].items()}
         columns = zip(state["prompts"], state["samples"], state["means"], strict=True)
         self._prompts = OrderedDict((uid, _Prompt(n, mean)) for uid, n, mean in columns)
-        self._forget()
+        self._evict()
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         while len(self._prompts) > self._prompts_kept:
             self._prompts.popitem(last=False)
-
-
-def _with_sample(prompt: _Prompt | None, value: float) -> _Prompt:
-    if prompt is None:
-        return _Prompt(1, round(value, DIGITS))
-    samples = min(prompt.samples + 1, PROMPT_MEMORY)
-    return _Prompt(samples, round(prompt.mean + (value - prompt.mean) / samples, DIGITS))

@@ -1,59 +1,75 @@
-"""What a rollout does not put up with: the errors that stop it, and when. Pure.
-
-Each says who or what is the trouble, with its values, and what to do about it.
-"""
+"""The conditions under which a rollout stops with an error. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 from rollick.config.schema import RolloutConfig
-from rollick.errors import NoSignalError, RewardError, StuckError
-from rollick.rollout.groups import LedgerError
+from rollick.errors import CheckpointError, NoSignalError, RewardError, StuckError
+from rollick.rollout.ledger.group_record import LedgerError
 from rollick.rollout.stats import StepWindow, token_ages
-from rollick.types import Group, PolicyVersion
+from rollick.types import Group, PolicyVersion, SampleId
 
 
-def check_scores(window: StepWindow, config: RolloutConfig, *, step: int) -> None:
-    """Refuse a step of which too many samples could not be scored."""
-    # A step that only finishes what others began is measured against a whole step.
-    scored = max(window.scored, config.groups_per_step * config.group_size)
-    if window.failed > config.max_failed_scores * scored:
+def check_step(
+    window: StepWindow, config: RolloutConfig, step: int, *, has_batch: bool, no_batch: bool
+) -> None:
+    """Raises if too many scores of a step failed, or if no batch can come (`no_batch`)."""
+    full_step = config.groups_per_step * config.group_size
+    # Failed scores are counted when the step ends; earlier only if a full step's all failed.
+    is_counted = has_batch or no_batch or window.failed == window.scored >= full_step
+    # A step that only finishes samples of earlier steps is compared with a full step.
+    allowed = config.max_failed_scores * max(window.scored, full_step)
+    if is_counted and window.failed > allowed:
         raise RewardError(
             f"{window.failed} of {window.scored} samples of step {step} could not be scored "
             f"(allowed: {config.max_failed_scores:.0%}); the first was {window.first_failure}",
-            fix="mend the reward, or raise rollout.max_failed_scores",
+            fix="fix the reward, or raise rollout.max_failed_scores",
         )
+    if no_batch:
+        raise _no_signal_error(window)
 
 
-def nothing_can_be_scored(window: StepWindow, config: RolloutConfig) -> bool:
-    """Whether as many samples as a whole step has were scored, and every one failed."""
-    return window.failed == window.scored >= config.groups_per_step * config.group_size
-
-
-def check_ages(batch: Sequence[Group], version: PolicyVersion, *, oldest_allowed: int) -> None:
-    """The staleness bound, token by token: an error of ours if it does not hold."""
+def check_token_ages(batch: Sequence[Group], version: PolicyVersion, *, max_age: int) -> None:
+    """Assert the staleness bound for every token."""
     oldest = int(token_ages(batch, version).max(initial=0))
-    if oldest > oldest_allowed:
+    if oldest > max_age:
         raise LedgerError(
             f"a token of the batch of version {version} is {oldest} versions old; "
-            f"rollout.max_staleness allows {oldest_allowed}"
+            f"rollout.max_staleness allows {max_age}"
         )
 
 
-def no_signal_error(window: StepWindow) -> NoSignalError:
+def check_saved_ages(saved: Sequence[Group], version: PolicyVersion, max_staleness: float) -> None:
+    """Raises if saved samples are older than the current max_staleness allows."""
+    oldest = int(token_ages(saved, version).max(initial=0))
+    if oldest > ceil(max_staleness):
+        raise CheckpointError(
+            f"the checkpoint has samples with tokens {oldest} versions old, and "
+            f"rollout.max_staleness is {max_staleness:g}",
+            fix=f"resume with rollout.max_staleness={oldest}",
+        )
+
+
+def _no_signal_error(window: StepWindow) -> NoSignalError:
     """No group of a step can be trained on, and the allowance of drops is spent."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in window.dropped.items())
     return NoSignalError(
-        f"all {window.dropped.total()} groups of the last step scored alike: mean score "
-        f"{window.mean_score:.3g} (dropped: {reasons})",
+        f"in all {window.dropped.total()} groups of the last step all samples scored the same: "
+        f"mean score {window.mean_score:.3g} (dropped: {reasons})",
         fix="near 0 the task is too hard or the reward never fires: try easier prompts, a larger "
         "rollout.group_size or a higher temperature; near its maximum the task is learned",
     )
 
 
-def stuck_error(who: str, *, step: int, stuck_after_s: float) -> StuckError:
+def abort_error(running: Sequence[SampleId]) -> StuckError:
+    text = f"{len(running)} aborted samples still run, {running[0] if running else ''} among them"
+    return StuckError(text, fix="an engine does not answer; see its log")
+
+
+def stuck_error(waits: str, *, step: int, stuck_after_s: float) -> StuckError:
     return StuckError(
-        f"step {step} waits for {who}; nothing moved for {stuck_after_s:g} s",
-        fix="look at the engine or reward that holds it, or raise run.stuck_after_s",
+        f"step {step} waits for {waits}; no sample made progress for {stuck_after_s:g} s",
+        fix="look at the engine or reward that it waits for, or raise run.stuck_after_s",
     )

@@ -1,21 +1,20 @@
 """The router: which engine a request goes to, and how many an engine is sent. Pure.
 
     choose(uid) -> engine    reserves the tokens that the request is expected to hold there
-    release(uid)             gives them back
-    push(engine, load)       a snapshot came: corrects the load, adapts the engine's limit
-    add, remove              engines come and go; what a lost one held is named
+    release(uid, load)       gives them back; a load snapshot also adapts the engine's limit
 
-An engine decodes `slots` sequences together. What is sent beyond them queues inside the engine, so
-that a slot that falls free is refilled without a trip to the controller. Only a short queue is kept
-there: requests that wait with the controller can still go to whichever engine is done first.
+An engine decodes `slots` sequences at once. A few more queue inside the engine, so that a free slot
+is refilled without a round trip; others wait here, for whichever engine is free first.
 
-Where the cache is smaller than what the slots can fill, the *limit* holds: it grows with each
-request that ends while the cache has air, and shrinks when the cache presses. An engine runs
-whatever it is sent, up to its slots, so below its slots it is sent no more than the limit.
+An engine that decodes slower than the others has a *weight* below 1 (engine_speeds.py): it counts
+as that much fuller, and fewer requests queue inside it.
 
-The least loaded engine is on top of a heap. A change of an engine pushes a new entry and leaves the
-old one to be dropped when it comes up, so each event costs O(log engines), amortised. The router
-knows nothing of tasks, time or order of requests (queue.py has that).
+If the KV cache is smaller than what the slots can fill, a *limit* below the slots holds: it grows
+with each request that ends while the cache has room, and shrinks when the cache is nearly full. An
+engine decodes whatever it is sent, up to its slots, so it is sent no more than its limit.
+
+The least loaded engine is on top of a heap. A change of an engine pushes a new entry; the old one
+is dropped when it comes up, so each event costs O(log engines), amortised.
 """
 
 from __future__ import annotations
@@ -29,79 +28,80 @@ from typing import TypeVar
 
 from rollick.types import EngineLoad, SampleId
 
-AIRY = 0.85
+LOW_CACHE = 0.85
 """Below this share of the cache a limit grows."""
-PRESSING = 0.95
-"""Above this share of the cache a limit shrinks, before the engine must throw requests out."""
+HIGH_CACHE = 0.95
+"""Above this share of the cache a limit shrinks, before the engine must preempt requests."""
 GROWTH = 0.125
-"""What a limit grows for each request that ends: an eighth of it in the time of one generation,
-since the cache shows what a further request costs only when that request is old."""
+"""How much a limit grows for each request that ends: by an eighth in the time of one generation,
+since a further request fills its part of the cache only when it is long."""
 SHRINK = 0.75
 NEARLY_USED = 0.75
-"""A limit grows only if this share of it was used: an idle engine says nothing about its limit."""
+"""A limit grows only if this share of it was used: an idle engine does not test its limit."""
 MEAN_OVER = 256
 """Requests over which the mean length is taken."""
 OUTLIER = 8.0
-"""A request counts in the mean as at most this many mean ones, so that one cannot move it far."""
+"""A request counts in the mean as at most this many mean ones."""
 DRIFT = 1.25
-"""Loads are computed anew for all engines when the mean length has changed by this factor."""
+"""All engines' loads are recomputed when the mean length has changed by this factor."""
 
 
 _Key = TypeVar("_Key", str, int)
 
 
 class RouterError(AssertionError):
-    """A call that cannot happen: an error of ours, not of the user's."""
+    """An impossible call: a bug in rollick, not a mistake of the user."""
 
 
 @dataclass(slots=True, eq=False)
-class _Engine:
-    """What we know of one engine. `others` is how many requests its snapshot had beyond ours;
-    `left` and `left_tokens` went since then, and `peak` is the most it held since then. `grown` is
-    how far the limit grew before the cache `pressed` for the first time; `shrunk` says that nothing
-    has ended since the limit shrank."""
+class _EngineState:
+    """`others` are the requests of its last snapshot that are not ours; `ended` and `ended_tokens`
+    ended since then, and `peak` is the most it held since then. `grown` is how far the limit grew
+    before the cache was nearly full (`was_full`) for the first time; `shrunk`: nothing has ended
+    since the limit shrank."""
 
     number: int
     load: EngineLoad
     limit: float = inf
+    weight: float = 1.0
     held: dict[SampleId, int] = field(default_factory=dict[SampleId, int])
     tokens: int = 0
     others: int = 0
-    left: int = 0
-    left_tokens: int = 0
+    ended: int = 0
+    ended_tokens: int = 0
     peak: int = 0
     grown: float = 0.0
-    pressed: bool = False
+    was_full: bool = False
     shrunk: bool = False
     alive: bool = True
     entry: int = -1
 
     @property
-    def at_once(self) -> float:
+    def whole_limit(self) -> float:
         """The limit as a whole number (or infinite)."""
         return self.limit if self.limit == inf else int(self.limit)
 
     @property
     def queues(self) -> bool:
         """Whether one request more would wait inside the engine."""
-        return len(self.held) >= self.at_once
+        return len(self.held) >= self.whole_limit
 
     def start_limit(self, mean: float) -> None:
-        """Until the cache has pressed for the first time, the limit goes by the mean length."""
-        if not self.pressed:
+        """Derive the limit from the mean length until the cache has been nearly full once."""
+        if not self.was_full:
             self.limit = max(first_limit(self.load, mean), self.grown)
 
     def room(self, queue: float) -> float:
-        """How many of our requests it may hold. A stale snapshot must not block for ever, so
-        whether it is full is decided by our own count alone."""
-        slots = self.load.slots
-        return slots + int(queue * slots) if slots and self.limit >= slots else self.at_once
+        """How many of our requests it may hold. A stale snapshot must not block it."""
+        slots, queue = self.load.slots, queue * self.weight
+        return slots + int(queue * slots) if slots and self.limit >= slots else self.whole_limit
 
     def fill(self, mean: float) -> float:
-        """Expected KV tokens relative to the capacity; requests of others count as mean ones."""
+        """Expected KV tokens relative to the capacity of an engine with its weight; requests of
+        others count as mean ones."""
         load = self.load
-        expected = max(self.tokens + self.others * mean, load.kv_tokens - self.left_tokens)
-        return expected / (load.kv_capacity or max(1, load.slots) * mean)
+        expected = max(self.tokens + self.others * mean, load.kv_tokens - self.ended_tokens)
+        return expected / (self.weight * (load.kv_capacity or max(1, load.slots) * mean))
 
 
 class Router:
@@ -117,34 +117,31 @@ class Router:
     ) -> None:
         """`queue` times its slots is what an engine is sent beyond its slots; a group stays
         together while its engine is at most `margin` (of a capacity) fuller than the emptiest.
-
         `mean_tokens` is the expected length of a request before any was seen (0: unknown), and
-        `remembered` the number of sessions, and of groups, whose engine is kept in mind.
-        """
+        `remembered` the number of sessions, and of groups, whose engine is remembered."""
         self._queue = queue
         self._margin = margin
         self._remembered = remembered
         self._mean = mean_tokens
         self._seen = MEAN_OVER if mean_tokens else 0
         self._unit = mean_tokens or 1.0
-        self._engines: dict[int, _Engine] = {}
-        self._engine_of: dict[SampleId, _Engine] = {}
-        self._sessions: OrderedDict[str, _Engine] = OrderedDict()
-        self._homes: OrderedDict[int, _Engine] = OrderedDict()
-        self._heap: list[tuple[bool, float, int, int, _Engine]] = []
+        self._engines: dict[int, _EngineState] = {}
+        self._engine_of: dict[SampleId, _EngineState] = {}
+        self._sessions: OrderedDict[str, _EngineState] = OrderedDict()
+        self._homes: OrderedDict[int, _EngineState] = OrderedDict()
+        self._heap: list[tuple[bool, float, int, int, _EngineState]] = []
         self._entries = count()
 
     def add(self, engine: int, load: EngineLoad) -> None:
-        """An engine can be sent requests from now on. One that was removed comes back empty."""
         if engine in self._engines:
-            raise RouterError(f"engine {engine} is there already")
-        state = _Engine(engine, load, others=load.running + load.waiting)
+            raise RouterError(f"engine {engine} was added already")
+        state = _EngineState(engine, load, others=load.running + load.waiting)
         state.start_limit(self._mean)
         self._engines[engine] = state
         self._rank(state)
 
     def remove(self, engine: int) -> frozenset[SampleId]:
-        """An engine is gone; what it held is free to be chosen for again. Empty if unknown."""
+        """Remove an engine; returns the requests it held, which may be chosen for again."""
         state = self._engines.pop(engine, None)
         if state is None:
             return frozenset()
@@ -153,89 +150,79 @@ class Router:
             del self._engine_of[uid]
         return frozenset(state.held)
 
-    def push(self, engine: int, load: EngineLoad) -> None:
-        """Take a snapshot; release what it reports as ended before. One of an engine that was
-        removed comes too late and is ignored."""
-        state = self._engines.get(engine)
-        if state is None:
-            return
-        self._correct(state, load)
-        self._rank(state)
-
     def choose(self, uid: SampleId, *, session: str | None, tokens: int) -> int | None:
-        """Reserve `tokens` (prompt and predicted) on an engine; None if all are full.
-
-        In this order: the engine that has the session's cache while it has room, the group's engine
-        while it is hardly fuller than another, an engine with a free slot, any with room in its
-        queue; of several the least full, of equals the first.
-        """
+        """Reserve `tokens` (prompt and predicted) on an engine; None if all are full. In this
+        order: the engine that has the session's cache while it has room, the group's engine while
+        it is hardly fuller than another, an engine with a free slot, any with room in its queue; of
+        several the least full, of equals the first."""
         if uid in self._engine_of:
             raise RouterError(f"{uid} is on engine {self._engine_of[uid].number} already")
-        state = self._place(uid.group, session)
+        state = self._choose_engine(uid.group, session)
         if state is None:
             return None
-        self._reserve(state, uid, max(1, tokens))
+        self._engine_of[uid] = state
+        state.held[uid] = tokens = max(1, tokens)
+        state.tokens += tokens
+        state.peak = max(state.peak, len(state.held))
+        self._learn(tokens)
+        self._rank(state)
         if session is not None:
-            self._remember(self._sessions, session, state)
+            self._keep(self._sessions, session, state)
         home = self._homes.get(uid.group)
-        self._remember(self._homes, uid.group, home if home and home.alive else state)
+        self._keep(self._homes, uid.group, home if home and home.alive else state)
         return state.number
 
-    def release(self, uid: SampleId, *, tokens_drawn: int, load: EngineLoad | None = None) -> None:
-        """A request ended, after this many tokens; `load` is its engine's snapshot, if there is one
-        (see `push`). Of no effect if its engine was removed."""
+    def release(self, uid: SampleId, *, tokens: int, load: EngineLoad | None = None) -> None:
+        """A request ended; `load` is its engine's snapshot. Ignored if the engine was removed."""
         state = self._engine_of.pop(uid, None)
         if state is None:
             return
         state.tokens -= state.held.pop(uid)
-        state.left += 1
-        state.left_tokens += tokens_drawn
+        state.ended += 1
+        state.ended_tokens += tokens
         if load is not None:
             self._correct(state, load)
         self._rank(state)
 
+    def set_weight(self, engine: int, weight: float) -> None:
+        """Give an engine less work than one with weight 1."""
+        state = self._engines[engine]
+        if weight != state.weight:
+            state.weight = weight
+            self._rank(state)
+
     def end_session(self, session: str) -> None:
-        """No request of this session comes any more."""
         self._sessions.pop(session, None)
 
     def end_group(self, group: int) -> None:
-        """No request of this group comes any more."""
         self._homes.pop(group, None)
-
-    def engine_of(self, uid: SampleId) -> int | None:
-        """Where a request is; None if nowhere."""
-        state = self._engine_of.get(uid)
-        return None if state is None else state.number
 
     @property
     def has_room(self) -> bool:
-        """Whether `choose` would give an engine."""
+        """Whether `choose` would return an engine."""
         return self._least() is not None
 
     def in_flight(self, engine: int) -> int:
         """How many of our requests an engine holds; 0 if it is not there."""
-        state = self._engines.get(engine)
-        return 0 if state is None else len(state.held)
+        return len(self._engines[engine].held) if engine in self._engines else 0
 
     def limit(self, engine: int) -> float:
         """Requests that an engine is to decode at once, a whole number of at least 1; infinite
         while nothing is known of its size, 0 if it is not there."""
-        state = self._engines.get(engine)
-        return 0 if state is None else state.at_once
+        return self._engines[engine].whole_limit if engine in self._engines else 0
 
-    def _correct(self, state: _Engine, load: EngineLoad) -> None:
-        """Believe a snapshot: what is known of the engine's load, and its limit, follow it."""
+    def _correct(self, state: _EngineState, load: EngineLoad) -> None:
         old, state.load = state.load, load
         if old.kv_capacity and load.kv_capacity:
             self._adapt(state, old)
         else:
-            state.grown, state.pressed = 0.0, False
+            state.grown, state.was_full = 0.0, False
             state.start_limit(self._mean)
         state.others = max(0, load.running + load.waiting - len(state.held))
-        state.left = state.left_tokens = 0
+        state.ended = state.ended_tokens = 0
         state.peak = len(state.held)
 
-    def _place(self, group: int, session: str | None) -> _Engine | None:
+    def _choose_engine(self, group: int, session: str | None) -> _EngineState | None:
         sticky = None if session is None else self._sessions.get(session)
         if sticky is not None and self._has_room(sticky):
             return sticky
@@ -244,40 +231,32 @@ class Router:
             return least
         if home.queues and not least.queues:
             return least
-        apart = home.fill(self._unit) - least.fill(self._unit)
-        return home if apart <= self._margin else least
+        difference = home.fill(self._unit) - least.fill(self._unit)
+        return home if difference <= self._margin else least
 
-    def _has_room(self, state: _Engine) -> bool:
+    def _has_room(self, state: _EngineState) -> bool:
         return state.alive and len(state.held) < state.room(self._queue)
 
-    def _least(self) -> _Engine | None:
+    def _least(self) -> _EngineState | None:
         heap = self._heap
         while heap:
-            _, _, _, entry, state = heap[0]
+            *_, entry, state = heap[0]
             if state.alive and entry == state.entry:
                 return state
             heappop(heap)
         return None
 
-    def _rank(self, state: _Engine) -> None:
-        """Put an engine where its load says; a full one is in the heap no more."""
+    def _rank(self, state: _EngineState) -> None:
+        """Push the engine's present load to the heap, unless it is full."""
         state.entry = next(self._entries)
         if not self._has_room(state):
             return
         fill = state.fill(self._unit)
         heappush(self._heap, (state.queues, fill, state.number, state.entry, state))
-        # Old entries of engines that stay loaded never come up: cleared before they are many.
+        # Old entries of loaded engines never come up: remove them before they are many.
         if len(self._heap) > 64 + 4 * len(self._engines):
             self._heap = [item for item in self._heap if item[4].alive and item[3] == item[4].entry]
             heapify(self._heap)
-
-    def _reserve(self, state: _Engine, uid: SampleId, tokens: int) -> None:
-        self._engine_of[uid] = state
-        state.held[uid] = tokens
-        state.tokens += tokens
-        state.peak = max(state.peak, len(state.held))
-        self._learn(tokens)
-        self._rank(state)
 
     def _learn(self, tokens: int) -> None:
         self._seen = min(self._seen + 1, MEAN_OVER)
@@ -290,24 +269,23 @@ class Router:
             state.start_limit(self._mean)
             self._rank(state)
 
-    def _adapt(self, state: _Engine, old: EngineLoad) -> None:
-        """Set the limit by what the snapshot tells beyond the old one."""
-        load, most = state.load, state.load.slots or inf
+    def _adapt(self, state: _EngineState, old: EngineLoad) -> None:
+        load, max_limit = state.load, state.load.slots or inf
         fill = load.kv_tokens / load.kv_capacity
-        thrown_out = load.preempted > old.preempted
-        state.shrunk = state.shrunk and not state.left
-        # A smaller limit acts only when requests have ended: until then nothing more is concluded.
-        acts = len(state.held) <= state.room(self._queue)
-        if thrown_out or fill > PRESSING:
-            if acts and (thrown_out or not state.shrunk):
-                state.limit = max(1.0, min(state.limit, most) * SHRINK)
-                state.pressed = state.shrunk = True
-        elif fill < AIRY and state.left and state.peak >= NEARLY_USED * state.at_once:
-            state.grown = state.limit = state.limit + GROWTH * state.left
-        state.grown = min(state.grown, most)
-        state.limit = min(state.limit, most)
+        preempted = load.preempted > old.preempted
+        state.shrunk = state.shrunk and not state.ended
+        # A smaller limit takes effect only when requests have ended: until then it is kept.
+        is_effective = len(state.held) <= state.room(self._queue)
+        if preempted or fill > HIGH_CACHE:
+            if is_effective and (preempted or not state.shrunk):
+                state.limit = max(1.0, min(state.limit, max_limit) * SHRINK)
+                state.was_full = state.shrunk = True
+        elif fill < LOW_CACHE and state.ended and state.peak >= NEARLY_USED * state.whole_limit:
+            state.grown = state.limit = state.limit + GROWTH * state.ended
+        state.grown = min(state.grown, max_limit)
+        state.limit = min(state.limit, max_limit)
 
-    def _remember(self, kept: OrderedDict[_Key, _Engine], key: _Key, state: _Engine) -> None:
+    def _keep(self, kept: OrderedDict[_Key, _EngineState], key: _Key, state: _EngineState) -> None:
         kept[key] = state
         kept.move_to_end(key)
         if len(kept) > self._remembered:
@@ -315,9 +293,6 @@ class Router:
 
 
 def first_limit(load: EngineLoad, mean_tokens: float) -> float:
-    """The limit of an engine before its cache has told anything: its slots, or what its cache holds
-    of mean requests, whichever is known and smaller."""
-    slots = float(load.slots) or inf
-    if not (load.kv_capacity and mean_tokens):
-        return slots
-    return max(1.0, min(slots, load.kv_capacity / mean_tokens))
+    """The limit before anything was measured: the slots, or mean requests that fit the cache."""
+    cached = load.kv_capacity / mean_tokens if load.kv_capacity and mean_tokens else inf
+    return max(1.0, min(float(load.slots) or inf, cached))

@@ -1,65 +1,41 @@
-"""The rollout: every sample by itself, from a prompt to a group that can be trained on.
+"""The rollout: schedules every sample independently, from a prompt to a group to train on.
 
-    prompts() -> Ledger -> Fleet (queue, router, engines) <-> episode -> score -> Group -> take()
-                   ^                                                              |
-                   +------------------ a dropped or trained group frees its place
+    prompt -> Ledger -> Fleet (queue, router, engines) <-> episode -> score -> Group -> take()
+                ^                                                                 |
+                +------------- a dropped or trained group frees its slot ---------+
 
-Owns the tasks (one for each sample under way) and the clock. Which group may start and which make a
-batch is decided by the ledger, which engine a request goes to by the fleet's router. There is no
-loop that polls: each event (a sample ends, is scored, a version is published) starts what it makes
-possible. Time is the event loop's, so all of it runs on a virtual clock as well (virtual.py).
+Owns the tasks, one for each sample in flight. The ledger decides which group may start and which
+groups make a batch; the router decides which engine gets a request. No loop polls: each event (a
+sample ends, is scored, a version is published) starts what it makes possible.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from rollick.config.schema import RolloutConfig
-from rollick.errors import EngineError, StuckError
-from rollick.infer.engine import Engine
-from rollick.rollout.access import SampleAccess
-from rollick.rollout.episode import (
-    ChatCodec,
-    Episode,
-    RememberingCodec,
-    SamplingOf,
-    single_turn,
-)
-from rollick.rollout.events import Event
+from rollick.errors import EngineError
+from rollick.infer.engine import InferenceClient
+from rollick.observe.sample_stage import SCORING, WAITING_FOR_GROUP
+from rollick.rollout import limits
+from rollick.rollout.deps import RolloutDeps, SavedRollout, make_ledger
+from rollick.rollout.engine_access import SampleAccess
+from rollick.rollout.event_loop import rare_garbage_collection
 from rollick.rollout.fleet import Fleet
-from rollick.rollout.garbage import rare_collections
-from rollick.rollout.ledger import GroupState, LiveGroup, Removed, Taken
+from rollick.rollout.in_flight import InFlightSample, InFlightSamples, describe_activities
+from rollick.rollout.ledger.group_record import GroupRecord, RemovedGroups, TakenBatch
+from rollick.rollout.ledger.staleness import StalenessPolicy, StalenessRule
 from rollick.rollout.lengths import LengthPredictor
-from rollick.rollout.limits import (
-    check_ages,
-    check_scores,
-    no_signal_error,
-    nothing_can_be_scored,
-    stuck_error,
-)
-from rollick.rollout.lives import Life, Lives
-from rollick.rollout.rules import Rule, count_places
-from rollick.rollout.scored import Scored, mask_older, refuse_older, without_loss
+from rollick.rollout.request_queue import QueueOrder
+from rollick.rollout.scored_groups import ScoredGroups, mask_old_tokens, without_loss
 from rollick.rollout.stats import RolloutStats, StepWindow
-from rollick.rollout.waits import IN_GROUP, SCORING, name_waits
-from rollick.rollout.wiring import Span, Wiring, make_ledger
-from rollick.types import (
-    Group,
-    PolicyVersion,
-    Prompt,
-    Sample,
-    SampleId,
-    Sampling,
-    Score,
-    ScoredSample,
-)
+from rollick.types import Group, PolicyVersion, Prompt, Sample, SampleId, Score, ScoredSample
 
-CLOSE_S = 5.0
-"""How long engines have to end aborted requests before the tasks are cancelled."""
+PROGRESS_CHECKS = 4
+"""How often a wait looks for progress within `stuck_after_s`."""
 
 
 class Rollout:
@@ -67,141 +43,94 @@ class Rollout:
 
     def __init__(
         self,
-        wiring: Wiring,
-        engines: Iterable[Engine],
+        deps: RolloutDeps,
+        engines: Iterable[InferenceClient],
         tasks: asyncio.TaskGroup,
         version: PolicyVersion,
     ) -> None:
-        config = wiring.config
-        self.ledger = make_ledger(wiring)
-        self.fleet = Fleet(
-            engines,
-            launch=self._launch,
-            queue=config.engine_queue,
-            order="longest" if config.longest_first else "oldest",
-        )
+        self.ledger = make_ledger(deps)
+        order: QueueOrder = "longest" if deps.config.longest_first else "oldest"
+        self.fleet = Fleet(engines, self._launch, queue=deps.config.engine_queue, order=order)
         self.lengths = LengthPredictor(initial=256)
         self.version = version
         self.step = 0
-        self._wiring = wiring
+        self._deps = deps
         self._task_group = tasks
         self._clock = asyncio.get_running_loop().time
-        self._lives = Lives(self.ledger, self.fleet, lengths=self.lengths, span=wiring.span)
-        self._scored = Scored()
+        self._samples = InFlightSamples(self.ledger, self.fleet, self.lengths, deps.record_span)
+        self._scored = ScoredGroups()
         self._window = StepWindow()
-        self._stats = RolloutStats()
+        self.stats = RolloutStats()
+        """Of the last taken batch's step."""
+        self._taken_samples = 0
+        """Samples of the taken batch until it is trained on."""
         self._changed = asyncio.Event()
-        self._letting_go: asyncio.Task[None] | None = None
+        self._aborting: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        self._failure_told = False
+        self._failure_raised = False
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls,
+        deps: RolloutDeps,
+        engines: Sequence[InferenceClient],
         *,
-        config: RolloutConfig,
-        prompts: Callable[[], Prompt],
-        engines: Sequence[Engine],
-        score: Callable[[Sample], Awaitable[Score]],
-        seed: int,
-        stuck_after_s: float,
-        codec: ChatCodec | None = None,
-        sampling: Sampling | SamplingOf | None = None,
-        episode: Episode | None = None,
-        signal: Callable[[Group], str | None] | None = None,
-        judged: Callable[[Group], None] | None = None,
         version: int = 0,
-        state: Mapping[str, Any] | None = None,
-        groups: Iterable[Group] = (),
-        started: Iterable[tuple[int, str]] = (),
-        find_prompt: Callable[[str], Prompt] | None = None,
-        purpose: str = "train",
-        progress: Callable[[int, int], None] | None = None,
-        record: Callable[[Event], None] | None = None,
-        span: Span | None = None,
+        saved: SavedRollout | None = None,
     ) -> AsyncGenerator[Rollout]:
-        """Start sampling at once. Leaving aborts what still runs; nothing outlives the block.
-
-        `episode` is what a sample does; without one, `codec` and `sampling` make the single turn.
-        `signal` gives the reason to drop a group, or None to keep it. `judged` is told
-        every group once, when it has all its scored samples, or without
-        any when a staleness rule drops it before. `span` and `record` are told what happens.
-        `state` and `groups` are what `state()` and `untrained()` gave a former run, `started` the
-        groups that its log knows beyond them: for these, `find_prompt` gives the prompt by its uid
-        in place of `prompts`.
-        An exception in a sample's task is raised by `take`, as it is.
-        """
+        """Starts sampling, from `saved` if given. Leaving the block aborts what still runs."""
         if not engines:
             raise EngineError("there is no engine to generate with", fix="set devices.generators")
-        if episode is None:
-            assert codec is not None
-            assert sampling is not None
-            episode = single_turn(RememberingCodec(codec), sampling, seed=seed, purpose=purpose)
-        wiring = Wiring(
-            config=config,
-            prompts=prompts,
-            episode=episode,
-            score=score,
-            signal=signal,
-            judged=judged,
-            purpose=purpose,
-            stuck_after_s=stuck_after_s,
-            progress=progress,
-            record=record,
-            span=span,
-            find_prompt=find_prompt,
-        )
-        places = count_places(config.groups_per_step, config.max_staleness)
-        with rare_collections(places * config.group_size):
-            async with cls._supervised(wiring, engines, PolicyVersion(version)) as rollout:
-                rollout._begin(state, groups, started)
+        config = deps.config
+        slots = StalenessPolicy(config.groups_per_step, config.max_staleness).slots
+        with rare_garbage_collection(slots * config.group_size):
+            async with cls._supervise(deps, engines, PolicyVersion(version)) as rollout:
+                rollout._start(saved or SavedRollout())
                 yield rollout
 
     async def take(self, count: int | None = None) -> list[Group]:
-        """The next batch, ordered by id. Waits for the groups that the ledger names.
-
-        With max_staleness 0 nothing is in flight afterwards, until `trained` and `published`.
-        """
-        begun = self._lives.now()
+        """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
+        With max_staleness 0 no sample is in flight afterwards, until `trained` and `published`."""
+        started = self._samples.now()
         taken = self._take_now(count)
         while taken is None:
             await self._wait_for_change(count)
             taken = self._take_now(count)
-        self._remove(Removed(taken.dropped, taken.cancelled, taken.deferred))
-        if not self.ledger.horizon and self._letting_go is not None:
-            await asyncio.wait({self._letting_go})
-        batch = [self._fresh(self._scored.group(uid)) for uid in taken.uids]
-        check_ages(batch, self.version, oldest_allowed=self.ledger.horizon)
+        self._remove(taken.removed)
+        if not self.ledger.horizon and self._aborting is not None:
+            await asyncio.wait({self._aborting})
+        batch = [self._mask_stale(self._scored.group(uid)) for uid in taken.uids]
+        self._taken_samples = sum(len(group.members) for group in batch)
+        limits.check_token_ages(batch, self.version, max_age=self.ledger.horizon)
         self.step += 1
-        self._stats = self._window.close(
+        self.stats = self._window.to_stats(
             batch,
             step=self.step,
             version=self.version,
-            wait_s=self._clock() - begun,
-            long={uid for uid in taken.uids if self.ledger.group(uid).deferred},
-            parked=self.ledger.parked_groups,
+            wait_s=self._clock() - started,
+            long={uid for uid in taken.uids if self.ledger.group(uid).was_deferred},
+            deferred_waiting=self.ledger.deferred_count,
         )
         self._window = StepWindow()
         return batch
 
     def trained(self, groups: Iterable[Group], version: int) -> None:
-        """The taken groups were trained on. `version` is the one that this made: their places open
-        when it is published (at once if the step was skipped and it is the current one)."""
-        uids = [group.uid for group in groups]
+        """The taken groups were trained on, which made `version` (the current one if the step was
+        skipped). Their slots are free when it is published."""
+        uids = [self._scored.remove(group.uid).uid for group in groups]
+        self._taken_samples = 0
         self.ledger.trained(uids, PolicyVersion(version))
-        for uid in uids:
-            self._scored.remove(uid)
         self._admit()
 
     def published(self, version: int) -> None:
-        """All engines draw from `version` now."""
+        """All engines generate with `version` now."""
         self.version = PolicyVersion(version)
         self._remove(self.ledger.published(self.version))
         self._admit()
 
     def pause_admission(self) -> None:
-        """Start no group and send no sample to an engine; what runs there goes on."""
+        """Start no group and send no request to an engine; running requests continue."""
         self.fleet.close()
 
     def resume_admission(self) -> None:
@@ -209,35 +138,30 @@ class Rollout:
         self._admit()
 
     async def interrupt(self) -> None:
-        """Pause admission and abort what runs; waits until the engines hold none of our requests.
-
-        After `resume_admission` each goes on where it stopped, with the tokens it has, on the
-        engine that has most room.
-        """
+        """Pauses admission, aborts our requests and waits until the engines hold none of them.
+        After `resume_admission` each continues with its tokens, on the engine with most room."""
         self.pause_admission()
         try:
-            async with asyncio.timeout(self._wiring.stuck_after_s):
-                await self.fleet.abort_all()
-                await self.fleet.until_empty()
+            async with asyncio.timeout(self._deps.stuck_after_s):
+                await self.fleet.abort(self.fleet.engine_of)
+                await self.fleet.wait_until_empty()
         except TimeoutError:
-            on = self.fleet.on()
-            raise StuckError(
-                f"{len(on)} aborted samples still run, {next(iter(on), '')} among them",
-                fix="an engine does not answer; see its log",
-            ) from None
+            raise limits.abort_error(list(self.fleet.engine_of)) from None
 
     def fail(self, error: Exception) -> None:
-        """Somebody else knows that no batch will come: `take` raises this."""
-        self._fail(error)
+        """Make `take` raise this error: no batch can come."""
+        if self._failure is None and not self._samples.closing:
+            self._failure = error
+            self._changed.set()
 
-    def forgive_step(self) -> None:
-        """Forget what stopped the step under way (drops, failed scores): a run that is resumed
-        with the cause mended begins the step with a clean sheet."""
-        self.ledger.forgive_drops()
+    def reset_step_counters(self) -> None:
+        """Reset the counts of the current step (drops, failed scores) that can stop a run, so that
+        a checkpoint saved after such a stop can be resumed."""
+        self.ledger.reset_drops()
         self._window = StepWindow()
 
     def state(self) -> dict[str, Any]:
-        """What `open` needs to go on, as JSON; save it with `untrained()`."""
+        """The state for `SavedRollout`, as JSON; save it with `untrained()`."""
         return {
             "ledger": self.ledger.state(),
             "step": self.step,
@@ -247,254 +171,221 @@ class Rollout:
 
     def untrained(self) -> list[Group]:
         """Groups that are not trained, ordered by id; of an open one, the members that are done."""
-        return [self._scored.group(live.uid) for live in self.ledger.live() if live.done]
+        return [self._scored.group(g.uid) for g in self.ledger.active_groups() if g.done]
 
-    def stats(self) -> RolloutStats:
-        """Figures of the step whose batch was taken last."""
-        return self._stats
+    def last_progress(self) -> float:
+        """When a sample last made progress, in seconds of the event loop's clock."""
+        return self._samples.last_progress()
 
-    def waits(self, count: int | None = None) -> str:
-        """Who the next batch waits for: `group 37: sample 3 in tool search for 310 s`."""
-        waits = self.ledger.waits_for(self.version, count)
-        doing = self._lives.doing(wait.uid for wait in waits)
-        said = [name_waits(doing, now=self._clock())] if doing else []
+    def describe_waits(self, count: int | None = None) -> str:
+        """What the next batch waits for: `group 37: sample 3 in tool search for 310 s`."""
+        activities = self._samples.activities(self.ledger.awaited_samples(self.version, count))
+        reasons = [describe_activities(activities, now=self._clock())] if activities else []
         if not self.fleet.is_open:
-            said.append("groups to start, but admission is paused")
-        elif not doing and self.ledger.held_until is not None:
-            said.append(f"version {self.ledger.held_until} to be published")
-        elif not doing and self._lives.leaving:
-            said.append(f"{self._lives.leaving} samples that were put off to leave their engines")
-        return "; ".join(said) or "nothing"
+            reasons.append("groups to start, but admission is paused")
+        elif not activities and self.ledger.held_until is not None:
+            reasons.append(f"version {self.ledger.held_until} to be published")
+        elif not activities and self._samples.stopping:
+            reasons.append(f"{self._samples.stopping} deferred samples to leave their engines")
+        return "; ".join(reasons) or "nothing"
 
     @classmethod
     @asynccontextmanager
-    async def _supervised(
-        cls, wiring: Wiring, engines: Iterable[Engine], version: PolicyVersion
+    async def _supervise(
+        cls, deps: RolloutDeps, engines: Iterable[InferenceClient], version: PolicyVersion
     ) -> AsyncGenerator[Rollout]:
-        """A rollout whose tasks end with the block. The block's own error goes first; a task's
-        error that `take` had no chance to raise is raised at the end."""
+        """Ends the tasks with the block; raises its error, or that of a task, if `take` did not."""
         failure: Exception | None = None
         async with asyncio.TaskGroup() as tasks:
-            rollout = cls(wiring, engines, tasks, version)
-            # Kept from the task group, which would wrap the block's own error in an ExceptionGroup.
-            try:
+            rollout = cls(deps, engines, tasks, version)
+            try:  # The task group would wrap the block's error in an ExceptionGroup.
                 yield rollout
             except Exception as error:
                 failure = error
             finally:
-                await rollout._close()
-        if failure is None and not rollout._failure_told:
+                rollout.fleet.close()
+                await rollout._samples.close()
+        if failure is None and not rollout._failure_raised:
             failure = rollout._failure
         if failure is not None:
             raise failure
 
-    def _begin(
-        self,
-        state: Mapping[str, Any] | None,
-        groups: Iterable[Group],
-        started: Iterable[tuple[int, str]],
-    ) -> None:
-        ledger = self.ledger
-        ledger.restore(state["ledger"] if state else ledger.state(), started=started)
+    def _start(self, saved: SavedRollout) -> None:
+        ledger, state = self.ledger, saved.state
+        ledger.restore(state["ledger"] if state else ledger.state(), started=saved.started)
         if state is not None:
             self.step = state["step"]
             self._window.restore(state["window"])
             self.lengths.restore(state["lengths"])
-            saved = {group.uid: group for group in groups}
-            if ledger.rule is not Rule.MASK_STALE_TOKENS:
-                limit = self._wiring.config.max_staleness
-                refuse_older(list(saved.values()), self.version, max_staleness=limit)
-            self._scored.restore(ledger.live(), saved)
-            for live in ledger.live():
-                if live.state is GroupState.OPEN:
-                    self._lives.begin(live.under_way(), live.prompt)
+            groups = {group.uid: group for group in saved.groups}
+            if ledger.policy.rule is not StalenessRule.MASK_STALE_TOKENS:
+                max_staleness = ledger.policy.max_staleness
+                limits.check_saved_ages(list(groups.values()), self.version, max_staleness)
+            self._scored.restore(ledger.active_groups(), groups)
+            for group in ledger.active_groups():
+                self._samples.submit(group.unfinished(), group.prompt)
         self._remove(ledger.published(self.version))
         self.resume_admission()
 
     def _admit(self) -> None:
-        """Start what the ledger allows, and send what the engines have room for."""
-        if not self.fleet.is_open or self._failure is not None or self._lives.closing:
+        """Start the groups that the ledger admits, and dispatch requests to engines with room."""
+        if not self.fleet.is_open or self._failure is not None or self._samples.closing:
             return
-        for uid in self.ledger.resume_parked(self.version, ready=self._lives.has_left):
-            self._start(self.ledger.group(uid))
+        for uid in self.ledger.restart_deferred(self.version, is_ready=self._samples.has_stopped):
+            self._submit(self.ledger.group(uid))
         while self.ledger.may_start():
             prompt = self._next_prompt()
-            self._start(self.ledger.group(self.ledger.start_group(prompt, self.version)))
-        self.fleet.pump()
+            self._submit(self.ledger.group(self.ledger.start_group(prompt, self.version)))
+        self.fleet.dispatch()
 
-    def _start(self, live: LiveGroup) -> None:
-        self._scored.begin(live)
-        self._lives.begin(live.under_way(), live.prompt)
+    def _submit(self, group: GroupRecord) -> None:
+        self._scored.begin(group)
+        self._samples.submit(group.unfinished(), group.prompt)
 
     def _next_prompt(self) -> Prompt:
-        """The next one; after a kill first those that the same groups had before it."""
-        promised, find = self.ledger.promised, self._wiring.find_prompt
-        return self._wiring.prompts() if promised is None or find is None else find(promised)
+        """The next prompt; in a resumed run first those of the groups started before."""
+        uid, find = self.ledger.next_prompt_uid, self._deps.find_prompt
+        return self._deps.next_prompt() if uid is None or find is None else find(uid)
 
     def _launch(self, uid: SampleId, engine: int) -> None:
         self.ledger.sample_started(uid)
-        life = self._lives[uid]
-        life.placed(engine)
-        life.task = self._task_group.create_task(self._follow(life, engine), name=str(uid))
+        sample = self._samples[uid]
+        sample.assigned(engine)
+        sample.task = self._task_group.create_task(self._run(sample, engine), name=str(uid))
 
-    async def _follow(self, life: Life, engine: int) -> None:
-        """A sample's life, from an engine to its score; ends the group if it is the last."""
-        uid = life.uid
-        life.is_followed = True
+    async def _run(self, in_flight: InFlightSample, engine: int) -> None:
+        """The task of a sample, from its first engine to its score."""
+        uid, prompt = in_flight.uid, in_flight.prompt
+        in_flight.has_begun = True
         try:
-            if not life.goes_on:
+            if not in_flight.should_continue:
                 return
-            access = SampleAccess(uid, self.fleet, granted=engine, follower=life)
-            sample = await self._wiring.episode(uid, life.prompt, access)
-            if not life.goes_on:
+            access = SampleAccess(uid, self.fleet, reserved=engine, tracker=in_flight)
+            sample = await self._deps.episode(uid, prompt, access)
+            if not in_flight.should_continue:
                 return
-            self.lengths.update(life.prompt.uid, life.prompt.domain, sample.response_length)
+            self.lengths.update(prompt.uid, prompt.domain, sample.response_length)
             self.ledger.sample_finished(uid)
-            life.note(SCORING)
-            score = await self._wiring.score(sample)
-            if not life.unwanted:
-                self._end_sample(life, sample, score)
+            in_flight.set_activity(SCORING)
+            score = await self._deps.score(sample)
+            if not in_flight.is_cancelled:
+                self._end_sample(in_flight, sample, score)
         except asyncio.CancelledError:
-            if not life.unwanted:
+            if not in_flight.is_cancelled:
                 raise
-        except Exception as error:
-            # The boundary of a task: the first error is the root cause, and take() raises it.
-            self._fail(error)
+        except Exception as error:  # The boundary of a task: take() raises the first error.
+            self.fail(error)
         finally:
-            self._lives.end(life)
-            if life.is_put_off:
-                self._has_left(life)
+            self._samples.end(in_flight)
+            if in_flight.is_deferred:
+                self._end_deferred(in_flight)
 
-    def _end_sample(self, life: Life, sample: Sample, score: Score) -> None:
-        uid = life.uid
+    def _end_sample(self, in_flight: InFlightSample, sample: Sample, score: Score) -> None:
+        uid = in_flight.uid
         member = ScoredSample(sample if score.ok else without_loss(sample), score)
-        reward_s = self._clock() - life.doing.since
-        self._window.add(member, generate_s=life.generate_s, reward_s=reward_s)
-        life.note(IN_GROUP)
+        reward_s = self._clock() - in_flight.since
+        self._window.add(member, generate_s=in_flight.generate_s, reward_s=reward_s)
+        in_flight.set_activity(WAITING_FOR_GROUP)
         self._scored.add(uid, member)
         if self.ledger.sample_scored(uid):
             self._end_group(uid.group)
+        if self._deps.on_progress is not None:
+            config = self._deps.config
+            done = self._scored.sample_count - self._taken_samples
+            self._deps.on_progress(done, config.groups_per_step * config.group_size)
 
     def _end_group(self, uid: int) -> None:
-        """Keep or drop a group that has enough members; a drop is refilled at once."""
-        wiring = self._wiring
+        """Keep or drop a group that has enough members; a dropped one is replaced immediately."""
+        deps = self._deps
         group = self._scored.group(uid)
-        if wiring.judged is not None and not self.ledger.group(uid).judged:
-            wiring.judged(group)
-        reason = wiring.signal(group) if wiring.signal else None
+        if deps.on_group_scored is not None and not self.ledger.group(uid).was_reported:
+            deps.on_group_scored(group)
+        reason = deps.drop_reason(group) if deps.drop_reason else None
         if reason is None:
             self._scored.keep(group)
             self._cancel(self.ledger.complete(uid))
         else:
             self._scored.remove(uid)
-            self._window.drop(group.prompt.domain, reason)
+            self._window.count_drop(group.prompt.domain, reason)
             self._cancel(self.ledger.drop(uid, reason))
-        self.fleet.end_group(uid)
+        self.fleet.router.end_group(uid)
         self._admit()
         self._changed.set()
-        if wiring.progress is not None:
-            wiring.progress(self.ledger.complete_groups, wiring.config.groups_per_step)
 
-    def _remove(self, removed: Removed) -> None:
-        """Forget what a rule dropped or put off; its place is refilled."""
+    def _remove(self, removed: RemovedGroups) -> None:
+        """Forget what a staleness rule dropped or deferred, and start other groups."""
         if removed.deferred:
-            self._put_off(removed.deferred, removed.cancelled)
+            self._defer(removed.deferred, removed.unfinished)
             return
         for uid, reason in removed.dropped:
-            was_judged = self._scored.is_whole(uid)
+            was_reported = self._scored.is_complete(uid)
             group = self._scored.remove(uid)
-            self.fleet.end_group(uid)
-            self._window.drop(group.prompt.domain, reason)
-            self._window.shed(group.members)
-            if self._wiring.judged is not None and not was_judged:
-                # Only its fast samples are known, which say too much good of the prompt.
-                self._wiring.judged(replace(group, members=()))
-        self._cancel(removed.cancelled)
+            self.fleet.router.end_group(uid)
+            self._window.count_drop(group.prompt.domain, reason)
+            self._window.add_dropped(group.members)
+            if self._deps.on_group_scored is not None and not was_reported:
+                # Its fast samples alone would make the prompt look easier than it is.
+                self._deps.on_group_scored(replace(group, members=()))
+        self._cancel(removed.unfinished)
         if removed.dropped:
             self._admit()
             self._changed.set()
 
-    def _put_off(self, groups: Sequence[int], under_way: Sequence[SampleId]) -> None:
-        """Groups wait for a long round; what they have drawn is thrown away."""
+    def _defer(self, groups: Sequence[int], unfinished: Sequence[SampleId]) -> None:
+        """Groups wait for a long round; the tokens that they have are discarded."""
         for uid in groups:
             members = self._scored.remove(uid).members
             self._window.deferred += 1
             self._window.deferred_tokens += sum(m.sample.response_length for m in members)
-            self.fleet.end_group(uid)
-        on_engines = self._lives.put_off(under_way)
+            self.fleet.router.end_group(uid)
+        on_engines = self._samples.defer(unfinished)
         if on_engines:
-            let_go = self._lives.let_go(on_engines, within_s=CLOSE_S)
-            self._letting_go = self._task_group.create_task(let_go, name="put off")
+            abort = self._samples.abort_deferred(on_engines)
+            self._aborting = self._task_group.create_task(abort, name="abort deferred samples")
         self._admit()
         self._changed.set()
 
-    def _has_left(self, life: Life) -> None:
-        """A sample that was put off is nowhere any more: its group may start again."""
-        self._window.deferred_tokens += life.tokens
+    def _end_deferred(self, in_flight: InFlightSample) -> None:
+        """The task of a deferred sample has ended: its group may start again."""
+        self._window.deferred_tokens += in_flight.tokens
         try:
             self._admit()
-        except Exception as error:
-            # The boundary of a task, as in _follow.
-            self._fail(error)
+        except Exception as error:  # The boundary of a task, as in _run.
+            self.fail(error)
 
     def _cancel(self, uids: Sequence[SampleId]) -> None:
         self._window.cancelled += len(uids)
-        self._lives.cancel(uids)
+        self._samples.cancel(uids)
 
-    def _fresh(self, group: Group) -> Group:
-        """Without the tokens that are too old, where the rule masks them."""
-        if self.ledger.rule is not Rule.MASK_STALE_TOKENS:
+    def _mask_stale(self, group: Group) -> Group:
+        """Mask the tokens that are too old, under the rule mask_stale_tokens."""
+        if self.ledger.policy.rule is not StalenessRule.MASK_STALE_TOKENS:
             return group
-        fresh, masked = mask_older(group, self.ledger.oldest_allowed(self.version))
-        self._window.masked_tokens += masked
-        return fresh
+        group, tokens = mask_old_tokens(group, self.ledger.policy.oldest_allowed(self.version))
+        self._window.masked_tokens += tokens
+        return group
 
-    def _fail(self, error: Exception) -> None:
-        if self._failure is None and not self._lives.closing:
-            self._failure = error
-            self._changed.set()
-
-    def _take_now(self, count: int | None) -> Taken | None:
-        """What the ledger gives, or the error that says why it never will."""
+    def _take_now(self, count: int | None) -> TakenBatch | None:
+        """The batch if there is one; raises if there will never be one."""
         self._changed.clear()
         if self._failure is not None:
-            self._failure_told = True
+            self._failure_raised = True
             raise self._failure
-        config, step = self._wiring.config, self.step + 1
-        taken = self.ledger.take(self.version, count)
-        exhausted = taken is None and self.ledger.exhausted
-        if taken is not None or exhausted or nothing_can_be_scored(self._window, config):
-            check_scores(self._window, config, step=step)
-        if exhausted:
-            raise no_signal_error(self._window)
+        taken, config = self.ledger.take(self.version, count), self._deps.config
+        has_batch, step = taken is not None, self.step + 1
+        no_batch = not has_batch and self.ledger.exhausted
+        limits.check_step(self._window, config, step, has_batch=has_batch, no_batch=no_batch)
         return taken
 
     async def _wait_for_change(self, count: int | None) -> None:
-        """Waits for a group to end; any sample's event puts the deadline off."""
-        limit_s = self._wiring.stuck_after_s
+        """Waits for a group to end, at most until the next look at the engines' tokens. Raises
+        StuckError if there is no progress for too long."""
+        limit_s = self._deps.stuck_after_s
         try:
-            async with asyncio.timeout_at(self._lives.last_event + limit_s):
+            async with asyncio.timeout(limit_s / PROGRESS_CHECKS):
                 await self._changed.wait()
         except TimeoutError:
-            if self._clock() >= self._lives.last_event + limit_s:
-                who = self.waits(count)
-                raise stuck_error(who, step=self.step + 1, stuck_after_s=limit_s) from None
-
-    async def _close(self) -> None:
-        """Abort what runs on the engines, give it a moment to end, then cancel what is left."""
-        self._lives.closing = True
-        self.fleet.close()
-        on = self.fleet.on()
-        tasks = self._lives.tasks()
-        for uid, task in tasks.items():
-            if uid not in on:
-                task.cancel()
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                await self.fleet.abort_all()
-                if tasks:
-                    await asyncio.wait(tasks.values())
-        except TimeoutError:
-            pass
-        for task in tasks.values():
-            task.cancel()
+            awaited = self.ledger.awaited_samples(self.version, count)
+            if self._clock() >= self._samples.stuck_at(awaited, limit_s=limit_s):
+                waits = self.describe_waits(count)
+                raise limits.stuck_error(waits, step=self.step + 1, stuck_after_s=limit_s) from None

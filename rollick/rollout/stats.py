@@ -1,168 +1,112 @@
-"""What happened in one step of the rollout, in numbers.
+"""The statistics of one step of the rollout.
 
-Two sets of samples are told apart: all that were scored since the batch before (dropped groups
-included, so that the mean score is that of the policy and not of what was selected), and the batch.
+They cover two sets of samples: the batch, and all samples scored since the previous batch. The
+second set includes dropped groups, so its mean score is not biased by the selection of groups.
 
-A staleness rule that drops groups makes the batch another sample of the policy's answers than it
-would be without. How much is measured: what was kept against all that ended, kept or shed. What was
-cancelled on its way has no length and no score yet; it is counted, since the measure misses it.
-What is put off to a long round is not shed: it costs the tokens that are thrown away, and what is
-long goes to batches of its own.
+A staleness rule that drops groups biases the batch. `rollout/bias/*` measures this: the mean of the
+batch minus the mean of batch and dropped samples. Cancelled samples have no length and no score, so
+the bias excludes them; `rollout/cancelled` counts them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
 from itertools import compress
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from rollick.rewards.structure import repeated_share
+from rollick.rewards.text import repeated_share
 from rollick.types import Group, PolicyVersion, ScoredSample, stable_hash
 
 NAN = float("nan")
-"""One object, so that figures without a value compare as equal."""
+"""One shared object: dataclasses with the same nan object compare as equal."""
 
-LOOKED_AT = 4000
-"""Characters at an answer's end that are searched for repetition: it is where answers run wild."""
+REPETITION_CHARACTERS = 4000
+"""Number of characters at the end of a response that are searched for repetition."""
+
+
+def _metric(*names: str, default: float = NAN) -> Any:
+    """A field that is logged under these names (see observe/metrics.py)."""
+    return field(default=default, metadata={"metrics": names})
+
+
+def _logged(stats: Any) -> dict[str, float]:
+    logged = [(f.name, name) for f in fields(stats) for name in f.metadata.get("metrics", ())]
+    return {metric: getattr(stats, name) for name, metric in logged}
 
 
 @dataclass(frozen=True, slots=True)
 class DomainStats:
-    """Figures of one domain in one step: of all its samples that ended, and of the batch."""
+    """Statistics of one domain. `groups` covers the batch, the others all ended samples."""
 
-    scored: int = 0
-    failed: int = 0
-    score: float = NAN
-    response_length: float = NAN
-    truncated: float = NAN
-    groups: int = 0
-    """In the batch."""
-    dropped: int = 0
-    """Groups dropped, for any reason."""
+    score: float = _metric("score/domain/{}")
+    groups: int = _metric("rollout/domain/{}/groups", default=0)
+    dropped: int = _metric("rollout/domain/{}/dropped", default=0)
+    scored: int = _metric("rollout/domain/{}/samples", default=0)
+    failed_share: float = _metric("rollout/domain/{}/failed_scores", default=0.0)
+    response_length: float = _metric("rollout/domain/{}/response_length")
+    truncated: float = _metric("rollout/domain/{}/truncated")
 
-    def metrics(self, name: str) -> dict[str, float]:
-        prefix = f"rollout/domain/{name}"
-        return {
-            f"score/domain/{name}": self.score,
-            f"{prefix}/groups": self.groups,
-            f"{prefix}/dropped": self.dropped,
-            f"{prefix}/samples": self.scored,
-            f"{prefix}/failed_scores": self.failed / max(1, self.scored),
-            f"{prefix}/response_length": self.response_length,
-            f"{prefix}/truncated": self.truncated,
-        }
+    def metrics(self, domain: str) -> dict[str, float]:
+        return {name.format(domain): value for name, value in _logged(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """Figures of one step. Means over no sample are nan."""
+    """observe/metric_table.py describes the metrics. Without samples, most means are nan."""
 
     step: int = 0
-    groups: int = 0
-    """Groups in the batch."""
-    samples: int = 0
-    """Samples in the batch."""
     scored: int = 0
-    """Samples whose life ended in this step, those of dropped groups included."""
-    failed_scores: int = 0
-    """How many of them could not be scored."""
-    tokens: int = 0
-    """Tokens that they drew."""
-    truncated: float = float("nan")
-    """Share of them that reached the token limit."""
-    generate_seconds: float = float("nan")
-    """Mean time of one of them on its engine, the engine's queue included."""
-    reward_seconds: float = float("nan")
-    """Mean time of one of them with the rewards."""
-    mean_score: float = float("nan")
-    domains: Mapping[str, DomainStats] = field(default_factory=dict[str, "DomainStats"])
-    mean_parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of each reward, and of the parts that it gives."""
-    repetition: float = float("nan")
-    """Mean share of an answer's phrases that it had said before."""
-    identical: float = float("nan")
-    """Share of the samples that have the commonest answer."""
-    trained_score: float = float("nan")
-    """Mean score in the batch."""
+    """Samples that ended in this step, those of dropped groups included."""
+    mean_score: float = _metric("score/mean")
+    tokens: int = _metric("rollout/tokens", default=0)
+    response_length: float = _metric("rollout/response_length")
+    truncated: float = _metric("rollout/truncated")
+    failed_share: float = _metric("rollout/failed_scores", default=0.0)
+    generate_seconds: float = _metric("time/sample_generate")
+    reward_seconds: float = _metric("time/sample_reward")
+    repetition: float = _metric("rollout/repetition")
+    identical: float = _metric("rollout/identical")
+    groups: int = _metric("rollout/groups", default=0)
+    samples: int = _metric("rollout/samples", default=0)
+    trained_score: float = _metric("score/trained", "rollout/bias/score_kept")
+    age_mean: float = _metric("rollout/age_mean")
+    age_max: int = _metric("rollout/age_max", default=0)
+    wait_seconds: float = 0.0
+    """How long `Rollout.take` waited for the batch."""
+    kept_length: float = _metric("rollout/bias/length_kept")
+    dropped_length: float = _metric("rollout/bias/length_dropped")
+    length_bias: float = _metric("rollout/bias/length", default=0.0)
+    dropped_score: float = _metric("rollout/bias/score_dropped")
+    score_bias: float = _metric("rollout/bias/score", default=0.0)
+    cancelled: int = _metric("rollout/cancelled", default=0)
+    cancelled_share: float = _metric("rollout/cancelled_share", default=0.0)
+    masked_tokens: int = _metric("rollout/masked_tokens", default=0)
+    kept_cache_tokens: int = _metric("rollout/kept_cache_tokens", default=0)
+    deferred: int = _metric("rollout/deferred", default=0)
+    deferred_tokens: int = _metric("rollout/deferred_tokens", default=0)
+    deferred_waiting: int = _metric("rollout/deferred_waiting", default=0)
+    long_groups: int = _metric("rollout/long_groups", default=0)
+    long_length: float = _metric("rollout/long_length")
+    other_length: float = _metric("rollout/other_length")
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     """Groups dropped, by reason."""
-    age_mean: float = float("nan")
-    """Of the trained tokens of the batch, in versions."""
-    age_max: int = 0
-    wait_seconds: float = 0.0
-    """How long the batch was waited for."""
-    kept_length: float = float("nan")
-    """Mean drawn tokens of a sample of the batch."""
-    shed_length: float = float("nan")
-    """The same of the ended samples in groups that a staleness rule dropped."""
-    length_bias: float = 0.0
-    """Mean of the kept minus that of the kept and the shed."""
-    shed_score: float = float("nan")
-    score_bias: float = 0.0
-    cancelled: int = 0
-    """Samples cancelled on their way: spares, and those of dropped groups."""
-    masked_tokens: int = 0
-    """Tokens of the batch that are too old to be trained on (mask_stale_tokens)."""
-    kept_cache_tokens: int = 0
-    """Tokens of the batch drawn over a cache of an older version (at_publish: keep)."""
-    deferred: int = 0
-    """Groups put off to a long round (long_rounds)."""
-    deferred_tokens: int = 0
-    """Tokens drawn for groups that were put off, and thrown away."""
-    parked: int = 0
-    """Groups that wait for a long round when the batch is taken."""
-    long_groups: int = 0
-    """Groups of the batch that were put off before."""
-    long_length: float = float("nan")
-    """Mean drawn tokens of their samples."""
-    other_length: float = float("nan")
-    """The same of the other samples of the batch."""
+    domains: Mapping[str, DomainStats] = field(default_factory=dict[str, "DomainStats"])
+    score_parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Mean of each entry of `Score.parts`: each reward, and the parts that it reports."""
 
     def metrics(self) -> dict[str, float]:
-        """Under the names that observe/metrics.py documents."""
-        found: dict[str, float] = {
-            "score/mean": self.mean_score,
-            "score/trained": self.trained_score,
-            "rollout/groups": self.groups,
-            "rollout/samples": self.samples,
-            "rollout/tokens": self.tokens,
-            "rollout/response_length": self.tokens / max(1, self.scored),
-            "rollout/truncated": self.truncated,
-            "rollout/failed_scores": self.failed_scores / max(1, self.scored),
-            "rollout/repetition": self.repetition,
-            "rollout/identical": self.identical,
-            "rollout/age_max": self.age_max,
-            "rollout/age_mean": self.age_mean,
-            "rollout/bias/length": self.length_bias,
-            "rollout/bias/length_kept": self.kept_length,
-            "rollout/bias/length_shed": self.shed_length,
-            "rollout/bias/score": self.score_bias,
-            "rollout/bias/score_kept": self.trained_score,
-            "rollout/bias/score_shed": self.shed_score,
-            "rollout/cancelled": self.cancelled,
-            "rollout/cancelled_share": self.cancelled / max(1, self.cancelled + self.scored),
-            "rollout/masked_tokens": self.masked_tokens,
-            "rollout/kept_cache_tokens": self.kept_cache_tokens,
-            "rollout/deferred": self.deferred,
-            "rollout/deferred_tokens": self.deferred_tokens,
-            "rollout/parked": self.parked,
-            "rollout/long_groups": self.long_groups,
-            "rollout/long_length": self.long_length,
-            "rollout/other_length": self.other_length,
-            "time/sample_generate": self.generate_seconds,
-            "time/sample_reward": self.reward_seconds,
-        }
+        metrics = _logged(self)
         for name, domain in self.domains.items():
-            found |= domain.metrics(name)
-        for part, score in self.mean_parts.items():
-            found[f"score/part/{part}"] = score
-        for reason, count in self.dropped.items():
-            found[f"rollout/dropped/{reason}"] = count
-        return found
+            metrics |= domain.metrics(name)
+        metrics |= {f"score/part/{part}": score for part, score in self.score_parts.items()}
+        metrics |= {f"rollout/dropped/{reason}": n for reason, n in self.dropped.items()}
+        return metrics
 
 
 class StepWindow:
@@ -181,8 +125,8 @@ class StepWindow:
         self.masked_tokens = 0
         self.deferred = 0
         self.deferred_tokens = 0
-        self.shed_lengths: list[int] = []
-        self.shed_scores: list[float] = []
+        self.dropped_lengths: list[int] = []
+        self.dropped_scores: list[float] = []
         self.domain_sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._scores: defaultdict[str, list[float]] = defaultdict(list)
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
@@ -201,7 +145,7 @@ class StepWindow:
         self.generate_seconds += generate_s
         self.reward_seconds += reward_s
         self._answers[f"{stable_hash(sample.text.strip()):x}"] += 1
-        self._repeated += repeated_share(sample.text[-LOOKED_AT:])
+        self._repeated += repeated_share(sample.text[-REPETITION_CHARACTERS:])
         of_domain = self.domain_sums[sample.prompt.domain]
         of_domain["scored"] += 1
         of_domain["tokens"] += sample.response_length
@@ -215,36 +159,28 @@ class StepWindow:
             self.failed += 1
             self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
 
-    def drop(self, domain: str, reason: str) -> None:
-        """A group of the domain is dropped."""
+    def count_drop(self, domain: str, reason: str) -> None:
         self.dropped[reason] += 1
         self.domain_sums[domain]["dropped"] += 1
 
-    def shed(self, members: Sequence[ScoredSample]) -> None:
-        """These ended, and a staleness rule dropped their group."""
-        self.shed_lengths += [member.sample.response_length for member in members]
-        self.shed_scores += [member.score.value for member in members if member.score.ok]
+    def add_dropped(self, members: Sequence[ScoredSample]) -> None:
+        """Record ended samples whose group a staleness rule dropped."""
+        self.dropped_lengths += [member.sample.response_length for member in members]
+        self.dropped_scores += [member.score.value for member in members if member.score.ok]
 
     def state(self) -> dict[str, Any]:
-        """The sums, as JSON."""
-        scores = {name: list(values) for name, values in self._scores.items()}
-        parts = {name: list(values) for name, values in self._parts.items()}
-        domains = {name: dict(sums) for name, sums in self.domain_sums.items()}
-        sums = {"dropped": dict(self.dropped), "_scores": scores, "_parts": parts}
-        return vars(self) | sums | {"_answers": dict(self._answers), "domain_sums": domains}
+        return deepcopy(vars(self))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from sums that `state` gave."""
         vars(self).update(state)
         self.dropped = Counter(state["dropped"])
-        self.domain_sums = defaultdict(Counter)
-        for name, sums in state["domain_sums"].items():
-            self.domain_sums[name] = Counter(sums)
+        domains = {name: Counter(sums) for name, sums in state["domain_sums"].items()}
+        self.domain_sums = defaultdict(Counter, domains)
         self._scores = defaultdict(list, state["_scores"])
         self._parts = defaultdict(list, state["_parts"])
         self._answers = Counter(state["_answers"])
 
-    def close(
+    def to_stats(
         self,
         batch: Sequence[Group],
         *,
@@ -252,84 +188,90 @@ class StepWindow:
         version: PolicyVersion,
         wait_s: float,
         long: Set[int] = frozenset(),
-        parked: int = 0,
+        deferred_waiting: int = 0,
     ) -> RolloutStats:
-        """The figures of the step that trains `batch` at `version`. The groups `long` of it were
-        put off before, and `parked` still wait for a long round."""
+        """The statistics of the step that trains `batch` at `version`. `long`: uids of its groups
+        that were deferred before; `deferred_waiting`: groups that still wait for a long round."""
         members = [member for group in batch for member in group.members]
         lengths = [member.sample.response_length for member in members]
         is_long = [group.uid in long for group in batch for _ in group.members]
         scores = [member.score.value for member in members if member.score.ok]
         ages = token_ages(batch, version)
-        count = self.scored or float("nan")
-        return RolloutStats(
+        return replace(
+            self._scored_stats(),
             step=step,
             groups=len(batch),
             samples=len(members),
-            scored=self.scored,
-            failed_scores=self.failed,
-            tokens=self.tokens,
-            truncated=self.truncated / count,
-            generate_seconds=self.generate_seconds / count,
-            reward_seconds=self.reward_seconds / count,
-            mean_score=self.mean_score,
-            domains=self._domains(batch),
-            mean_parts={name: _mean(values) for name, values in self._parts.items()},
-            repetition=self._repeated / count,
-            identical=max(self._answers.values(), default=0) / count,
             trained_score=_mean(scores),
-            dropped=dict(self.dropped),
-            age_mean=float(ages.mean()) if len(ages) else float("nan"),
+            age_mean=float(ages.mean()) if len(ages) else NAN,
             age_max=int(ages.max(initial=0)),
             wait_seconds=wait_s,
             kept_length=_mean(lengths),
-            shed_length=_mean(self.shed_lengths),
-            length_bias=_bias(lengths, self.shed_lengths),
-            shed_score=_mean(self.shed_scores),
-            score_bias=_bias(scores, self.shed_scores),
-            cancelled=self.cancelled,
-            masked_tokens=self.masked_tokens,
+            length_bias=_bias(lengths, self.dropped_lengths),
+            score_bias=_bias(scores, self.dropped_scores),
             kept_cache_tokens=sum(member.sample.kept_cache_tokens for member in members),
-            deferred=self.deferred,
-            deferred_tokens=self.deferred_tokens,
-            parked=parked,
+            deferred_waiting=deferred_waiting,
             long_groups=len(long),
             long_length=_mean(list(compress(lengths, is_long))),
-            other_length=_mean(
-                [n for n, put_off in zip(lengths, is_long, strict=True) if not put_off]
-            ),
+            other_length=_mean(list(compress(lengths, [not one for one in is_long]))),
+            domains=self._domains(batch),
+        )
+
+    def _scored_stats(self) -> RolloutStats:
+        count = self.scored or NAN
+        return RolloutStats(
+            scored=self.scored,
+            mean_score=self.mean_score,
+            tokens=self.tokens,
+            response_length=self.tokens / count,
+            truncated=self.truncated / count,
+            failed_share=self.failed / max(1, self.scored),
+            generate_seconds=self.generate_seconds / count,
+            reward_seconds=self.reward_seconds / count,
+            repetition=self._repeated / count,
+            identical=max(self._answers.values(), default=0) / count,
+            dropped_length=_mean(self.dropped_lengths),
+            dropped_score=_mean(self.dropped_scores),
+            cancelled=self.cancelled,
+            cancelled_share=self.cancelled / max(1, self.cancelled + self.scored),
+            masked_tokens=self.masked_tokens,
+            deferred=self.deferred,
+            deferred_tokens=self.deferred_tokens,
+            dropped=dict(self.dropped),
+            score_parts={name: _mean(values) for name, values in self._parts.items()},
         )
 
     def _domains(self, batch: Sequence[Group]) -> dict[str, DomainStats]:
         trained = Counter(group.prompt.domain for group in batch)
-        found: dict[str, DomainStats] = {}
+        stats: dict[str, DomainStats] = {}
         for name in sorted({*self.domain_sums, *trained}):
             sums = self.domain_sums.get(name, Counter[str]())
             count = sums["scored"] or NAN
-            found[name] = DomainStats(
-                scored=sums["scored"],
-                failed=sums["failed"],
+            stats[name] = DomainStats(
                 score=_mean(self._scores.get(name, ())),
-                response_length=sums["tokens"] / count,
-                truncated=sums["truncated"] / count,
                 groups=trained[name],
                 dropped=sums["dropped"],
+                scored=sums["scored"],
+                failed_share=sums["failed"] / max(1, sums["scored"]),
+                response_length=sums["tokens"] / count,
+                truncated=sums["truncated"] / count,
             )
-        return found
+        return stats
 
 
 def token_ages(
     batch: Sequence[Group], version: PolicyVersion
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """How many versions each token that can be trained on lags behind `version`."""
+    """For each token in the loss mask: `version` minus the version that sampled it."""
     versions = [s.versions[s.loss_mask] for group in batch for s in group.samples]
     return version - np.concatenate([*versions, np.empty(0, np.int32)]).astype(np.int64)
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else NAN
+    # Exactly rounded, so that it does not depend on the order in which samples end.
+    return fmean(values) if len(values) else NAN
 
 
-def _bias(kept: Sequence[float], shed: Sequence[float]) -> float:
-    """Exactly 0 where nothing was shed."""
-    return _mean(kept) - _mean([*kept, *shed]) if shed else 0.0
+def _bias(kept: Sequence[float], dropped: Sequence[float]) -> float:
+    """Mean of `kept` minus the mean of all; exactly 0 if nothing was dropped."""
+    return _mean(kept) - _mean([*kept, *dropped]) if dropped else 0.0

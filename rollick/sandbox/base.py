@@ -1,24 +1,26 @@
-"""Sandbox: the seam behind which untrusted programs run, and the nouns that cross it.
+"""The sandbox interface, which runs untrusted programs, and its data types.
 
-    Program (code, input, limits, perhaps tests) -> Sandbox.run -> Result (status, output, outcomes)
+    Program (code, input, limits, tests) -> Sandbox.run -> Result (status, output, outcomes)
 
-What a program does is data: a Result says how it ended and never raises for it. A failure of the
-sandbox itself is a status too (INFRASTRUCTURE, REFUSED), so that it is never taken for a verdict.
+A Result describes how a program ended; `run` never raises because of what a program does. Failures
+of the sandbox have their own statuses (INFRASTRUCTURE, REFUSED), so that they do not count against
+the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from math import inf
+from typing import Any, Protocol, cast
 
 
 class Status(StrEnum):
-    """How a program ended. The last two say nothing about the program."""
+    """How a program ended. REFUSED and INFRASTRUCTURE are not the program's fault."""
 
     OK = "ok"
-    """It ended by itself with exit code 0; with tests: they have been run to their end."""
+    """Exit code 0; with tests: all of them have run."""
     FAILED = "failed"
     """An exception, or another exit code."""
     TIMEOUT = "timeout"
@@ -27,50 +29,61 @@ class Status(StrEnum):
     KILLED = "killed"
     """By a signal."""
     REFUSED = "refused"
-    """It was not run: this machine lacks layers of isolation, and nobody allowed to go without."""
+    """Not run: this machine lacks isolation, and `allow_unsafe` is not set."""
     INFRASTRUCTURE = "infrastructure"
-    """The box could not be started, or was lost; or the tests are broken by themselves."""
+    """The box could not be started or was lost, or the tests cannot run."""
 
     @property
-    def judged(self) -> bool:
-        """Whether the program was run, so that its failure is its own."""
+    def is_conclusive(self) -> bool:
+        """Whether the status is about the program: not REFUSED and not INFRASTRUCTURE."""
         return self not in (Status.REFUSED, Status.INFRASTRUCTURE)
 
 
 class Isolation(StrEnum):
-    """What stood between a program and everything else."""
-
     FULL = "full"
-    """All namespaces, seccomp, limits, and a throw-away uid for each box."""
+    """All namespaces, seccomp, resource limits, and a temporary uid for each box."""
     USER = "user"
-    """All of it, except that the boxes have the uid of whoever runs rollick (who is not root)."""
+    """The same, but boxes run under the uid that runs rollick (not root)."""
     SHARED = "shared"
-    """The box holds, but tests and candidate were in one of them: a forged pass is possible."""
+    """Isolated from the machine, but with the tests in the candidate's box: it can fake a pass."""
     NONE = "none"
-    """Limits only: `allow_unsafe` on a machine without the layers."""
+    """Resource limits only: `allow_unsafe` on a machine without isolation."""
+
+
+class MemoryLimit(StrEnum):
+    """What enforces the memory limit of a box."""
+
+    CGROUP = "cgroup"
+    """The kernel, for all memory that the box causes."""
+    POLLED = "polled"
+    """rlimits for each process, and a measurement of the box every 0.1 s. Shared anonymous mappings
+    and large socket buffers are denied, because no measurement sees them."""
+    RLIMITS = "rlimits"
+    """rlimits for each process only: without isolation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. Beyond it, the box ends."""
+    """The wall, output and total memory limits kill the box; the others are rlimits."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    """For each process of the box."""
+    """CPU time of each process of the box."""
     memory_mb: int = 512
-    """Address space of each process, and resident memory of all of them together."""
+    """Address space of each process, and memory of all processes together (MemoryLimit)."""
     output_bytes: int = 1 << 20
-    """Of standard output and error together."""
+    """Size of stdout and stderr together."""
     processes: int = 32
     """Processes and threads at once."""
     open_files: int = 128
     file_mb: int = 32
-    """The largest file; the size of the whole disk is the sandbox's."""
+    """Size of the largest file; the sandbox sets the size of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A test that is data: the entry is called with these arguments and must give `expected`."""
+class CallCase:
+    """A test case as data: the call must return a value that is equal to `expected` and has its
+    type; int and float count as one type."""
 
     entry: str
     args: tuple[Any, ...]
@@ -80,25 +93,25 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """What the candidate must pass. It runs where the candidate cannot see it."""
+    """The tests of a candidate. They run in another box, where the candidate cannot see them."""
 
-    __test__ = False  # for pytest, which collects classes of such names
+    __test__ = False  # or pytest would collect the class
 
-    cases: tuple[str | Call, ...]
-    """Each is one test: statements that raise if it fails, a Call, or a pytest file (`module`)."""
+    cases: tuple[str | CallCase, ...]
+    """Each is statements that raise on failure, a CallCase, or a pytest file with its tests."""
     setup: str = ""
-    """Run once before them; what it defines they see."""
+    """Runs once before the cases; they see its definitions."""
     entries: tuple[str, ...] = ()
     """Names that the candidate defines and the tests use."""
     module: str = ""
-    """The name by which a pytest file imports the candidate; not empty: the case is such a file."""
+    """Module name under which a pytest file imports the candidate; empty without a pytest file."""
     shared: bool = False
-    """Run candidate and tests in one box: for arguments that are not data."""
+    """Run candidate and tests in one box, for arguments that are not plain data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Code to run: as a script with its input, or as a candidate with tests."""
+    """Code to run: a script with its input, or a candidate with tests."""
 
     code: str
     stdin: str = ""
@@ -108,55 +121,84 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class TestOutcome:
-    """One test: whether it passed, and if not, why."""
-
     __test__ = False
 
     passed: bool
     message: str = ""
 
+    @classmethod
+    def from_json(cls, fields: Any) -> TestOutcome:
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"an outcome is an object, not {type(fields).__name__}")
+        given = cast("Mapping[str, Any]", fields)
+        return cls(given["passed"] is True, str(given.get("message", "")))
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended."""
-
     status: Status
     isolation: Isolation
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
     seconds: float = 0.0
-    """From the moment that the box got the program."""
+    """Wall-clock time since the box received the program."""
     outcomes: tuple[TestOutcome, ...] = ()
-    """One for each test, where tests were asked for; a test that was not reached has failed."""
+    """One for each test; a test that did not run has failed."""
     detail: str = ""
+    memory_limit: MemoryLimit = MemoryLimit.RLIMITS
+
+    @property
+    def level(self) -> str:
+        """Isolation and memory limit, for display."""
+        return f"{self.isolation}, memory {self.memory_limit}"
+
+    @property
+    def passed(self) -> int:
+        return sum(outcome.passed for outcome in self.outcomes)
+
+    @property
+    def share_passed(self) -> float:
+        return self.passed / len(self.outcomes) if self.outcomes else 0.0
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether every test passed and the tests ran to their end."""
+        return self.status is Status.OK and self.share_passed == 1.0
+
+    @classmethod
+    def not_run(cls, detail: str) -> Result:
+        """A result for a failure of the tests or of the sandbox."""
+        return cls(Status.INFRASTRUCTURE, Isolation.NONE, detail=detail)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Result:
-        """ValueError, KeyError or TypeError if it is not what `to_json` gives."""
-        outcomes: Sequence[Mapping[str, Any]] = said.get("outcomes", ())
-        exit_code = said.get("exit_code")
+    def from_json(cls, fields: Any) -> Result:
+        """The inverse of `to_json`. Invalid fields raise ValueError, KeyError or TypeError."""
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"a result is an object, not {type(fields).__name__}")
+        given = cast("Mapping[str, Any]", fields)
+        exit_code, seconds = given.get("exit_code"), float(given.get("seconds", 0.0))
+        if not (exit_code is None or isinstance(exit_code, int)):
+            raise ValueError(f"exit_code={exit_code!r} is not an integer")
+        if not 0 <= seconds < inf:
+            raise ValueError(f"seconds={seconds} is not a time")
         return cls(
-            status=Status(said["status"]),
-            isolation=Isolation(said["isolation"]),
-            stdout=str(said.get("stdout", "")),
-            stderr=str(said.get("stderr", "")),
-            exit_code=None if exit_code is None else int(exit_code),
-            seconds=float(said.get("seconds", 0.0)),
-            outcomes=tuple(
-                TestOutcome(item["passed"] is True, str(item.get("message", "")))
-                for item in outcomes
-            ),
-            detail=str(said.get("detail", "")),
+            status=Status(given["status"]),
+            isolation=Isolation(given["isolation"]),
+            **{name: str(given.get(name, "")) for name in ("stdout", "stderr", "detail")},
+            exit_code=exit_code,
+            seconds=seconds,
+            outcomes=tuple(map(TestOutcome.from_json, given.get("outcomes", ()))),
+            memory_limit=MemoryLimit(given.get("memory_limit", MemoryLimit.RLIMITS)),
         )
 
 
 class Sandbox(Protocol):
-    """Runs untrusted programs. Any number of `run` may be under way at once."""
+    """Runs untrusted programs; `run` may be called concurrently."""
 
     async def run(self, program: Program) -> Result:
-        """Run one program to its end. Raises nothing for what the program does."""
+        """Run one program to its end. Never raises for what the program does."""
         ...

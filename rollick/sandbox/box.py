@@ -1,18 +1,17 @@
-"""One box: a process behind all the layers, started ahead, given one program, ended for good.
+"""One box: an isolated process that is started in advance, runs one program and is destroyed.
 
-    Box.start()  --- bwrap starts, then the interpreter; this does not wait ---
-    ready()      the interpreter waits for its program
-    give()       the program goes in; what happens then is seen through the pipes (follow.py)
-    end()        SIGKILL to the first process of the pid namespace, which is the interpreter: the
-                 kernel ends all the others, and tells by the descriptor when the last one is gone
+Box.start()  starts bwrap, which starts the interpreter; does not wait
+ready()      waits until the interpreter waits for its program
+send()       sends the program; its output is read from the pipes (monitor.py)
+end()        SIGKILL to the init process of the pid namespace, which is the interpreter: the
+             kernel kills all others, and a pidfd becomes readable when the last one is gone
 
-A box is used once, whatever happened in it.
+If this process dies, the kernel (parent-death signals) and guard.py end the box.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import importlib.util
 import json
@@ -24,59 +23,79 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import cache
+from threading import Lock
 from types import CodeType
 
 from rollick.errors import SandboxError
 from rollick.sandbox import wire
 from rollick.sandbox.base import Isolation
-from rollick.sandbox.filter import seccomp_program
-from rollick.sandbox.host import BoxPipes, Host
+from rollick.sandbox.guard import BoxGuard
+from rollick.sandbox.host import DISK_MB, BoxPipes, SandboxHost
+from rollick.sandbox.memory import MemoryGroup, MemoryGroups
+from rollick.sandbox.seccomp import seccomp_program
 
 START_SECONDS = 30.0
-"""For bubblewrap and the interpreter, on a machine that is busy with other things."""
+"""Time for bubblewrap and the interpreter to start on a busy machine."""
 END_SECONDS = 10.0
-"""For the kernel to take a killed box down."""
+"""Time for the kernel to remove a killed box."""
 STDERR_BYTES = 2000
+KERNEL_MB = 32
+"""In a memory cgroup: for the kernel's data about the processes of a box."""
 
 INSIDE = {
     "rollick_wire": "rollick.sandbox.wire",
     "rollick_boot": "rollick.sandbox.inside.boot",
-    "rollick_program": "rollick.sandbox.inside.program",
     "rollick_candidate": "rollick.sandbox.inside.candidate",
     "rollick_tests": "rollick.sandbox.inside.tests",
-    "rollick_shared": "rollick.sandbox.inside.shared",
 }
-"""Modules whose compiled code is sent into a box, by their name there."""
+"""Modules whose compiled code is sent into a box, by their name in the box."""
 
-FIRST_LINE = """\
+BOOT_CODE = """\
 import os, marshal
 d = b""
 while len(d) < {size}:
-    d += os.read({control}, {size} - len(d))
+    d += os.read({control}, {size} - len(d)) or os._exit(0)
 c = marshal.loads(d)
 g = {{"__name__": "rollick_boot"}}
 exec(c["rollick_boot"], g)
-g["main"]({control}, c)
+g["main"]({control}, c, marshal.loads)
 """
-"""What the interpreter is started with. It reads the code of our own modules, which this process
-compiled: compiling it in every box would cost more than starting the interpreter."""
+"""The interpreter's first code. It reads our modules as compiled code: compiling them in every box
+would take longer than starting the interpreter."""
 
 
-class BoxEnded(SandboxError):
-    """A box ended before it began: bubblewrap or the interpreter could not do their part."""
+class BoxStartError(SandboxError):
+    """A box ended before its program started: bubblewrap or the interpreter failed."""
 
 
 @cache
 def inside_code() -> bytes:
     """The code that runs in boxes, compiled for this interpreter."""
-    codes: dict[str, CodeType] = {}
-    for name, module in INSIDE.items():
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        codes[name] = spec.loader.get_code(module)  # pyright: ignore
-    return marshal.dumps(codes)
+    return marshal.dumps({name: _compiled(name, module) for name, module in INSIDE.items()})
+
+
+@cache
+def extra_code(*names: str) -> dict[str, bytes]:
+    """Further modules for the message to a box, in the order in which it loads them."""
+    modules = {f"rollick_{name}": f"rollick.sandbox.inside.{name}" for name in names}
+    return {name: marshal.dumps(_compiled(name, module)) for name, module in modules.items()}
+
+
+def _compiled(name: str, module: str) -> CodeType:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    code: CodeType = spec.loader.get_code(module)  # pyright: ignore
+    return rename_code(code, f"<{name}>")
+
+
+def rename_code(code: CodeType, name: str) -> CodeType:
+    """The code with another file name: a program can read it, and paths of the host are private."""
+    constants = (rename_code(c, name) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=name, co_consts=tuple(constants))
 
 
 @dataclass(slots=True, eq=False)
@@ -91,139 +110,144 @@ class Box:
     info: int
     uid: int | None
     isolation: Isolation
-    exited: int
-    """Descriptor of the outer process; readable when it has ended."""
-    first: int | None = None
-    """Descriptor of the first process inside; readable when nothing is left in the box."""
-    first_pid: int = 0
+    exit_fd: int
+    """pidfd of the outer process; readable when it has exited."""
+    guard: BoxGuard | None = None
+    """Kills the box if this process dies."""
+    group: MemoryGroup | None = None
+    init_fd: int | None = None
+    """pidfd of the init process inside; readable when no process is left in the box."""
+    init_pid: int = 0
 
     @classmethod
-    def start(cls, host: Host, *, disk_mb: int, packages: bool = False) -> Box:
-        """Starts the processes and returns at once. SandboxError if not even that is possible."""
-        # What the box was given is closed here in any case, what is kept only if it does not start.
-        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+    def start(
+        cls, host: SandboxHost, *, packages: bool = False, guard: BoxGuard | None = None
+    ) -> Box:
+        """Start the processes and return immediately. SandboxError if they cannot be started."""
+        # The box's ends are always closed here, our ends only if the box does not start.
+        with ExitStack() as theirs, ExitStack() as ours:
             try:
-                box = cls._start(host, given, kept, disk_mb=disk_mb, packages=packages)
+                box = cls._start(host, theirs, ours, packages, guard)
             except OSError as error:
                 fix = "allow more open files (ulimit -n)" if error.errno == errno.EMFILE else ""
                 raise SandboxError(f"a box cannot be started: {error}", fix=fix) from error
-            kept.pop_all()
+            ours.pop_all()
         return box
 
     @classmethod
     def _start(
         cls,
-        host: Host,
-        given: contextlib.ExitStack,
-        kept: contextlib.ExitStack,
-        *,
-        disk_mb: int,
+        host: SandboxHost,
+        theirs: ExitStack,
+        ours: ExitStack,
         packages: bool,
+        guard: BoxGuard | None,
     ) -> Box:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        kept.callback(ours.close)
-        given.callback(theirs.close)
-        in_r, in_w = _pipe(given, kept)
-        out_r, out_w = _pipe(kept, given)
-        err_r, err_w = _pipe(kept, given)
-        info_r, info_w = _pipe(kept, given)
-        rules_r, rules_w = _pipe(given, given)
-        os.write(rules_w, seccomp_program())
-        code = inside_code()
-        ours.setblocking(False)
-        ours.send(code)
-        pipes = BoxPipes(theirs.fileno(), info_w, rules_r)
-        line = FIRST_LINE.format(size=len(code), control=pipes.control)
-        python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
+        our_socket, box_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.callback(our_socket.close)
+        theirs.callback(box_socket.close)
+        in_r, in_w = _pipe(theirs, ours)
+        out_r, out_w = _pipe(ours, theirs)
+        err_r, err_w = _pipe(ours, theirs)
+        info_r, info_w = _pipe(ours, theirs)
+        rules_r, rules_w = _pipe(theirs, theirs)
+        options_r, options_w = os.pipe()
+        theirs.callback(os.close, options_r)
+        options = theirs.enter_context(os.fdopen(options_w, "wb", buffering=0))
+        os.write(rules_w, seccomp_program(shared_memory=host.memory is not None))
+        our_socket.setblocking(False)
+        our_socket.send(inside_code())
+        pipes = BoxPipes(box_socket.fileno(), info_w, rules_r, options_r)
         uid = host.next_uid()
-        if host.isolation is Isolation.NONE:
-            command, inherited = [sys.executable, *python], (pipes.control,)
-        else:
-            command = host.command(pipes, python, uid=uid, disk_mb=disk_mb, packages=packages)
-            inherited = (*pipes.numbers, *host.inherited())
-        process = subprocess.Popen(
-            command,
-            stdin=in_r,
-            stdout=out_w,
-            stderr=err_w,
-            pass_fds=inherited,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            cwd="/",
-            start_new_session=True,
-        )
-        kept.callback(process.wait)
-        kept.callback(process.kill)
-        exited = os.pidfd_open(process.pid)
+        process = _spawn(host, pipes, (in_r, out_w, err_w), uid)
+        ours.callback(process.wait)
+        # Not a kill, for the reason that `kill` names.
+        ours.callback(our_socket.shutdown, socket.SHUT_RDWR)
+        ours.callback(options.close)
+        exit_fd = os.pidfd_open(process.pid)
+        if guard is not None:
+            guard.add(process.pid)
+        if host.isolation is not Isolation.NONE:
+            options.write(host.options(pipes, packages=packages))
         for end in (in_w, out_r, err_r, info_r):
             os.set_blocking(end, False)
-        return cls(process, ours, in_w, out_r, err_r, info_r, uid, host.isolation, exited)
+        return cls(
+            *(process, our_socket, in_w, out_r, err_r, info_r, uid, host.isolation, exit_fd, guard)
+        )
 
     async def ready(self) -> None:
-        """Waits until the interpreter waits for its program; SandboxError if it never does."""
-        await self._hear("start")
-        self.find_first()
-        if self.first is None and self.isolation is not Isolation.NONE:
-            # A program in it could not be killed. Not BoxEnded: the box is sound, and giving
-            # isolation up for want of a descriptor would be wrong.
-            message = "the first process of a box cannot be held by a descriptor"
+        """Wait until the interpreter waits for its program; SandboxError if it does not."""
+        await self._wait_for_byte("start")
+        self.open_init()
+        if self.init_fd is None and self.isolation is not Isolation.NONE:
+            # A program in this box could not be killed. Not a BoxStartError: isolation works, and
+            # must not be given up because a descriptor is missing.
+            message = "no descriptor for the init process of a box"
             raise SandboxError(message, fix="allow more open files (ulimit -n)")
+        if self.guard is not None and self.init_pid:
+            self.guard.add(self.init_pid)
 
-    async def _hear(self, what: str) -> None:
-        """Waits for one byte of the box; SandboxError with what it printed if none comes."""
-        said = b""
+    def limit_memory(self, groups: MemoryGroups, memory_mb: int) -> None:
+        """Put the box, which is ready, into a memory cgroup; OSError if that fails. Its disk and
+        what the kernel needs for it count there too."""
+        self.group = groups.create((memory_mb + DISK_MB + KERNEL_MB) << 20)
+        self.group.add(self.init_pid)
+
+    async def _wait_for_byte(self, action: str) -> None:
+        """Wait for one byte from the box; SandboxError with its error output if none comes."""
+        received = b""
         try:
             async with asyncio.timeout(START_SECONDS):
-                said = await asyncio.get_running_loop().sock_recv(self.control, 1)
+                received = await asyncio.get_running_loop().sock_recv(self.control, 1)
         except TimeoutError:
-            raise SandboxError(f"a box did not {what} within {START_SECONDS:g} s") from None
+            raise SandboxError(f"a box did not {action} within {START_SECONDS:g} s") from None
         except OSError:
             pass
-        if not said:
-            await wait_readable(self.exited, END_SECONDS)
-            with contextlib.suppress(OSError):
-                said = os.read(self.stderr, STDERR_BYTES)
-            text = said.decode(errors="replace").strip()
-            raise BoxEnded(f"a box did not {what}: {text or 'it ended'}")
+        if not received:
+            await wait_readable(self.exit_fd, END_SECONDS)
+            text = ""
+            with suppress(OSError):
+                text = os.read(self.stderr, STDERR_BYTES).decode(errors="replace").strip()
+            raise BoxStartError(f"a box did not {action}: {text or 'it ended'}")
 
-    def find_first(self) -> None:
-        """Take hold of the first process in the box: bubblewrap has told its number by now."""
-        if self.first is not None or self.isolation is Isolation.NONE:
+    def open_init(self) -> None:
+        """Open a pidfd of the init process, whose pid bubblewrap reports."""
+        if self.init_fd is not None or self.isolation is Isolation.NONE:
             return
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            self.first_pid = json.loads(os.read(self.info, 1 << 12))["child-pid"]
-            self.first = os.pidfd_open(self.first_pid)
+        with suppress(OSError, ValueError, KeyError):
+            self.init_pid = json.loads(os.read(self.info, 1 << 12))["child-pid"]
+            self.init_fd = os.pidfd_open(self.init_pid)
 
-    async def give(self, message: Mapping[str, object], pipes: tuple[int, ...] = ()) -> None:
-        """Send the program, with the descriptors that it is to have; returns as it begins."""
+    async def send(self, message: Mapping[str, object], pipes: tuple[int, ...] = ()) -> None:
+        """Send the program and its descriptors; returns when it starts."""
         body = wire.encode(dict(message))
         content = len(body).to_bytes(8, "little") + body
-        loop = asyncio.get_running_loop()
         sent = socket.send_fds(self.control, [content[: 1 << 15]], list(pipes))
         if sent < len(content):
-            await loop.sock_sendall(self.control, content[sent:])
-        await self._hear("take its program")
+            await asyncio.get_running_loop().sock_sendall(self.control, content[sent:])
+        await self._wait_for_byte("take its program")
 
     def kill(self) -> None:
-        """Ends everything in the box; does not wait."""
-        self.find_first()
-        if self.first is not None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.first, signal.SIGKILL)
+        """Kill all processes of the box; does not wait."""
+        self.open_init()
+        if self.init_fd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
         elif self.isolation is Isolation.NONE:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         else:
-            # It holds no program, since `ready` refuses such a box. bubblewrap killed as it starts
-            # would leave a child that waits for it for ever; an interpreter that finds nobody at
-            # the socket ends.
-            with contextlib.suppress(OSError):
+            # The box has no program, since `ready` rejects such a box. Killing bubblewrap while it
+            # starts would leave a child that waits forever; an interpreter whose socket is closed
+            # exits.
+            with suppress(OSError):
                 self.control.shutdown(socket.SHUT_RDWR)
 
     async def end(self) -> None:
-        """Kill, and wait until nothing is left. The pipes stay open until `close`."""
+        """Kill the box and wait until no process is left. Pipes stay open until `close`."""
         self.kill()
         try:
-            for descriptor, seconds in self._last_signs():
+            for descriptor, seconds in self._exit_descriptors():
                 await wait_readable(descriptor, seconds)
         except asyncio.CancelledError:
             self.end_now()
@@ -231,57 +255,135 @@ class Box:
         self._reap()
 
     def end_now(self) -> None:
-        """The same, where no event loop runs or nobody may wait: blocks for some milliseconds."""
+        """`end` without an event loop; blocks for some milliseconds."""
         self.kill()
-        for descriptor, seconds in self._last_signs():
+        for descriptor, seconds in self._exit_descriptors():
             watch = select.poll()
             watch.register(descriptor, select.POLLIN)
             watch.poll(seconds * 1000)
         self._reap()
 
-    def _last_signs(self) -> list[tuple[int, float]]:
-        """Descriptors that are readable once all has ended, and how long each may take."""
-        if self.first is None:
-            return [(self.exited, START_SECONDS)]
-        return [(self.first, END_SECONDS), (self.exited, END_SECONDS)]
+    def _exit_descriptors(self) -> list[tuple[int, float]]:
+        """Descriptors that become readable at the end, and the time for each."""
+        if self.init_fd is None:
+            return [(self.exit_fd, START_SECONDS)]
+        return [(self.init_fd, END_SECONDS), (self.exit_fd, END_SECONDS)]
 
     def _reap(self) -> None:
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_SECONDS)
             raise SandboxError(f"a box did not end within {END_SECONDS:g} s of its kill") from None
 
     def close(self) -> None:
-        """Give all descriptors back."""
+        if self.guard is not None:
+            self.guard.remove(self.process.pid)
+            self.guard.remove(self.init_pid)
+        if self.group is not None:
+            self.group.close()
         self.control.close()
-        for name in ("stdin", "stdout", "stderr", "info", "exited", "first"):
+        for name in ("stdin", "stdout", "stderr", "info", "exit_fd", "init_fd"):
             descriptor = getattr(self, name)
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
-            setattr(self, name, None if name == "first" else -1)
+            setattr(self, name, None if name == "init_fd" else -1)
 
 
-def _pipe(reads: contextlib.ExitStack, writes: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe, of which each end is closed by its stack."""
+@dataclass(slots=True, eq=False)
+class BoxStarter:
+    """One thread that starts all boxes of a sandbox, and a guard that kills them if we die.
+
+    The kernel kills a box when the thread that started it ends (a parent-death signal is sent at
+    the end of a thread, not of a process). Programs come from any thread, and a server's thread may
+    end with its request, which would kill the box that waits for the next program. The thread
+    starts with the first box; a forked process starts its own.
+    """
+
+    _lock: Lock = field(default_factory=Lock)
+    _closed: bool = False
+    _thread: ThreadPoolExecutor | None = None
+    _guard: BoxGuard | None = None
+    _pid: int = 0
+    """The process of the thread and of the guard's parent."""
+
+    def start(self, host: SandboxHost, *, packages: bool = False) -> Box:
+        """Wait about a millisecond for the start of bubblewrap; raises what Box.start raises."""
+        with self._lock:
+            if self._closed:
+                raise SandboxError("the sandbox is closed", fix="run programs inside its `with`")
+            if self._thread is None or self._pid != os.getpid():
+                self._thread = ThreadPoolExecutor(1, "starts boxes")
+                self._guard, self._pid = None, os.getpid()
+            box = self._thread.submit(self._start, host, packages)
+        return box.result()
+
+    def _start(self, host: SandboxHost, packages: bool) -> Box:
+        return Box.start(host, packages=packages, guard=self._open_guard())
+
+    def _open_guard(self) -> BoxGuard:
+        """The guard; a new one if it was killed."""
+        if self._guard is not None and self._guard.is_alive:
+            return self._guard
+        if self._guard is not None:
+            self._guard.close()
+        try:
+            self._guard = BoxGuard.start()
+        except OSError as error:
+            raise SandboxError(f"a guard for boxes cannot be started: {error}") from error
+        return self._guard
+
+    def close(self) -> None:
+        """End the thread, and with it any remaining box."""
+        with self._lock:
+            self._closed = True
+            if self._thread is not None and self._pid == os.getpid():
+                self._thread.shutdown()
+                if self._guard is not None:
+                    self._guard.close()
+            self._thread = self._guard = None
+
+
+def _spawn(
+    host: SandboxHost, pipes: BoxPipes, streams: tuple[int, int, int], uid: int | None
+) -> subprocess.Popen[bytes]:
+    """Start bubblewrap, or without isolation the interpreter, with these standard streams."""
+    line = BOOT_CODE.format(size=len(inside_code()), control=pipes.control)
+    python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
+    if host.isolation is Isolation.NONE:
+        command, inherited = [sys.executable, *python], (pipes.control,)
+    else:
+        command = host.command(pipes, python, uid)
+        inherited = (*pipes, *(() if host.mounts is None else (host.mounts,)))
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=inherited,
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
+    """A pipe; each stack closes one of its ends."""
     ends = os.pipe()
     for stack, end in zip((reads, writes), ends, strict=True):
         stack.callback(os.close, end)
     return ends
 
 
-async def wait_readable(descriptor: int, seconds: float) -> bool:
-    """Whether the descriptor became readable in time."""
+async def wait_readable(descriptor: int, seconds: float) -> None:
+    """Wait until the descriptor is readable, but no longer than this."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, lambda: done.done() or done.set_result(None))
     try:
-        async with asyncio.timeout(seconds):
-            await done
-    except TimeoutError:
-        return False
+        await asyncio.wait([done], timeout=seconds)
     finally:
         loop.remove_reader(descriptor)
-    return True

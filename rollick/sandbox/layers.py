@@ -1,10 +1,10 @@
-"""Which layers of isolation are active here: found by starting a box and trying from inside it."""
+"""Detects the active isolation layers by running a probe inside a box."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from rollick.sandbox.base import Isolation, Limits, Program, Status
+from rollick.sandbox.base import Isolation, Limits, MemoryLimit, Program, Status
 from rollick.sandbox.host import NAMESPACES
 from rollick.sandbox.local import LocalSandbox
 
@@ -12,27 +12,21 @@ PROBE = """
 import os, resource, _socket
 
 def refused(call, *arguments):
+    return fails(call, *arguments, error=PermissionError)
+
+def fails(call, *arguments, error=OSError):
     try:
         call(*arguments)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
+    except OSError as raised:
+        return isinstance(raised, error)
     return False
 
-def fails(call, *arguments):
-    try:
-        call(*arguments)
-    except OSError:
-        return True
-    return False
-
-def limited():
-    return resource.getrlimit(resource.RLIMIT_NPROC)[1] == 32
-
+processes, memory = (
+    resource.getrlimit(limit)[1] for limit in (resource.RLIMIT_NPROC, resource.RLIMIT_AS)
+)
 print("pid namespace", os.getpid() == 1)
 print("seccomp", refused(os.memfd_create, "x") and refused(_socket.socket, 2, 1, 0))
-print("limits", limited() and resource.getrlimit(resource.RLIMIT_AS)[1] == 512 << 20)
+print("limits", processes == 32 and memory == 512 << 20)
 print("read-only system", fails(os.mkdir, "/usr/x") and fails(os.mkdir, "/x"))
 print("own disk", not fails(os.mkdir, "/tmp/x") and len(os.listdir("/tmp")) == 1)
 print("no /proc", not os.path.exists("/proc/self"))
@@ -42,8 +36,8 @@ print("cleared environment", {*os.environ} <= known)
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
-    """The isolation that programs get here, and each layer that was tried."""
+class IsolationLayers:
+    """The isolation level on this machine, and each probed layer."""
 
     isolation: Isolation
     active: tuple[str, ...] = ()
@@ -52,42 +46,42 @@ class Layers:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """One line for display."""
         if self.isolation is Isolation.NONE:
             return f"none: {self.problem}"
         return f"{self.isolation}: {', '.join(self.active)}"
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "isolation": str(self.isolation),
-            "active": list(self.active),
-            "missing": list(self.missing),
-            "problem": self.problem,
-        }
+        return asdict(self)
 
 
-async def find_layers() -> Layers:
-    """Starts one box. If it cannot be started, or a layer does not hold, the level is NONE."""
+async def probe_layers() -> IsolationLayers:
+    """Run the probe in one box. If it fails or a layer has no effect, the level is NONE."""
     with LocalSandbox(warm=0) as sandbox:
         uid = "throw-away uid"
-        found = Layers(sandbox.host.isolation, problem=sandbox.host.problem)
-        if found.isolation is Isolation.NONE:
-            return replace(found, missing=("bubblewrap",))
+        layers = IsolationLayers(sandbox.host.isolation, problem=sandbox.host.problem)
+        if layers.isolation is Isolation.NONE:
+            return replace(layers, missing=("bubblewrap",))
         result = await sandbox.run(Program(PROBE, limits=Limits(wall_s=20.0)))
+        groups = sandbox.host.memory
+        has_cpu_group = groups is not None and groups.cpu is not None
     if result.status is not Status.OK:
         problem = result.detail or result.stderr.strip() or str(result.status)
-        return Layers(Isolation.NONE, missing=("bubblewrap",), problem=problem)
-    answers = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
-    missing = tuple(name for name, answer in answers.items() if answer != "True")
-    # bubblewrap does not start without each of the namespaces that it was asked for.
+        return IsolationLayers(Isolation.NONE, missing=("bubblewrap",), problem=problem)
+    probed = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
+    missing = tuple(name for name, active in probed.items() if active != "True")
+    # bubblewrap does not start unless it can create each requested namespace.
     active = ["bubblewrap", f"namespaces ({', '.join(NAMESPACES)}, mount)"]
-    active += [name for name, answer in answers.items() if answer == "True"]
-    if found.isolation is Isolation.FULL:
-        active.append(uid)
-    else:
-        missing = (*missing, uid)
-    broken = [name for name in missing if name != uid]
-    if broken:
-        problem = f"these layers do not hold: {', '.join(broken)}"
-        return Layers(Isolation.NONE, tuple(active), missing, problem)
-    return replace(found, active=tuple(active), missing=missing, problem="")
+    active += [name for name in probed if name not in missing]
+    optional = {
+        uid: layers.isolation is Isolation.FULL,
+        "memory cgroup": result.memory_limit is MemoryLimit.CGROUP,
+        "cpu cgroup": has_cpu_group,
+    }
+    active += [name for name, has_it in optional.items() if has_it]
+    failed = list(missing)
+    missing += tuple(name for name, has_it in optional.items() if not has_it)
+    if failed:
+        problem = f"these layers have no effect: {', '.join(failed)}"
+        return IsolationLayers(Isolation.NONE, tuple(active), missing, problem)
+    return replace(layers, active=tuple(active), missing=missing, problem="")

@@ -1,10 +1,10 @@
-"""LocalSandbox: boxes on this machine, started ahead and used once.
+"""LocalSandbox: runs programs on this machine, each in a box that was started in advance.
 
-    run(program) -> take a warm box (two with tests), start its successor -> give -> follow -> end
+    run(program) -> take a warm box (two with tests), start its successor -> send -> monitor -> end
 
-A box that has had a program is never given another one. With tests there are two boxes with
-different uids: the candidate's, which sees calls and nothing else, and the tests', which sees data
-and nothing else; the parent joins them with two pipes and keeps no end of them.
+A box runs one program and is never reused. With tests there are two boxes: the candidate's box sees
+only calls, the test box sees only returned data. The parent connects them with two pipes and closes
+its own copies of the pipes' ends.
 """
 
 from __future__ import annotations
@@ -14,65 +14,53 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rollick.errors import SandboxError
-from rollick.sandbox.base import (
-    Call,
-    Isolation,
-    Limits,
-    Program,
-    Result,
-    Status,
-    TestOutcome,
-    Tests,
-)
-from rollick.sandbox.box import Box, BoxEnded
-from rollick.sandbox.entries import modules_used
-from rollick.sandbox.follow import Ending, Following
-from rollick.sandbox.host import Host
-from rollick.sandbox.starter import Starter
+from rollick.sandbox.base import CallCase, Isolation, Limits, Program, Result, Status, Tests
+from rollick.sandbox.box import Box, BoxStarter, BoxStartError, extra_code
+from rollick.sandbox.host import SandboxHost
+from rollick.sandbox.monitor import BoxMonitor, StopCause
+from rollick.sandbox.outcomes import ReportEnd, TestReports
+from rollick.sandbox.pytest_files import find_star_names, shared_box_reason
+from rollick.sandbox.tested_names import modules_used
 from rollick.sandbox.wire import WireError
 
-REFUSAL = "set allow_unsafe to run programs without isolation, or use a remote sandbox"
+REFUSED_FIX = "set allow_unsafe to run programs without isolation, or use a remote sandbox"
 NONCE_BYTES = 16
-SIGNALLED = 128
-"""bubblewrap's exit code for a program that a signal ended is this and the signal's number."""
+SIGNAL_EXIT_CODE = 128
+"""If a signal killed the program, bubblewrap exits with this plus the signal's number."""
 CPU_TIME_SIGNAL = 24
 STATUS_OF = {
-    Ending.TIMEOUT: Status.TIMEOUT,
-    Ending.OUTPUT: Status.OUTPUT_LIMIT,
-    Ending.MEMORY: Status.MEMORY,
-    Ending.BROKEN: Status.INFRASTRUCTURE,
+    StopCause.TIMEOUT: Status.TIMEOUT,
+    StopCause.OUTPUT: Status.OUTPUT_LIMIT,
+    StopCause.MEMORY: Status.MEMORY,
+    StopCause.TESTS_INVALID: Status.INFRASTRUCTURE,
+    StopCause.REPORTS_INVALID: Status.KILLED,
 }
 
 
 @dataclass(slots=True, eq=False)
 class LocalSandbox:
-    """Use it with `with`; when that ends, so has every box.
-
-    The warm boxes belong to no event loop, so one sandbox can serve several, one after another.
-    """
+    """A context manager; on exit, all boxes have ended. Idle boxes are not bound to an event loop,
+    so several loops can use one sandbox, one after the other."""
 
     warm: int = 2
-    """Boxes that wait for a program."""
-    at_once: int = 8
-    """Programs that run at once; more of them wait."""
-    disk_mb: int = 64
-    """The writable /tmp of a box."""
+    """Number of idle boxes, started in advance."""
+    concurrency: int = 8
+    """Maximum number of concurrent programs; the others wait."""
     allow_unsafe: bool = False
-    host: Host = field(default_factory=Host.find)
-    _starter: Starter = field(default_factory=Starter)
-    _waiting: deque[Box] = field(default_factory=deque[Box])
+    host: SandboxHost = field(default_factory=SandboxHost.detect)
+    _starter: BoxStarter = field(default_factory=BoxStarter)
+    _idle: deque[Box] = field(default_factory=deque[Box])
     _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-    _closed: bool = False
-    _proven: bool = False
+    _has_started_box: bool = False
 
     def __enter__(self) -> LocalSandbox:
-        if self._may_run:
+        if self._can_run:
             self._refill()
         return self
 
@@ -80,20 +68,19 @@ class LocalSandbox:
         self.close()
 
     def close(self) -> None:
-        """End the boxes that wait. Programs under way must have ended."""
-        self._closed = True
-        for box in self._waiting:
+        """End the idle boxes. All programs must have ended."""
+        for box in self._idle:
             box.kill()
         try:
-            self._drop_waiting()
+            self._drop_idle()
         finally:
             self._starter.close()
             self.host.close()
 
-    def _drop_waiting(self) -> None:
-        with ExitStack() as drops:  # all of them, even if one cannot be ended
-            while self._waiting:
-                drops.callback(self._drop, self._waiting.popleft())
+    def _drop_idle(self) -> None:
+        with ExitStack() as drops:  # drop all boxes, even if one raises
+            while self._idle:
+                drops.callback(self._drop, self._idle.popleft())
 
     def _drop(self, box: Box) -> None:
         try:
@@ -103,210 +90,248 @@ class LocalSandbox:
             box.close()
 
     @property
-    def _may_run(self) -> bool:
+    def _can_run(self) -> bool:
         return self.host.isolation is not Isolation.NONE or self.allow_unsafe
 
     async def run(self, program: Program) -> Result:
-        """Run one program in a fresh box; never raises for what the program does."""
+        """Run one program in an unused box. Never raises because of what the program does."""
         try:
             for _ in range(2):
-                if not self._may_run:
+                if not self._can_run:
                     break
                 try:
-                    return await self._run(program)
-                except BoxEnded as error:
-                    if self._proven:
+                    if program.tests is None:
+                        return await self._run_script(program)
+                    return await self._run_tests(program, program.tests)
+                except BoxStartError as error:
+                    if self._has_started_box:
                         raise
-                    self._give_up(str(error))
+                    self._disable_isolation(str(error))
         except (SandboxError, WireError, OSError) as error:
             return Result(Status.INFRASTRUCTURE, self.host.isolation, detail=str(error))
-        detail = f"{self.host.problem}; {REFUSAL}"
+        detail = f"{self.host.problem}; {REFUSED_FIX}"
         return Result(Status.REFUSED, self.host.isolation, detail=detail)
 
-    async def _run(self, program: Program) -> Result:
-        tests = program.tests
-        if tests is None:
-            return await self._run_script(program)
-        if tests.shared:
-            return await self._run_shared(program, tests)
-        return await self._run_pair(program, tests)
-
-    def _give_up(self, problem: str) -> None:
-        """No box has ever started: the tools are there, but the kernel forbids what they need."""
+    def _disable_isolation(self, problem: str) -> None:
+        """Called if no box ever started: bwrap is installed, but the kernel forbids its use."""
         if self.host.isolation is Isolation.NONE:
-            return  # another program found out first
-        self._drop_waiting()
+            return  # a concurrent `run` did it
+        self._drop_idle()
         self.host.problem = f"{problem}; {self.host.problem}".rstrip("; ")
-        self.host.isolation = Isolation.NONE
+        self.host.isolation, self.host.memory = Isolation.NONE, None
 
     async def _run_script(self, program: Program) -> Result:
-        async with self._boxes(1) as (box,):
-            message = {"role": "program", "code": program.code, "limits": whole(program.limits)}
-            following = Following([box], program.limits, program.stdin.encode("utf-8", "replace"))
-            await box.give(message)
-            begun = time.perf_counter()
-            ending = await following.wait()
-            seconds = time.perf_counter() - begun
-            await box.end()
-            following.drain()
-            code = box.process.returncode if ending is Ending.EXIT else None
+        async with self._boxes(1, program.limits) as boxes:
+            [box] = boxes
+            monitor = BoxMonitor(boxes, program.limits, program.stdin.encode("utf-8", "replace"))
+            await box.send(role_message("program", program) | {"code": program.code})
+            cause, seconds = await _wait_and_end(monitor)
+            code = box.process.returncode if cause is StopCause.EXIT else None
         if code is not None and code < 0:  # without bubblewrap
-            code = SIGNALLED - code
-        status = STATUS_OF.get(ending) or exit_status(code, bytes(following.stderr))
+            code = SIGNAL_EXIT_CODE - code
+        status = STATUS_OF.get(cause) or exit_status(code, bytes(monitor.stderr))
         if status is Status.KILLED and seconds >= program.limits.cpu_s:
-            # The first process of a box gets no other signal for its time than the last one.
+            # RLIMIT_CPU can end a box with SIGKILL, which looks like any other kill.
             status = Status.TIMEOUT
-        return describe(following, status, self.host.isolation, code, seconds)
+        result = make_result(monitor, status, self.host.isolation, code, seconds)
+        return replace(result, memory_limit=self.host.memory_limit)
 
-    async def _run_pair(self, program: Program, tests: Tests) -> Result:
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        async with self._boxes(2, packages=bool(tests.module)) as (candidate, judge):
-            following = Following([candidate, judge], program.limits, nonce=nonce)
-            calls_r, calls_w = os.pipe()
-            answers_r, answers_w = os.pipe()
-            try:
-                limits = whole(program.limits)
-                given = {"role": "candidate", "code": program.code, "limits": limits}
-                await candidate.give(given, (calls_r, answers_w))
-                await judge.give(test_message(program, tests, nonce), (answers_r, calls_w))
-            finally:
-                for end in (calls_r, calls_w, answers_r, answers_w):
-                    os.close(end)
-            begun = time.perf_counter()
-            ending = await following.wait()
-            seconds = time.perf_counter() - begun
-            candidate.kill()
-            await judge.end()
-            await candidate.end()
-            following.drain()
-        return judged(following, ending, tests, self.host.isolation, seconds)
+    async def _run_tests(self, program: Program, tests: Tests) -> Result:
+        if not tests.module:
+            return (await self._run_boxes(program, tests))[0]
+        reason = "" if tests.shared else shared_box_reason(str(tests.cases[0]), tests.module)
+        shared = replace(tests, shared=True)
+        result, reports = await self._run_boxes(program, shared if reason else tests)
+        if reports.end is ReportEnd.SHARE:
+            reason = reports.message
+            result, reports = await self._run_boxes(program, shared)
+        if (reason or tests.shared) and reports.end is ReportEnd.ENDED and not reports.count:
+            # The candidate is not asked whether the file is broken: it would always say so.
+            checked, checks = await self._run_boxes(program, tests, has_candidate=False)
+            if checks.end is not ReportEnd.ENDED:
+                return checked
+        if reason and not result.detail:
+            result = replace(result, detail=f"candidate and tests share a box: {reason}")
+        return result
 
-    async def _run_shared(self, program: Program, tests: Tests) -> Result:
+    async def _run_boxes(
+        self, program: Program, tests: Tests, *, has_candidate: bool = True
+    ) -> tuple[Result, TestReports]:
+        """Run candidate and tests in two boxes, or in one. Without a candidate, a pytest file is
+        only checked, in one box."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        async with self._boxes(1) as (box,):
-            following = Following([box], program.limits, nonce=nonce)
-            message = test_message(program, tests, nonce) | {"role": "shared"}
-            await box.give(message | {"code": program.code})
-            begun = time.perf_counter()
-            ending = await following.wait()
-            seconds = time.perf_counter() - begun
-            await box.end()
-            following.drain()
-        level = Isolation.NONE if self.host.isolation is Isolation.NONE else Isolation.SHARED
-        return judged(following, ending, tests, level, seconds)
+        message = tests_message(program, tests, nonce)
+        shared = tests.shared and has_candidate
+        isolation = self.host.isolation
+        if shared and isolation is not Isolation.NONE:
+            isolation = Isolation.SHARED
+        packages = bool(tests.module)
+        count = 0 if packages else len(tests.cases)
+        reports = TestReports(nonce, count, from_candidate=shared)
+        number = 2 if has_candidate and not shared else 1
+        async with self._boxes(number, program.limits, packages=packages) as boxes:
+            monitor = BoxMonitor(boxes, program.limits, reports=reports)
+            if number == 1:
+                await boxes[0].send(message | ({"code": program.code} if shared else {}))
+            else:
+                await _send_pair(boxes, candidate_message(program, tests), message)
+            cause, seconds = await _wait_and_end(monitor)
+        result = make_test_result(monitor, reports, cause, isolation, seconds)
+        return replace(result, memory_limit=self.host.memory_limit), reports
 
     @asynccontextmanager
-    async def _boxes(self, count: int, *, packages: bool = False) -> AsyncGenerator[list[Box]]:
-        """Fresh boxes that are ready; however the block ends, nothing of them is left."""
+    async def _boxes(
+        self, count: int, limits: Limits, *, packages: bool = False
+    ) -> AsyncGenerator[list[Box]]:
+        """Yield unused boxes that are ready. They have ended when the block exits."""
         async with self._slot():
             boxes: list[Box] = []
-            with ExitStack() as endings:  # all of them, even if one cannot be ended
-                for number in range(count):
-                    last = number == count - 1
-                    box = self._take(packages=packages and last)
-                    endings.callback(self._drop, box)
-                    boxes.append(box)
+            with ExitStack() as endings:  # drop all boxes, even if one raises
+                while len(boxes) < count:
+                    last = len(boxes) == count - 1
+                    boxes.append(self._take(packages=packages and last))
+                    endings.callback(self._drop, boxes[-1])
                 for box in boxes:
                     await box.ready()
-                self._proven = True
+                    if self.host.memory is not None:
+                        box.limit_memory(self.host.memory, limits.memory_mb)
+                self._has_started_box = True
                 yield boxes
 
     def _take(self, *, packages: bool) -> Box:
-        if self._closed:
-            raise SandboxError("the sandbox is closed", fix="run programs inside its `with`")
+        if packages and "packages" not in self.host.sources:
+            raise SandboxError("pytest is not installed", fix="pip install pytest")
         if packages:
-            if "packages" not in self.host.sources:
-                raise SandboxError("pytest is not installed", fix="pip install pytest")
-            return self._start(packages=True)
-        # One that waited for long may have been ended from outside, for want of memory perhaps.
-        while self._waiting and self._waiting[0].process.poll() is not None:
-            self._drop(self._waiting.popleft())
-        box = self._waiting.popleft() if self._waiting else self._start()
+            return self._starter.start(self.host, packages=True)
+        # An idle box may have been killed from outside, for example by the OOM killer.
+        while self._idle and self._idle[0].process.poll() is not None:
+            self._drop(self._idle.popleft())
+        box = self._idle.popleft() if self._idle else self._starter.start(self.host)
         self._refill()
         return box
 
-    def _start(self, *, packages: bool = False) -> Box:
-        return self._starter.start(self.host, disk_mb=self.disk_mb, packages=packages)
-
     def _refill(self) -> None:
-        while len(self._waiting) < self.warm:
-            self._waiting.append(self._start())
+        while len(self._idle) < self.warm:
+            self._idle.append(self._starter.start(self.host))
 
     def _slot(self) -> asyncio.Semaphore:
-        """A semaphore belongs to one event loop; another loop gets another one."""
+        """A semaphore belongs to one event loop, so each loop gets its own."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self.at_once))
+            self._slots = (loop, asyncio.Semaphore(self.concurrency))
         return self._slots[1]
 
 
-def whole(limits: Limits) -> dict[str, int]:
-    """The limits that a box sets itself."""
-    return {name: int(value) for name, value in asdict(limits).items() if name != "wall_s"}
+async def _send_pair(
+    boxes: Sequence[Box], candidate: Mapping[str, object], tests: Mapping[str, object]
+) -> None:
+    """Connect the candidate's box and the test box with two pipes, and send both messages."""
+    calls_r, calls_w = os.pipe()
+    replies_r, replies_w = os.pipe()
+    try:
+        await boxes[0].send(candidate, (calls_r, replies_w))
+        await boxes[1].send(tests, (replies_r, calls_w))
+    finally:
+        for end in (calls_r, calls_w, replies_r, replies_w):
+            os.close(end)
 
 
-def test_message(program: Program, tests: Tests, nonce: bytes) -> dict[str, Any]:
-    """What the test box is told: everything about the tests, nothing of the candidate's code."""
+async def _wait_and_end(monitor: BoxMonitor) -> tuple[StopCause, float]:
+    """Wait until the program stops, then end its boxes. Returns the cause and the seconds."""
+    started = time.perf_counter()
+    cause = await monitor.wait()
+    seconds = time.perf_counter() - started
+    monitor.boxes[0].kill()
+    for box in reversed(monitor.boxes):
+        await box.end()
+    monitor.drain()
+    return StopCause.MEMORY if monitor.out_of_memory else cause, seconds
+
+
+def role_message(role: str, program: Program) -> dict[str, Any]:
+    """The role of a box, and its rlimits. The parent enforces `wall_s`, so it is left out."""
+    limits = {name: int(value) for name, value in asdict(program.limits).items()}
+    del limits["wall_s"]
+    return {"role": role, "limits": limits}
+
+
+def candidate_message(program: Program, tests: Tests) -> dict[str, Any]:
+    """The message to the candidate's box, with the modules that serve a pytest file."""
+    return role_message("candidate", program) | {
+        "code": program.code,
+        "module": tests.module,
+        "modules": extra_code("values", "exports") if tests.module else {},
+    }
+
+
+def tests_message(program: Program, tests: Tests, nonce: bytes) -> dict[str, Any]:
+    """The message to the test box: the tests, without the candidate's code."""
     texts = [tests.setup, *(case for case in tests.cases if isinstance(case, str))]
     cases = [
         [case.entry, list(case.args), dict(case.kwargs), case.expected]
-        if isinstance(case, Call)
+        if isinstance(case, CallCase)
         else case
         for case in tests.cases
     ]
-    called = [case.entry for case in tests.cases if isinstance(case, Call)]
+    called = (case.entry for case in tests.cases if isinstance(case, CallCase))
     entries = dict.fromkeys([*tests.entries, *called])
+    return (
+        role_message("tests", program)
+        | {
+            "nonce": nonce,
+            "setup": tests.setup,
+            "cases": cases,
+            "entries": list(entries),
+            "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
+            "module": tests.module,
+        }
+        | (pytest_message(texts[-1], tests.module) if tests.module else {"modules": {}})
+    )
+
+
+def pytest_message(source: str, module: str) -> dict[str, Any]:
+    star = find_star_names(source, module)
     return {
-        "role": "tests",
-        "nonce": nonce,
-        "setup": tests.setup,
-        "cases": cases,
-        "entries": list(entries),
-        "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
-        "module": tests.module,
-        "paths": ["/packages"] if tests.module else [],
-        "limits": whole(program.limits),
+        "modules": extra_code("values", "objects", "imports", "pytest_file"),
+        "paths": ["/packages"],
+        "star_names": list(star.names),
+        "star_standard": list(star.standard),
+        "star_modules": list(star.modules),
     }
 
 
 def exit_status(code: int | None, stderr: bytes) -> Status:
-    """What the end of a program says."""
     if code == 0:
         return Status.OK
-    if code == SIGNALLED + CPU_TIME_SIGNAL:
+    if code == SIGNAL_EXIT_CODE + CPU_TIME_SIGNAL:
         return Status.TIMEOUT
     last = stderr.rstrip().rpartition(b"\n")[2]
     if last.startswith(b"MemoryError"):
         return Status.MEMORY
-    return Status.KILLED if code is None or code > SIGNALLED else Status.FAILED
+    return Status.KILLED if code is None or code > SIGNAL_EXIT_CODE else Status.FAILED
 
 
-def judged(
-    following: Following, ending: Ending, tests: Tests, isolation: Isolation, seconds: float
+def make_test_result(
+    monitor: BoxMonitor,
+    reports: TestReports,
+    cause: StopCause,
+    isolation: Isolation,
+    seconds: float,
 ) -> Result:
-    """The outcome of every test; what was not reached has failed."""
-    status = STATUS_OF.get(ending)
-    if ending is Ending.EXIT:
-        # The test box ended without a last word; only the candidate can have brought it there.
+    """The Result of a run with tests. A test that did not run counts as failed."""
+    status = STATUS_OF.get(cause)
+    if cause is StopCause.EXIT:
+        # The test box closed its socket before the final frame: the candidate must be the cause.
         status = Status.KILLED
-    count = max([len(tests.cases), *(number + 1 for number in following.outcomes)])
-    if tests.module and following.outcomes:
-        count = max(following.outcomes) + 1
     reason = "" if status is None else f"not reached: {status}"
-    missing = TestOutcome(False, following.message or reason or "not reached")
-    outcomes = tuple(following.outcomes.get(number, missing) for number in range(count))
-    result = describe(following, status or Status.OK, isolation, None, seconds)
-    return replace(result, outcomes=outcomes, detail=following.message or reason)
+    # A pytest file that has not announced its tests counts as one.
+    outcomes = reports.complete(max(1, reports.count), reason or "not reached")
+    result = make_result(monitor, status or Status.OK, isolation, None, seconds)
+    return replace(result, outcomes=outcomes, detail=reports.message or reason)
 
 
-def describe(
-    following: Following, status: Status, isolation: Isolation, code: int | None, seconds: float
+def make_result(
+    monitor: BoxMonitor, status: Status, isolation: Isolation, code: int | None, seconds: float
 ) -> Result:
-    return Result(
-        status=status,
-        isolation=isolation,
-        stdout=following.stdout.decode(errors="replace"),
-        stderr=following.stderr.decode(errors="replace"),
-        exit_code=code,
-        seconds=seconds,
-    )
+    stdout, stderr = (text.decode(errors="replace") for text in (monitor.stdout, monitor.stderr))
+    return Result(status, isolation, stdout, stderr, code, seconds)

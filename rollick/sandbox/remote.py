@@ -1,56 +1,72 @@
-"""HttpSandbox: programs run on another machine, behind the same protocol.
+"""HttpSandbox: runs programs on another machine, behind the Sandbox protocol.
 
     POST URL   {"code", "stdin", "limits": {...}, "tests": null | {...}}
     200        {"status", "isolation", "stdout", "stderr", "exit_code", "seconds", "outcomes", ...}
 
-The answer is Result.to_json. A server that does not answer, or answers something else, is a failure
-of infrastructure; it is tried again a few times, because running a program twice does no harm.
+The response is Result.to_json. After a missing or invalid response, and after the HTTP statuses
+408, 429 and 5xx, the request is sent again, up to `attempts` times in all (a program may run
+twice). Then the Result has the status INFRASTRUCTURE. A redirect is not followed: it would carry
+the token and the program to another server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from rollick.sandbox import wire
-from rollick.sandbox.base import Call, Isolation, Limits, Program, Result, Status, Tests
+from rollick.sandbox.base import CallCase, Limits, Program, Result, Status, Tests
 
-MAX_ANSWER = 64 << 20
-ANSWER_SECONDS = 30.0
-"""Beyond the program's own time: for the way there and back and for a box to be free."""
+MAX_RESPONSE = 64 << 20
+RESPONSE_SECONDS = 30.0
+"""Added to the program's wall_s: time for the network and to wait for a free box."""
 FIRST_PAUSE_S = 0.2
+RETRIED_STATUSES = (408, 429)
+"""HTTP statuses below 500 after which the same request may succeed."""
+FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError)
+"""What a broken connection or an invalid response raises."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """None: the redirect is an HTTPError, as any other status."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSandbox:
-    """A sandbox server. The isolation that it reports is taken at its word: choose it with care."""
+    """Client of a sandbox server. The isolation that the server reports is not verified."""
 
     url: str
     token: str = ""
-    """Sent as a bearer token, where not empty."""
+    """Sent as a bearer token if not empty."""
     attempts: int = 3
 
     async def run(self, program: Program) -> Result:
-        """Waits for the server; a failure of it is a Result with INFRASTRUCTURE."""
+        """Run the program on the server. If the server fails, the status is INFRASTRUCTURE."""
         problem = ""
         for attempt in range(self.attempts):
             if attempt:
-                # Jitter: many programs that failed together must not come back together.
+                # Jitter: requests that failed together must not retry together.
                 await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.random())
             try:
                 return await asyncio.to_thread(self._post, program)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except FAILURES as error:
                 problem = f"{type(error).__name__}: {error}"
-                if isinstance(error, urllib.error.HTTPError) and error.code < 500:
-                    break  # asked wrongly: the same question gets the same answer
-        detail = f"the sandbox at {self.url} failed: {problem}"
-        return Result(Status.INFRASTRUCTURE, Isolation.NONE, detail=detail)
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                    if error.code < 500 and error.code not in RETRIED_STATUSES:
+                        break  # a retry would fail as well
+        return Result.not_run(f"the sandbox at {self.url} failed: {problem}")
 
     def _post(self, program: Program) -> Result:
         headers = {"Content-Type": "application/json"}
@@ -58,51 +74,38 @@ class HttpSandbox:
             headers["Authorization"] = f"Bearer {self.token}"
         body = json.dumps(program_to_json(program)).encode()
         request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
-        timeout_s = program.limits.wall_s + ANSWER_SECONDS
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            content = answer.read(MAX_ANSWER + 1)
-        if len(content) > MAX_ANSWER:
-            raise ValueError(f"the answer has more than {MAX_ANSWER} bytes")
+        timeout_s = program.limits.wall_s + RESPONSE_SECONDS
+        with _OPENER.open(request, timeout=timeout_s) as response:
+            content = response.read(MAX_RESPONSE + 1)
+        if len(content) > MAX_RESPONSE:
+            raise ValueError(f"the response has more than {MAX_RESPONSE} bytes")
         result = Result.from_json(json.loads(content))
-        wanted = 0 if program.tests is None or program.tests.module else len(program.tests.cases)
-        if result.status is Status.OK and len(result.outcomes) < wanted:
-            raise ValueError(f"{len(result.outcomes)} outcomes for {wanted} tests")
+        expected = 0 if program.tests is None or program.tests.module else len(program.tests.cases)
+        if result.status is Status.OK and len(result.outcomes) < expected:
+            raise ValueError(f"{len(result.outcomes)} outcomes for {expected} tests")
         return result
 
 
 def program_to_json(program: Program) -> dict[str, Any]:
-    """JSON keeps no tuples and no sets: the data of calls go as the encoding between boxes."""
-    tests = program.tests
-    said: dict[str, Any] = {
-        "code": program.code,
-        "stdin": program.stdin,
-        "limits": asdict(program.limits),
-        "tests": None,
-    }
-    if tests is not None:
-        cases = [
-            case
-            if isinstance(case, str)
-            else {
-                "call": wire.encode([case.entry, case.args, dict(case.kwargs), case.expected]).hex()
-            }
-            for case in tests.cases
-        ]
-        said["tests"] = {
-            "cases": cases,
-            "setup": tests.setup,
-            "entries": list(tests.entries),
-            "module": tests.module,
-            "shared": tests.shared,
-        }
-    return said
+    """The request body. wire.py encodes a CallCase, because JSON has no tuples and sets."""
+    fields: dict[str, Any] = asdict(replace(program, tests=None))
+    if program.tests is not None:
+        cases = [_case_to_json(case) for case in program.tests.cases]
+        fields["tests"] = {**asdict(replace(program.tests, cases=())), "cases": cases}
+    return fields
 
 
-def program_from_json(said: Mapping[str, Any]) -> Program:
-    """For servers. ValueError, KeyError or TypeError if it is not what a client sends."""
+def _case_to_json(case: str | CallCase) -> str | dict[str, str]:
+    if isinstance(case, str):
+        return case
+    return {"call": wire.encode([case.entry, case.args, dict(case.kwargs), case.expected]).hex()}
+
+
+def program_from_json(fields: Mapping[str, Any]) -> Program:
+    """Parse a request, in a server. An invalid one raises ValueError, KeyError or TypeError."""
     tests = None
-    if said["tests"] is not None:
-        given = cast("Mapping[str, Any]", said["tests"])
+    if fields["tests"] is not None:
+        given = cast("Mapping[str, Any]", fields["tests"])
         tests = Tests(
             cases=tuple(_case_from_json(case) for case in given["cases"]),
             setup=str(given["setup"]),
@@ -110,11 +113,11 @@ def program_from_json(said: Mapping[str, Any]) -> Program:
             module=str(given["module"]),
             shared=given["shared"] is True,
         )
-    return Program(str(said["code"]), str(said["stdin"]), Limits(**said["limits"]), tests)
+    return Program(str(fields["code"]), str(fields["stdin"]), Limits(**fields["limits"]), tests)
 
 
-def _case_from_json(case: Any) -> str | Call:
+def _case_from_json(case: Any) -> str | CallCase:
     if isinstance(case, str):
         return case
     entry, args, kwargs, expected = wire.decode(bytes.fromhex(case["call"]))
-    return Call(entry, args, expected, kwargs)
+    return CallCase(entry, args, expected, kwargs)

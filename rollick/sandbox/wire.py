@@ -1,19 +1,20 @@
-"""The encoding between boxes: data, and nothing that can act.
+"""Serialization between boxes: plain data only, so decoding cannot run code.
 
 None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset and range keep their
-type, and so do these types themselves; what is a subclass of one of them (a Counter, a named tuple)
-arrives as the plain one, and an iterator arrives as an iterator over what it would have given.
-Everything else is a WireError. A decoder builds only these types, so no `__eq__`, `__hash__` or
-`__reduce__` of the sender ever runs where the data arrive.
+type, and these type objects can be encoded too. A subclass (Counter, namedtuple) is decoded as
+its plain type, an iterator as an iterator over its values. Other types raise WireError. The
+decoder builds only these types, so no `__eq__`, `__hash__` or `__reduce__` of the sender runs on
+the receiving side.
 
     value -> tag, then a length or count and the content -> value
 
-The same module runs in this process and inside the boxes: it imports only what the interpreter
-has loaded by itself (inside/__init__.py says why).
+This module runs in the parent and inside boxes, so it imports only what the interpreter has
+already loaded (see inside/__init__.py).
 """
 
 from __future__ import annotations
 
+import os
 from _collections_abc import Iterator
 from itertools import islice
 
@@ -24,20 +25,16 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 200
 MAX_ITEMS = 200_000
-"""Of an iterator: one without end must not fill the memory."""
+"""Maximum length of an iterator, so that an endless one cannot exhaust the memory."""
 COUNT_BYTES = 4
 
-CONSTANTS = {None: b"N", True: b"T", False: b"F"}
+CONSTANTS: dict[bytes, Any] = {b"N": None, b"T": True, b"F": False}
 SEQUENCES: dict[type[Any], bytes] = {list: b"l", tuple: b"t", set: b"S", frozenset: b"z"}
-BUILDERS: dict[int, Callable[[list[Any]], Any]] = {
-    ord("l"): list,
-    ord("t"): tuple,
-    ord("S"): set,
-    ord("z"): frozenset,
-    ord("g"): iter,
+BUILDERS: dict[bytes, Callable[[list[Any]], Any]] = {
+    **{tag: kind for kind, tag in SEQUENCES.items()},
+    b"g": iter,
 }
-
-
+SIZED = frozenset((b"i", b"s", b"b", b"y", b"f"))
 TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range)
@@ -45,80 +42,106 @@ TYPES: dict[str, type[Any]] = {
 
 
 class WireError(ValueError):
-    """A value that is not data, or bytes that are not an encoding."""
+    """A value that is not plain data, or bytes that are not an encoding."""
 
 
 def encode(value: Any) -> bytes:
-    """WireError if the value, or something inside it, is not data."""
-    parts: list[bytes] = []
-    _encode(value, parts, 0)
-    return b"".join(parts)
+    """Raises WireError if the value, or a value inside it, is not plain data."""
+    chunks: list[bytes] = []
+    _encode(value, chunks, 0)
+    return b"".join(chunks)
 
 
 def decode(content: bytes) -> Any:
-    """WireError unless the bytes are exactly one encoded value."""
+    """Raises WireError unless the bytes are exactly one encoded value."""
     try:
         value, end = _decode(content, 0, 0)
     except (IndexError, TypeError, OverflowError, ValueError) as error:
         raise WireError(f"the bytes are not an encoded value: {error}") from None
     if end != len(content):
-        raise WireError(f"{len(content) - end} bytes too many")
+        raise WireError(f"{len(content) - end} bytes follow the value")
     return value
 
 
-def _encode(value: Any, parts: list[bytes], depth: int) -> None:
+def write_frame(descriptor: int, body: bytes) -> None:
+    view = memoryview(len(body).to_bytes(COUNT_BYTES, "little") + body)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def read_frame(descriptor: int, max_bytes: int) -> bytes | None:
+    """The body of the next frame; None at end of file. Raises WireError if it is too large."""
+    header = _read_exactly(descriptor, COUNT_BYTES)
+    if header is None:
+        return None
+    size = int.from_bytes(header, "little")
+    if size > max_bytes:
+        raise WireError(f"a frame has {size} bytes; {max_bytes} are allowed")
+    return _read_exactly(descriptor, size)
+
+
+def _read_exactly(descriptor: int, count: int) -> bytes | None:
+    content = bytearray()
+    while len(content) < count:
+        chunk = os.read(descriptor, min(count - len(content), 1 << 20))
+        if not chunk:
+            return None
+        content += chunk
+    return bytes(content)
+
+
+def _encode(value: Any, chunks: list[bytes], depth: int) -> None:
     if depth > MAX_DEPTH:
         raise WireError(f"a value is nested more than {MAX_DEPTH} deep")
     if value is None or value is True or value is False:
-        parts.append(CONSTANTS[value])
+        chunks.append({None: b"N", True: b"T", False: b"F"}[value])
     elif isinstance(value, str):
-        _sized(b"s", str.encode(value, "utf-8", "surrogatepass"), parts)
+        _encode_sized(b"s", str.encode(value, "utf-8", "surrogatepass"), chunks)
     elif isinstance(value, int):
-        _sized(
-            b"i", int.to_bytes(value, int.bit_length(value) // 8 + 1, "little", signed=True), parts
-        )
+        size = int.bit_length(value) // 8 + 1
+        _encode_sized(b"i", int.to_bytes(value, size, "little", signed=True), chunks)
     elif isinstance(value, float):
-        _sized(b"f", float.hex(value).encode(), parts)
+        _encode_sized(b"f", float.hex(value).encode(), chunks)
     elif isinstance(value, complex):
-        parts.append(b"c")
+        chunks.append(b"c")
         for number in (value.real, value.imag):
-            _encode(number, parts, depth + 1)
+            _encode(number, chunks, depth + 1)
     elif isinstance(value, bytes | bytearray):
-        _sized(b"b", bytes(value), parts)
+        _encode_sized(b"b", bytes(value), chunks)
     elif isinstance(value, range):
-        parts.append(b"r")
+        chunks.append(b"r")
         for number in (value.start, value.stop, value.step):
-            _encode(number, parts, depth + 1)
+            _encode(number, chunks, depth + 1)
     elif isinstance(value, type) and TYPES.get(value.__name__) is value:
-        _sized(b"y", value.__name__.encode(), parts)
+        _encode_sized(b"y", value.__name__.encode(), chunks)
     elif isinstance(value, dict):
         pairs: list[tuple[Any, Any]] = list(dict.items(value))
-        parts += (b"d", _count(pairs))
+        chunks += (b"d", _count(pairs))
         for key, item in pairs:
-            _encode(key, parts, depth + 1)
-            _encode(item, parts, depth + 1)
+            _encode(key, chunks, depth + 1)
+            _encode(item, chunks, depth + 1)
     else:
-        _encode_many(value, parts, depth)
+        _encode_many(value, chunks, depth)
 
 
-def _encode_many(value: Any, parts: list[bytes], depth: int) -> None:
+def _encode_many(value: Any, chunks: list[bytes], depth: int) -> None:
     kind = next((kind for kind in SEQUENCES if isinstance(value, kind)), None)
     if kind is not None:
         tag, items = SEQUENCES[kind], list(kind.__iter__(value))
     else:
         if not isinstance(value, Iterator):
-            name = type(value).__name__
-            raise WireError(f"a {name} is not data (numbers, text, lists, tuples, dicts, sets)")
+            plain = "plain data (numbers, text, lists, tuples, dicts, sets)"
+            raise WireError(f"a {type(value).__name__} is not {plain}")
         tag, items = b"g", list(islice(value, MAX_ITEMS + 1))
         if len(items) > MAX_ITEMS:
             raise WireError(f"an iterator gives more than {MAX_ITEMS} values")
-    parts += (tag, _count(items))
+    chunks += (tag, _count(items))
     for item in items:
-        _encode(item, parts, depth + 1)
+        _encode(item, chunks, depth + 1)
 
 
-def _sized(tag: bytes, content: bytes, parts: list[bytes]) -> None:
-    parts += (tag, _count(content), content)
+def _encode_sized(tag: bytes, content: bytes, chunks: list[bytes]) -> None:
+    chunks += (tag, _count(content), content)
 
 
 def _count(items: bytes | list[Any]) -> bytes:
@@ -128,59 +151,55 @@ def _count(items: bytes | list[Any]) -> bytes:
         raise WireError(f"a value has {len(items)} parts or bytes: too many") from None
 
 
-def _decode(content: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """The value that begins at `at`, and where it ends."""
+def _decode(content: bytes, offset: int, depth: int) -> tuple[Any, int]:
+    """(the value at `offset`, the offset after it)."""
     if depth > MAX_DEPTH:
         raise WireError(f"a value is nested more than {MAX_DEPTH} deep")
-    tag = content[at]
-    at += 1
-    if tag in b"NTF":
-        return {78: None, 84: True, 70: False}[tag], at
-    if tag == 99:  # c
-        numbers, at = _decode_items(content, at, 2, depth)
-        if not all(type(number) is float for number in numbers):
-            raise WireError("a complex of what are no floats")
-        return complex(*numbers), at
-    if tag == 114:  # r
-        numbers, at = _decode_items(content, at, 3, depth)
-        if not all(type(number) is int for number in numbers):
-            raise WireError("a range of what are no whole numbers")
-        return range(*numbers), at
-    size = int.from_bytes(content[at : at + COUNT_BYTES], "little")
-    at += COUNT_BYTES
-    if at > len(content):
+    tag = content[offset : offset + 1]
+    offset += 1
+    if tag in CONSTANTS:
+        return CONSTANTS[tag], offset
+    if tag in (b"c", b"r"):
+        kind, part, count = (complex, float, 2) if tag == b"c" else (range, int, 3)
+        numbers, offset = _decode_items(content, offset, count, depth)
+        if not all(type(number) is part for number in numbers):
+            raise WireError(f"a {kind.__name__} with a part that is not {part.__name__}")
+        return kind(*numbers), offset
+    size = int.from_bytes(content[offset : offset + COUNT_BYTES], "little")
+    offset += COUNT_BYTES
+    if offset > len(content):
         raise WireError("the bytes end too early")
-    if tag in b"isbyf":
-        return _decode_sized(tag, content[at : at + size], size), at + size
-    if tag == 100:  # d
-        items, at = _decode_items(content, at, 2 * size, depth)
-        return dict(zip(items[::2], items[1::2], strict=True)), at
+    if tag in SIZED:
+        return _decode_sized(tag, content[offset : offset + size], size), offset + size
+    if tag == b"d":
+        items, offset = _decode_items(content, offset, 2 * size, depth)
+        return dict(zip(items[::2], items[1::2], strict=True)), offset
     if tag not in BUILDERS:
-        raise WireError(f"unknown tag {tag}")
-    items, at = _decode_items(content, at, size, depth)
-    return BUILDERS[tag](items), at
+        raise WireError(f"unknown tag {tag!r}")
+    items, offset = _decode_items(content, offset, size, depth)
+    return BUILDERS[tag](items), offset
 
 
-def _decode_sized(tag: int, content: bytes, size: int) -> Any:
+def _decode_sized(tag: bytes, content: bytes, size: int) -> Any:
     if len(content) != size:
         raise WireError("the bytes end too early")
-    if tag == 105:  # i
+    if tag == b"i":
         return int.from_bytes(content, "little", signed=True)
-    if tag == 102:  # f
+    if tag == b"f":
         return float.fromhex(content.decode("ascii"))
-    if tag == 121:  # y
+    if tag == b"y":
         kind = TYPES.get(content.decode())
         if kind is None:
             raise WireError("an unknown type")
         return kind
-    return content.decode("utf-8", "surrogatepass") if tag == 115 else content
+    return content.decode("utf-8", "surrogatepass") if tag == b"s" else content
 
 
-def _decode_items(content: bytes, at: int, count: int, depth: int) -> tuple[list[Any], int]:
-    if count > len(content) - at:
+def _decode_items(content: bytes, offset: int, count: int, depth: int) -> tuple[list[Any], int]:
+    if count > len(content) - offset:
         raise WireError("the bytes end too early")
     items: list[Any] = []
     for _ in range(count):
-        item, at = _decode(content, at, depth + 1)
+        item, offset = _decode(content, offset, depth + 1)
         items.append(item)
-    return items, at
+    return items, offset

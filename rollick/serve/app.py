@@ -1,7 +1,7 @@
-"""The HTTP side of the gateway: routes, bodies, events, and clients that go away.
+"""The HTTP layer of the gateway: routes, request bodies, server-sent events, disconnects.
 
-client -> deadline of sends -> Guard (Host, token) -> route -> read (asked.py)
-       -> Gateway.answer -> shapes.py
+client -> send deadline -> AccessControl (Host, token) -> route -> requests.py
+       -> Gateway.respond -> responses.py
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models[/NAME]   GET /health
 POST /sessions              GET, DELETE /sessions/ID    the same /v1 under /sessions/ID/v1
@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,61 +25,35 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollick.errors import RollickError
-from rollick.serve.asked import Ask, Refused, read_chat, read_completion, read_json
-from rollick.serve.gateway import Answer, Gateway, Piece, Session
-from rollick.serve.guard import Guard, Hosts
-from rollick.serve.shapes import Shape, failure, model, models, plain_failure
-from rollick.types import IntArray
+from rollick.serve.access_control import AccessControl, AllowedHosts
+from rollick.serve.choices import ChoiceChunk, Emit
+from rollick.serve.gateway import AgentSession, Gateway
+from rollick.serve.recorder import Segment
+from rollick.serve.request_fields import BadRequest, no_such_model, read_json
+from rollick.serve.requests import ApiRequest, read_chat, read_completion
+from rollick.serve.responses import ResponseBuilder, describe_model, error_body, error_response
 
 BODY_DEADLINE_S = 60.0
-"""A client that takes longer to send its request is refused."""
+"""Time for a client to send its request body."""
 SEND_DEADLINE_S = 60.0
-"""A client that takes nothing of its answer for this long is gone: the work for it ends."""
+"""A client that reads nothing for this long counts as disconnected."""
 
-Read = Callable[[Mapping[str, Any]], Ask]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Who may ask, and how much at once."""
-
-    token: str
-    hosts: Hosts
-    max_body_bytes: int = 4 << 20
+Read = Callable[[Mapping[str, Any]], ApiRequest]
 
 
-def make_app(gateway: Gateway, admission: Admission) -> ASGIApp:
-    """The ASGI application: all that the server does."""
-    routes = _Routes(gateway, admission.max_body_bytes)
-
-    def token_of_session(id: str) -> str | None:
-        session = gateway.sessions.get(id)
-        return None if session is None else session.token
-
-    app = Starlette(
-        routes=routes.table(),
-        exception_handlers={
-            RollickError: _on_error,
-            HTTPException: _on_http,
-            ClientDisconnect: _on_gone,
-            Exception: _on_bug,
-        },
-    )
-    # Around all of it and not a middleware inside: what a bug is answered with goes through it too.
-    guard = Guard(
-        app, hosts=admission.hosts, token=admission.token, token_of_session=token_of_session
-    )
-    return _Deadline(guard)
+def make_app(gateway: Gateway, token: str, hosts: AllowedHosts, max_body_bytes: int) -> ASGIApp:
+    errors = (RollickError, HTTPException, ClientDisconnect, Exception)
+    routes = _Routes(gateway, max_body_bytes).table()
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _on_error))
+    # These wrap Starlette, so that its responses to unexpected errors also pass through them.
+    return _with_send_deadline(AccessControl(app, hosts, token, gateway.sessions))
 
 
-class _Deadline:
-    """Ends what is sent to a client that does not read it."""
+def _with_send_deadline(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: disconnects a client that does not read its response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_deadline(message: Message) -> None:
             try:
                 async with asyncio.timeout(SEND_DEADLINE_S):
                     await send(message)
@@ -86,20 +61,22 @@ class _Deadline:
                 raise ClientDisconnect from error
 
         with suppress(ClientDisconnect):
-            await self._app(scope, receive, send_in_time)
+            await app(scope, receive, send_with_deadline)
+
+    return run
 
 
+@dataclass(frozen=True, slots=True)
 class _Routes:
-    """The endpoints. Those under a session's path are the same functions."""
+    """The endpoints. /v1 and /sessions/ID/v1 share their functions."""
 
-    def __init__(self, gateway: Gateway, max_body_bytes: int) -> None:
-        self._gateway = gateway
-        self._max_body_bytes = max_body_bytes
+    _gateway: Gateway
+    _max_body_bytes: int
 
     def table(self) -> list[Route | Mount]:
         v1 = [
-            Route("/chat/completions", self.chat, methods=["POST"]),
-            Route("/completions", self.completion, methods=["POST"]),
+            Route("/chat/completions", partial(self.complete, read_chat), methods=["POST"]),
+            Route("/completions", partial(self.complete, read_completion), methods=["POST"]),
             Route("/models", self.models),
             Route("/models/{name:path}", self.model),
         ]
@@ -117,13 +94,14 @@ class _Routes:
 
     async def models(self, request: Request) -> Response:
         self._session(request)
-        return JSONResponse(models(self._gateway.model, self._gateway.created))
+        data = [describe_model(self._gateway.model, self._gateway.created)]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._gateway.model:
-            raise Refused(f"there is no model {name!r}", status=404, code="model_not_found")
-        return JSONResponse(model(name, self._gateway.created))
+            raise no_such_model(name)
+        return JSONResponse(describe_model(name, self._gateway.created))
 
     async def open_session(self, request: Request) -> Response:
         session = self._gateway.open_own_session()
@@ -132,94 +110,87 @@ class _Routes:
         return JSONResponse(body, 201)
 
     async def show_session(self, request: Request) -> Response:
-        session = self._session(request)
-        assert session is not None
-        return JSONResponse({"segments": [part.to_json() for part in session.segments]})
+        return _segments_response(self._gateway.session(request.path_params["session"]).segments)
 
     async def close_session(self, request: Request) -> Response:
-        segments = self._gateway.close_session(request.path_params["session"])
-        return JSONResponse({"segments": [part.to_json() for part in segments]})
+        return _segments_response(self._gateway.close_session(request.path_params["session"]))
 
-    async def chat(self, request: Request) -> _Reply:
-        return await self._reply(request, read_chat)
-
-    async def completion(self, request: Request) -> _Reply:
-        return await self._reply(request, read_completion)
-
-    async def _reply(self, request: Request, read: Read) -> _Reply:
+    async def complete(self, read: Read, request: Request) -> _CompletionResponse:
         session = self._session(request)
-        ask = read(read_json(await self._body(request)))
-        return _Reply(self._gateway, ask, session)
+        api_request = read(read_json(await self._body(request)))
+        return _CompletionResponse(self._gateway, api_request, session)
 
-    def _session(self, request: Request) -> Session | None:
+    def _session(self, request: Request) -> AgentSession | None:
         id = request.path_params.get("session")
         return None if id is None else self._gateway.session(id)
 
     async def _body(self, request: Request) -> bytes:
-        """All of the body, if it is not too large and comes in time."""
+        """The full body. Raises BadRequest if it is too large or arrives too slowly."""
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_DEADLINE_S):
                 async for part in request.stream():
                     body += part
                     if len(body) > self._max_body_bytes:
-                        raise Refused(
-                            f"the body has more than {self._max_body_bytes} bytes",
-                            fix="send less at once",
-                            status=413,
-                        )
+                        text = f"the body has more than {self._max_body_bytes} bytes"
+                        raise BadRequest(text, fix="send a smaller body", status=413)
         except TimeoutError as error:
-            raise Refused("the body did not come in time", status=408) from error
+            raise BadRequest("the body did not arrive in time", status=408) from error
         return bytes(body)
 
 
-class _Reply:
-    """An answer on its way: an ASGI response that ends its work when the client goes away."""
+def _segments_response(segments: Sequence[Segment]) -> Response:
+    return JSONResponse({"segments": [segment.to_json() for segment in segments]})
 
-    def __init__(self, gateway: Gateway, ask: Ask, session: Session | None) -> None:
+
+class _CompletionResponse:
+    """An ASGI response that cancels its work when the client disconnects."""
+
+    def __init__(self, gateway: Gateway, request: ApiRequest, session: AgentSession | None) -> None:
         self._gateway = gateway
-        self._ask = ask
+        self._request = request
         self._session = session
-        self._shape = Shape(ask, ask.model or gateway.model, gateway.codec.decode)
+        model = request.model or gateway.model
+        self._builder = ResponseBuilder(request, model, gateway.codec.decode)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._ask.stream:
-            # Who does not read is as good as gone. Other errors have an answer of their own.
+        if self._request.stream:
+            # Nobody reads a response after a disconnect; other errors propagate.
             with suppress(ClientDisconnect):
-                await _unless_gone(receive, self._send_events(send))
+                await _run_while_connected(receive, self._send_events(send))
             return
-        answer = await _unless_gone(receive, self._answer(_ignore))
-        if answer is not None:
+        choices = await _run_while_connected(receive, self._respond(_discard))
+        if choices is not None:
             with suppress(ClientDisconnect):
-                await JSONResponse(self._shape.whole(answer))(scope, receive, send)
+                await JSONResponse(self._builder.full(choices))(scope, receive, send)
 
-    async def _answer(self, emit: Any) -> Answer:
-        return await self._gateway.answer(self._ask, emit, session=self._session)
+    async def _respond(self, emit: Emit) -> Sequence[ChoiceChunk]:
+        return await self._gateway.respond(self._request, emit, session=self._session)
 
     async def _send_events(self, send: Send) -> None:
-        events = _Events(send)
-        begun: set[int] = set()
+        events = _EventStream(send)
+        started: set[int] = set()
 
-        async def emit(piece: Piece, prompts: Sequence[IntArray]) -> None:
-            first = piece.index not in begun
-            begun.add(piece.index)
-            await events.send(self._shape.chunk(piece, prompts, first=first))
+        async def emit(chunk: ChoiceChunk) -> None:
+            first = chunk.index not in started
+            started.add(chunk.index)
+            await events.send(self._builder.chunk(chunk, first=first))
 
         try:
-            await events.send(self._shape.last(await self._answer(emit)))
+            await events.send(self._builder.usage_chunk(await self._respond(emit)))
         except RollickError as error:
-            if not events.begun:
+            if not events.started:
                 raise
-            await events.send(failure(error)[1])
+            await events.send(error_response(error)[1])
         await events.end()
 
 
-class _Events:
-    """Server-sent events. The status goes out with the first one, so that an error before it can
-    still have a status of its own."""
+class _EventStream:
+    """Server-sent events. Sends the HTTP status with the first event, so that an error before it
+    can set another status."""
 
     def __init__(self, send: Send) -> None:
-        self.begun = False
+        self.started = False
         self._send = send
 
     async def send(self, event: Mapping[str, Any] | None) -> None:
@@ -231,18 +202,18 @@ class _Events:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _data(self, text: str) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         body = f"data: {text}\n\n".encode()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The work's result; None if the client went away first, which cancels the work."""
+async def _run_while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of the work; None if the client disconnects first, which cancels the work."""
     working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(receive))
+    watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
@@ -252,32 +223,20 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _ignore(piece: Piece, prompts: Sequence[IntArray]) -> None:
-    """Whoever does not stream waits for the whole answer."""
+async def _discard(chunk: ChoiceChunk) -> None:
+    """An `Emit` that ignores chunks: without streaming, only the full response is sent."""
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RollickError)
-    status, body = failure(error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)
+    if isinstance(error, HTTPException):
+        body = error_body(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        return JSONResponse(body, error.status_code, headers=error.headers)
+    status, body = error_response(error)
     return JSONResponse(body, status)
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(
-        plain_failure(error.status_code, message), error.status_code, headers=error.headers
-    )
-
-
-async def _on_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return JSONResponse(plain_failure(500, "the server failed"), 500)

@@ -1,38 +1,37 @@
-"""SessionRecorder: token-exact segments from the requests of an agent that only knows text. Pure.
+"""SessionRecorder: token-exact segments from an agent's text requests. Pure.
 
-An agent sends its whole conversation with every request. The recorder finds the part of it that
-the session already has, and puts only what is new behind the ids that are there: what the model
-drew stays as it was drawn, and is never tokenised again.
+An agent sends its full conversation with every request. The recorder finds the messages that the
+session already has and appends only the new ones to the existing ids: sampled tokens are never
+tokenised again.
 
     request -> plan -> ids for the engine -> (engine) -> add -> ... -> segments
 
-Where a conversation goes on from the end of a segment, the segment grows. Where the agent goes
-back to an earlier answer, or draws in another way, a new segment starts with the ids up to there.
-Where it has rewritten its history, a new segment starts from text. A drawn token has its log-prob,
-its version and its loss mask in exactly one segment: in others it is context.
+If a conversation continues at the end of a segment, the segment grows. If the agent returns to an
+earlier response, or samples with other parameters, a new segment starts with the ids before it.
+If it has rewritten its history, a new segment is tokenised. A sampled token has its log-prob,
+version and loss mask in exactly one segment; in others it is context.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollick.data.chat import ChatCodec
 from rollick.errors import DataError
-from rollick.serve.asked import Conversation, RawPrompt
+from rollick.serve.choices import ChoiceChunk
+from rollick.serve.requests import ChatPrompt, RawPrompt
+from rollick.serve.tool_calls import ToolFormat, call_keys
 from rollick.types import (
     NOT_SAMPLED,
     BoolArray,
-    Completion,
     FloatArray,
     IntArray,
-    Prompt,
-    Sample,
-    SampleId,
     Sampling,
     StopReason,
     frozen_array,
@@ -41,7 +40,7 @@ from rollick.types import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A sequence of tokens that an agent and the model made together; arrays of one length."""
+    """A token sequence of an agent and the model; all arrays have the same length."""
 
     token_ids: IntArray
     logprobs: FloatArray
@@ -51,20 +50,6 @@ class Segment:
     stop: StopReason
     text: str
     turns: int
-
-    def sample(self, uid: SampleId, prompt: Prompt) -> Sample:
-        """As an attempt at the prompt: what an Episode returns."""
-        return Sample(
-            uid=uid,
-            prompt=prompt,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            versions=self.versions,
-            loss_mask=self.loss_mask,
-            temperature=self.sampling.temperature,
-            stop=self.stop,
-            text=self.text,
-        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,8 +67,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Past:
-    """What has been said: messages by key, or one running text; None where it is the other."""
+class _History:
+    """The prompt and response so far: message keys, or text; both None for token-id prompts."""
 
     messages: tuple[str, ...] | None
     tools: str = ""
@@ -91,183 +76,170 @@ class _Past:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """A place behind a drawn answer: the messages and the tokens before it."""
+class _BranchPoint:
+    """A position after a sampled response, as the number of messages and tokens before it."""
 
     messages: int
     tokens: int
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """A segment that can still grow."""
-
+class _OpenSegment:
     segment: Segment
-    past: _Past
-    cuts: list[_Cut]
+    history: _History
+    branch_points: list[_BranchPoint]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What to send to the engine for a request, and where its answer will be put."""
+class SegmentPlan:
+    """The token ids to send to the engine, and the segment that will get the response."""
 
     token_ids: IntArray
     sampling: Sampling
-    past: _Past
-    line: int | None
-    """The segment that grows; None starts one."""
-    cuts: tuple[_Cut, ...] = ()
-    """Those of the segment that a new one shares its beginning with."""
+    history: _History
+    segment: int | None = None
+    """Index of the segment that grows; None starts a new one."""
+    branch_points: tuple[_BranchPoint, ...] = ()
+    """Branch points of the shared beginning, for a new segment."""
 
 
 class SessionRecorder:
-    """The segments of one session. Requests come one at a time: plan, generate, add."""
+    """The segments of one session. Requests are sequential: plan, generate, add."""
 
-    def __init__(self, codec: ChatCodec) -> None:
+    def __init__(self, codec: ChatCodec, tool_format: ToolFormat | None = None) -> None:
         self._codec = codec
-        self._lines: list[_Line] = []
+        self._tool_format = tool_format
+        self._open: list[_OpenSegment] = []
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """In the order in which they began."""
-        return tuple(line.segment for line in self._lines)
+        return tuple(entry.segment for entry in self._open)
 
     @property
     def tokens(self) -> int:
-        return sum(len(line.segment.token_ids) for line in self._lines)
+        return sum(len(entry.segment.token_ids) for entry in self._open)
 
-    def plan(self, content: Conversation | RawPrompt, sampling: Sampling) -> Plan:
-        """The ids to go on from; changes nothing. DataError: the template refuses the messages."""
-        if isinstance(content, Conversation):
-            return self._plan_chat(content, sampling)
-        return self._plan_raw(content, sampling)
+    def plan(self, prompt: ChatPrompt | RawPrompt, sampling: Sampling) -> SegmentPlan:
+        """Plan a request; does not change the recorder. Raises DataError if the template fails."""
+        if isinstance(prompt, ChatPrompt):
+            return self._plan_chat(prompt, sampling)
+        return self._plan_raw(prompt, sampling)
 
-    def add(self, plan: Plan, completion: Completion, *, shown: str) -> None:
-        """Put the answer where the plan says. `shown` is its text as the agent got it."""
-        line = None if plan.line is None else self._lines[plan.line]
-        segment = _grown(
-            line.segment if line is not None else None, plan, completion=completion, shown=shown
-        )
-        past = self._past_after(plan.past, completion, shown=shown)
-        cut = _Cut(len(past.messages or ()), len(segment.token_ids))
-        if line is None:
-            self._lines.append(_Line(segment, past, [*plan.cuts, cut]))
+    def add(self, plan: SegmentPlan, choice: ChoiceChunk) -> None:
+        """Add the full choice that the agent received to the planned segment."""
+        entry = None if plan.segment is None else self._open[plan.segment]
+        segment = _extend_segment(None if entry is None else entry.segment, plan, choice)
+        history = self._history_after(plan.history, choice)
+        point = _BranchPoint(len(history.messages or ()), len(segment.token_ids))
+        if entry is None:
+            self._open.append(_OpenSegment(segment, history, [*plan.branch_points, point]))
         else:
-            line.segment, line.past = segment, past
-            line.cuts.append(cut)
+            entry.segment, entry.history = segment, history
+            entry.branch_points.append(point)
 
-    def _past_after(self, past: _Past, completion: Completion, *, shown: str) -> _Past:
-        if past.messages is not None:
-            answer = _key({"role": "assistant", "content": shown})
-            return _Past((*past.messages, answer), past.tools)
-        if past.text is None:
-            return past
-        # With the stop string, if any: the ids have it, so a text that goes on must have it too.
-        return _Past(None, text=past.text + self._codec.decode(completion.token_ids))
+    def _history_after(self, history: _History, choice: ChoiceChunk) -> _History:
+        if history.messages is not None:
+            response: dict[str, Any] = {"role": "assistant", "content": choice.content}
+            if choice.calls:
+                response["tool_calls"] = [call.to_json(as_text=False) for call in choice.calls]
+            return _History((*history.messages, _key(response)), history.tools)
+        if history.text is None:
+            return history
+        # Decoded ids include the stop string; a text that continues this one must include it too.
+        return _History(None, text=history.text + self._codec.decode(choice.token_ids))
 
-    def _plan_chat(self, content: Conversation, sampling: Sampling) -> Plan:
-        tools = json.dumps(content.tools, sort_keys=True)
-        past = _Past(tuple(_key(message) for message in content.messages), tools)
-        found = self._longest(past)
-        if found is not None:
-            number, cut = found
-            line = self._lines[number]
-            try:
-                token_ids = self._codec.append_messages(
-                    line.segment.token_ids[: cut.tokens],
-                    content.messages[cut.messages :],
-                    tools=content.tools,
-                )
-            except DataError:  # a template that cannot go on here may still write the whole
-                pass
-            else:
-                return self._plan_behind(number, cut, token_ids, past=past, sampling=sampling)
-        token_ids = self._codec.encode_messages(content.messages, tools=content.tools)
-        return Plan(token_ids, sampling, past, None)
+    def _plan_chat(self, prompt: ChatPrompt, sampling: Sampling) -> SegmentPlan:
+        tools = json.dumps(prompt.tools, sort_keys=True)
+        history = _History(tuple(_key(message) for message in prompt.messages), tools)
+        messages = prompt.messages
+        if self._tool_format is not None:
+            messages = self._tool_format.with_calls(messages)
+        match = self._find_longest_match(history)
+        if match is not None:
+            number, point = match
+            known = self._open[number].segment.token_ids[: point.tokens]
+            new = messages[point.messages :]
+            # If the template cannot append here, encode the full conversation.
+            with suppress(DataError):
+                token_ids = self._codec.append_messages(known, new, tools=prompt.tools)
+                return self._place(SegmentPlan(token_ids, sampling, history), number, point)
+        token_ids = self._codec.encode_messages(messages, tools=prompt.tools)
+        return SegmentPlan(token_ids, sampling, history)
 
-    def _longest(self, past: _Past) -> tuple[int, _Cut] | None:
-        """The cut with the most messages that the conversation begins with; ends come first."""
-        assert past.messages is not None
-        best: tuple[tuple[int, bool], int, _Cut] | None = None
-        for number, line in enumerate(self._lines):
-            if line.past.messages is None or line.past.tools != past.tools:
+    def _find_longest_match(self, history: _History) -> tuple[int, _BranchPoint] | None:
+        """The branch point with the most shared messages; on a tie, one at the end of a segment."""
+        assert history.messages is not None
+        best: tuple[tuple[int, bool], int, _BranchPoint] | None = None
+        for number, entry in enumerate(self._open):
+            if entry.history.messages is None or entry.history.tools != history.tools:
                 continue
-            for cut in line.cuts:
-                if line.past.messages[: cut.messages] != past.messages[: cut.messages]:
+            for point in entry.branch_points:
+                if entry.history.messages[: point.messages] != history.messages[: point.messages]:
                     break
-                rank = (cut.messages, cut is line.cuts[-1])
+                rank = (point.messages, point is entry.branch_points[-1])
                 if best is None or rank >= best[0]:
-                    best = (rank, number, cut)
+                    best = (rank, number, point)
         return None if best is None else best[1:]
 
-    def _plan_raw(self, prompt: RawPrompt, sampling: Sampling) -> Plan:
-        for number, token_ids in reversed(list(self._continued(prompt))):
-            past = _Past(None, text=prompt if isinstance(prompt, str) else None)
-            cut = self._lines[number].cuts[-1]
-            return self._plan_behind(number, cut, token_ids, past=past, sampling=sampling)
-        if isinstance(prompt, str):
-            return Plan(self._codec.encode_text(prompt), sampling, _Past(None, text=prompt), None)
-        return Plan(frozen_array(prompt, np.int32), sampling, _Past(None), None)
-
-    def _continued(self, prompt: RawPrompt) -> Iterator[tuple[int, IntArray]]:
-        """Segments that the prompt begins with, and the ids of the whole prompt."""
-        for number, line in enumerate(self._lines):
-            ids = line.segment.token_ids
+    def _plan_raw(self, prompt: RawPrompt, sampling: Sampling) -> SegmentPlan:
+        history = _History(None, text=prompt if isinstance(prompt, str) else None)
+        for number, entry in reversed(list(enumerate(self._open))):
+            ids, text, token_ids = entry.segment.token_ids, entry.history.text, None
             if isinstance(prompt, str):
-                text = line.past.text
                 if text is not None and prompt.startswith(text):
-                    yield number, self._codec.append_text(ids, prompt[len(text) :])
-            elif line.past.messages is None and prompt[: len(ids)] == tuple(ids.tolist()):
-                yield number, frozen_array(prompt, np.int32)
+                    token_ids = self._codec.append_text(ids, prompt[len(text) :])
+            elif entry.history.messages is None and prompt[: len(ids)] == tuple(ids.tolist()):
+                token_ids = frozen_array(prompt, np.int32)
+            if token_ids is not None:
+                plan = SegmentPlan(token_ids, sampling, history)
+                return self._place(plan, number, entry.branch_points[-1])
+        return SegmentPlan(encode_raw(self._codec, prompt), sampling, history)
 
-    def _plan_behind(
-        self, number: int, cut: _Cut, token_ids: IntArray, *, past: _Past, sampling: Sampling
-    ) -> Plan:
-        line = self._lines[number]
-        same = _how(sampling) == _how(line.segment.sampling)
-        if same and cut is line.cuts[-1]:
-            return Plan(token_ids, sampling, past, number)
-        shared = tuple(line.cuts[: line.cuts.index(cut) + 1])
-        return Plan(token_ids, sampling, past, None, shared)
+    def _place(self, plan: SegmentPlan, number: int, point: _BranchPoint) -> SegmentPlan:
+        """Continue the segment at its end if possible, else branch off at the point."""
+        entry = self._open[number]
+        same_sampling = _sampling_key(plan.sampling) == _sampling_key(entry.segment.sampling)
+        if same_sampling and point is entry.branch_points[-1]:
+            return replace(plan, segment=number)
+        shared = tuple(entry.branch_points[: entry.branch_points.index(point) + 1])
+        return replace(plan, branch_points=shared)
 
 
-def _grown(before: Segment | None, plan: Plan, *, completion: Completion, shown: str) -> Segment:
-    """What was there, the plan's new ids as context, and the drawn tokens."""
-    start = 0 if before is None else len(before.token_ids)
-    context, drawn = len(plan.token_ids) - start, len(completion.token_ids)
-    logprobs = [np.zeros(context), completion.logprobs]
-    versions = [np.full(context, NOT_SAMPLED), completion.versions]
-    masks = [np.zeros(context, np.bool_), np.ones(drawn, np.bool_)]
-    if before is not None:
-        logprobs.insert(0, before.logprobs)
-        versions.insert(0, before.versions)
-        masks.insert(0, before.loss_mask)
+def _extend_segment(before: Segment | None, plan: SegmentPlan, choice: ChoiceChunk) -> Segment:
+    """Append the plan's new ids as context, then the sampled tokens."""
+    past = [] if before is None else [before]
+    context = len(plan.token_ids) - sum(len(segment.token_ids) for segment in past)
+    logprobs = [*(s.logprobs for s in past), np.zeros(context), choice.logprobs]
+    versions = [*(s.versions for s in past), np.full(context, NOT_SAMPLED), choice.versions]
+    sampled = np.repeat([False, True], [context, len(choice.token_ids)])
+    masks = [*(s.loss_mask for s in past), sampled]
     return Segment(
-        token_ids=frozen_array(np.concatenate([plan.token_ids, completion.token_ids]), np.int32),
+        token_ids=frozen_array(np.concatenate([plan.token_ids, choice.token_ids]), np.int32),
         logprobs=frozen_array(np.concatenate(logprobs), np.float32),
         versions=frozen_array(np.concatenate(versions), np.int32),
         loss_mask=frozen_array(np.concatenate(masks), np.bool_),
         sampling=plan.sampling,
-        stop=completion.stop,
-        text=shown if before is None else f"{before.text}\n{shown}",
+        stop=choice.stop or StopReason.ABORTED,
+        text=choice.text if before is None else f"{before.text}\n{choice.text}",
         turns=1 if before is None else before.turns + 1,
     )
 
 
-def _how(sampling: Sampling) -> tuple[float, float, int]:
-    """What decides a drawn token's log-prob; a sample has one of each."""
+def encode_raw(codec: ChatCodec, prompt: RawPrompt) -> IntArray:
+    return codec.encode_text(prompt) if isinstance(prompt, str) else frozen_array(prompt, np.int32)
+
+
+def _sampling_key(sampling: Sampling) -> tuple[float, float, int]:
+    """The parameters that determine log-probs; they must be the same within a segment."""
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Equal for messages that say the same.
-
-    Agents often strip an answer before they send it back: that is not a rewrite.
-    """
-    known = {
-        name: message[name] for name in ("name", "tool_call_id", "tool_calls") if name in message
-    }
+    """A comparison key. Agents often strip responses, so outer white space of these is ignored."""
+    names = ("name", "tool_call_id")
+    fields: dict[str, Any] = {name: message[name] for name in names if name in message}
+    fields["tool_calls"] = call_keys(message.get("tool_calls", ()))
     content: str = message["content"]
     role: str = message["role"]
-    known["content"] = content.strip() if role == "assistant" else content
-    return json.dumps([role, known], sort_keys=True)
+    fields["content"] = content.strip() if role == "assistant" else content
+    return json.dumps([role, fields], sort_keys=True)

@@ -1,6 +1,6 @@
-"""A gateway on a port: opens the socket, runs until it is told to stop, stops with grace.
+"""Runs a gateway on a port until the caller stops it.
 
-Stopping takes no new connections, gives running answers `grace_s` seconds, and aborts the rest.
+Stopping accepts no new connections, waits `grace_s` seconds for running responses, then aborts.
 """
 
 from __future__ import annotations
@@ -10,66 +10,62 @@ import secrets
 import socket
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from rollick.errors import ConfigError
-from rollick.serve.app import Admission, make_app
+from rollick.serve.access_control import AllowedHosts
+from rollick.serve.app import make_app
+from rollick.serve.connections import BoundedProtocol, connection_limit
 from rollick.serve.gateway import Gateway
-from rollick.serve.guard import Hosts
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Where to listen and whom to answer. The defaults answer this machine only."""
+    """Address and access. The defaults accept requests from this machine only."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 takes a free one."""
+    """0 chooses a free port."""
     token: str = ""
-    """What clients send as their API key; none makes one."""
+    """The API key of clients; a random one if empty."""
     allow_hosts: Sequence[str] = ()
-    """Names besides `host` that a Host header may have."""
+    """Accepted names in a Host header, besides `host`."""
     max_body_bytes: int = 4 << 20
+    max_connections: int = field(default_factory=connection_limit)
+    """Further connections replace the oldest one that has no request."""
     grace_s: int = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A server that answers."""
-
+class ServerAddress:
     address: str
-    """http://HOST:PORT, without a slash at the end."""
+    """http://HOST:PORT, without a trailing slash."""
     token: str
 
     @property
     def base_url(self) -> str:
-        """What OpenAI's clients take."""
+        """The base URL for OpenAI clients."""
         return f"{self.address}/v1"
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, settings: ServeSettings) -> AsyncGenerator[Served]:
-    """The gateway on its port, from here to the end of the block."""
+async def run_server(gateway: Gateway, settings: ServeSettings) -> AsyncGenerator[ServerAddress]:
     token = settings.token or secrets.token_urlsafe(24)
-    with _listening(settings) as listener:
+    with _open_listener(settings) as listener:
         port = listener.getsockname()[1]
-        hosts = Hosts.of(settings.host, settings.allow_hosts)
-        app = make_app(gateway, Admission(token, hosts, settings.max_body_bytes))
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=settings.grace_s,
-            )
+        hosts = AllowedHosts.of(settings.host, settings.allow_hosts)
+        app = make_app(gateway, token, hosts, settings.max_body_bytes)
+        protocol: Any = partial(BoundedProtocol, max_connections=settings.max_connections)
+        config = uvicorn.Config(
+            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False
         )
+        config.server_header = config.proxy_headers = False
+        config.timeout_graceful_shutdown = settings.grace_s
+        server = _Server(config)
         running = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
         try:
             ready = asyncio.create_task(server.ready.wait())
@@ -77,15 +73,15 @@ async def serving(gateway: Gateway, settings: ServeSettings) -> AsyncGenerator[S
             ready.cancel()
             if running.done():
                 running.result()
-            shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-            yield Served(f"http://{shown}:{port}", token)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            yield ServerAddress(f"http://{host}:{port}", token)
         finally:
             server.should_exit = True
             await running
 
 
 class _Server(uvicorn.Server):
-    """Signals are the caller's, and somebody waits for the start."""
+    """A uvicorn server that leaves signals to the caller and has an event for its start."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -100,15 +96,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-@contextmanager
-def _listening(settings: ServeSettings) -> Generator[socket.socket]:
+def _open_listener(settings: ServeSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family)
+        return socket.create_server((settings.host, settings.port), family=family)
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {settings.host} port {settings.port}: {error}",
-            fix="choose another --port (0 takes a free one) or --host",
-        ) from error
-    with listener:
-        yield listener
+        text = f"cannot listen on {settings.host} port {settings.port}: {error}"
+        fix = "choose another --port (0 chooses a free one) or --host"
+        raise ConfigError(text, fix=fix) from error

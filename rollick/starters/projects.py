@@ -1,7 +1,4 @@
-"""Starter projects: a folder with a recipe and the Python that it names, to be changed.
-
-rollick init NAME [FOLDER] -> the files of rollick/starters/NAME are copied to FOLDER
-"""
+"""Starter projects: a recipe with its Python code, which `rollick init NAME` copies."""
 
 from __future__ import annotations
 
@@ -14,22 +11,20 @@ FILES = ("recipe.yaml", "tasks.py", "README.md")
 
 
 def starter_names() -> list[str]:
-    """The projects that there are."""
+    """The available projects."""
     return sorted(path.parent.name for path in HERE.glob("*/recipe.yaml"))
 
 
 def write_starter(name: str, folder: Path) -> list[Path]:
-    """Copy a project; the files written. Nothing that is there is overwritten."""
+    """Copy a project and return the written files. Raises if one of them exists."""
     if name not in starter_names():
-        raise ConfigError(
-            f"there is no starter project {name!r}", fix=f"use {', '.join(starter_names())}"
-        )
+        fix = f"use {', '.join(starter_names())}"
+        raise ConfigError(f"there is no starter project {name!r}", fix=fix)
     targets = [folder / file for file in FILES]
-    there = [str(target) for target in targets if target.exists()]
-    if there:
-        raise ConfigError(
-            f"{', '.join(there)} exists already", fix="choose another folder, or move it away"
-        )
+    existing = [str(target) for target in targets if target.exists()]
+    if existing:
+        fix = "choose another folder, or move the files"
+        raise ConfigError(f"{', '.join(existing)} exists already", fix=fix)
     folder.mkdir(parents=True, exist_ok=True)
     for target in targets:
         target.write_text((HERE / name / target.name).read_text("utf-8"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Batches and recipes from nothing, for tests of learners."""
+"""Builds batches and recipes for tests of learners."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ import numpy as np
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
 from rollick.algorithms.objective import Loss
-from rollick.config.schema import Recipe
+from rollick.config.schema import Recipe, parse_recipe
 from rollick.data.batch import Batch
 from rollick.types import NOT_SAMPLED, Completion, Request, SampleId
+
+ANSWERS = {
+    "sft": {"completion": "answer"},
+    "dpo": {"chosen": "better", "rejected": "worse"},
+    "distill": {"completion": "answer"},
+}
+"""The columns with given answers that each pipeline needs."""
 
 
 def recipe_of(folder: Path, /, **sections: Any) -> Recipe:
     """A recipe for the model in a folder; `sections` override, such as train={...}."""
-    return Recipe.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "data": {"domains": {"none": {"source": "none.jsonl"}}},
-            **sections,
-        }
-    )
+    columns = ANSWERS.get(sections.get("pipeline", "rlvr"), {})
+    domains = {"none": {"source": "none.jsonl", **columns}}
+    plain = {"model": {"path": str(folder)}, "data": {"domains": domains}}
+    return parse_recipe({**plain, **sections})
 
 
-def weighed(inputs: LossInputs, loss: TokenLoss) -> Loss:
-    """The loss of tokens as that of their micro-batch: a trainer's loss of one part alone."""
+def weighted_loss(inputs: LossInputs, loss: TokenLoss) -> Loss:
+    """The weighted sum of a token loss, as a trainer computes it for a micro-batch."""
     return Loss((inputs.weights_T * loss.loss_T).sum(), loss.sums)
 
 
 def random_batch(
     lengths: Sequence[int], *, vocabulary: int = 60, seed: int = 0, prompt: int = 2
 ) -> Batch:
-    """Samples of these lengths: `prompt` tokens, then drawn ones, each with its own advantage.
-
-    Weights are those of a mean over all trained tokens; temperatures differ between samples.
-    """
+    """Random samples of these lengths: `prompt` tokens, then sampled tokens with random advantages.
+    Weights are those of token_mean; temperatures differ between samples."""
     random = np.random.default_rng(seed)
-    drawn_N = np.concatenate([np.arange(length) >= min(prompt, length) for length in lengths])
+    sampled_N = np.concatenate([np.arange(length) >= min(prompt, length) for length in lengths])
     tokens = int(sum(lengths))
     return Batch(
         token_ids_N=random.integers(4, vocabulary, tokens).astype(np.int32),
@@ -47,17 +49,17 @@ def random_batch(
         uids=tuple(SampleId(b // 2, b % 2) for b in range(len(lengths))),
         group_B=np.asarray([b // 2 for b in range(len(lengths))], np.int32),
         temperature_B=np.asarray([1.0 + 0.25 * (b % 2) for b in range(len(lengths))], np.float32),
-        loss_mask_N=drawn_N,
-        logprobs_N=np.where(drawn_N, -random.uniform(3.0, 5.0, tokens), 0).astype(np.float32),
-        versions_N=np.where(drawn_N, 0, NOT_SAMPLED).astype(np.int32),
+        loss_mask_N=sampled_N,
+        logprobs_N=np.where(sampled_N, -random.uniform(3.0, 5.0, tokens), 0).astype(np.float32),
+        versions_N=np.where(sampled_N, 0, NOT_SAMPLED).astype(np.int32),
         advantages_N=random.normal(size=tokens).astype(np.float32),
-        weights_N=np.where(drawn_N, 1 / max(1, drawn_N.sum()), 0).astype(np.float64),
+        weights_N=np.where(sampled_N, 1 / max(1, sampled_N.sum()), 0).astype(np.float64),
     )
 
 
-def drawn_batch(requests: Sequence[Request], drawn: Sequence[Completion]) -> Batch:
-    """What an engine drew, with its log-probs, for a learner to score."""
-    pairs = list(zip(requests, drawn, strict=True))
+def completions_to_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> Batch:
+    """The completions of an engine as a batch, so that a learner can compute their log-probs."""
+    pairs = list(zip(requests, completions, strict=True))
     lengths = [len(request.token_ids) + len(one.token_ids) for request, one in pairs]
     masks = [np.arange(n) >= len(r.token_ids) for n, r in zip(lengths, requests, strict=True)]
     mask_N = np.concatenate(masks)

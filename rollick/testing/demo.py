@@ -1,14 +1,13 @@
-"""The demo: a model made from nothing learns two tasks by RL, on Ray, in about a minute.
+"""The demo: a randomly initialised model learns two tasks by RL, on Ray, in about a minute.
 
     tiny model -> SFT on a few solved examples -> validation -> RL on two domains -> validation
 
-Five letters are to be put in order, five digits largest first. Prompts of the warm-up, of RL and
-those held out are disjoint; the two rewards are plain functions.
+The tasks: sort five letters, and sort five digits in descending order. The prompts of warm-up, RL
+and validation are disjoint.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -17,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rollick.algorithms.advantages import Advantages, dr_grpo
-from rollick.config.advantages import DrGrpoAdvantage
+from rollick.commands.export import export_run
 from rollick.config.load import recipe_from_dict
-from rollick.errors import RollickError
+from rollick.config.schema.advantages import BaselineAdvantage
 from rollick.observe.metrics import read_metrics
-from rollick.observe.report import Exchange, write_report
 from rollick.observe.tables import Console, evaluation_table, side_console
-from rollick.pipelines.base import RunObjects
-from rollick.pipelines.inspect import export_run
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects
 from rollick.testing.learning import shuffle_scores
 from rollick.testing.tiny import save_tiny
 from rollick.types import Group
@@ -44,7 +41,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Rows by domain; no prompt is in two of the three."""
+    """Rows by domain; the three sets are disjoint."""
 
     warm_up: dict[str, list[Row]]
     training: dict[str, list[Row]]
@@ -52,12 +49,11 @@ class Tasks:
 
 
 def make_tasks(seed: int) -> Tasks:
-    """`cgaeb>` wants `abceg` and `40718<` wants `87410`; drawn by the seed, then cut in three."""
+    """Random tasks, split in three. The answer to `cgaeb>` is `abceg`, that to `40718<` `87410`."""
     rng = random.Random(seed)
-    rows = {
-        "letters": [_row(text + ">", "".join(sorted(text))) for text in _draw(LETTERS, rng)],
-        "digits": [_row(text + "<", "".join(sorted(text))[::-1]) for text in _draw(DIGITS, rng)],
-    }
+    letters = [{"prompt": f"{t}>", "answer": "".join(sorted(t))} for t in _draw(LETTERS, rng)]
+    digits = [{"prompt": f"{t}<", "answer": "".join(sorted(t))[::-1]} for t in _draw(DIGITS, rng)]
+    rows = {"letters": letters, "digits": digits}
     cut = HELD_OUT + WARM_UP
     return Tasks(
         warm_up={name: part[HELD_OUT:cut] for name, part in rows.items()},
@@ -67,42 +63,36 @@ def make_tasks(seed: int) -> Tasks:
 
 
 def _draw(symbols: str, rng: random.Random) -> list[str]:
-    """Different texts of five different symbols."""
+    """Distinct texts of five distinct symbols."""
     texts: dict[str, None] = {}
     while len(texts) < HELD_OUT + WARM_UP + TRAINING:
         texts["".join(rng.sample(symbols, 5))] = None
     return list(texts)
 
 
-def _row(prompt: str, answer: str) -> Row:
-    return {"prompt": prompt, "answer": answer}
-
-
 def letters_in_order(completion: str, answer: str) -> float:
-    """1 for the letters in order; up to a half for those that are in their place."""
-    return 1.0 if completion == answer else 0.5 * _in_place(completion, answer)
+    """1 for the sorted letters; else up to 0.5 for letters at the right position."""
+    if completion == answer:
+        return 1.0
+    if len(completion) != len(answer):
+        return 0.0
+    return 0.5 * sum(a == b for a, b in zip(completion, answer, strict=True)) / len(answer)
 
 
 def largest_first(completion: str, answer: str) -> float:
-    """1 for the digits, largest first; up to a half for those that are in their place."""
-    return 1.0 if completion == answer else 0.5 * _in_place(completion, answer)
-
-
-def _in_place(completion: str, answer: str) -> float:
-    if len(completion) != len(answer):
-        return 0.0
-    return sum(a == b for a, b in zip(completion, answer, strict=True)) / len(answer)
+    """The same for digits in descending order."""
+    return letters_in_order(completion, answer)
 
 
 def shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
-    """The control: every score goes to a sample drawn by lot, so there is nothing to learn."""
+    """The control: dr_grpo on shuffled scores, which carry no signal."""
     mixed = shuffle_scores(groups, seed=groups[0].uid)
-    return dr_grpo(mixed, DrGrpoAdvantage())
+    return dr_grpo(mixed, BaselineAdvantage())
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What the demo measured on the held-out prompts: share of right answers, greedy."""
+    """Share of right greedy answers on the held-out prompts."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -110,22 +100,21 @@ class DemoResult:
     report: Path
 
     def to_json(self) -> dict[str, Any]:
-        domains = {n: {"before": self.before[n], "after": self.after[n]} for n in DOMAINS}
         return {
             "before": self.before["all"],
             "after": self.after["all"],
             "seconds": round(self.seconds, 1),
             "warmup_prompts": WARM_UP * len(DOMAINS),
-            "domains": domains,
+            "domains": _table(self.before, self.after, DOMAINS),
         }
 
 
 def run_demo(
-    begun: float, *, seed: int = 0, control: bool = False, folder: Path = Path("runs")
+    started: float, *, seed: int = 0, control: bool = False, folder: Path = Path("runs")
 ) -> DemoResult:
-    """Run it all; prints a table and the paths of the picture and the report.
+    """Run the demo; prints a table and the paths of the picture and the report.
 
-    `begun`: what time.perf_counter() said when the command started.
+    `started` is time.perf_counter() at the start of the command.
     """
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}" + ("-control" if control else "")
     home = folder / name
@@ -144,14 +133,12 @@ def run_demo(
         recipe_from_dict(rl_recipe(policy, home, seed, control=control), objects=objects.names),
         objects=objects,
     )
-    if run.interrupted:
-        raise RollickError("the demo was stopped by a signal", fix="start it again")
     rows = read_metrics(run.folder / "metrics.jsonl")
     result = DemoResult(
         before=_accuracy(rows[0]),
         after=_accuracy(rows[-1]),
-        seconds=time.perf_counter() - begun,
-        report=_report(run.folder, home, rows),
+        seconds=time.perf_counter() - started,
+        report=run.folder / "report.html",
     )
     _show(console, result)
     return result
@@ -177,18 +164,18 @@ def warm_up_recipe(model: Path, home: Path, seed: int) -> dict[str, Any]:
 
 def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]:
     """RL on both domains, from the warmed-up policy."""
-    rewards = {"letters": "object:letters_in_order", "digits": "object:largest_first"}
+    rewards = {"letters": ["object:letters_in_order"], "digits": ["object:largest_first"]}
     return {
         "run": {"name": "rl", "folder": str(home), "steps": 120, "seed": seed, "threads": 1},
         "model": {"path": str(policy), "template": "plain"},
         "data": {
-            "domains": {n: {"source": f"object:{n}", "rewards": [rewards[n]]} for n in DOMAINS},
+            "domains": {n: {"source": f"object:{n}", "rewards": r} for n, r in rewards.items()},
             "validation": {
-                n: {"source": f"object:held_out_{n}", "rewards": [rewards[n]]} for n in DOMAINS
+                n: {"source": f"object:held_out_{n}", "rewards": r} for n, r in rewards.items()
             },
         },
         "sampling": {"max_tokens": 6},
-        # Scores drawn by lot differ in every group, so a control has no group without signal.
+        # Shuffled scores differ in every group, so a control has no group without signal.
         "rollout": {"groups_per_step": 64, "group_size": 8, "drop_no_signal": not control},
         "algorithm": {"advantage": f"{__name__}:shuffled_scores" if control else "dr_grpo"},
         "train": {
@@ -213,38 +200,15 @@ def _accuracy(row: dict[str, float]) -> dict[str, float]:
     return {"all": row["eval/pass@1"], **{n: row[f"eval/{n}/pass@1"] for n in DOMAINS}}
 
 
-def _report(run: Path, home: Path, rows: list[dict[str, float]]) -> Path:
-    samples = [json.loads(line) for line in (run / "validation.jsonl").open(encoding="utf-8")]
-    last = max(sample["step"] for sample in samples)
-    early = {s["prompt"]: s for s in samples if s["step"] == 0}
-    late = [s for s in samples if s["step"] == last]
-    shown = [s for name in DOMAINS for s in [x for x in late if x["domain"] == name][:12]]
-    exchanges = [
-        Exchange(
-            domain=s["domain"],
-            prompt=s["prompt"],
-            before=early[s["prompt"]]["response"],
-            after=s["response"],
-            before_ok=early[s["prompt"]]["score"] == 1.0,
-            after_ok=s["score"] == 1.0,
-        )
-        for s in shown
-    ]
-    figures = {
-        name: {"before": _accuracy(rows[0])[name], "after": _accuracy(rows[-1])[name]}
-        for name in ("all", *DOMAINS)
-    }
-    return write_report(
-        home / "report.html", title="rollick demo", table=figures, rows=rows, exchanges=exchanges
-    )
+def _table(
+    before: dict[str, float], after: dict[str, float], names: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    return {name: {"before": before[name], "after": after[name]} for name in names}
 
 
 def _show(console: Console, result: DemoResult) -> None:
-    figures = {
-        name: {"before": result.before[name], "after": result.after[name]}
-        for name in (*DOMAINS, "all")
-    }
+    figures = _table(result.before, result.after, (*DOMAINS, "all"))
     console.print(evaluation_table(figures, title="right answers on held-out prompts"))
     console.print(f"curves  {result.report.with_suffix('.png')}", soft_wrap=True)
     console.print(f"report  {result.report}", soft_wrap=True)
-    console.print(f"{result.seconds:.0f} s in all")
+    console.print(f"{result.seconds:.0f} s in total")

@@ -1,6 +1,6 @@
-"""Toy tasks that a tiny model learns in seconds: say the letter that the prompt names.
+"""Toy tasks that a tiny model learns in seconds: answer with the letter in the prompt.
 
-Imports nothing heavy: every process that runs a reward of a toy loads this module.
+Imports no heavy packages, because every reward process loads this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ LETTERS = "abcdefgh"
 
 
 def letter_rows() -> list[dict[str, str]]:
-    """One row for each letter."""
+    """One row per letter."""
     return [{"prompt": f"say {letter}", "answer": letter} for letter in LETTERS]
 
 
@@ -22,21 +22,18 @@ def says_letter(completion: str, answer: str) -> float:
 
 
 def nears_letter(completion: str, answer: str) -> float:
-    """1 if the first two characters are the letter; the farther they are from it, the less.
-
-    Of a model that knows nothing most groups have no signal under `says_letter`, and a step takes
-    ten times the samples that it trains on. Here hardly a group is dropped.
-    """
+    """1 if the first two characters are the letter; less, the farther they are from it. Almost all
+    groups of an untrained model have signal, unlike with `says_letter`."""
     return sum(1 / (1 + abs(ord(character) - ord(answer))) for character in completion[:2]) / 2
 
 
 def echo_rows() -> list[dict[str, str]]:
-    """One row for each of the first four letters, which is both the prompt and the answer."""
+    """One row for each of the first four letters, which are both prompt and answer."""
     return [{"prompt": letter, "answer": letter} for letter in LETTERS[:4]]
 
 
 def echo_pairs() -> list[dict[str, str]]:
-    """The same with each wrong answer: every letter is right for one prompt, wrong for others."""
+    """The rows of echo_rows with each wrong answer."""
     rows = echo_rows()
     letters = [row["prompt"] for row in rows]
     return [{**row, "wrong": other} for row in rows for other in letters if other != row["answer"]]
@@ -47,8 +44,17 @@ def echoes(completion: str, answer: str) -> float:
     return float(completion[:1] == answer)
 
 
+def without_rollout(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe for a pipeline of given answers: its sampling is that of the evaluation."""
+    kept = {key: recipe[key] for key in recipe if key not in ("sampling", "rollout")}
+    evaluate = {**recipe.get("evaluate", {})}
+    if "sampling" in recipe:
+        evaluate["sampling"] = {**recipe["sampling"], **evaluate.get("sampling", {})}
+    return {**kept, "evaluate": evaluate}
+
+
 def toy_recipe(model: Path, runs: Path, *, name: str = "toy", steps: int = 4) -> dict[str, Any]:
-    """A recipe, as a dict, over a tiny model's folder: quick, inline, quiet."""
+    """A quick recipe as a dict, for the model in a folder."""
     rewards = ["rollick.testing.toys:nears_letter"]
     domain = {"source": "rollick.testing.toys:letter_rows", "rewards": rewards}
     return {
@@ -60,6 +66,6 @@ def toy_recipe(model: Path, runs: Path, *, name: str = "toy", steps: int = 4) ->
         "train": {"optimizer": {"lr": 3e-3}},
         "infer": {"slots": 16, "max_length": 64},
         "cluster": {"backend": "inline"},
-        "evaluate": {"at_end": False},
-        "observe": {"sinks": [], "live": "off"},
+        "evaluate": {"at_start": False, "at_end": False},
+        "observe": {"sinks": [], "live": "off", "report": False},
     }

@@ -1,4 +1,4 @@
-"""What a publish says of its weights: which tensors, where they lie, and how to know them. Pure."""
+"""WeightManifest: the names, shapes, memory layout and fingerprint of published weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Pairs = Sequence[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Where one tensor lies in memory that holds all of them."""
+class TensorLayout:
+    """Of one tensor in a buffer that holds all of them; `offset` and `size` in bytes."""
 
     name: str
     dtype: str
@@ -28,54 +28,53 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The tensors are not weights but what is other in them than in the base (see delta.py)."""
+class WeightDelta:
+    """Marks the tensors as changes relative to a base version (see delta.py)."""
 
     base: PolicyVersion
     base_fingerprint: Fingerprint
     result: Fingerprint
-    """Of the weights that come out."""
+    """Fingerprint of the resulting weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """One offer of weights. It travels by value; `source` says how to get at the bytes."""
+    """An offer of weights, sent by value. `source` locates the bytes."""
 
     version: PolicyVersion
     fingerprint: Fingerprint
-    """Of what is transferred."""
-    places: tuple[TensorPlace, ...]
+    """Fingerprint of the transferred tensors."""
+    layout: tuple[TensorLayout, ...]
     source: Any
-    change: Change | None = None
+    delta: WeightDelta | None = None
     is_base: bool = False
-    """Whether later offers may be changes to this one, so that a receiver keeps a copy of it."""
+    """Whether later offers may be deltas to this one, so that a receiver must keep a copy."""
     partial_of: Fingerprint | None = None
-    """Only some of the parameters: a receiver must hold these weights."""
+    """Set if only some parameters are sent: the full weights that a receiver must have."""
     scale: float | None = None
-    """The tensors are adapters, to be added to those weights times this."""
+    """Set if the tensors are adapters: the factor with which they are added to those weights."""
 
     @property
     def transferred_bytes(self) -> int:
-        return sum(place.size for place in self.places)
+        return sum(tensor.size for tensor in self.layout)
 
 
-def lay_out(pairs: Iterable[tuple[str, Tensor]]) -> tuple[tuple[TensorPlace, ...], int]:
-    """A place for each tensor, one after another, and the bytes that all of them take."""
-    places: list[TensorPlace] = []
+def plan_layout(pairs: Iterable[tuple[str, Tensor]]) -> tuple[tuple[TensorLayout, ...], int]:
+    """A consecutive layout of the tensors, and the size of the buffer in bytes."""
+    layouts: list[TensorLayout] = []
     offset = 0
     for name, tensor in pairs:
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         dtype = str(tensor.dtype).removeprefix("torch.")
-        places.append(TensorPlace(name, dtype, tuple(tensor.shape), offset, size))
+        layouts.append(TensorLayout(name, dtype, tuple(tensor.shape), offset, size))
         offset += -(-size // ALIGN) * ALIGN
-    return tuple(places), offset
+    return tuple(layouts), offset
 
 
-def view_at(memory: Tensor, place: TensorPlace) -> Tensor:
-    """The tensor that lies there, as a view of the memory."""
-    part = memory[place.offset : place.offset + place.size]
-    return part.view(getattr(torch, place.dtype)).view(place.shape)
-
-
-def views_of(memory: Tensor, places: Iterable[TensorPlace]) -> list[tuple[str, Tensor]]:
-    return [(place.name, view_at(memory, place)) for place in places]
+def views_of(memory: Tensor, layouts: Iterable[TensorLayout]) -> list[tuple[str, Tensor]]:
+    """The tensors as views of the buffer, with their names."""
+    pairs: list[tuple[str, Tensor]] = []
+    for layout in layouts:
+        part = memory[layout.offset : layout.offset + layout.size]
+        pairs.append((layout.name, part.view(getattr(torch, layout.dtype)).view(layout.shape)))
+    return pairs

@@ -1,16 +1,21 @@
-"""Which generator gets new weights how. Pure: follows from where learner and generators live.
+"""Plans a publish: the channel to each generator, from the locations of learner and generators.
 
-the learner's process, over its storage    shared      nothing to send
-the learner's process, weights of its own  direct      the learner's tensors themselves
-the same machine, both on GPUs             cuda_ipc    the learner's GPU memory, mapped
+generator's location                       channel     what is transferred
+the learner's process, shared parameters   shared      nothing
+the learner's process, its own weights     direct      references to the learner's tensors
+the same machine, GPUs, unsharded learner  cuda_ipc    the learner's GPU memory, mapped
 the same machine                           host        memory that both processes map
-another machine                            broadcast   torch.distributed
+another machine                            broadcast   all bytes, by torch.distributed
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from rollick.cluster.devices import DeviceMap
@@ -21,31 +26,41 @@ Channel = Literal["shared", "direct", "host", "cuda_ipc", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a role lives. Two processes of one machine can map each other's memory."""
+class ProcessLocation:
+    """Where a role runs. Processes on one machine can map each other's memory."""
 
     machine: str
     process: int
     shares: bool = False
-    """Of a generator: whether its engine uses the learner's own parameters."""
+    """Of a generator: whether its engine shares the learner's parameters."""
     adapters: bool = False
-    """Of a learner: whether it trains adapters. Of a generator: whether its engine adds them."""
+    """Of a learner: whether it trains adapters. Of a generator: whether its engine merges them."""
+
+
+def process_location(*, shares: bool = False, adapters: bool = False) -> ProcessLocation:
+    """The location of this process. `machine` is host name, boot id and PID namespace, so processes
+    on one machine see each other's PIDs. Two containers on one host are two machines."""
+    parts = [platform.node()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return ProcessLocation(" ".join(parts), os.getpid(), shares, adapters)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The generators that get their weights in one way."""
+    """The generators that get their weights on one channel."""
 
     channel: Channel
     ranks: tuple[int, ...]
     delta: bool = False
-    """Send what changed since the version before, where that is possible."""
+    """Send only the changes since the previous version, if possible."""
     adapters: bool = False
-    """Send the adapters alone."""
+    """Send only the adapters."""
 
     @property
-    def whole(self) -> Route:
-        """The same way for the whole weights, which always fit."""
+    def full(self) -> Route:
+        """The same route with the full weights, which any receiver accepts."""
         return replace(self, delta=False, adapters=False)
 
 
@@ -56,26 +71,21 @@ class PublishPlan:
     channels: Mapping[int, Channel]
     delta: bool = False
     merging: frozenset[int] = frozenset()
-    """Ranks that need the adapters only."""
+    """Ranks whose engines merge adapters, so that they need nothing else."""
 
     @property
     def shared(self) -> tuple[int, ...]:
         """Ranks that share the learner's parameters."""
         return self._ranks("shared")
 
-    @property
-    def copied(self) -> tuple[int, ...]:
-        """Ranks that need a copy."""
-        return tuple(rank for rank, name in self.channels.items() if name != "shared")
-
     def routes(self) -> tuple[Route, ...]:
-        """One for each channel that copies to somebody."""
+        """One for each channel that transfers weights."""
         return tuple(self._route(name) for name in sorted(set(self.channels.values()) - {"shared"}))
 
     def _route(self, channel: Channel) -> Route:
         ranks = self._ranks(channel)
         adapters = self.merging.issuperset(ranks)
-        # Adapters are small, so that what changed in them is not worth a copy at either end.
+        # Adapters are small: a delta is not worth a copy of the previous version at both ends.
         delta = self.delta and channel in CARRIES_DELTAS and not adapters
         return Route(channel, ranks, delta, adapters)
 
@@ -84,47 +94,39 @@ class PublishPlan:
 
 
 CARRIES_DELTAS: frozenset[Channel] = frozenset({"host", "broadcast"})
-"""The others read the learner's own memory: there is nothing to be saved."""
+"""The other channels read the learner's memory, so a delta would save nothing."""
 
 
 def plan_publish(
     device_map: DeviceMap,
     *,
-    policy: Place | None = None,
-    generators: Mapping[int, Place] | None = None,
-    config: WeightsConfig | None = None,
+    policy: ProcessLocation,
+    generators: Mapping[int, ProcessLocation],
+    config: WeightsConfig,
 ) -> PublishPlan:
-    """The channel of each generator whose place is given, by rank.
-
-    Without places: all, on one machine, with a process for each device.
-    """
-    config = config or WeightsConfig()
-    policy = policy or Place("", 0)
-    places = _usual_places(device_map) if generators is None else generators
-    # A sharded learner has its whole weights nowhere: they pass through the host one by one.
-    whole = device_map.ranks("policy") == 1
+    """The channel of each generator in `generators`, by rank."""
+    # No single GPU has all weights of a sharded learner, so they pass through host memory.
+    unsharded = device_map.ranks("policy") == 1
     channels: dict[int, Channel] = {}
-    for rank in sorted(places):
-        on_gpus = whole and _both_on_gpus(device_map, rank)
-        channels[rank] = _channel(policy, places[rank], config, on_gpus=on_gpus)
-        _demand_possible(channels[rank], rank, policy, places[rank], on_gpus=on_gpus)
-    merging = frozenset(rank for rank in places if policy.adapters and places[rank].adapters)
+    for rank, location in sorted(generators.items()):
+        on_gpus = unsharded and _both_on_gpus(device_map, rank)
+        channels[rank] = _channel(policy, location, config, on_gpus=on_gpus)
+        _check_possible(channels[rank], rank, policy, location, on_gpus=on_gpus)
+    adding = (rank for rank, location in generators.items() if location.adapters)
+    merging = frozenset(adding if policy.adapters else ())
     return PublishPlan(channels, config.changes_only, merging)
 
 
-def _usual_places(device_map: DeviceMap) -> dict[int, Place]:
-    shares = [device_map.shares_weights(r) for r in range(device_map.ranks("generators"))]
-    return {rank: Place("", 0 if own else 1 + rank, own) for rank, own in enumerate(shares)}
-
-
-def _channel(policy: Place, place: Place, config: WeightsConfig, *, on_gpus: bool) -> Channel:
-    if place.shares:
+def _channel(
+    policy: ProcessLocation, location: ProcessLocation, config: WeightsConfig, *, on_gpus: bool
+) -> Channel:
+    if location.shares:
         return "shared"
     if config.channel != "auto":
         return config.channel
-    if place.machine != policy.machine:
+    if location.machine != policy.machine:
         return "broadcast"
-    if place.process == policy.process:
+    if location.process == policy.process:
         return "direct"
     return "cuda_ipc" if on_gpus else "host"
 
@@ -134,15 +136,20 @@ def _both_on_gpus(device_map: DeviceMap, rank: int) -> bool:
     return all(device.kind == "cuda" for device in ends)
 
 
-def _demand_possible(
-    channel: Channel, rank: int, policy: Place, place: Place, *, on_gpus: bool
+def _check_possible(
+    channel: Channel,
+    rank: int,
+    policy: ProcessLocation,
+    location: ProcessLocation,
+    *,
+    on_gpus: bool,
 ) -> None:
-    apart = place.machine != policy.machine
-    if channel in ("host", "cuda_ipc") and apart:
+    remote = location.machine != policy.machine
+    if channel in ("host", "cuda_ipc") and remote:
         why = f"generator {rank} is on another machine than the policy"
-    elif channel == "direct" and (apart or place.process != policy.process):
+    elif channel == "direct" and (remote or location.process != policy.process):
         why = f"generator {rank} is in another process than the policy"
-    elif channel == "cuda_ipc" and (not on_gpus or place.process == policy.process):
+    elif channel == "cuda_ipc" and (not on_gpus or location.process == policy.process):
         why = f"generator {rank} and the policy are not two processes on GPUs"
     else:
         return

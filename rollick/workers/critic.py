@@ -1,83 +1,47 @@
-"""The critic: gives the values of a batch's tokens, and learns from the returns."""
+"""The critic: predicts per-token values and trains on the returns."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollick.algorithms.objective import Loss
 from rollick.algorithms.value import ValueInputs
 from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
-from rollick.config.schema import Recipe
+from rollick.config.schema import RlRecipe
 from rollick.data.batch import Batch, TokenValues
 from rollick.errors import ConfigError
-from rollick.train.critic import LocalCritic
-from rollick.train.strategy import CriticStrategy, LossReport, OptimReport, ValueLossFn
+from rollick.roles.protocols import CriticRole
+from rollick.roles.reports import CriticReport
+from rollick.trainer.critic import LocalCritic
+from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
 from rollick.types import BoolArray, FloatArray
-from rollick.workers.learner import TrainReport, minibatches, train_report
-from rollick.workers.memory import Meter
+from rollick.workers.learner import minibatches, train_report
+from rollick.workers.model_worker import TrainedWorker, builds_worker
 
 
-@dataclass(frozen=True, slots=True)
-class CriticReport:
-    """What training on one batch did. `train` is None if no token of the batch had a return."""
-
-    train: TrainReport | None
-    explained_variance: float
-    """Of the returns, by the values that the critic gave before it was trained on them."""
-
-    @property
-    def changed(self) -> bool:
-        """False if every step of the optimizer was skipped."""
-        return self.train is None or self.train.changed
-
-    def metrics(self) -> dict[str, float]:
-        """Under the names that observe/metrics.py documents."""
-        if self.train is None:
-            return {}
-        return {
-            "critic/loss": self.train.loss,
-            "critic/explained_variance": self.explained_variance,
-            "critic/grad_norm": self.train.grad_norm,
-            "critic/lr": self.train.lr,
-            "critic/tokens": float(self.train.tokens),
-            "critic/skipped_steps": float(self.train.skipped_steps),
-            **{f"critic/mean/{name}": value for name, value in self.train.means.items()},
-        }
-
-
-class CriticWorker:
-    """The critic role of a host."""
-
-    def __init__(
-        self, strategy: CriticStrategy, recipe: Recipe, *, meter: Meter | None = None
-    ) -> None:
-        self.meter = meter or Meter()
-        self.strategy = strategy
+class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
+    def __init__(self, strategy: LocalCritic, recipe: RlRecipe) -> None:
+        super().__init__(strategy)
         self.recipe = recipe
         self._loss = _bound_loss(recipe)
         self._with_values = [
-            number for number, part in enumerate(recipe.algorithms) if "values" in part.needs
+            n for n, part in enumerate(recipe.algorithms) if "values" in part.needs
         ]
 
     def values(self, batch: Batch) -> TokenValues:
         return self.strategy.values(batch)
 
     def train(self, batch: Batch) -> CriticReport:
-        """All epochs and mini-batches of one batch; those of the policy."""
         if batch.values_N is None or batch.returns_N is None:
-            raise ConfigError(
-                "a critic is trained on old values and returns, and the batch has none",
-                fix="annotate the batch and assign its credit before it is trained on",
-            )
+            message = "the critic needs old values and returns, but the batch has none"
+            raise ConfigError(message, fix="annotate the batch and assign credit before training")
         begun = time.perf_counter()
-        mine_N = self._mine(batch)
+        mine_N = self._value_tokens(batch)
         explained = explained_variance(batch.values_N[mine_N], batch.returns_N[mine_N])
         losses: list[LossReport] = []
         steps: list[OptimReport] = []
@@ -88,62 +52,41 @@ class CriticWorker:
         report = train_report(losses, steps, seconds=seconds) if steps else None
         return CriticReport(report, explained)
 
-    def save(self, path: Path) -> None:
-        self.strategy.save(path)
-
-    def load(self, path: Path) -> None:
-        self.strategy.load(path)
-
-    def sleep(self) -> None:
-        self.strategy.sleep()
-
-    def wake(self) -> None:
-        self.strategy.wake()
-
-    def peak_memory(self) -> int:
-        """Bytes that this process held at the most since the role began to be built."""
-        return self.meter.peak()
-
-    def _mine(self, batch: Batch) -> BoolArray:
-        """Trained tokens of the algorithms that ask for values: only these have a return."""
+    def _value_tokens(self, batch: Batch) -> BoolArray:
+        """Trained tokens of algorithms that use values; only these have a return."""
         if batch.component_N is None:
             return batch.loss_mask_N
         return batch.loss_mask_N & np.isin(batch.component_N, self._with_values)
 
 
 def weighed(batch: Batch, mine_N: BoolArray) -> Batch:
-    """The samples with a token of `mine_N`, trained on these tokens as a mean over all of them.
-
-    The denominator is that of the whole batch, before it is cut into mini-batches, and the
-    critic's own: the policy's weights have corrections and coefficients in them, which say
-    nothing of how well a value is known.
-    """
+    """Keep the samples with a token of `mine_N`, weighted for a mean over these tokens. The
+    denominator counts the full batch, before it is split into mini-batches. The policy's weights
+    are not used: they include corrections and coefficients of the policy loss."""
     weights_N = np.where(mine_N, 1 / np.count_nonzero(mine_N), 0.0)
     narrowed = replace(batch, loss_mask_N=mine_N, weights_N=weights_N)
     return narrowed.take(np.flatnonzero(narrowed.trained_B).tolist())
 
 
 def explained_variance(values_T: FloatArray, returns_T: FloatArray) -> float:
-    """1 - Var(return - value) / Var(return); 0 where all returns are alike."""
+    """1 - Var(return - value) / Var(return); 0 if all returns are equal."""
     returns_T = np.asarray(returns_T, np.float64)
     if not len(returns_T) or returns_T.min() == returns_T.max():
         return 0.0
     return float(1 - np.var(returns_T - values_T) / np.var(returns_T))
 
 
-def _bound_loss(recipe: Recipe) -> ValueLossFn:
+def _bound_loss(recipe: RlRecipe) -> ValueLossFn:
     options = recipe.critic.loss
     function: Any = resolve("value_losses", options.name)
 
     def loss(inputs: ValueInputs) -> Loss:
-        found = function(inputs, options)
-        return Loss((inputs.weights_T * found.loss_T).sum(), found.sums)
+        output = function(inputs, options)
+        return Loss((inputs.weights_T * output.loss_T).sum(), output.sums)
 
     return loss
 
 
-def create(context: HostContext, rank: int, recipe: Recipe) -> CriticWorker:
-    """Build the critic on its host."""
-    meter = Meter()
-    torch.set_num_threads(context.threads)
-    return CriticWorker(LocalCritic(recipe, device=context.device), recipe, meter=meter)
+@builds_worker
+def create(context: HostContext, rank: int, recipe: RlRecipe) -> CriticWorker:
+    return CriticWorker(LocalCritic(recipe, device=context.device), recipe)

@@ -12,20 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.algorithms.advantages import Gae, dr_grpo, gdpo, grpo, lite_ppo, max_rl, rloo
-from rollick.algorithms.objective import resolve_advantage
-from rollick.config.advantages import (
-    DrGrpoAdvantage,
-    GdpoAdvantage,
-    GrpoAdvantage,
-    LitePpoAdvantage,
-    MaxRlAdvantage,
-    RlooAdvantage,
+from rollick.algorithms.advantages import (
+    AdvantagesAndReturns,
+    dr_grpo,
+    gdpo,
+    grpo,
+    lite_ppo,
+    max_rl,
+    rloo,
 )
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.algorithm_rules import GROUP_ADVANTAGES
+from rollick.algorithms.objective import resolve_advantage
 from rollick.config.names import NAMES
-from rollick.config.section import CustomPart
+from rollick.config.rules.algorithm import GROUP_ADVANTAGES
+from rollick.config.schema.advantages import BaselineAdvantage, GdpoAdvantage, NormalisedAdvantage
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.section import CustomPart
 from rollick.errors import ConfigError
 from rollick.testing.fakes import group
 from rollick.types import FloatArray, Group, Score
@@ -55,13 +56,14 @@ def groups_of(batch: Batch) -> list[Group]:
 
 def compute(name: str, batch: Batch) -> list[list[float]]:
     found = resolve_advantage(algorithm_with(name))(groups_of(batch))
-    return [[float(value) for value in values] for values in found]  # pyright: ignore[reportArgumentType]
+    return [numbers(values) for values in found]
 
 
-def numbers(values: Sequence[float | FloatArray | Gae]) -> list[float]:
-    """The advantages of a group, of which each is one number."""
-    assert all(isinstance(value, float | int) for value in values)
-    return [float(value) for value in values]  # pyright: ignore[reportArgumentType]
+def numbers(values: Sequence[float | FloatArray | AdvantagesAndReturns]) -> list[float]:
+    """The advantages of a group, of which each is one number for all sampled tokens."""
+    last = [value[-1] if isinstance(value, np.ndarray) else value for value in values]
+    assert all(isinstance(value, float | int) for value in last)
+    return [float(value) for value in last]  # pyright: ignore[reportArgumentType]
 
 
 def with_parts(parts: list[dict[str, float] | None], *, uid: int = 0) -> Group:
@@ -75,7 +77,7 @@ def with_parts(parts: list[dict[str, float] | None], *, uid: int = 0) -> Group:
 
 
 def test_dr_grpo_takes_the_group_mean_from_each_score():
-    assert dr_grpo([group([1, 0, 0, 1]), group([3, 1])], DrGrpoAdvantage()) == [
+    assert dr_grpo([group([1, 0, 0, 1]), group([3, 1])], BaselineAdvantage()) == [
         [0.5, -0.5, -0.5, 0.5],
         [1.0, -1.0],
     ]
@@ -83,14 +85,14 @@ def test_dr_grpo_takes_the_group_mean_from_each_score():
 
 def test_grpo_divides_by_the_sample_standard_deviation():
     # mean 2, squared distances 1 + 1 + 4 = 6 over n - 1 = 2: std is sqrt(3)
-    [values] = grpo([group([1, 1, 4])], GrpoAdvantage(epsilon=1e-6))
+    [values] = grpo([group([1, 1, 4])], NormalisedAdvantage(epsilon=1e-6))
     std = math.sqrt(3) + 1e-6
     assert values == pytest.approx([-1 / std, -1 / std, 2 / std], abs=1e-15)
 
 
 def test_rloo_compares_a_score_with_the_mean_of_the_others():
     # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
-    assert rloo([group([1, 2, 6])], RlooAdvantage()) == [[-3, -1.5, 4.5]]
+    assert rloo([group([1, 2, 6])], BaselineAdvantage(name="rloo")) == [[-3, -1.5, 4.5]]
 
 
 def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
@@ -101,16 +103,29 @@ def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
     assert found[1] == pytest.approx([2 / std, -2 / std])
 
 
+def test_reinforce_pp_baseline_counts_tokens_as_its_authors_do_or_samples():
+    batch = [group([1, -1], texts=["a", "bcd"])]
+    # By token: 1 -1 -1 -1, mean -0.5, squares 3 over n - 1 = 3.
+    values = resolve_advantage(algorithm_with("reinforce++_baseline"))(batch)[0]
+    short_T, long_T = (np.asarray(value) for value in values)
+    assert short_T[-1:] == pytest.approx([1.5], rel=1e-5)
+    assert long_T[-3:] == pytest.approx([-0.5] * 3, rel=1e-5)
+    assert not short_T[:-1].any()
+    assert not long_T[:-3].any()
+    by_sample = algorithm_with({"name": "reinforce++_baseline", "whiten_over": "samples"})
+    assert resolve_advantage(by_sample)(batch)[0] == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-5)
+
+
 def test_lite_ppo_divides_by_the_deviation_of_the_batchs_scores():
     # scores 0 2 4 6: mean 3, squares 9 + 1 + 1 + 9 = 20 over 3
     std = math.sqrt(20 / 3) + 1e-6
-    found = lite_ppo([group([0, 2]), group([4, 6])], LitePpoAdvantage())
+    found = lite_ppo([group([0, 2]), group([4, 6])], NormalisedAdvantage(name="lite_ppo"))
     assert found[0] == pytest.approx([-1 / std, 1 / std])
     assert found[1] == pytest.approx([-1 / std, 1 / std])
 
 
 def test_max_rl_divides_by_the_group_mean_so_that_a_rare_success_weighs_more():
-    assert max_rl([group([1, 0, 0, 0]), group([1, 1, 0, 0])], MaxRlAdvantage()) == [
+    assert max_rl([group([1, 0, 0, 0]), group([1, 1, 0, 0])], BaselineAdvantage(name="max_rl")) == [
         [3, -1, -1, -1],
         [1, 1, -1, -1],
     ]
@@ -118,7 +133,7 @@ def test_max_rl_divides_by_the_group_mean_so_that_a_rare_success_weighs_more():
 
 def test_max_rl_refuses_negative_scores_with_their_value():
     with pytest.raises(ConfigError, match=r"group 0 has the score -0\.5"):
-        max_rl([group([1, -0.5])], MaxRlAdvantage())
+        max_rl([group([1, -0.5])], BaselineAdvantage(name="max_rl"))
 
 
 def test_gdpo_gives_a_reward_with_little_spread_the_same_say():
@@ -133,11 +148,11 @@ def test_gdpo_without_weights_takes_each_reward_once_and_not_the_parts_inside_a_
     inside: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 0}]
     whole = with_parts(inside)
     [values] = gdpo([whole], GdpoAdvantage())
-    [expected] = grpo([group([1, 0])], GrpoAdvantage())
+    [expected] = grpo([group([1, 0])], NormalisedAdvantage())
     assert [v > 0 for v in numbers(values)] == [v > 0 for v in numbers(expected)]
     # "a/x" alone would turn the answer round
     turned: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
-    with pytest.raises(ConfigError, match="add up to 0, and the score 9"):
+    with pytest.raises(ConfigError, match="add up to 0, and its score is 9"):
         gdpo([with_parts(turned)], GdpoAdvantage())
     [values] = gdpo([with_parts(turned)], GdpoAdvantage(weights={"a/x": 1}))
     assert numbers(values)[0] < numbers(values)[1]
@@ -149,12 +164,14 @@ def test_gdpo_does_not_silently_ignore_the_weights_of_a_domains_rewards():
         replace(member, score=replace(member.score, value=member.score.value * 0.5))
         for member in plain.members
     )
-    with pytest.raises(ConfigError, match="add up to 2, and the score 1"):
+    with pytest.raises(ConfigError, match="add up to 2, and its score is 1"):
         gdpo([replace(plain, members=weighed)], GdpoAdvantage())
 
 
 def test_gdpo_names_the_rewards_there_are_if_its_weights_name_others():
-    with pytest.raises(ConfigError, match=r"weighs lenght, .* have the rewards length, right"):
+    with pytest.raises(
+        ConfigError, match=r"has weights for lenght, .* have the rewards length, right"
+    ):
         gdpo([with_parts([{"right": 1, "length": 0}])], GdpoAdvantage(weights={"lenght": 1}))
 
 
@@ -169,7 +186,7 @@ def test_gdpo_leaves_a_member_without_a_reward_out_of_that_rewards_statistics():
 
 def test_gdpo_refuses_shaping_which_it_would_not_see():
     algorithm = AlgorithmConfig.model_validate({"advantage": "gdpo", "shaping": {"clip": 1}})
-    with pytest.raises(ConfigError, match="looks at its parts alone"):
+    with pytest.raises(ConfigError, match="uses only its parts"):
         resolve_advantage(algorithm)
 
 
@@ -303,7 +320,8 @@ def test_a_conversation_of_several_turns_is_compared_with_its_group_too(name: st
         replace(member, sample=replace(member.sample, loss_mask=np.arange(10) % 3 == 1))
         for member in plain.members
     )
-    advantage = resolve_advantage(algorithm_with(name))
+    by_sample = {"whiten_over": "samples"} if name == "reinforce++_baseline" else {}
+    advantage = resolve_advantage(algorithm_with({"name": name, **by_sample}))
     assert advantage([replace(plain, members=members)]) == advantage([plain])
     assert sum(compute(name, [[3, 1, 2]])[0]) == pytest.approx(0)
 
@@ -321,12 +339,12 @@ def test_a_users_function_gets_its_options_as_a_dict(tmp_path: Path):
 @pytest.mark.parametrize(
     ("returns", "message"),
     [
-        ("[]", "gave 0 lists for 1 groups"),
-        ("[[1.0]]", "gave 1 values for group 7 of 2 samples"),
+        ("[]", "returned 0 lists for 1 groups"),
+        ("[[1.0]]", "returned 1 values for the 2 samples of group 7"),
         ("[[1.0, float('nan')]]", "is not finite: nan"),
         ("[[1.0, None]]", "is not finite: None"),
         ("[[1.0, 'high']]", "is 'high'"),
-        ("[[1.0, [1.0, 2.0]]]", r"has shape \(2,\), the sample has 5 tokens"),
+        ("[[1.0, [1.0, 2.0]]]", r"has the shape \(2,\), and the sample has 5 tokens"),
     ],
 )
 def test_a_users_function_with_a_wrong_answer_is_told_so(

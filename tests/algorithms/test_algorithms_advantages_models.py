@@ -9,25 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import mask_of, masked_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.algorithms.advantages import Gae
+from rollick.algorithms.advantages import AdvantagesAndReturns
 from rollick.algorithms.objective import resolve_advantage
 from rollick.algorithms.returns import (
     discounted_returns,
     gae,
-    gae_of_tokens,
     opd,
-    opd_of_tokens,
+    token_gae,
+    token_opd,
 )
-from rollick.config.advantages import (
+from rollick.config.schema.advantages import (
     GaeAdvantage,
     OpdAdvantage,
 )
-from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.errors import ConfigError, DataError
-from rollick.testing.fakes import annotated, group, mask_of, masked_group
+from rollick.testing.fakes import annotated, group
 from rollick.types import Annotations, FloatArray, Group, StopReason
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -62,7 +63,7 @@ def gae_by_loops(
 
 def test_gae_by_hand():
     # d_2 = 1 - 0.5 = 0.5; d_1 = 0.5 * 0.5 - 0.25 = 0; A_1 = 0 + 0.5 * 0.5 * 0.5
-    found = gae_of_tokens(
+    found = token_gae(
         np.array([0.0, 0.0, 1.0]),
         np.array([9.0, 0.25, 0.5]),
         mask_of(".xx"),
@@ -80,7 +81,7 @@ def test_gae_agrees_with_plain_loops_over_the_drawn_tokens(
 ):
     inside = np.array(mask)
     rewards, values = np.where(inside, numbers(seed, len(mask)), 0), numbers(seed + 1, len(mask))
-    found = gae_of_tokens(rewards, values, inside, gamma=0.9, lam=lam, bootstrap=end)
+    found = token_gae(rewards, values, inside, gamma=0.9, lam=lam, bootstrap=end)
     expected = gae_by_loops(
         rewards[inside].tolist(), values[inside].tolist(), gamma=0.9, lam=lam, bootstrap=end
     )
@@ -91,14 +92,14 @@ def test_gae_agrees_with_plain_loops_over_the_drawn_tokens(
 
 @pytest.mark.parametrize("junk", [7.0, math.nan, -math.inf])
 def test_gae_goes_neither_through_padding_nor_through_observations(junk: float):
-    packed = gae_of_tokens(
+    packed = token_gae(
         np.array([0.0, 0, 0, 1]),
         np.array([0.1, 0.2, 0.3, 0.4]),
         mask_of("xxxx"),
         gamma=0.9,
         lam=0.8,
     )
-    spread = gae_of_tokens(
+    spread = token_gae(
         np.array([0.0, 0, 0, 0, 0, 0, 1, 0, 0]),
         np.array([junk, 0.1, 0.2, junk, junk, 0.3, 0.4, junk, junk]),
         mask_of(".xx..xx.."),
@@ -111,8 +112,8 @@ def test_gae_goes_neither_through_padding_nor_through_observations(junk: float):
 
 def test_nothing_follows_a_terminated_sample_and_the_bootstrap_follows_a_truncated_one():
     rewards, values = np.zeros(2), np.array([0.5, 0.5])
-    ended = gae_of_tokens(rewards, values, mask_of("xx"), gamma=1, lam=1)
-    cut = gae_of_tokens(rewards, values, mask_of("xx"), gamma=1, lam=1, bootstrap=0.75)
+    ended = token_gae(rewards, values, mask_of("xx"), gamma=1, lam=1)
+    cut = token_gae(rewards, values, mask_of("xx"), gamma=1, lam=1, bootstrap=0.75)
     assert ended.returns_T.tolist() == [0, 0]
     assert cut.returns_T.tolist() == [0.75, 0.75]
 
@@ -120,14 +121,14 @@ def test_nothing_follows_a_terminated_sample_and_the_bootstrap_follows_a_truncat
 @pytest.mark.parametrize("mask", ["", "..", "x"])
 def test_gae_of_nothing_or_one_token_is_finite(mask: str):
     zeros = np.zeros(len(mask))
-    found = gae_of_tokens(zeros, zeros + 0.5, mask_of(mask), gamma=1, lam=1)
+    found = token_gae(zeros, zeros + 0.5, mask_of(mask), gamma=1, lam=1)
     assert found.advantages_T.tolist() == [-0.5 if letter == "x" else 0 for letter in mask]
 
 
 def test_a_reward_on_an_observation_is_refused_and_not_lost():
     rewards, mask = np.array([0.0, 0.0, 1.0]), mask_of("xx.")
     with pytest.raises(DataError, match="would be lost"):
-        gae_of_tokens(rewards, np.zeros(3), mask, gamma=1, lam=1)
+        token_gae(rewards, np.zeros(3), mask, gamma=1, lam=1)
     with pytest.raises(DataError, match="would be lost"):
         discounted_returns(rewards, mask, gamma=1)
 
@@ -148,7 +149,7 @@ def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = ""
 
 
 def values_of(found: Any) -> list[list[tuple[list[float], list[float]]]]:
-    assert all(isinstance(value, Gae) for row in found for value in row)
+    assert all(isinstance(value, AdvantagesAndReturns) for row in found for value in row)
     return [[(v.advantages_T.tolist(), v.returns_T.tolist()) for v in row] for row in found]
 
 
@@ -247,9 +248,7 @@ def test_whitened_gae_without_anything_to_compare_is_exactly_zero(whole: Group):
 
 
 def test_opd_is_the_teachers_log_prob_minus_the_students():
-    found = opd_of_tokens(
-        np.log([0.5, 0.2, 0.1]), np.log([0.25, 0.4, 0.7]), mask_of("xx."), limit=20
-    )
+    found = token_opd(np.log([0.5, 0.2, 0.1]), np.log([0.25, 0.4, 0.7]), mask_of("xx."), limit=20)
     assert found.tolist() == pytest.approx([math.log(2), -math.log(2), 0])
 
 
@@ -257,7 +256,7 @@ def test_opd_is_finite_whatever_the_log_probs_and_zero_outside_the_mask():
     inf = math.inf
     teacher = np.array([-inf, -1.0, -inf, math.nan, -inf])
     student = np.array([-1.0, -inf, -inf, -1.0, -1.0])
-    found = opd_of_tokens(teacher, student, mask_of("xxx.."), limit=5)
+    found = token_opd(teacher, student, mask_of("xxx.."), limit=5)
     assert found.tolist() == [-5, 5, 0, 0, 0]
 
 
@@ -268,7 +267,7 @@ def test_a_wider_limit_of_opd_never_makes_an_advantage_smaller(
 ):
     teacher, student = -np.abs(numbers(seed, 5)), -np.abs(numbers(seed + 1, 5)) * 3
     narrow, wide = (
-        np.abs(opd_of_tokens(teacher, student, mask_of("xxxxx"), limit=limit))
+        np.abs(token_opd(teacher, student, mask_of("xxxxx"), limit=limit))
         for limit in sorted(limits)
     )
     assert (narrow <= wide).all()
@@ -338,7 +337,7 @@ def test_what_models_did_not_say_is_asked_for_by_name(name: str, what: str):
     with pytest.raises(ConfigError, match=rf"{what}, and sample g0.0 has none"):
         advantage([group([1])])
     short = Annotations(values=np.zeros(3), teacher=np.zeros(3))
-    with pytest.raises(ConfigError, match=r"has 5 tokens, and these are \(3,\)"):
+    with pytest.raises(ConfigError, match=r"has 5 tokens, and the values have the shape \(3,\)"):
         advantage([annotated(group([1]), short)])
 
 

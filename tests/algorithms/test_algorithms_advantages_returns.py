@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import mask_of, masked_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,15 +17,15 @@ from rollick.algorithms.returns import (
     reinforce,
     reinforce_pp,
     token_rewards,
-    turns_of,
+    turn_spans,
 )
-from rollick.config.advantages import (
+from rollick.config.schema.advantages import (
     ReinforceAdvantage,
     ReinforcePpAdvantage,
 )
-from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.errors import DataError
-from rollick.testing.fakes import annotated, mask_of, masked_group
+from rollick.testing.fakes import annotated
 from rollick.types import Annotations, FloatArray, Group, Score
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -106,7 +107,7 @@ def test_reinforce_pp_takes_a_penalty_from_the_reward_of_its_own_token():
 
 def test_the_reward_of_a_turn_is_at_its_last_token_and_the_rest_of_the_score_at_the_end():
     [member] = masked_group([10], "....xx.x.x").members
-    split = replace(member, score=Score(10, turns=(1, 2, 3)))
+    split = replace(member, score=Score(10, turn_rewards=(1, 2, 3)))
     assert token_rewards(split).tolist() == [0, 0, 0, 0, 0, 1, 0, 2, 0, 3 + 4]
     said = Annotations(penalty=floats(INF, 0, 0, 0, 0.5, 0, NAN, 0, 0, 0.5))
     taxed = replace(split, score=replace(split.score, value=9), annotations=said)
@@ -115,8 +116,8 @@ def test_the_reward_of_a_turn_is_at_its_last_token_and_the_rest_of_the_score_at_
 
 def test_rewards_of_other_turns_than_the_sample_has_are_refused():
     [member] = masked_group([1], "....x.x").members
-    with pytest.raises(DataError, match="has 2 turns, and its score 3"):
-        token_rewards(replace(member, score=Score(1, turns=(1, 0, 0))))
+    with pytest.raises(DataError, match="has 2 turns, and its score has 3 turn rewards"):
+        token_rewards(replace(member, score=Score(1, turn_rewards=(1, 0, 0))))
 
 
 @exhaustive
@@ -124,11 +125,11 @@ def test_rewards_of_other_turns_than_the_sample_has_are_refused():
 def test_the_rewards_of_the_tokens_add_up_to_the_score(mask: list[bool], seed: int, taxed: bool):
     text = "....x" + "".join("x" if inside else "." for inside in mask)
     [member] = masked_group([float(numbers(seed, 1)[0])], text).members
-    turns = tuple(float(x) for x in numbers(seed + 1, len(turns_of(member.sample.loss_mask))))
+    turns = tuple(float(x) for x in numbers(seed + 1, len(turn_spans(member.sample.loss_mask))))
     penalty = np.where(member.sample.loss_mask, numbers(seed + 2, len(text)), INF)
     member = replace(
         member,
-        score=replace(member.score, turns=turns),
+        score=replace(member.score, turn_rewards=turns),
         annotations=Annotations(penalty=penalty if taxed else None),
     )
     rewards = token_rewards(member)
@@ -177,4 +178,4 @@ def test_whitened_returns_do_not_depend_on_shift_and_scale(seed: int, shift: flo
     ],
 )
 def test_a_turn_is_a_run_of_the_mask(mask: str, spans: list[tuple[int, int]]):
-    assert [(span.start, span.stop) for span in turns_of(mask_of(mask))] == spans
+    assert [(span.start, span.stop) for span in turn_spans(mask_of(mask))] == spans

@@ -9,24 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import mask_of, masked_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.algorithms.objective import resolve_advantage
-from rollick.algorithms.returns import turns_of
+from rollick.algorithms.returns import turn_spans
 from rollick.algorithms.turns import (
+    expand_turns,
     gigpo,
-    gigpo_of_turns,
-    over_turns,
-    segment_returns,
-    states_of,
+    gigpo_turn_advantages,
     step_return,
+    turn_returns,
     turn_rewards,
+    turn_states,
 )
-from rollick.config.advantages import GigpoAdvantage, StepReturnAdvantage
-from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.schema.advantages import GigpoAdvantage, StepReturnAdvantage
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.errors import DataError
-from rollick.testing.fakes import annotated, group, mask_of, masked_group
+from rollick.testing.fakes import annotated, group
 from rollick.types import Annotations, Group, Score, StopReason
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -46,7 +47,8 @@ def episodes(*samples: Sequence[Step] | None, uid: int = 0) -> Group:
             member,
             sample=replace(member.sample, states=tuple(state for state, _ in steps)),
             score=Score(
-                sum(reward for _, reward in steps), turns=tuple(reward for _, reward in steps)
+                sum(reward for _, reward in steps),
+                turn_rewards=tuple(reward for _, reward in steps),
             ),
         )
         for member, steps in zip(whole.members, samples, strict=True)
@@ -66,7 +68,7 @@ def by_turn(found: Any, groups: Sequence[Group]) -> list[list[list[float]]]:
                 assert not value_T.any()
                 answer[-1].append([])
                 continue
-            spans = turns_of(mask_T)
+            spans = turn_spans(mask_T)
             assert not value_T[~mask_T].any()
             assert all(len(set(value_T[span].tolist())) == 1 for span in spans)
             answer[-1].append([float(value_T[span.start]) for span in spans])
@@ -89,9 +91,9 @@ def norm(values: list[float]) -> list[float]:
 
 
 def test_a_turns_return_is_discounted_between_turns_and_never_inside_one():
-    assert segment_returns([1, 0, 4], gamma=0.5) == [2, 2, 4]
-    assert segment_returns([], gamma=0.5) == []
-    values = over_turns([2, 2, 4], mask_of(".xx.x..xxx"))
+    assert turn_returns([1, 0, 4], gamma=0.5) == [2, 2, 4]
+    assert turn_returns([], gamma=0.5) == []
+    values = expand_turns([2, 2, 4], mask_of(".xx.x..xxx"))
     assert values.tolist() == [0, 2, 2, 0, 2, 0, 0, 4, 4, 4]
 
 
@@ -122,7 +124,7 @@ def test_a_score_without_turns_belongs_to_the_last_one_and_a_penalty_to_its_own(
 @given(rewards=st.lists(st.floats(-5, 5), max_size=6), gamma=st.sampled_from([0.0, 0.5, 1.0]))
 def test_turn_returns_agree_with_a_plain_loop(rewards: list[float], gamma: float):
     expected = returns_by_loops(rewards, gamma)
-    assert segment_returns(rewards, gamma=gamma) == pytest.approx(expected, abs=1e-12)
+    assert turn_returns(rewards, gamma=gamma) == pytest.approx(expected, abs=1e-12)
 
 
 @exhaustive
@@ -174,13 +176,13 @@ def test_without_anything_to_compare_all_is_exactly_zero(advantage: str, whole: 
 
 def test_a_wrong_number_of_turns_is_refused():
     with pytest.raises(DataError, match="3 values for the 2 turns"):
-        over_turns([1, 2, 3], mask_of("x.x"))
+        expand_turns([1, 2, 3], mask_of("x.x"))
 
 
 def test_gigpo_by_hand():
     # Episode returns 1 and 0. "door" is met by both with step returns 0.5 and 0; the other
     # states once each, so they have nothing to be compared with.
-    found = gigpo_of_turns(
+    found = gigpo_turn_advantages(
         [[0, 1], [0, 0]], [["door", "hall"], ["door", "cellar"]], gamma=0.5, step_weight=2
     )
     one, half = 0.5 / (math.sqrt(0.5) + 1e-6), 0.25 / (math.sqrt(0.125) + 1e-6)
@@ -199,7 +201,7 @@ def test_gigpo_by_hand():
 def test_gigpo_agrees_with_plain_loops(steps: list[list[tuple[str, int]]]):
     rewards = [[float(reward) for _, reward in sample] for sample in steps]
     states = [[state for state, _ in sample] for sample in steps]
-    found = gigpo_of_turns(rewards, states, gamma=0.5, episode_weight=0.5, step_weight=2)
+    found = gigpo_turn_advantages(rewards, states, gamma=0.5, episode_weight=0.5, step_weight=2)
     episodes = norm([sum(of) for of in rewards])
     returns = [returns_by_loops(of, 0.5) for of in rewards]
     for sample, of_sample in enumerate(states):
@@ -218,9 +220,9 @@ def test_gigpo_agrees_with_plain_loops(steps: list[list[tuple[str, int]]]):
 def test_equal_states_of_different_tasks_are_not_compared():
     # The same two keys in another task, with other returns: nothing of the first task changes.
     states = [["start"], ["start"]]
-    alone = gigpo_of_turns([[1.0], [0.0]], states, gamma=1)
-    other = gigpo_of_turns([[100.0], [50.0]], states, gamma=1)
-    merged = gigpo_of_turns([[1.0], [0.0], [100.0], [50.0]], states * 2, gamma=1)
+    alone = gigpo_turn_advantages([[1.0], [0.0]], states, gamma=1)
+    other = gigpo_turn_advantages([[100.0], [50.0]], states, gamma=1)
+    merged = gigpo_turn_advantages([[1.0], [0.0], [100.0], [50.0]], states * 2, gamma=1)
     assert alone[0][0] > 0 > alone[1][0]
     assert alone[0] == pytest.approx(other[0], rel=1e-4)
     assert merged[0][0] < 0  # what the mistake would look like
@@ -234,12 +236,12 @@ def test_equal_states_of_different_tasks_are_not_compared():
 def test_gigpo_without_anything_to_compare_is_exactly_zero(
     rewards: list[list[float]], states: list[list[str]]
 ):
-    assert gigpo_of_turns(rewards, states, gamma=1) == [[0.0] * len(of) for of in rewards]
+    assert gigpo_turn_advantages(rewards, states, gamma=1) == [[0.0] * len(of) for of in rewards]
 
 
 def test_gigpo_refuses_states_that_do_not_fit_the_rewards():
     with pytest.raises(DataError, match="one state for each reward"):
-        gigpo_of_turns([[1.0, 2.0]], [["a"]], gamma=1)
+        gigpo_turn_advantages([[1.0, 2.0]], [["a"]], gamma=1)
 
 
 def test_gigpo_of_a_group_by_hand():
@@ -316,7 +318,7 @@ def test_gigpo_of_equally_long_episodes_does_not_depend_on_shift_and_scale(
 
 def test_a_sample_of_one_turn_begins_in_the_state_that_its_prompt_describes():
     whole = group([1, 0])
-    assert states_of(whole.members[0]) == states_of(whole.members[1]) == ("toy/0",)
+    assert turn_states(whole.members[0]) == turn_states(whole.members[1]) == ("toy/0",)
     options = GigpoAdvantage(step_weight=3)
     found = by_turn(gigpo([whole], options), [whole])
     one = 0.5 / (math.sqrt(0.5) + 1e-6)

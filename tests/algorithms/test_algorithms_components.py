@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import Loss, build_objective
-from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.names import NAMES
+from rollick.config.schema.algorithm import AlgorithmConfig
 
 LENGTHS = (4, 1, 6, 3, 5, 2)
 PAIRS = (0, 0, 1, 1, 2, 2)

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.algorithms.correction import interpolated_old
+from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective, resolve_correction
-from rollick.config.algorithm import AlgorithmConfig
 from rollick.config.names import NAMES, resolve
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.data.collate import collate
 from rollick.errors import ConfigError
-from rollick.pipelines.credit import Credit
 from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import group
 
@@ -221,7 +221,7 @@ def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tupl
     batch = collate([whole])
     # Prompts have four tokens, whose log-probs mean nothing and may be anything.
     old_N = np.where(batch.loss_mask_N, np.repeat(np.log(old), batch.lengths_B), -np.inf)
-    credit = Credit(recipe, base=None)
+    credit = CreditAssigner(recipe, base=None)
     return credit.assign([whole], replace(batch, old_logprobs_N=old_N))
 
 
@@ -236,20 +236,20 @@ def test_a_dropped_token_enters_neither_the_sum_nor_the_denominator(name: str):
     trained = batch.weights_N[batch.loss_mask_N]
     assert trained.tolist() == pytest.approx([1 / 2, 0, 1 / 2])
     assert batch.weights_N[~batch.loss_mask_N].tolist() == [0] * 12
-    assert means["mask_share"] == pytest.approx(1 / 3)
+    assert means["dropped_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("name", ["geometric", "k3", "icepop"])
 def test_if_everything_is_dropped_nothing_is_trained(name: str):
     batch, means = credited(name, [0.9, 0.9], [0.1, 0.1])
     assert batch.weights_N.tolist() == [0] * 10
-    assert means["mask_share"] == 1
+    assert means["dropped_share"] == 1
 
 
 def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
     # old/mu is 9, 0.1, 9, 1: the first three are outside of icepop's [0.5, 5]
     _, means = credited("icepop", [0.1, 0.5, 0.1, 0.5], [0.9, 0.05, 0.9, 0.5])
-    shares = [means[f"mask_share{sign}"] for sign in ("", "_up", "_down")]
+    shares = [means[f"dropped_share{sign}"] for sign in ("", "_positive", "_negative")]
     assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
 
 
@@ -325,10 +325,11 @@ def test_an_old_policy_cannot_be_interpolated_without_the_age_of_tokens():
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["corrections"]))
-def test_every_correction_is_reachable_by_name_and_says_its_options(name: str):
+def test_every_correction_is_reachable_by_name_and_describes_its_options(name: str):
     part = AlgorithmConfig.model_validate({"correction": name}).correction
     assert part.name == name
-    assert all(field.description for field in type(part).model_fields.values())
+    options = {key: field for key, field in type(part).model_fields.items() if key != "name"}
+    assert all(field.description for field in options.values())
 
 
 @pytest.mark.parametrize(

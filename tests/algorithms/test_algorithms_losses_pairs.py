@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
-from rollick.algorithms.objective import METRICS, build_objective
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.losses import PAIRWISE
+from rollick.algorithms.objective import build_objective
 from rollick.config.names import resolve
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.losses import PAIRWISE
 from rollick.errors import ConfigError
+from rollick.observe.metric_table import METRICS
 
 Answer = tuple[int, float, Sequence[tuple[float, float]]]
 """Number of the pair, 1 if chosen and -1 if rejected, (log pi, log pi_ref) of each token."""
@@ -94,7 +95,7 @@ def test_dpo_by_hand():
     loss = loss_of("dpo", at, beta=0.5)
     assert loss.loss_T.tolist() == pytest.approx([math.log(1 + math.exp(-1))] * 3)
     assert loss.sums["margin"].item() == pytest.approx(6)
-    assert loss.sums["preferred"].item() == 3
+    assert loss.sums["preference_accuracy"].item() == 3
     total = build_objective(algorithm("dpo", beta=0.5))(at).total
     [gradient] = torch.autograd.grad(total, at.logprobs_T)
     push = 0.5 / (1 + math.exp(1))
@@ -112,7 +113,7 @@ def test_a_policy_that_is_its_reference_prefers_neither():
     at = inputs((0, 1, [(-1, -1)] * 3), (0, -1, [(-2, -2)]))
     loss = loss_of("dpo", at)
     assert loss.loss_T.tolist() == pytest.approx([math.log(2)] * 4)
-    assert loss.sums["preferred"].item() == 0
+    assert loss.sums["preference_accuracy"].item() == 0
 
 
 @every_kind
@@ -137,7 +138,8 @@ def test_the_objective_is_the_mean_over_pairs_and_its_gradient_is_right(
     losses = [by_loops(kind, margin, 0.3, smoothing) for margin in margins(at).values()]
     loss = build_objective(parts)(at)
     assert loss.total.item() == pytest.approx(sum(losses) / 2)
-    assert set(loss.sums) == {"policy_loss", "preferred", "margin"} <= set(METRICS)
+    assert set(loss.sums) == {"policy_loss", "preference_accuracy", "margin"}
+    assert {f"train/mean/{name}" for name in loss.sums} <= METRICS.keys()
 
     def value(logprobs_T: torch.Tensor) -> torch.Tensor:
         return build_objective(parts)(replace(at, logprobs_T=logprobs_T)).total
@@ -226,7 +228,9 @@ def test_to_swap_the_labels_is_to_smooth_by_the_other_share(kind: str, seed: int
 @pytest.mark.parametrize("missing", ["pair_T", "reference_T"])
 def test_a_loss_of_pairs_says_what_it_needs(kind: str, missing: str):
     at: LossInputs = replace(random_inputs(0), **{missing: None})
-    with pytest.raises(ConfigError, match="the pair of each token, and log-probs of a reference"):
+    with pytest.raises(
+        ConfigError, match="needs the pair and the reference log-prob of each token"
+    ):
         loss_of(kind, at)
 
 

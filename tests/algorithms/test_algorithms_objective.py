@@ -14,16 +14,16 @@ import torch
 
 from rollick.algorithms.losses import LossInputs, TokenLoss, dppo_tv, ppo, sft
 from rollick.algorithms.objective import (
-    METRICS,
     Loss,
     build_objective,
     resolve_aggregation,
     resolve_correction,
 )
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.losses import DppoTvLoss, PpoLoss, SftLoss
 from rollick.config.names import NAMES
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.losses import DppoTvLoss, PlainLoss, PpoLoss
 from rollick.errors import ConfigError
+from rollick.observe.metric_table import METRICS
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "dppo_tv": {"loss": "dppo_tv"},
@@ -152,7 +152,7 @@ def test_ppo_stops_the_gradient_beyond_the_clip_and_counts_by_sign():
     assert gradient_of(loss, at) == pytest.approx([0, -1.1, 0, 0.9])
     assert loss.loss_T.tolist() == pytest.approx([-1.2, -1.1, 0.8, 0.9])
     counts = {name: total.item() for name, total in loss.sums.items()}
-    assert counts == {"clip_share": 2, "clip_share_up": 1, "clip_share_down": 1}
+    assert counts == {"clip_share": 2, "clip_share_positive": 1, "clip_share_negative": 1}
 
 
 def test_ppo_clips_higher_where_asked():
@@ -179,7 +179,7 @@ def test_a_token_without_advantage_is_never_counted_as_clipped(name: str):
 
 def test_sft_is_the_negative_log_likelihood():
     at = inputs([0.5, 0.25])
-    loss = sft(at, SftLoss())
+    loss = sft(at, PlainLoss(name="sft"))
     assert loss.loss_T.tolist() == pytest.approx([math.log(2), math.log(4)])
     assert gradient_of(loss, at) == [-1, -1]
 
@@ -430,7 +430,7 @@ def test_ratio_sums_give_the_effective_sample_size():
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_every_metric_is_documented_and_carries_no_gradient(mixture: str):
     sums = objective_of(mixture, random_inputs(seed=5, tokens=4)).sums
-    assert set(sums) <= set(METRICS)
+    assert {f"train/mean/{name}" for name in sums} <= METRICS.keys()
     assert not any(total.requires_grad for total in sums.values())
 
 
@@ -442,14 +442,14 @@ def test_sft_has_no_metrics_of_a_policy_that_drew_its_tokens():
     ("parts", "message"),
     [
         ({"kl": {"coefficient": 0.1, "form": "k1"}}, "expected gradient of zero"),
-        ({"loss": "dppo_tv", "correction": "token_tis"}, "already weighs by pi/mu"),
-        ({"loss": "cispo", "correction": "icepop"}, "already weighs by pi/mu"),
-        ({"loss": "topr", "correction": "sequence_tis"}, "already weighs by pi/mu"),
+        ({"loss": "dppo_tv", "correction": "token_tis"}, "already weights by pi/mu"),
+        ({"loss": "cispo", "correction": "icepop"}, "already weights by pi/mu"),
+        ({"loss": "topr", "correction": "sequence_tis"}, "already weights by pi/mu"),
         ({"loss": "reinforce", "correction": "decoupled"}, "bounds pi/old, and reinforce does not"),
-        ({"loss": "sft", "correction": "token_tis"}, "no policy drew"),
-        ({"loss": "sft", "correction": "opsm"}, "no policy drew"),
-        ({"loss": "dpo", "correction": "icepop"}, "no policy drew"),
-        ({"loss": "distillation", "correction": "token_tis"}, "no policy drew"),
+        ({"loss": "sft", "correction": "token_tis"}, "are not sampled"),
+        ({"loss": "sft", "correction": "opsm"}, "are not sampled"),
+        ({"loss": "dpo", "correction": "icepop"}, "are not sampled"),
+        ({"loss": "distillation", "correction": "token_tis"}, "are not sampled"),
         ({"loss": "nowhere.py:loss"}, "does not exist"),
     ],
 )

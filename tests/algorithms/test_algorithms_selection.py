@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollick.algorithms.selection import has_signal, judge_group
+from rollick.algorithms.selection import group_drop_reason, has_signal
 from rollick.testing.fakes import group
 
 
@@ -33,9 +33,9 @@ def test_a_group_has_signal_if_its_judged_scores_differ_by_more_than_the_spread(
     [([0, 1], None), ([1, 1], "no_signal"), ([1, None], "no_signal"), ([None, None], "no_scores")],
 )
 def test_a_group_is_dropped_with_a_reason(scores: list[float | None], reason: str | None):
-    assert judge_group(group(scores), min_spread=0.01) == reason
+    assert group_drop_reason(group(scores), min_spread=0.01) == reason
 
 
 def test_groups_without_signal_can_be_kept_but_never_those_without_scores():
-    assert judge_group(group([1, 1]), min_spread=0.01, drop_no_signal=False) is None
-    assert judge_group(group([None]), min_spread=0.01, drop_no_signal=False) == "no_scores"
+    assert group_drop_reason(group([1, 1]), min_spread=0.01, drop_no_signal=False) is None
+    assert group_drop_reason(group([None]), min_spread=0.01, drop_no_signal=False) == "no_scores"

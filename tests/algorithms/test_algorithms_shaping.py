@@ -12,28 +12,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.algorithms.objective import resolve_advantage
+from rollick.algorithms.score_statistics import RunningStatistics
 from rollick.algorithms.shaping import (
-    RunningMoments,
     Source,
-    judged_scores,
     normalise_scores,
     penalise_length,
-    shape_scores,
     soft_length_penalty,
     trained_members,
+    valid_scores,
 )
-from rollick.config.advantages import ShapingConfig
-from rollick.config.algorithm import AlgorithmConfig
+from rollick.config.schema.advantages import ShapingConfig
+from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.errors import ConfigError
 from rollick.testing.fakes import group
 from rollick.types import Group, StopReason
+
+
+def shape_scores(
+    groups: list[Group],
+    options: ShapingConfig,
+    *,
+    max_tokens: int,
+    running: RunningStatistics | None = None,
+) -> Any:
+    return normalise_scores(
+        [penalise_length(one, options, max_tokens=max_tokens) for one in groups],
+        mean_from=options.mean,
+        std_from=options.std,
+        clip=options.clip,
+        running=running,
+    )
+
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 SOURCES: list[Source] = ["none", "group", "batch", "running"]
 Batch = list[list[float | None]]
 NUMBER = st.integers(-64, 64).map(lambda number: number / 16)
 BATCHES = st.lists(st.lists(st.one_of(st.none(), NUMBER), max_size=5), max_size=4)
-RUNNING = RunningMoments().updated([1, 2, 6])
+RUNNING = RunningStatistics().updated([1, 2, 6])
 
 
 def scores_of(groups: Any) -> Batch:
@@ -42,7 +58,7 @@ def scores_of(groups: Any) -> Batch:
 
 def test_by_default_nothing_changes():
     groups = [group([1, None, 3])]
-    assert shape_scores(groups, ShapingConfig(), max_tokens=8) is groups
+    assert shape_scores(groups, ShapingConfig(), max_tokens=8)[0] is groups[0]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +124,7 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
 @pytest.mark.parametrize("std", SOURCES)
 @pytest.mark.parametrize("scores", [[7.0], [0.1, 0.1, 0.1], []])
 def test_scores_without_spread_keep_their_size(std: Source, scores: list[float | None]):
-    running = RunningMoments().updated([score for score in scores if score is not None])
+    running = RunningStatistics().updated([score for score in scores if score is not None])
     shaped = normalise_scores([group(scores)], std_from=std, running=running)
     assert scores_of(shaped) == [scores]
 
@@ -136,9 +152,9 @@ def test_a_clip_keeps_the_order_of_scores_and_a_wider_one_more_of_their_size(
 def test_running_statistics_are_those_of_all_scores_together(
     first: list[float], second: list[float]
 ):
-    running = RunningMoments().updated(first)
+    running = RunningStatistics().updated(first)
     state = json.loads(json.dumps(running.to_state()))
-    running = RunningMoments.from_state(state).updated(second)
+    running = RunningStatistics.from_state(state).updated(second)
     values = first + second
     mean = sum(values) / len(values) if values else 0.0
     squares = sum((value - mean) ** 2 for value in values)
@@ -153,15 +169,15 @@ def test_a_running_state_without_a_key_is_an_error_and_not_a_default(missing: st
     state = RUNNING.to_state()
     del state[missing]
     with pytest.raises(KeyError, match=missing):
-        RunningMoments.from_state(state)
+        RunningStatistics.from_state(state)
 
 
 def test_running_statistics_keep_their_digits_far_from_zero():
-    assert RunningMoments().updated([1e9, 1e9 + 1, 1e9 + 2]).std == pytest.approx(1)
+    assert RunningStatistics().updated([1e9, 1e9 + 1, 1e9 + 2]).std == pytest.approx(1)
 
 
 def test_running_statistics_are_asked_for_and_not_made_up():
-    with pytest.raises(ConfigError, match="has none to read"):
+    with pytest.raises(ConfigError, match="and none were given"):
         normalise_scores([group([1, 2])], mean_from="running")
 
 
@@ -234,11 +250,10 @@ def test_shaped_groups_are_new_ones_and_the_advantage_does_not_shape_again():
 
 def test_the_length_penalty_alone_is_what_running_statistics_are_made_of():
     options = ShapingConfig(length_limit=2, length_buffer=1, mean="running", std="batch", clip=0.5)
-    penalised = penalise_length(
-        [group([1, None, 4], texts=["a", "a", "ab"])], options, max_tokens=9
-    )
-    assert scores_of(penalised) == [[0.5, None, 3]]
-    assert judged_scores(penalised) == [0.5, 3]
+    plain = group([1, None, 4], texts=["a", "a", "ab"])
+    penalised = penalise_length(plain, options, max_tokens=9)
+    assert scores_of([penalised]) == [[0.5, None, 3]]
+    assert valid_scores([penalised]) == [0.5, 3]
 
 
 def test_masks_leave_out_truncated_and_failed_samples_and_prompts_of_a_wrong_difficulty():

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollick.algorithms.value import ValueInputs, value
-from rollick.config.losses import ValueLoss
 from rollick.config.names import resolve
+from rollick.config.schema.losses import ValueLoss
 
 
 def doubles(*values: float) -> torch.Tensor:

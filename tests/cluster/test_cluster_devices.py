@@ -6,14 +6,16 @@ import pytest
 from rollick.cluster.devices import (
     DeviceMap,
     Phase,
-    Seat,
+    RoleRank,
     describe_plan,
+    numbers_to_ranges,
     plan_phases,
     plan_residency,
 )
 from rollick.config.devices import Device, parse_devices
-from rollick.config.schema import Recipe
-from rollick.errors import ConfigError, PlacementError
+from rollick.config.schema import Recipe, parse_recipe
+from rollick.errors import PlacementError
+from rollick.testing.batches import ANSWERS
 
 GENERATE = Phase("generate", ("generators",))
 ANNOTATE = Phase("annotate", ("reference",))
@@ -22,8 +24,12 @@ PUBLISH = Phase("publish", ("policy", "generators"))
 
 
 def recipe(**sections) -> Recipe:
-    data = {"domains": {"sums": {"source": "sums.jsonl"}}, **sections.pop("data", {})}
-    return Recipe.model_validate({"model": {"path": "m"}, "data": data, **sections})
+    pipeline = sections.get("pipeline", "rlvr")
+    domain = {"source": "sums.jsonl", **ANSWERS.get(pipeline, {})}
+    data = {"domains": {"sums": domain}, **sections.pop("data", {})}
+    if pipeline == "distill":
+        sections["teacher"] = {"path": "t"}
+    return parse_recipe({"model": {"path": "m"}, "data": data, **sections})
 
 
 def device_map(**roles: str) -> DeviceMap:
@@ -92,19 +98,12 @@ def test_a_map_answers_where_a_rank_lives_and_with_whom():
     assert devices.ranks("generators") == 2
     assert devices.ranks("critic") == 0
     assert devices.host_of("generators", 0).device == Device("cuda", 2)
-    assert devices.overlaps("policy", "generators")
-    assert not devices.overlaps("policy", "reference")
     assert [devices.shares_weights(rank) for rank in (0, 1)] == [False, True]
 
 
 def test_a_rank_that_does_not_exist_is_named():
-    with pytest.raises(PlacementError, match="no generators rank 2: the device map has 2"):
+    with pytest.raises(PlacementError, match="rank 2 does not exist: the device map has 2"):
         device_map(generators="0-1").host_of("generators", 2)
-
-
-def test_a_role_has_one_rank_on_a_device():
-    with pytest.raises(ConfigError, match=r"devices\.policy names a device twice: cpu:0, cpu:0"):
-        DeviceMap({"policy": (Device("cpu", 0), Device("cpu", 0))})
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_a_policy_that_is_to_sleep_does_so_in_phases_that_do_not_use_it():
     roles = device_map(policy="0", generators="0")
     phases = [GENERATE, TRAIN, PUBLISH]
     plans = plan_residency(roles, phases, policy_sleeps=True)
-    asleep = {plan.phase.name for plan in plans if Seat("policy", 0) in plan.sleeps}
+    asleep = {plan.phase.name for plan in plans if RoleRank("policy", 0) in plan.sleeps}
     assert asleep == {"generate"}
     apart = device_map(policy="0", generators="1")
     assert not any(plan.sleeps for plan in plan_residency(apart, phases, policy_sleeps=True))
@@ -225,7 +224,7 @@ def test_a_plan_does_not_depend_on_the_phase_before_it():
     roles = device_map(policy="0", generators="0", reference="0")
     for plan in plan_residency(roles, [GENERATE, ANNOTATE, TRAIN, PUBLISH]):
         assert set(plan.sleeps).isdisjoint(plan.wakes)
-        assert {*plan.sleeps, *plan.wakes} == {Seat("generators", 0), Seat("reference", 0)}
+        assert {*plan.sleeps, *plan.wakes} == {RoleRank("generators", 0), RoleRank("reference", 0)}
 
 
 def test_the_description_shows_hosts_phases_and_timeline():
@@ -240,15 +239,37 @@ def test_the_description_shows_hosts_phases_and_timeline():
         "0     cuda:0  policy 0, generators 0, reference 0",
         "1     cuda:1  generators 1",
         "",
-        "phase     uses                pauses        sleeps                     wakes",
-        "generate  generators          -             reference 0                generators 0",
-        "annotate  reference           generators 0  generators 0               reference 0",
-        "train     policy              generators 0  generators 0, reference 0  -",
-        "publish   policy, generators  generators 0  reference 0                generators 0",
+        "phase     uses                pauses        sleeps",
+        "generate  generators          -             reference 0",
+        "annotate  reference           generators 0  generators 0",
+        "train     policy              generators 0  generators 0, reference 0",
+        "publish   policy, generators  generators 0  reference 0",
         "",
         "weights   generators 0: the policy's own; generators 1: a copy, sent at each publish",
         "timeline  turns: generate, then train; every sample is drawn by the newest policy",
     ]
+
+
+def test_hosts_and_ranks_that_are_alike_share_a_line():
+    text = describe_plan(
+        recipe(
+            devices={"policy": "0-7", "generators": "0-7", "reference": "4-7"},
+            algorithm={"kl": {"coefficient": 0.1}},
+            train={"strategy": "fsdp"},
+        )
+    )
+    assert text.splitlines()[:3] == [
+        "host  device    roles",
+        "0-3   cuda:0-3  policy 0-3, generators 0-3",
+        "4-7   cuda:4-7  policy 4-7, generators 4-7, reference 0-3",
+    ]
+    assert "train     policy              generators 0-7  generators 0-7, reference 0-3" in text
+    tables = text[: text.index("learner ")].splitlines()
+    assert max(map(len, tables)) <= 80
+
+
+def test_numbers_are_told_as_ranges():
+    assert numbers_to_ranges([0, 1, 2, 6, 8, 9]) == "0-2,6,8-9"
 
 
 def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp_path: Path):
@@ -263,12 +284,12 @@ def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp
     )
     assert text.splitlines()[-4:-2] == [
         "learner   8 ranks divide samples (data 2); the matrices of layers (tensor 2); experts, "
-        "with samples of their own (expert 2)",
+        "with separate samples (expert 2)",
         "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, inner size 96); data and "
         "context any number; expert 1, 2, 3 or 6 (6 experts)",
     ]
     alone = describe_plan(recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
-    assert "learner   1 rank, which has everything" in alone
+    assert "learner   1 rank, not sharded" in alone
 
 
 @pytest.mark.parametrize(
@@ -277,11 +298,11 @@ def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp
         ({"rollout": {"max_staleness": 1}}, "turns: the generators pause"),
         (
             {"rollout": {"max_staleness": 1}, "devices": {"policy": "0", "generators": "1-2"}},
-            "overlap: generation goes on while the policy trains; samples are at most 1",
+            "overlap: generation continues while the policy trains; samples are at most 1",
         ),
         (
             {"rollout": {"max_staleness": 1.5}, "devices": {"policy": "0", "generators": "0-1"}},
-            "part overlap: generators 1 go on while the policy trains, the rest pause",
+            "part overlap: generators 1 continue while the policy trains, others pause",
         ),
         ({"devices": {"policy": "0", "generators": "1"}}, "turns: generate, then train"),
         ({"pipeline": "sft"}, "turns: the policy trains"),

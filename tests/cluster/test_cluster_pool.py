@@ -25,7 +25,7 @@ def test_an_address_that_nobody_serves_fails_at_once():
     ("address", "message"),
     [
         ("ray://127.0.0.1:10001", "is a Ray client address"),
-        ("nonsense", "cluster.address=nonsense is not an address of Ray"),
+        ("nonsense", "cluster.address=nonsense is not a Ray address"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused(address, message):

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from rollick.config.check import check_recipe
-from rollick.config.load import recipe_from_dict
+from rollick.config.load import check_recipe, recipe_from_dict
+from rollick.config.schema import rl_recipe
+from rollick.pipelines.domains import group_filter
+from rollick.testing.fakes import group
+from rollick.types import Prompt, Turn
 
 SUMS = {"source": "object:rows", "rewards": ["exact_match"]}
 TEACHER = {"path": "big"}
@@ -64,6 +67,35 @@ def test_stale_tokens_are_trained_on_where_something_bounds_them(
 
 def test_without_staleness_the_ratio_to_the_old_policy_needs_no_bound() -> None:
     assert problems(algorithm={"loss": "ppo", "correction": "token_tis"}) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "drops"),
+    [
+        *((name, True) for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "topr", "max_rl")),
+        *((name, True) for name in ("cispo", "lite_ppo", "sapo", "dppo")),
+        *((name, False) for name in ("ppo", "reinforce++", "raft++", "gigpo")),
+        *(({"advantage": name}, False) for name in ("reinforce", "step_return", "gdpo")),
+        ({"advantage": "reinforce++_baseline"}, True),
+        ({"loss": "raft"}, False),
+        ({"advantage": "mine.py:advantage"}, False),
+    ],
+    ids=str,
+)
+def test_groups_with_equal_scores_are_dropped_by_default_where_they_have_no_gradient(
+    algorithm: Any, drops: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text("def advantage(groups, options): ...")
+    data = {"domains": {"sums": {**SUMS, "algorithm": algorithm}}}
+    plain = {"model": {"path": "tiny"}, "data": data, "devices": {"critic": "cpu"}}
+    if algorithm != "ppo":
+        del plain["devices"]
+    loaded = recipe_from_dict(plain, objects={"rows"}, base=tmp_path)
+    recipe = rl_recipe(loaded.recipe)
+    assert recipe.drops_no_signal("sums") is drops
+    of = Prompt("0", "sums", (Turn("user", "2 + 2?"),))
+    assert group_filter(recipe)(group([1, 1], of=of)) == ("no_signal" if drops else None)
+    assert group_filter(recipe)(group([0, 1], of=of)) is None
 
 
 def test_a_domain_that_learns_from_a_teacher_alone_needs_no_reward() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rollick.config.load import load_recipe
 from rollick.config.names import NAMES
-from rollick.config.schema import Recipe
+from rollick.config.schema import RlvrRecipe
 from rollick.errors import ConfigError
 
 TABLE = Path(__file__).parent / "bad_recipes.txt"
@@ -21,6 +21,7 @@ MODEL = "model: {path: tiny}\n"
 DATA = "data: {domains: {sums: {source: sums.jsonl, rewards: [exact_match]}}}\n"
 MINE = """\
 def loss(inputs, options): ...
+def advantage(groups, options): ...
 def reward(completion, answer, tolerance=0): ...
 def by_position(completion, /): ...
 class Thing: ...
@@ -48,7 +49,7 @@ def cases() -> list[tuple[str, list[str]]]:
 def _with_names(line: str) -> str:
     for kind, table in NAMES.items():
         line = line.replace(f"<{kind}>", ", ".join(table))
-    return line.replace("<recipe>", ", ".join(Recipe.model_fields))
+    return line.replace("<recipe>", ", ".join(RlvrRecipe.model_fields))
 
 
 @pytest.fixture

@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from rollick.config.advantages import DrGrpoAdvantage, GrpoAdvantage
-from rollick.config.algorithm import AlgorithmConfig
-from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict, recipe_schema
-from rollick.config.losses import CispoLoss, DppoTvLoss, PpoLoss
+from rollick.config.load import (
+    LoadedRecipe,
+    dump_recipe,
+    load_recipe,
+    recipe_from_dict,
+    recipe_schema,
+)
 from rollick.config.names import NAMES, find
 from rollick.config.presets import PRESETS
+from rollick.config.schema.advantages import BaselineAdvantage, NormalisedAdvantage
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.schema.losses import CispoLoss, DppoTvLoss, PpoLoss
 from rollick.errors import ConfigError
 
 PLAIN = (
@@ -74,7 +80,7 @@ def test_a_preset_cannot_be_rewritten() -> None:
 
 def test_dapo_is_clip_higher_a_token_mean_and_a_penalty_that_follows_the_token_limit() -> None:
     dapo = algorithm(preset="dapo")
-    assert dapo.advantage == GrpoAdvantage()
+    assert dapo.advantage == NormalisedAdvantage()
     assert dapo.loss == PpoLoss(clip_low=0.2, clip_high=0.28)
     assert dapo.aggregation == "token_mean"
     assert dapo.shaping.length_limit == "max_tokens"
@@ -96,7 +102,7 @@ def test_what_is_said_goes_over_the_preset_key_by_key() -> None:
     assert made.loss == PpoLoss(clip_low=0.2, clip_high=0.3)
     assert (made.shaping.length_limit, made.shaping.length_weight) == ("max_tokens", 0.5)
     assert (made.kl.coefficient, made.aggregation) == (0.1, "prompt_mean")
-    assert made.advantage == GrpoAdvantage()
+    assert made.advantage == NormalisedAdvantage()
 
 
 @pytest.mark.parametrize(
@@ -126,11 +132,11 @@ def test_the_dumped_recipe_has_every_value_and_loads_to_an_equal_one(
 ) -> None:
     text = f"algorithm: {{preset: {name}, advantage: rloo, kl: {{coefficient: 0.1}}}}\n"
     loaded = load(tmp_path, text)
-    assert "max_ratio: 5.0" in loaded.text
-    (tmp_path / "again.yaml").write_text(loaded.text)
+    assert "max_ratio: 5.0" in dump_recipe(loaded.recipe)
+    (tmp_path / "again.yaml").write_text(dump_recipe(loaded.recipe))
     again = load_recipe(tmp_path / "again.yaml", objects={"rows"})
     assert again.recipe == loaded.recipe
-    assert again.text == loaded.text
+    assert dump_recipe(again.recipe) == dump_recipe(loaded.recipe)
 
 
 def test_a_domain_can_have_a_preset_of_its_own(tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ def test_a_recipe_goes_over_the_preset_of_the_one_that_it_extends(tmp_path: Path
         (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
         found = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
         assert found == expected
-    assert algorithm(preset="dapo", advantage="dr_grpo").advantage == DrGrpoAdvantage()
+    assert algorithm(preset="dapo", advantage="dr_grpo").advantage == BaselineAdvantage()
 
 
 def test_rloo_is_on_policy_only(tmp_path: Path) -> None:
@@ -196,6 +202,6 @@ def test_an_unknown_preset_of_a_domain_is_placed_there() -> None:
 
 def test_the_json_schema_knows_the_short_form() -> None:
     document = recipe_schema()
-    assert {"type": "string"} in document["properties"]["algorithm"]["anyOf"]
-    domain = document["$defs"]["DomainConfig"]["properties"]["algorithm"]
+    assert {"type": "string"} in document["$defs"]["RlvrRecipe"]["properties"]["algorithm"]["anyOf"]
+    domain = document["$defs"]["RlvrDomain"]["properties"]["algorithm"]
     assert {"type": "string"} in domain["anyOf"]

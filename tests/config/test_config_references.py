@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollick.config.check import check_recipe
-from rollick.config.load import load_recipe
+from rollick.config.load import check_recipe, load_recipe
 from rollick.config.references import read_reference
 from rollick.errors import ConfigError
 

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import Tag, ValidationError
+from pydantic import ValidationError
 
 from rollick.config import schema
 from rollick.config.load import recipe_schema
 from rollick.config.names import NAMES
-from rollick.config.schema import Recipe, RolloutConfig
-from rollick.config.section import Section
+from rollick.config.schema import RECIPES, RolloutConfig
+from rollick.config.schema.section import Section, union_tags
 
-SECTIONS = [
-    value
-    for value in vars(schema).values()
-    if isinstance(value, type) and issubclass(value, Section) and value is not Section
-]
+
+def subclasses(section: type[Section]) -> Iterator[type[Section]]:
+    for inner in section.__subclasses__():
+        if inner.__module__.startswith("rollick.config.schema."):
+            yield inner
+            yield from subclasses(inner)
+
+
+SECTIONS = [s for s in dict.fromkeys(subclasses(Section)) if "[" not in s.__name__]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_every_section_and_every_field_is_described(section: type[Section]) -> None:
     assert section.__doc__
     for name, field in section.model_fields.items():
+        if name == "name" and get_origin(field.annotation) is Literal:
+            continue  # The name of a part of the algorithm, which its docstring describes.
         assert field.description, f"{section.__name__}.{name}"
         assert field.description.endswith("."), f"{section.__name__}.{name}"
 
@@ -43,10 +49,9 @@ def test_a_recipe_cannot_be_rewritten() -> None:
 
 def tags(part: str) -> Iterator[tuple[str, Any]]:
     union = schema.AlgorithmConfig.model_fields[part].annotation
-    for member in get_args(union):
-        section, tag = get_args(member)[:2]
-        assert isinstance(tag, Tag)
-        yield tag.tag, section
+    for section in get_args(union):
+        for tag in union_tags(section):
+            yield tag, section
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_options_without_a_name_are_those_of_the_default(part: str) -> None:
 
 
 def test_the_defaults_are_in_the_tables() -> None:
-    recipe = Recipe.model_validate({"model": {"path": "tiny"}, "data": {"domains": {}}})
+    recipe = schema.parse_recipe({"model": {"path": "tiny"}, "data": {"domains": {}}})
     assert recipe.pipeline in NAMES["pipelines"]
     assert recipe.infer.engine in NAMES["engines"]
     assert recipe.train.strategy in NAMES["train_strategies"]
@@ -78,9 +83,13 @@ def test_the_defaults_are_in_the_tables() -> None:
 
 def test_the_json_schema_knows_every_section_and_the_short_forms() -> None:
     document = json.loads(json.dumps(recipe_schema()))
-    assert list(document["properties"]) == ["extends", *Recipe.model_fields]
-    assert document["additionalProperties"] is False
-    assert set(document["required"]) == {"model", "data"}
+    references = [f"#/$defs/{recipe.__name__}" for recipe in RECIPES.values()]
+    assert document["anyOf"] == [{"$ref": reference} for reference in references]
+    for recipe in RECIPES.values():
+        alternative = document["$defs"][recipe.__name__]
+        assert list(alternative["properties"]) == ["extends", *recipe.model_fields]
+        assert alternative["additionalProperties"] is False
+        assert set(alternative["required"]) >= {"model", "data"}
     algorithm = document["$defs"]["AlgorithmConfig"]["properties"]
     assert {"type": "string"} in algorithm["loss"]["anyOf"]
     rollout = document["$defs"]["RolloutConfig"]["properties"]

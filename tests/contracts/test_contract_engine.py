@@ -1,4 +1,4 @@
-"""What every engine promises. A new engine joins by adding its factory to ENGINES.
+"""The guarantees of every engine. A new engine joins with a factory in ENGINES.
 
 Plain transformers on the same folder is the oracle. vLLM is a real one, on the CPU; its processes
 are shared by all tests (conftest.py), which therefore run on one event loop.
@@ -18,9 +18,9 @@ import torch
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, WeightError
-from rollick.infer.engine import Capability, Engine
+from rollick.infer.engine import Capability, Engine, StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.load import fingerprint
+from rollick.models.loading.load import fingerprint
 from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 from rollick.types import (
     Completion,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SIZES = {"hidden": 64, "layers": 2, "heads": 2, "kv_heads": 1}
 SLOTS = 8
 LONG = 200
-"""Tokens of a request that is still running when a test interferes."""
+"""Tokens of a request that is still running when a test interrupts it."""
 
 
 async def _native(folder: Path, infer: InferConfig, *, deterministic: bool = False) -> Engine:
@@ -46,8 +46,7 @@ async def _native(folder: Path, infer: InferConfig, *, deterministic: bool = Fal
         infer,
         ModelConfig(path=str(folder)),
         deterministic=deterministic,
-        stop_ids=(),
-        decode=tiny_tokenizer().decode,
+        stops=StopRules((), tiny_tokenizer().decode),
     )
 
 
@@ -139,11 +138,11 @@ def _fill(engine: Engine) -> list[asyncio.Task[Completion]]:
 
 
 def _oracle(model: Any, prompt: Sequence[int], completion: Completion) -> np.ndarray:
-    """Log-probs of the drawn tokens by a plain forward at temperature 1."""
-    drawn = torch.from_numpy(completion.token_ids.astype(np.int64))
+    """Log-probs of the generated tokens from a full forward at temperature 1."""
+    generated = torch.from_numpy(completion.token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = model(torch.cat([torch.tensor(prompt), drawn])[None]).logits[0]
-    picked = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, drawn[:, None])
+        logits = model(torch.cat([torch.tensor(prompt), generated])[None]).logits[0]
+    picked = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(-1, generated[:, None])
     return picked[:, 0].numpy()
 
 
@@ -161,7 +160,7 @@ async def test_a_completion_has_a_log_prob_and_a_version_for_each_token(factory,
     assert not completion.token_ids.flags.writeable
 
 
-async def test_greedy_draws_the_likeliest_token_every_time(factory, folder):
+async def test_greedy_always_takes_the_most_likely_token(factory, folder):
     async with _open(factory, folder) as engine:
         completion = await engine.generate(_request(temperature=0.0))
     ids = torch.tensor([[1, 8, 9]])
@@ -175,7 +174,7 @@ async def test_greedy_draws_the_likeliest_token_every_time(factory, folder):
     assert completion.token_ids.tolist() == expected[0, 3:].tolist()
 
 
-async def test_a_sample_follows_from_its_stream_alone(factory, folder):
+async def test_a_sample_depends_only_on_its_random_stream(factory, folder):
     async with _open(factory, folder) as engine:
         first = await engine.generate(_request(1))
         again, other = await asyncio.gather(
@@ -185,7 +184,7 @@ async def test_a_sample_follows_from_its_stream_alone(factory, folder):
     assert first.token_ids.tolist() != other.token_ids.tolist()
 
 
-async def test_an_aborted_request_returns_the_tokens_it_has(factory, folder):
+async def test_an_aborted_request_returns_its_tokens_so_far(factory, folder):
     async with _open(factory, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
@@ -196,11 +195,11 @@ async def test_an_aborted_request_returns_the_tokens_it_has(factory, folder):
     assert len(completion.logprobs) == len(completion.versions) == len(completion.token_ids)
 
 
-async def test_an_aborted_request_that_waits_returns_no_tokens(factory, folder):
+async def test_an_aborted_waiting_request_returns_no_tokens(factory, folder):
     async with _open(factory, folder) as engine:
         running = _fill(engine)
         waiting = asyncio.create_task(engine.generate(_request(SLOTS)))
-        # Until then not all of them need to have arrived: an engine may be another process.
+        # Before that, some may not have arrived: an engine may be another process.
         while (engine.load().running, engine.load().waiting) != (SLOTS, 1):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await engine.abort(SampleId(0, SLOTS))
@@ -231,15 +230,15 @@ async def test_a_cancelled_call_frees_its_slot(factory, folder):
         assert engine.load().running == 0
 
 
-async def test_a_paused_engine_draws_nothing_and_goes_on_where_it_was(factory, folder):
+async def test_a_paused_engine_generates_nothing_and_resumes(factory, folder):
     async with _open(factory, folder) as engine:
         undisturbed = await engine.generate(_request(max_tokens=LONG))
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
         await engine.pause()
-        drawn = engine.load().generated_tokens
+        generated = engine.load().generated_tokens
         await asyncio.sleep(0.05)
-        assert engine.load().generated_tokens == drawn
+        assert engine.load().generated_tokens == generated
         assert not task.done()
         await engine.resume()
         completion = await task
@@ -255,27 +254,26 @@ async def test_a_paused_engine_still_aborts(factory, folder):
         assert (await task).stop is StopReason.ABORTED
 
 
-async def test_a_continued_request_draws_what_one_uninterrupted_would_have(factory, folder):
+async def test_a_continued_request_generates_what_an_uninterrupted_one_would(factory, folder):
     async with _open(factory, folder) as engine:
-        whole = await engine.generate(_request(max_tokens=LONG))
+        complete = await engine.generate(_request(max_tokens=LONG))
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
         await engine.abort(SampleId(0, 0))
         part = await task
         rest = await engine.generate(_request(max_tokens=LONG, continue_from=part))
         capabilities = engine.capabilities
-    drawn = len(part.token_ids)
-    assert rest.token_ids[:drawn].tolist() == whole.token_ids[:drawn].tolist()
-    # Any engine continues by the model; one whose tokens follow from stream and place alone
-    # continues with the very tokens.
+    generated = len(part.token_ids)
+    assert rest.token_ids[:generated].tolist() == complete.token_ids[:generated].tolist()
+    # A deterministic engine continues with exactly the same tokens.
     if Capability.DETERMINISTIC in capabilities:
-        assert rest.token_ids.tolist() == whole.token_ids.tolist()
+        assert rest.token_ids.tolist() == complete.token_ids.tolist()
     np.testing.assert_allclose(rest.logprobs, _oracle(_model(0), (1, 8, 9), rest), atol=1e-4)
     assert rest.versions.tolist() == [0] * LONG
     assert rest.stop is StopReason.LENGTH
 
 
-async def test_an_aborted_continuation_that_waits_keeps_its_earlier_tokens(factory, folder):
+async def test_an_aborted_waiting_continuation_keeps_its_earlier_tokens(factory, folder):
     async with _open(factory, folder) as engine:
         part = await engine.generate(_request(max_tokens=4))
         await engine.pause()
@@ -285,14 +283,14 @@ async def test_an_aborted_continuation_that_waits_keeps_its_earlier_tokens(facto
         assert (await task).token_ids.tolist() == part.token_ids.tolist()
 
 
-async def test_tokens_after_an_update_come_from_the_new_weights_and_say_so(factory, folder):
+async def test_tokens_after_an_update_use_the_new_weights_and_version(factory, folder):
     weights = _weights(1)
     async with _open(factory, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
-        found = await engine.update(weights, PolicyVersion(1), fingerprint(weights))
+        actual = await engine.update(weights, PolicyVersion(1), fingerprint(weights))
         completion = await task
-        assert found == fingerprint(weights)
+        assert actual == fingerprint(weights)
         assert engine.load().version == 1
     versions = completion.versions.tolist()
     changed = versions.index(1)
@@ -303,7 +301,7 @@ async def test_tokens_after_an_update_come_from_the_new_weights_and_say_so(facto
     np.testing.assert_allclose(completion.logprobs[changed:], new[changed:], atol=1e-4)
 
 
-async def test_a_cache_that_is_kept_over_an_update_flags_the_tokens_drawn_over_it(keeping, folder):
+async def test_tokens_on_a_cache_kept_over_an_update_are_flagged(keeping, folder):
     async with _open(keeping, folder) as engine:
         assert Capability.KEEP_CACHE in engine.capabilities
         requests = [_request(0, max_tokens=30), _request(1, max_tokens=LONG)]
@@ -320,11 +318,11 @@ async def test_a_cache_that_is_kept_over_an_update_flags_the_tokens_drawn_over_i
             np.testing.assert_allclose(completion.logprobs[~flags], old[~flags], atol=1e-4)
     new = _oracle(_model(1), (1, 8, 9), completion)
     assert np.abs(completion.logprobs[flags] - new[flags]).max() > 1e-3, "of no single version"
-    assert later.kept_cache is None, "nothing new is built on what an older version computed"
+    assert later.kept_cache is None, "a later request reuses no cache of an older version"
     np.testing.assert_allclose(later.logprobs, _oracle(_model(1), (1, 8, 9), later), atol=1e-4)
 
 
-async def test_a_continued_request_keeps_its_flags_and_computes_its_cache_anew(keeping, folder):
+async def test_a_continued_request_keeps_its_flags_and_recomputes_its_cache(keeping, folder):
     async with _open(keeping, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
@@ -342,7 +340,7 @@ async def test_a_continued_request_keeps_its_flags_and_computes_its_cache_anew(k
     np.testing.assert_allclose(rest.logprobs[clean:], new[clean:], atol=1e-4)
 
 
-async def test_a_cache_that_is_computed_anew_flags_nothing(keeping, folder):
+async def test_tokens_on_a_recomputed_cache_are_not_flagged(keeping, folder):
     async with _open(keeping, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
@@ -354,7 +352,7 @@ async def test_a_cache_that_is_computed_anew_flags_nothing(keeping, folder):
     assert flags is None or not flags[completion.versions == 2].any()
 
 
-async def test_a_completion_tells_how_long_it_was_queued_and_prefilled(factory, folder):
+async def test_a_completion_has_its_queue_and_prefill_times(factory, folder):
     async with _open(factory, folder) as engine:
         first, *_, last = await asyncio.gather(
             *(engine.generate(_request(index, max_tokens=LONG)) for index in range(SLOTS)),
@@ -372,7 +370,7 @@ async def test_a_completion_tells_how_long_it_was_queued_and_prefilled(factory, 
     assert waited.seconds > 0.01
 
 
-async def test_an_engine_that_cannot_keep_its_cache_says_so(factory, folder):
+async def test_an_engine_that_cannot_keep_its_cache_raises(factory, folder):
     async with _open(factory, folder) as engine:
         if Capability.KEEP_CACHE in engine.capabilities:
             await engine.update(_weights(0), PolicyVersion(1), keep_cache=True)
@@ -435,11 +433,11 @@ async def test_a_stop_string_ends_a_sample(factory, folder):
         stop = text[20:22]
         completion = await engine.generate(_request(max_tokens=60, stop=(stop,)))
     assert completion.stop is StopReason.STOP
-    found = decode(completion.token_ids.tolist())
-    assert found == text[: text.index(stop) + 2]
+    actual = decode(completion.token_ids.tolist())
+    assert actual == text[: text.index(stop) + 2]
 
 
-async def test_sleep_frees_and_wake_generates_the_same_again(factory, folder):
+async def test_after_sleep_and_wake_an_engine_generates_the_same(factory, folder):
     async with _open(factory, folder) as engine:
         if Capability.SLEEP not in engine.capabilities:
             with pytest.raises(EngineError, match="sleep"):
@@ -454,7 +452,7 @@ async def test_sleep_frees_and_wake_generates_the_same_again(factory, folder):
         assert (await task).token_ids.tolist() == before.token_ids.tolist()
 
 
-async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(factory, folder):
+async def test_a_prompt_that_does_not_fit_raises_with_both_numbers(factory, folder):
     async with _open(factory, folder) as engine:
         with pytest.raises(EngineError, match=r"300.*256"):
             await engine.generate(_request(ids=[1] * 300))
@@ -462,7 +460,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(factory, 
             await engine.generate(_request(ids=[]))
 
 
-async def test_a_request_that_is_already_running_is_refused(factory, folder):
+async def test_a_request_that_is_already_running_raises(factory, folder):
     async with _open(factory, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)
@@ -480,7 +478,7 @@ async def test_load_counts_requests_tokens_and_time(factory, folder):
     assert load.busy_seconds > 0
 
 
-async def test_closing_fails_what_is_pending_and_refuses_what_comes(factory, folder):
+async def test_closing_fails_pending_and_later_requests(factory, folder):
     async with _open(factory, folder) as engine:
         task = asyncio.create_task(engine.generate(_request(max_tokens=LONG)))
         await _running(engine)

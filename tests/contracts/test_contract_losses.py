@@ -18,23 +18,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_mixture import widen_norms
 
+from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective, resolve_aggregation
 from rollick.cluster.dispatch import split_batch
-from rollick.config.corrections import clash
-from rollick.config.losses import PAIRWISE
 from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig, Recipe
+from rollick.config.schema.corrections import find_conflict
+from rollick.config.schema.losses import PAIRWISE
 from rollick.data.batch import Batch
-from rollick.data.collate import collate, weigh
+from rollick.data.collate import collate, token_weights
 from rollick.errors import ConfigError
-from rollick.pipelines.credit import Credit
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.fakes import group, prompt
-from rollick.testing.tiny import save_tiny, widen_norms
-from rollick.train.local import LocalStrategy
-from rollick.train.strategy import LossFn, LossReport
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.strategy import LossFn, LossReport
 from rollick.types import NOT_SAMPLED
 
 LENGTHS = [7, 11, 8, 6, 9, 10, 5, 8]
@@ -138,7 +139,9 @@ def credited(batch: Batch, algorithms: Sequence[AlgorithmConfig]) -> Batch:
     weights = np.zeros((3, batch.tokens))
     for number, algorithm in enumerate(algorithms):
         aggregation = resolve_aggregation(algorithm.aggregation)
-        own_N = weigh(batch, aggregation, max_tokens=MAX_TOKENS, among_N=component_N == number)
+        own_N = token_weights(
+            batch, aggregation, max_tokens=MAX_TOKENS, among_N=component_N == number
+        )
         weights += np.outer([1, algorithm.kl.coefficient, algorithm.entropy], own_N)
     return replace(
         batch,
@@ -215,7 +218,7 @@ def test_corrections_do_not_feel_the_spread_either(
     strategy_of: StrategyOf, loss: str, correction: dict[str, Any]
 ):
     algorithm = {"loss": loss, "correction": correction, "entropy": 0.02}
-    if clash(loss, correction["name"]):
+    if find_conflict(loss, correction["name"]):
         with pytest.raises(ConfigError, match=r"algorithm\.correction"):
             build_objective(AlgorithmConfig.model_validate(algorithm))
         return
@@ -233,7 +236,7 @@ def test_corrections_do_not_feel_the_spread_either(
         logprobs_N=near(now_N, plain.loss_mask_N, random),
         old_logprobs_N=near(now_N, plain.loss_mask_N, random),
     )
-    batch, _ = Credit(recipe, base=None).assign(groups, annotated)
+    batch, _ = CreditAssigner(recipe, base=None).assign(groups, annotated)
     assert_invariant(strategy_of, build_objective(recipe.algorithms), batch, pairs=False)
 
 

@@ -16,31 +16,34 @@ from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
 import torch
+from fakes import FakeCodec, FakeEngine
 from pydantic import ValidationError
 
+from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective, resolve_aggregation
-from rollick.algorithms.shaping import RunningMoments
+from rollick.algorithms.score_statistics import RunningStatistics
 from rollick.algorithms.value import ValueInputs, value
 from rollick.cluster.dispatch import split_batch
-from rollick.config.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO
 from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig, InferConfig, Recipe
+from rollick.config.schema.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO
 from rollick.data.batch import Batch
-from rollick.data.collate import collate, weigh
+from rollick.data.collate import collate, token_weights
 from rollick.errors import ConfigError
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.pipelines.credit import Credit
-from rollick.pipelines.rl import evaluate_prompts
+from rollick.pipelines.episodes import Episodes
+from rollick.pipelines.evaluate import Evaluator
 from rollick.testing.batches import random_batch, recipe_of
-from rollick.testing.fakes import FakeCodec, FakeEngine, group, prompt
-from rollick.train.local import LocalStrategy
-from rollick.train.microbatch import loss_inputs, microbatches, pack
+from rollick.testing.fakes import group, prompt
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.microbatch import loss_inputs, microbatches, pack
 from rollick.types import (
     NOT_SAMPLED,
     Group,
@@ -105,13 +108,13 @@ def recipe_with(algorithm: dict[str, Any], **sections: Any) -> Recipe:
 
 def credited(groups: Sequence[Group], algorithm: dict[str, Any], **streams: Any) -> Batch:
     batch = replace(collate(groups), **streams)
-    return Credit(recipe_with(algorithm), base=None).assign(groups, batch)[0]
+    return CreditAssigner(recipe_with(algorithm), base=None).assign(groups, batch)[0]
 
 
 def inputs_of(batch: Batch, logprobs_N: Any) -> LossInputs:
     """The loss's view of a batch as one micro-batch, for a policy with these log-probs."""
     packed = pack(batch, device="cpu", deterministic=False)
-    now_T = torch.tensor(logprobs_N[packed.places_T], dtype=torch.float64, requires_grad=True)
+    now_T = torch.tensor(logprobs_N[packed.indices_T], dtype=torch.float64, requires_grad=True)
     return loss_inputs(batch, packed, now_T)
 
 
@@ -132,7 +135,7 @@ async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny
         learner.recipe.model,
         device="cpu",
         shared=learner.module,
-        stop_ids=(),
+        stops=StopRules(),
     )
     asked = frozen_array([1, 5, 6], np.int32)
     sampling = Sampling(temperature=0.25, max_tokens=8)
@@ -154,7 +157,7 @@ async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny
 def test_running_statistics_are_read_from_where_they_are_written():
     """Read from another key they would be 0 and 1, or those of the batch alone."""
     shaping = {"mean": "running", "std": "running"}
-    credit = Credit(recipe_with({"advantage": "reinforce", "shaping": shaping}), base=None)
+    credit = CreditAssigner(recipe_with({"advantage": "reinforce", "shaping": shaping}), base=None)
     for scores in ([0.0, 4.0], [6.0, 10.0]):
         groups = [group(scores, of=TOY)]
         batch, _ = credit.assign(groups, collate(groups))
@@ -165,7 +168,7 @@ def test_running_statistics_are_read_from_where_they_are_written():
     assert batch.scores_B[1] != pytest.approx(unread, rel=0.1)
     assert batch.scores_B[1] != pytest.approx(of_batch, rel=0.1)
     [kept] = credit.state()["running"]
-    assert RunningMoments.from_state(kept) == RunningMoments(4, 5.0, 52.0)
+    assert RunningStatistics.from_state(kept) == RunningStatistics(4, 5.0, 52.0)
 
 
 def test_a_groups_deviation_without_its_mean_divides_the_scores_of_that_group():
@@ -199,7 +202,7 @@ def test_observations_are_in_neither_sum_nor_mean():
     mask_N = batch.loss_mask_N.copy()
     mask_N[[3, 9, 10]] = False
     batch = replace(batch, loss_mask_N=mask_N, weights_N=np.zeros(batch.tokens))
-    weights_N = weigh(batch, resolve_aggregation("token_mean"), max_tokens=8)
+    weights_N = token_weights(batch, resolve_aggregation("token_mean"), max_tokens=8)
     assert weights_N[mask_N].tolist() == [1 / 7] * 7
     assert not weights_N[~mask_N].any()
     forgets_the_mask = 1 / batch.tokens
@@ -240,7 +243,7 @@ def test_length_weights_are_those_of_the_batch_and_not_of_the_micro_batch(aggreg
     np.testing.assert_allclose(joined(parts), whole, rtol=1e-12)
     function = resolve_aggregation(aggregation)
     inside = [
-        replace(part, weights_N=weigh(part, function, max_tokens=256) / len(parts))
+        replace(part, weights_N=token_weights(part, function, max_tokens=256) / len(parts))
         for part in parts
     ]
     assert np.abs(joined(inside) - whole).max() > 0.01
@@ -253,24 +256,24 @@ async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
     recipe = recipe_of(
         Path("m"),
         sampling={"temperature": 1.3, "max_tokens": 5},
-        evaluate={} if temperature is None else {"temperature": temperature},
+        evaluate={} if temperature is None else {"sampling": {"temperature": temperature}},
     )
     engine = FakeEngine()
 
     async def score(sample: Any) -> Score:
         return Score(1.0)
 
-    session: Any = SimpleNamespace(
-        recipe=recipe,
-        engines=[engine],
-        codec=FakeCodec(),
-        score_held_out=score,
-        held_out=recipe.data.domains,
-        view=SimpleNamespace(role=lambda *shown: None),
-        follow=lambda rollout: nullcontext(),
-    )
+    fakes: dict[str, Any] = {
+        "generators": SimpleNamespace(alive=[engine]),
+        "episodes": Episodes(cast("Any", FakeCodec()), None, None, max_length=64, seed=0),
+        "scoring": SimpleNamespace(
+            score_held_out=score, held_out=recipe.data.domains, rewards=None
+        ),
+        "view": SimpleNamespace(role=lambda *shown: None, count_samples=lambda *counts: None),
+        "status": SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
+    }
     asked_of = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
-    await evaluate_prompts(session, asked_of)
+    await Evaluator(recipe, **fakes).evaluate(asked_of)
     asked = {request.sampling for request in engine.requests}
     assert asked == {Sampling(temperature=expected, max_tokens=5)}
     assert expected != recipe.sampling.temperature
@@ -279,14 +282,14 @@ async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
 SEEDS = """
 from rollick.config.schema import DataConfig
 from rollick.data.prompts import PromptStream
-from rollick.rollout.episode import stream_of
+from rollick.episodes.base import random_stream
 from rollick.types import SampleId, stable_hash
 domains = {name: {"source": f"object:{name}"} for name in "ab"}
 data = DataConfig.model_validate({"domains": domains})
 rows = [{"prompt": str(n)} for n in range(9)]
 stream = PromptStream.open(data, objects={"a": rows, "b": rows}, base=None, seed=4)
 print(hash("salt"))
-print(stable_hash("x", 1), [stream_of(7, "train", SampleId(2, n)) for n in range(3)])
+print(stable_hash("x", 1), [random_stream(7, "train", SampleId(2, n)) for n in range(3)])
 print([stream.next().uid for _ in range(24)])
 """
 
@@ -408,7 +411,9 @@ def rich_groups() -> list[Group]:
             good = min(index, 1)  # the first of each group has a score of 0
             parts = {"right": float(good), "style": good * float(random.random())}
             total = parts["right"] + parts["style"]
-            score = Score(total, parts=parts, turns=(0.25 * total * random.random(), 0.5 * total))
+            score = Score(
+                total, parts=parts, turn_rewards=(0.25 * total * random.random(), 0.5 * total)
+            )
             sample = replace(
                 member.sample,
                 loss_mask=mask,
@@ -427,8 +432,11 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
     """All that an algorithm does with a batch in which every branch occurs: credit, gradients,
     metrics, and the coefficients of the next step."""
     recipe = recipe_with(algorithm, sampling={"max_tokens": 6})
-    groups, credit = rich_groups(), Credit(recipe, base=None)
-    plain, random = collate(groups, chosen=credit.chosen, version=3), np.random.default_rng(2)
+    groups, credit = rich_groups(), CreditAssigner(recipe, base=None)
+    plain, random = (
+        collate(groups, select_members=credit.trained_members, version=3),
+        np.random.default_rng(2),
+    )
     mask_N = plain.loss_mask_N
 
     def spread_N(size: float) -> Any:
@@ -450,13 +458,13 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
     batch, means = credit.assign(groups, annotated)
     packed = pack(batch, device="cpu", deterministic=False)
     leaves = [
-        torch.tensor(values[packed.places_T], dtype=torch.float64, requires_grad=True)
+        torch.tensor(values[packed.indices_T], dtype=torch.float64, requires_grad=True)
         for values in (spread_N(0.8), np.abs(spread_N(0.3)), student_NK)
     ]
     inputs = loss_inputs(batch, packed, leaves[0], entropy_T=leaves[1], student_TK=leaves[2])
     loss = build_objective(recipe.algorithms)(inputs)
     loss.total.backward()
-    credit.trained(batch.samples, means | {"kl": 0.2, "reward_kl": 0.2})
+    credit.update_kl_coefficients(batch.samples, means | {"kl": 0.2, "reward_kl": 0.2})
     streams = [batch.advantages_N, batch.weights_N, batch.kl_weights_N, batch.entropy_weights_N]
     return [
         batch.uids,

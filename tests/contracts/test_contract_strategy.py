@@ -13,20 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
+from tiny_mixture import save_tiny_mixture
 from transformers import AutoModelForCausalLM
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import Recipe
+from rollick.config.schema.losses import PpoLoss
 from rollick.data.batch import Batch
-from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of, weighed
-from rollick.testing.ranks import Ranks
-from rollick.testing.tiny import save_tiny, save_tiny_mixture
-from rollick.train.fsdp import FsdpStrategy
-from rollick.train.local import LocalStrategy
-from rollick.train.strategy import TrainStrategy
+from rollick.models.loading.load import fingerprint
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.fsdp import FsdpStrategy
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.strategy import TrainStrategy
 
 SHARDED: dict[str, tuple[int, dict[str, int]]] = {
     "fsdp on 1": (1, {}),
@@ -120,7 +121,7 @@ def _ask(number: int, method: str, *args: Any) -> Any:
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def not_a_number(inputs: LossInputs) -> Loss:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollick.algorithms.aggregation import sequence_mean_token_mean, sequence_mean_token_sum
 from rollick.data.batch import Batch
-from rollick.data.collate import collate, examples_to_batch, weigh
+from rollick.data.collate import collate, examples_to_batch, token_weights
 from rollick.errors import DataError
 from rollick.testing.fakes import group, prompt
 from rollick.types import NOT_SAMPLED, Group, SampleId, StopReason
@@ -26,7 +27,7 @@ def by_count_group_and_limit(counts_B: Any, group_B: Any, *, max_tokens: int) ->
 
 
 def weights_of(batch: Batch, aggregation: Any = token_mean, **options: Any) -> list[float]:
-    return weigh(batch, aggregation, max_tokens=4, **options).tolist()
+    return token_weights(batch, aggregation, max_tokens=4, **options).tolist()
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -47,7 +48,7 @@ def changed(of: Group, index: int, **fields_of_sample: Any) -> Group:
 
 
 def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
-    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED, started=3)], version=4)
+    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED, start_version=3)], version=4)
     assert "".join(map(chr, batch.token_ids_N)) == "abxabyz"
     assert batch.lengths_B.tolist() == [3, 4]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 1))
@@ -64,11 +65,11 @@ def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
 
 
 def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
-    of = changed(group([1, 0], texts=["wxyz", "v"], of=ASKED), 0, breaks=(4,))
+    of = changed(group([1, 0], texts=["wxyz", "v"], of=ASKED), 0, segment_starts=(4,))
     batch = collate([of])
     assert batch.lengths_B.tolist() == [4, 2, 3]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 0), SampleId(0, 1))
-    assert batch.places() == {SampleId(0, 0): range(2), SampleId(0, 1): range(2, 3)}
+    assert batch.rows_by_sample() == {SampleId(0, 0): range(2), SampleId(0, 1): range(2, 3)}
     # Nothing comes before the first token of a segment.
     masks = [False, False, True, True, False, True, False, False, True]
     assert batch.loss_mask_N.tolist() == masks
@@ -90,6 +91,25 @@ def test_tokens_that_are_not_among_the_kept_are_in_neither_weights_nor_denominat
 def test_the_aggregation_sees_trained_tokens_group_and_limit_of_each_sample():
     batch = collate([group([1], uid=7, texts=["xyz"], of=ASKED)])
     assert weights_of(batch, by_count_group_and_limit) == [0, 0, 473, 473, 473]
+
+
+def test_an_episode_of_several_segments_counts_once_in_a_mean_over_samples():
+    of = changed(group([1, 0], texts=["vwxyz", "uv"], of=ASKED), 0, segment_starts=(4,))
+    weights = weights_of(collate([of]), sequence_mean_token_mean)
+    # Segments abvw and xyz (x has nothing before it) of one sample, and ab|uv.
+    assert weights == [0, 0, 1 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 0, 0, 1 / 4, 1 / 4]
+    weights = weights_of(collate([of]), sequence_mean_token_sum)
+    assert weights == [0, 0, 1 / 2, 1 / 2, 0, 1 / 2, 1 / 2, 0, 0, 1 / 2, 1 / 2]
+
+
+def test_the_segments_of_a_solved_episode_are_one_example():
+    ids, mask = np.arange(3, dtype=np.int32), np.ones(3, np.bool_)
+    options: Any = {"aggregation": sequence_mean_token_mean, "max_tokens": 4}
+    examples = [[(ids, mask), (ids, mask)], [(ids, mask)]]
+    batch = examples_to_batch(examples, are_segments=True, **options)
+    assert batch.uids == (SampleId(0, 0), SampleId(0, 0), SampleId(1, 0))
+    assert batch.weights_N.tolist() == 2 * [0, 1 / 8, 1 / 8] + [0, 1 / 4, 1 / 4]
+    assert batch.advantages_N.tolist() == 3 * [0, 1, 1]
 
 
 @settings(max_examples=30, deadline=None)
@@ -114,13 +134,13 @@ def test_a_sample_whose_score_failed_is_in_neither_batch_nor_denominator():
 def test_only_chosen_members_are_in_the_batch_and_a_failed_one_cannot_be_chosen():
     groups = [group([1, 0], of=ASKED), group([0, None, 1], uid=1, of=ASKED)]
     chosen = {0: [False, True], 1: [True, True, False]}
-    batch = collate(groups, chosen=lambda of: chosen[of.uid])
+    batch = collate(groups, select_members=lambda of: chosen[of.uid])
     assert batch.uids == (SampleId(0, 1), SampleId(1, 0))
 
 
 def test_a_choice_of_another_length_than_the_group_is_an_error():
     with pytest.raises(ValueError, match="shorter"):
-        collate([group([1, 0])], chosen=lambda of: [True])
+        collate([group([1, 0])], select_members=lambda of: [True])
 
 
 def test_truncated_samples_are_trained_on_unless_somebody_leaves_them_out():
@@ -143,7 +163,7 @@ def test_the_first_token_of_a_sequence_is_never_trained():
 def test_nothing_to_train_on_is_an_error_that_says_why():
     cut = changed(group([None, 1]), 1, stop=StopReason.LENGTH)
     with pytest.raises(DataError, match=r"none of 2 samples in 1 groups.*1 failed scores, 1 trunc"):
-        collate([cut], chosen=lambda of: [not sample.truncated for sample in of.samples])
+        collate([cut], select_members=lambda of: [not sample.truncated for sample in of.samples])
     with pytest.raises(DataError, match="none of 0 samples in 0 groups"):
         collate([])
 
@@ -165,9 +185,9 @@ def test_examples_become_a_batch_of_groups_of_one():
         [example(1, 7, trained=1)],
         [example(1, 8, trained=0)],
     ]
-    batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=4, first=40)
+    batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=4)
     assert batch.token_ids_N.tolist() == [1, 5, 6, 1, 7]
-    assert batch.uids == (SampleId(40, 0), SampleId(41, 0))
+    assert batch.uids == (SampleId(0, 0), SampleId(1, 0))
     assert batch.loss_mask_N.tolist() == [False, True, True, False, True]
     assert batch.weights_N.tolist() == [0, 1 / 3, 1 / 3, 0, 1 / 3]
     assert batch.advantages_N.tolist() == [0, 1, 1, 0, 1]
@@ -179,9 +199,9 @@ def test_a_pair_of_examples_is_a_group_whose_second_answer_has_a_negative_advant
         [example(1, 5, 6, trained=2), example(1, 7, trained=1)],
         [example(1, 8, trained=1), example(1, 9, 9, trained=2)],
     ]
-    batch = examples_to_batch(pairs, aggregation=token_mean, max_tokens=4, first=3)
-    assert batch.uids == (SampleId(3, 0), SampleId(3, 1), SampleId(4, 0), SampleId(4, 1))
-    assert batch.group_B.tolist() == [3, 3, 4, 4]
+    batch = examples_to_batch(pairs, aggregation=token_mean, max_tokens=4)
+    assert batch.uids == (SampleId(0, 0), SampleId(0, 1), SampleId(1, 0), SampleId(1, 1))
+    assert batch.group_B.tolist() == [0, 0, 1, 1]
     assert batch.advantages_N.tolist() == [0, 1, 1, 0, -1, 0, 1, 0, -1, -1]
     assert batch.scores_B is not None
     assert batch.scores_B.tolist() == [1, -1, 1, -1]
@@ -191,5 +211,5 @@ def test_examples_with_nothing_to_train_on_or_of_two_lengths_are_refused():
     ids = np.array([1, 2], np.int32)
     with pytest.raises(DataError, match="none of the 1 examples"):
         examples_to_batch([[(ids, np.zeros(2, np.bool_))]], aggregation=token_mean, max_tokens=4)
-    with pytest.raises(DataError, match=r"example g0\.0 has 2 ids and 3 marks"):
+    with pytest.raises(DataError, match=r"example g0\.0 has 2 token ids and a mask of 3"):
         examples_to_batch([[(ids, np.ones(3, np.bool_))]], aggregation=token_mean, max_tokens=4)

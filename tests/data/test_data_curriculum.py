@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.config.schema import DataConfig, DomainConfig
-from rollick.data.curriculum import PromptBelief, Verdict, is_retired, nearest_half
+from rollick.config.schema import RetireConfig, RlDataConfig, RlvrDomain
+from rollick.data.curriculum import GroupOutcome, PromptBelief, is_retired, nearest_half
 from rollick.data.prompts import PromptStream
 from rollick.testing.fakes import group
 from rollick.types import Prompt, stable_hash
 
-NEAR_HALF = {"order": "near_half"}
-RETIRE = {"retire_above": 0.9, "min_tries": 4}
+NEAR_HALF = {"near_half_window": 64}
+RETIRE = {"retire": {"pass_rate": 0.9, "min_tries": 4}}
 
 
 def stream_of(
@@ -34,10 +34,10 @@ def stream_of(
     sizes = rows if isinstance(rows, dict) else {"toy": rows}
     sources = {name: [f"prompt {n}" for n in range(size)] for name, size in sizes.items()}
     domains = {
-        name: DomainConfig(source=f"object:{name}", share=(shares or {}).get(name, 1.0))
+        name: RlvrDomain(source=f"object:{name}", share=(shares or {}).get(name, 1.0))
         for name in sizes
     }
-    data = DataConfig.model_validate(
+    data = RlDataConfig[RlvrDomain].model_validate(
         {"domains": domains, "shuffle": shuffle, "selection": selection}
     )
     return PromptStream.open(data, seed=seed, base=None, objects=sources)
@@ -54,8 +54,8 @@ def prompt_of(stream: PromptStream, uid: str) -> Prompt:
 def teach(stream: PromptStream, scores: dict[str, Sequence[float | None]]) -> None:
     """A step in which these prompts were judged."""
     for number, (uid, values) in enumerate(scores.items()):
-        stream.judged(group(values, uid=number, of=prompt_of(stream, uid)))
-    stream.learn()
+        stream.record_group(group(values, uid=number, of=prompt_of(stream, uid)))
+    stream.update_selection()
 
 
 def step(stream: PromptStream, groups: int, *, rates: dict[str, float], first: int) -> list[str]:
@@ -64,14 +64,14 @@ def step(stream: PromptStream, groups: int, *, rates: dict[str, float], first: i
     for number, prompt in enumerate(prompts, start=first):
         draws = [stable_hash(number, index) % 1000 / 1000 for index in range(4)]
         scores = [float(draw < rates[prompt.uid]) for draw in draws]
-        stream.judged(group(scores, uid=number, of=prompt))
-    stream.learn()
+        stream.record_group(group(scores, uid=number, of=prompt))
+    stream.update_selection()
     return [prompt.uid for prompt in prompts]
 
 
 def test_a_verdict_counts_the_judged_samples_and_no_failed_reward():
-    verdict = Verdict.of(group([1, 0.5, None, 0, 1], uid=7), pass_score=0.999)
-    assert verdict == Verdict(group=7, prompt="toy/0", domain="toy", passes=2, fails=2)
+    verdict = GroupOutcome.of(group([1, 0.5, None, 0, 1], uid=7), pass_score=0.999)
+    assert verdict == GroupOutcome(group=7, prompt="toy/0", domain="toy", passes=2, fails=2)
 
 
 def test_a_belief_counts_passes_and_fails():
@@ -94,27 +94,25 @@ def test_what_was_known_before_decays_unless_nothing_new_is_known():
 def test_a_prompt_retires_at_nine_passes_in_ten_over_enough_samples(
     passes: float, fails: float, retired: bool
 ):
-    assert is_retired(PromptBelief(passes, fails)) is retired
+    assert is_retired(PromptBelief(passes, fails), RetireConfig(pass_rate=0.9)) is retired
 
 
 def test_both_bounds_of_retirement_can_be_set():
-    assert is_retired(PromptBelief(1, 1), pass_rate=0.5, min_tries=2)
-    assert not is_retired(PromptBelief(1, 0), pass_rate=0.5, min_tries=2)
+    limits = RetireConfig(pass_rate=0.5, min_tries=2)
+    assert is_retired(PromptBelief(1, 1), limits)
+    assert not is_retired(PromptBelief(1, 0), limits)
 
 
-def test_beliefs_near_a_half_come_first_and_none_twice():
+def test_the_belief_nearest_to_a_half_is_chosen():
     beliefs = [PromptBelief(900, 10), PromptBelief(500, 500), PromptBelief(5, 900)]
-    generator = np.random.default_rng(0)
-    assert nearest_half(beliefs, 1, generator=generator) == [1]
-    assert sorted(nearest_half(beliefs, 9, generator=generator)) == [0, 1, 2]
-    assert nearest_half([], 3, generator=generator) == []
+    assert nearest_half(beliefs, np.random.default_rng(0)) == 1
 
 
 def test_the_chance_among_many_is_in_proportion_to_the_density_at_a_half():
     """Beta(2, 2) has the density 6 p (1 - p), which is 3/2 at 1/2; Beta(1, 1) has 1."""
     beliefs = [PromptBelief(1, 1), PromptBelief()] * 20
     generator = np.random.default_rng(0)
-    places = [nearest_half(beliefs, 1, generator=generator)[0] for _ in range(4000)]
+    places = [nearest_half(beliefs, generator) for _ in range(4000)]
     known = sum(place % 2 == 0 for place in places)
     assert known / (4000 - known) == pytest.approx(1.5, rel=0.1)
 
@@ -134,9 +132,9 @@ def test_without_a_selection_the_order_is_the_one_of_seed_and_shares_whatever_is
 def test_a_solved_prompt_is_passed_over_from_the_next_step_on():
     stream = stream_of(4, shuffle=False, **RETIRE)
     solved = prompt_of(stream, "toy/1")
-    stream.judged(group([1, 1, 1, 1], of=solved))
+    stream.record_group(group([1, 1, 1, 1], of=solved))
     assert drawn(stream, 4) == ["toy/0", "toy/1", "toy/2", "toy/3"]
-    stream.learn()
+    stream.update_selection()
     assert drawn(stream, 6) == ["toy/0", "toy/2", "toy/3"] * 2
 
 
@@ -178,8 +176,8 @@ def test_a_domain_whose_prompts_all_retired_begins_again_and_says_so(
     stream = stream_of({"easy": 2, "hard": 2}, shuffle=False, **RETIRE)
     with caplog.at_level(logging.WARNING, logger="rollick"):
         teach(stream, {"easy/0": [1] * 4, "easy/1": [1] * 4, "hard/0": [1] * 4})
-    assert "all 2 prompts of domain 'easy' had retired (pass rate >= 0.9)" in caplog.text
-    assert "Give the domain harder prompts or a smaller share" in caplog.text
+    assert "all 2 prompts of domain 'easy' are retired (pass rate >= 0.9)" in caplog.text
+    assert "Add harder prompts, lower the domain's share" in caplog.text
     figures = stream.metrics()
     assert (figures["data/retired"], figures["data/revived"]) == (1, 1)
     assert drawn(stream, 6) == ["easy/0", "hard/1", "easy/1", "hard/1", "easy/0", "hard/1"]
@@ -223,14 +221,14 @@ def test_an_unknown_prompt_has_its_chance_beside_one_that_is_near_a_half():
 def test_the_choice_is_among_the_next_prompts_of_the_order(window: int, reached: set[str]):
     firsts: set[str] = set()
     for seed in range(20):
-        stream = stream_of(8, seed=seed, shuffle=False, window=window, **NEAR_HALF)
+        stream = stream_of(8, seed=seed, shuffle=False, near_half_window=window)
         teach(stream, {f"toy/{n}": [0] * 64 for n in range(7)} | {"toy/7": [0, 1] * 32})
         firsts.add(stream.next().uid)
     assert firsts == reached
 
 
 def test_over_many_steps_most_groups_go_to_prompts_near_a_half_and_none_is_left_out():
-    stream = stream_of(30, window=16, **NEAR_HALF)
+    stream = stream_of(30, near_half_window=16)
     kinds = {f"toy/{n}": (0.0, 0.5, 1.0)[n % 3] for n in range(30)}
     uids = [uid for n in range(75) for uid in step(stream, 4, rates=kinds, first=4 * n)]
     by_rate = Counter(kinds[uid] for uid in uids)
@@ -239,7 +237,7 @@ def test_over_many_steps_most_groups_go_to_prompts_near_a_half_and_none_is_left_
 
 
 def test_retired_prompts_are_no_candidates():
-    stream = stream_of(6, **NEAR_HALF, **(RETIRE | {"retire_above": 0.5}))
+    stream = stream_of(6, **NEAR_HALF, retire={"pass_rate": 0.5, "min_tries": 4})
     teach(stream, {f"toy/{n}": [0, 1] * 8 for n in range(5)})
     assert drawn(stream, 3) == ["toy/5"] * 3
 
@@ -247,8 +245,8 @@ def test_retired_prompts_are_no_candidates():
 def test_a_group_that_could_not_be_judged_sets_its_prompt_free_again():
     stream = stream_of(2, **NEAR_HALF)
     first, second = stream.next(), stream.next()
-    stream.judged(group([None, None], uid=0, of=first))
-    stream.learn()
+    stream.record_group(group([None, None], uid=0, of=first))
+    stream.update_selection()
     assert stream.next().uid == first.uid
     assert stream.next().uid in (first.uid, second.uid)
     assert "data/pass_rate" not in stream.metrics()
@@ -269,8 +267,8 @@ def test_the_order_in_which_groups_are_judged_does_not_matter(order: list[int]):
         stream = stream_of(2, decay=0.7, **NEAR_HALF)
         of = [prompt_of(stream, f"toy/{number % 2}") for number in range(5)]
         for number in numbers:
-            stream.judged(group(scores[number], uid=number, of=of[number]))
-        stream.learn()
+            stream.record_group(group(scores[number], uid=number, of=of[number]))
+        stream.update_selection()
         return stream.state()
 
     assert json.dumps(learned(order), sort_keys=True) == json.dumps(
@@ -290,16 +288,16 @@ def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
     steps=st.integers(0, 6),
     more=st.integers(0, 5),
     judged=st.integers(0, 5),
-    order=st.sampled_from(["shuffled", "near_half"]),
+    window=st.sampled_from([0, 3]),
 )
 def test_a_restored_stream_goes_on_alike_between_steps_and_inside_one(
-    steps: int, more: int, judged: int, order: str
+    steps: int, more: int, judged: int, window: int
 ):
     """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
     sizes, rates = {"a": 6, "b": 4}, {f"{d}/{n}": n / 5 for d in "ab" for n in range(6)}
 
     def opened() -> PromptStream:
-        return stream_of(sizes, order=order, window=3 if order == "near_half" else 64, **RETIRE)
+        return stream_of(sizes, near_half_window=window, **RETIRE)
 
     whole = opened()
     for number in range(steps):
@@ -307,7 +305,7 @@ def test_a_restored_stream_goes_on_alike_between_steps_and_inside_one(
     for number in range(more):
         prompt = whole.next()
         if number < judged:
-            whole.judged(group([1, 1, 1, 1], uid=100 + number, of=prompt))
+            whole.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
     resumed = opened()
     step(resumed, 4, rates=rates, first=0)
     resumed.restore(json.loads(json.dumps(whole.state())))
@@ -323,7 +321,7 @@ def test_only_prompts_that_were_tried_are_in_the_state():
     teach(stream, {"toy/7": [0, 1], "toy/8": [None]})
     state = stream.state()["curriculum"]
     assert state["beliefs"] == {"toy": {"toy/7": [1, 1]}}
-    assert state["under_way"] == {}
+    assert state["in_flight"] == {}
 
 
 def test_a_run_that_is_resumed_with_another_bound_retires_by_the_new_one():

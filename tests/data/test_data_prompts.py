@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.config.schema import DataConfig, DomainConfig
+from rollick.config.schema import DpoDomain, RlDataConfig, RlvrDomain, SftDomain, ValidationDomain
 from rollick.data.prompts import PromptStream
 from rollick.errors import DataError
 from rollick.types import Prompt, Turn
@@ -21,13 +21,15 @@ def stream_of(rows: Rows | dict[str, Rows], *, seed: int = 0, **options: Any) ->
     """A stream over Python rows; options of the data section, of the domain, or of `open`."""
     sources = rows if isinstance(rows, dict) else {"toy": rows}
     shares = options.pop("shares", {})
-    opening = {key: options.pop(key) for key in ("count_tokens", "room") if key in options}
-    whole = {key: options.pop(key) for key in list(options) if key in DataConfig.model_fields}
+    opening = {key: options.pop(key) for key in ("count_tokens", "engine_limit") if key in options}
+    whole = {key: options.pop(key) for key in list(options) if key in RlDataConfig.model_fields}
+    kind = SftDomain if "completion" in options else RlvrDomain
+    kind = DpoDomain if "chosen" in options else kind
     domains = {
-        name: DomainConfig(source=f"object:{name}", share=shares.get(name, 1.0), **options)
+        name: kind(source=f"object:{name}", share=shares.get(name, 1.0), **options)
         for name in sources
     }
-    data = DataConfig(domains=domains, **whole)
+    data = RlDataConfig[Any](domains=domains, **whole)
     return PromptStream.open(data, seed=seed, base=None, objects=sources, **opening)
 
 
@@ -48,7 +50,7 @@ def test_a_list_of_messages_keeps_its_roles_and_the_row_its_columns():
 
 
 def test_a_format_is_filled_from_the_columns():
-    prompt = stream_of([{"a": 1, "b": 2}], prompt_format="What is {a} + {b}?").next()
+    prompt = stream_of([{"a": 1, "b": 2}], prompt="What is {a} + {b}?").next()
     assert prompt.turns == (Turn("user", "What is 1 + 2?"),)
 
 
@@ -117,10 +119,10 @@ def test_a_restored_stream_goes_on_with_the_very_next_prompt(before: int, share:
     ("rows", "options", "message"),
     [
         ({"toy": ["a", "b"]}, {}, "3 usable rows then, 2 now"),
-        ({"toy": ["a", "b", "C"]}, {}, "not those of the saved run"),
-        ({"toy": ["a", "b", "c"], "new": ["x"]}, {}, "had the domains toy; this one has toy, new"),
-        ({"toy": ["a", "b", "c"]}, {"seed": 5}, "with seed=0, this one 5. resume with seed=0"),
-        ({"toy": ["a", "b", "c"]}, {"shuffle": False}, "with shuffle=True, this one False"),
+        ({"toy": ["a", "b", "C"]}, {}, "differ from those of the saved run"),
+        ({"toy": ["a", "b", "c"], "new": ["x"]}, {}, "has the domains toy, this one toy, new"),
+        ({"toy": ["a", "b", "c"]}, {"seed": 5}, "has seed=0, this one 5. resume with seed=0"),
+        ({"toy": ["a", "b", "c"]}, {"shuffle": False}, "has shuffle=True, this one False"),
     ],
 )
 def test_a_cursor_into_other_rows_or_another_order_is_refused(
@@ -142,15 +144,15 @@ def test_all_gives_every_prompt_in_file_order_and_moves_nothing():
 
 
 def test_validation_prompts_come_from_the_validation_domains():
-    train, held = DomainConfig(source="object:t"), DomainConfig(source="object:v")
-    data = DataConfig(domains={"t": train}, validation={"v": held})
+    train, held = RlvrDomain(source="object:t"), ValidationDomain(source="object:v")
+    data = RlDataConfig[RlvrDomain](domains={"t": train}, validation={"v": held})
     objects = {"t": ["train"], "v": ["held out"]}
     stream = PromptStream.open(data, seed=0, base=None, objects=objects, validation=True)
     assert [prompt.text for prompt in stream.all()] == ["held out"]
 
 
 def test_a_stream_without_domains_has_no_prompts_and_says_so_when_drawn_from():
-    data = DataConfig(domains={"t": DomainConfig(source="object:t")})
+    data = RlDataConfig[RlvrDomain](domains={"t": RlvrDomain(source="object:t")})
     stream = PromptStream.open(data, seed=0, base=None, validation=True)
     assert stream.all() == []
     with pytest.raises(DataError, match="no domains"):
@@ -158,24 +160,32 @@ def test_a_stream_without_domains_has_no_prompts_and_says_so_when_drawn_from():
 
 
 BAD_ROWS = [
-    (7, "not_a_row", "expected columns with names, got int 7"),
+    (7, "not_a_row", "expected named columns, got int 7"),
     ({"promt": "x"}, "missing_column", "no 'prompt' among promt; did you mean 'promt'?"),
     ({"prompt": None}, "wrong_type", "'prompt' is NoneType None, expected text or a list"),
     ({"prompt": []}, "wrong_type", "'prompt' is list []"),
-    ({"prompt": ["hi"]}, "wrong_type", "a message in 'prompt' is str 'hi', expected role"),
-    ({"prompt": [{"role": "user", "content": ["x"]}]}, "wrong_type", "expected role and content"),
+    ({"prompt": ["hi"]}, "wrong_type", "a message in 'prompt' is str 'hi', expected text for role"),
+    (
+        {"prompt": [{"role": "user", "content": ["x"]}]},
+        "wrong_type",
+        "expected text for role and content",
+    ),
     ("  \n", "empty_prompt", "no text"),
     ("half \ud800 pair", "not_text", "surrogates not allowed"),
 ]
+
+
+def reasons(stream: PromptStream) -> Counter[str]:
+    return Counter(row.reason for row in stream.bad_rows)
 
 
 @pytest.mark.parametrize(("row", "reason", "detail"), BAD_ROWS)
 def test_a_bad_row_is_counted_by_reason_and_skipped(row: Any, reason: str, detail: str):
     stream = stream_of(["good", row, "fine"], max_bad_rows=0.5)
     assert [prompt.uid for prompt in stream.all()] == ["toy/0", "toy/2"]
-    assert stream.quarantine.counts == {reason: 1}
-    (bad,) = stream.quarantine.rows
-    assert (bad.domain, bad.place) == ("toy", "object:toy: row 2")
+    assert reasons(stream) == {reason: 1}
+    (bad,) = stream.bad_rows
+    assert bad.location == "object:toy: row 2"
     assert detail in bad.detail
 
 
@@ -184,8 +194,8 @@ def test_a_bad_row_is_counted_by_reason_and_skipped(row: Any, reason: str, detai
 )
 def test_a_row_that_does_not_fit_the_format_is_bad(row: dict[str, Any], reason: str):
     rows = [{"a": 1, "b": 2}, row]
-    stream = stream_of(rows, prompt_format="{a} {b:d}", max_bad_rows=0.5)
-    assert stream.quarantine.counts == {reason: 1}
+    stream = stream_of(rows, prompt="{a} {b:d}", max_bad_rows=0.5)
+    assert reasons(stream) == {reason: 1}
 
 
 @pytest.mark.parametrize(
@@ -195,8 +205,8 @@ def test_a_row_that_does_not_fit_the_format_is_bad(row: dict[str, Any], reason: 
 def test_a_row_without_the_answer_to_imitate_is_bad(answer: dict[str, Any], reason: str):
     rows = [{"prompt": "q", "y": "a"}, {"prompt": "q", **answer}]
     stream = stream_of(rows, completion="y", max_bad_rows=0.5)
-    assert stream.quarantine.counts == {reason: 1}
-    assert stream.completion_of(stream.next()) == "a"
+    assert reasons(stream) == {reason: 1}
+    assert stream.answers_of(stream.next(), "completion") == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -213,16 +223,16 @@ def test_a_row_without_the_answer_to_imitate_is_bad(answer: dict[str, Any], reas
 def test_a_row_without_a_better_and_a_worse_answer_is_bad(pair: dict[str, Any], reason: str):
     rows = [{"prompt": "q", "good": "a", "bad": "b"}, {"prompt": "q", **pair}]
     stream = stream_of(rows, chosen="good", rejected="bad", max_bad_rows=0.5)
-    assert stream.quarantine.counts == {reason: 1}
-    assert stream.pair_of(stream.next()) == ("a", "b")
+    assert reasons(stream) == {reason: 1}
+    assert stream.answers_of(stream.next(), "chosen", "rejected") == ["a", "b"]
 
 
 def test_asking_for_an_answer_where_no_column_is_named_is_an_error():
     stream = stream_of(["q"])
     with pytest.raises(DataError, match=r"set data\.domains\.toy\.completion"):
-        stream.completion_of(stream.next())
+        stream.answers_of(stream.next(), "completion")
     with pytest.raises(DataError, match=r"set data\.domains\.toy\.chosen"):
-        stream.pair_of(stream.next())
+        stream.answers_of(stream.next(), "chosen", "rejected")
 
 
 def test_too_long_prompts_and_those_that_cannot_be_encoded_are_quarantined():
@@ -234,33 +244,35 @@ def test_too_long_prompts_and_those_that_cannot_be_encoded_are_quarantined():
     rows = ["1234", "12345", "odd"]
     stream = stream_of(rows, count_tokens=count, max_prompt_tokens=4, max_bad_rows=1)
     assert [prompt.text for prompt in stream.all()] == ["1234"]
-    assert stream.quarantine.counts == {"too_long": 1, "cannot_encode": 1}
-    assert stream.quarantine.rows[0].detail == "5 tokens, data.max_prompt_tokens is 4"
+    assert reasons(stream) == {"too_long": 1, "cannot_encode": 1}
+    assert stream.bad_rows[0].detail == "5 tokens, data.max_prompt_tokens is 4"
 
 
 def test_prompts_that_the_engines_have_no_room_for_are_quarantined():
     def count(prompt: Prompt) -> int:
         return len(prompt.text)
 
-    stream = stream_of(["123", "1234"], count_tokens=count, room=3, max_bad_rows=1)
+    stream = stream_of(["123", "1234"], count_tokens=count, engine_limit=3, max_bad_rows=1)
     assert [prompt.text for prompt in stream.all()] == ["123"]
-    assert stream.quarantine.rows[0].detail == "4 tokens, what infer.max_length has room for is 3"
+    assert stream.bad_rows[0].detail == "4 tokens, the limit of infer.max_length is 3"
 
 
 def test_only_the_first_twenty_bad_rows_are_listed_and_all_are_counted():
     stream = stream_of(["good", *[""] * 30], max_bad_rows=1)
-    assert stream.quarantine.total == 30
-    assert len(stream.quarantine.rows) == 20
+    assert stream.metrics()["data/quarantined"] == 30
+    assert len(stream.bad_rows) == 20
 
 
 def test_bad_rows_up_to_the_allowed_part_are_fine_and_one_more_stops(tmp_path: Path):
     def open_with(bad: int) -> PromptStream:
         lines = ['{"prompt": "x"}'] * (20 - bad) + ["{not json"] * bad
         (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-        data = DataConfig(domains={"toy": DomainConfig(source="rows.jsonl")}, max_bad_rows=0.05)
+        data = RlDataConfig[RlvrDomain](
+            domains={"toy": RlvrDomain(source="rows.jsonl")}, max_bad_rows=0.05
+        )
         return PromptStream.open(data, seed=0, base=tmp_path)
 
-    assert open_with(1).quarantine.total == 1
+    assert len(open_with(1).bad_rows) == 1
     with pytest.raises(DataError) as caught:
         open_with(2)
     assert str(caught.value) == (
@@ -286,21 +298,19 @@ def test_a_prompt_that_is_found_stands_in_the_place_of_the_next():
     rows = {"a": [f"a{n}" for n in range(6)], "b": [f"b{n}" for n in range(6)]}
     plain, again = stream_of(rows, seed=3), stream_of(rows, seed=3)
     order = drawn(plain, 8)
-    assert [again.find(uid).uid for uid in ("b/5", "a/0", order[2])] == ["b/5", "a/0", order[2]]
+    assert [again.redraw(uid).uid for uid in ("b/5", "a/0", order[2])] == ["b/5", "a/0", order[2]]
     assert drawn(again, 5) == order[3:]
     assert again.state() == plain.state()
 
 
 def test_of_a_found_prompt_it_is_known_that_it_is_under_way():
     rows = [f"p{n}" for n in range(6)]
-    plain, again = (
-        stream_of(rows, selection={"order": "near_half", "window": 3}) for _ in range(2)
-    )
+    plain, again = (stream_of(rows, selection={"near_half_window": 3}) for _ in range(2))
     order = drawn(plain, 4)
-    assert [again.find(uid).uid for uid in order] == order
+    assert [again.redraw(uid).uid for uid in order] == order
     assert again.state() == plain.state()
 
 
 def test_a_prompt_that_is_not_there_cannot_be_found():
-    with pytest.raises(DataError, match="prompt 'toy/9', which the run had drawn"):
-        stream_of(["a"]).find("toy/9")
+    with pytest.raises(DataError, match="prompt 'toy/9', which the run drew"):
+        stream_of(["a"]).redraw("toy/9")

@@ -12,7 +12,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from rollick.config.schema import DomainConfig
+from rollick.config.schema import Domain
 from rollick.data import sources
 from rollick.data.sources import RawRow, read_rows
 from rollick.errors import ConfigError, DataError, MissingExtra
@@ -22,7 +22,7 @@ LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 
 
 def read(source: str, base: Path, *, objects: Any = None, **options: Any) -> list[RawRow]:
-    config = DomainConfig(source=source, **options)
+    config = Domain(source=source, **options)
     return list(read_rows(config, base=base, objects=objects or {}))
 
 
@@ -56,7 +56,7 @@ def test_a_line_that_is_not_json_is_passed_on_with_its_problem(tmp_path: Path, l
     (tmp_path / "r.jsonl").write_bytes(b'{"a": 1}\n' + line)
     good, bad = read("r.jsonl", tmp_path)
     assert not good.problem
-    assert (bad.place, bad.value) == ("r.jsonl:2", None)
+    assert (bad.location, bad.value) == ("r.jsonl:2", None)
     assert bad.problem
 
 
@@ -78,8 +78,8 @@ def test_a_file_is_looked_for_beside_the_recipe_and_then_in_the_working_director
 
 
 BAD_FILES = {
-    "gone.jsonl": (None, "gone.jsonl does not exist .looked for"),
-    "r.csv": (b"a,b", "r.csv is of no known kind. use .jsonl"),
+    "gone.jsonl": (None, "gone.jsonl does not exist .tried"),
+    "r.csv": (b"a,b", "r.csv has an unsupported file type. use .jsonl"),
     "r.json": (b'{"a": 1}', "r.json holds dict {'a': 1}, not a list"),
     "s.json": (b'[{"a": 1},\n oops]', "s.json is not a JSON file: .*line 2 column 2"),
     "r.parquet": (b"not parquet at all", "r.parquet cannot be read"),
@@ -113,9 +113,7 @@ def test_an_object_is_a_list_or_a_function_and_a_string_is_a_prompt(tmp_path: Pa
 
 @pytest.mark.parametrize("value", ["a text", {"prompt": "x"}, 7, lambda: None])
 def test_an_object_that_is_no_list_of_rows_is_refused(tmp_path: Path, value: Any):
-    with pytest.raises(
-        DataError, match=r"object:x gives .* list .or a generator. of texts or dicts"
-    ):
+    with pytest.raises(DataError, match=r"object:x is .* list or generator of texts or dicts"):
         read("object:x", tmp_path, objects={"x": value})
 
 
@@ -125,7 +123,7 @@ def test_an_object_that_nobody_handed_over_is_an_error(tmp_path: Path):
 
 
 def test_an_endless_generator_needs_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sources, "MOST_UNLIMITED_ROWS", 50)
+    monkeypatch.setattr(sources, "MAX_UNLIMITED_ROWS", 50)
     endless = {"x": lambda: (f"p{n}" for n in count())}
     assert len(read("object:x", tmp_path, objects=endless, limit=60)) == 60
     with pytest.raises(DataError, match=r"more than 50 rows and did not end.*limit"):
@@ -143,7 +141,7 @@ def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(
         return ROWS
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert [row.value for row in read("hub:org/gsm:main", tmp_path, split="test")] == ROWS
+    assert [row.value for row in read("hub:org/gsm:main?split=test", tmp_path)] == ROWS
     read("hub:plain", tmp_path)
     assert calls == [("org/gsm", "main", {"split": "test"}), ("plain", None, {"split": "train"})]
 
@@ -155,8 +153,46 @@ def test_a_hub_that_cannot_be_reached_and_a_missing_package_are_told_apart(
         raise ConnectionError("no route")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(DataError, match=r"hub:x .split 'train'. cannot be loaded: no route"):
+    with pytest.raises(DataError, match="hub:x cannot be loaded: no route"):
         read("hub:x", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"pip install 'rollick\[hub\]'"):
         read("hub:x", tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_compressed_data_that_grows_without_bound_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sources, "FREE_BYTES", 1 << 20)
+    row = json.dumps({"prompt": "a" * 1000, "answer": "b"}) + "\n"
+    bomb, honest = tmp_path / "bomb.jsonl.gz", tmp_path / "honest.jsonl.gz"
+    bomb.write_bytes(gzip.compress(row.encode() * 20_000))
+    honest.write_bytes(gzip.compress(row.encode() * 900))
+    with pytest.raises(DataError, match=r"bomb\.jsonl\.gz has \d+ bytes and became more than"):
+        read(bomb.name, tmp_path)
+    assert len(read(honest.name, tmp_path)) == 900
+
+
+@pytest.mark.timeout(60)
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sources, "MAX_LINE", 1 << 16)
+    path = tmp_path / "line.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "b"}\n' + b"a" * (1 << 24)))
+    with pytest.raises(DataError, match=r"line 2 of line\.jsonl\.gz has more than 65536 bytes"):
+        read(path.name, tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_a_parquet_file_that_repeats_one_value_without_bound_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dictionary: bool
+):
+    monkeypatch.setattr(sources, "FREE_BYTES", 1 << 20)
+    path = tmp_path / "bomb.parquet"
+    column = arrow.array(["a" * 10_000] * 5000)
+    table = arrow.table({"prompt": column.dictionary_encode() if is_dictionary else column})
+    parquet.write_table(table, path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"bomb\.parquet has \d+ bytes and became more than"):
+        read(path.name, tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import mask_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from rollick.data.store import (
     save_groups,
 )
 from rollick.errors import DataError
-from rollick.testing.fakes import group, mask_of, prompt
+from rollick.testing.fakes import group, prompt
 from rollick.types import Group, Prompt, SampleId, Score, ScoreStatus, StopReason, Turn
 
 TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
@@ -30,7 +31,7 @@ TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
 def assert_same_groups(left: list[Group], right: list[Group]) -> None:
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
-        assert (a.uid, a.prompt, a.started) == (b.uid, b.prompt, b.started)
+        assert (a.uid, a.prompt, a.start_version) == (b.uid, b.prompt, b.start_version)
         for one, other in zip(a.members, b.members, strict=True):
             np.testing.assert_equal(score_fields(one.score), score_fields(other.score))
             for name in ("uid", "prompt", "temperature", "stop", "text", "states"):
@@ -47,7 +48,7 @@ def score_fields(score: Score) -> dict[str, Any]:
 
 def varied_groups() -> list[Group]:
     asked = Prompt("d/7", "d", (Turn("system", "s"), Turn("user", "q\n\u00fc")), {"n": [1, None]})
-    first = group([1, None], uid=3, of=asked, started=2, texts=["yes", ""])
+    first = group([1, None], uid=3, of=asked, start_version=2, texts=["yes", ""])
     member = first.members[0]
     score = Score(
         0.1 + 0.2,
@@ -55,10 +56,10 @@ def varied_groups() -> list[Group]:
         ScoreStatus.OK,
         "fine",
         0.25,
-        turns=(0.1, -1e-300),
+        turn_rewards=(0.1, -1e-300),
         version="length@1",
         isolation="process",
-        figures={"length/cost": 1e-300},
+        metrics={"length/cost": 1e-300},
     )
     sample = replace(
         member.sample,
@@ -66,7 +67,7 @@ def varied_groups() -> list[Group]:
         temperature=0.7,
         stop=StopReason.LENGTH,
         states=("at the door", "\u00fc"),
-        breaks=(1,),
+        segment_starts=(1,),
     )
     members = (replace(member, sample=sample, score=score), first.members[1])
     return [replace(first, members=members), group([0], uid=9, of=prompt("x", answer={"a": 1.5}))]
@@ -141,7 +142,7 @@ def test_row_values_that_json_does_not_know_become_text_with_a_note(
         "keys": "{1: 'x'}",
         "fine": 3,
     }
-    assert "day, deep[0].pair, keys saved as text" in caplog.text
+    assert "saved day, deep[0].pair, keys as text" in caplog.text
 
 
 def whole_batch() -> Batch:
@@ -184,7 +185,7 @@ def test_a_batch_comes_back_bit_for_bit_and_what_is_absent_stays_absent(tmp_path
 
 def test_one_kind_of_file_is_not_taken_for_the_other(tmp_path: Path):
     save_batch(tmp_path / "b.npz", whole_batch())
-    with pytest.raises(DataError, match="holds batch in format 1, expected groups"):
+    with pytest.raises(DataError, match="holds batch in format 2, expected groups"):
         load_groups(tmp_path / "b.npz")
 
 
@@ -207,7 +208,7 @@ def test_a_file_of_another_kind_is_refused_and_never_unpickled(tmp_path: Path, k
 
 def test_a_pickled_array_inside_the_file_is_refused(tmp_path: Path):
     path = tmp_path / "g.npz"
-    np.savez(path, json=np.array([{"format": 1}], dtype=object), allow_pickle=True)
+    np.savez(path, json=np.array([{"format": 2}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match="allow_pickle=False"):
         load_groups(path)
 
@@ -223,7 +224,7 @@ def test_a_truncated_file_and_a_missing_one_are_refused(tmp_path: Path):
 
 
 def test_a_row_of_samples_jsonl_says_what_was_asked_answered_and_scored():
-    (row,) = samples_to_rows([group([1], uid=4, of=prompt("1+1=", uid="toy/3"), started=2)])
+    (row,) = samples_to_rows([group([1], uid=4, of=prompt("1+1=", uid="toy/3"), start_version=2)])
     assert json.loads(json.dumps(row)) == {
         "sample": "g4.0",
         "prompt_uid": "toy/3",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rollick.envs.base import TextEnv
-from rollick.envs.check import check_env
-from rollick.envs.play import play_many, play_random, play_solver
+from rollick.episodes.check_env import check_env
+from rollick.episodes.in_process import random_policy, run_episodes, solver_policy
 from rollick.errors import EnvError, MissingExtra
 
 
@@ -22,7 +22,7 @@ def needs(package: str) -> None:
 @pytest.fixture
 def gym() -> Any:
     needs("gymnasium")
-    from rollick.envs.adapters.gym import GymEnv
+    from rollick.envs.adapters.gymnasium_env import GymEnv
 
     return GymEnv
 
@@ -37,7 +37,7 @@ def test_a_gymnasium_environment_with_text_of_its_own_is_played(gym: Any) -> Non
     assert env.step("<answer>2</answer>")[4]["valid"]
     for odd in ("<answer>9</answer>", "<answer>jump</answer>", "down"):
         assert env.step(odd)[4]["valid"] is False
-    report = play_many(gym, range(50), options=options, policy=play_random)
+    report = run_episodes(gym, range(50), options=options, policy=random_policy)
     assert report.errors == 0
 
 
@@ -71,9 +71,9 @@ def test_text_actions_pass_through(gym: Any) -> None:
 
 
 def test_what_cannot_be_written_as_text_is_refused(gym: Any) -> None:
-    with pytest.raises(EnvError, match="only Discrete and Text actions"):
+    with pytest.raises(EnvError, match="a Discrete or Text action space"):
         gym(id="Pendulum-v1")
-    with pytest.raises(EnvError, match="4 actions and 2 names"):
+    with pytest.raises(EnvError, match="4 actions, but 2 names"):
         gym(id="FrozenLake-v1", actions=["a", "b"])
     with pytest.raises(EnvError, match="gymnasium cannot make 'Nothing-v0'"):
         gym(id="Nothing-v0")
@@ -82,7 +82,7 @@ def test_what_cannot_be_written_as_text_is_refused(gym: Any) -> None:
 def test_minigrid_is_told_in_words() -> None:
     needs("minigrid")
     needs("pygame")
-    from rollick.envs.adapters.minigrid import minigrid_env
+    from rollick.envs.adapters.minigrid_env import minigrid_env
 
     env = minigrid_env(id="MiniGrid-Empty-5x5-v0", style="plain")
     text, _ = env.reset(0)
@@ -98,7 +98,7 @@ def test_minigrid_is_told_in_words() -> None:
 def test_reasoning_gym_scores_its_own_answers() -> None:
     needs("reasoning_gym")
     try:
-        from rollick.envs.adapters.reasoning import ReasoningGymEnv
+        from rollick.envs.adapters.reasoning_gym_env import ReasoningGymEnv
 
         ReasoningGymEnv()
     except MissingExtra as error:
@@ -106,14 +106,14 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
     for task in ("basic_arithmetic", "leg_counting"):
         options = {"task": task}
         assert check_env(ReasoningGymEnv, options) == []
-        report = play_many(ReasoningGymEnv, range(50), options=options, policy=play_solver)
+        report = run_episodes(ReasoningGymEnv, range(50), options=options, policy=solver_policy)
         assert (report.success, report.errors) == (1.0, 0)
 
 
 def test_textarena_s_episodes_have_random_numbers_of_their_own() -> None:
     needs("textarena")
     try:
-        from rollick.envs.adapters.arena import TextArenaEnv
+        from rollick.envs.adapters.textarena_env import TextArenaEnv
 
         env: TextEnv = TextArenaEnv(id="GuessTheNumber-v0")
     except MissingExtra as error:

@@ -11,14 +11,13 @@ import pytest
 from PIL import Image
 
 from rollick.envs.base import TextEnv
-from rollick.envs.check import check_env
 from rollick.envs.formats import read_actions, read_reply, write_reply
 from rollick.envs.frozen_lake import FrozenLake
 from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, WORDS
-from rollick.envs.pictures import save_episode
-from rollick.envs.play import play_episode, play_many, play_random, play_solver
-from rollick.envs.sokoban import SYMBOLS, Sokoban, make_puzzle
-from rollick.envs.sokoban_solver import Room, solve
+from rollick.envs.sokoban import SYMBOLS, Room, Sokoban, make_puzzle, solve
+from rollick.episodes.check_env import check_env
+from rollick.episodes.in_process import random_policy, run_episode, run_episodes, solver_policy
+from rollick.episodes.pictures import save_episode
 from rollick.errors import EnvError
 
 GAMES: list[tuple[type[TextEnv], dict[str, Any]]] = [
@@ -53,7 +52,7 @@ def room(*rows: str, **options: Any) -> Sokoban:
     targets = cells["."] | cells["*"] | cells["+"]
     floor = set(range(size * size)) - cells["#"]
     env.room = Room(size, frozenset(floor), frozenset(targets))
-    env.boxes = cells["$"] | cells["*"]
+    env.box_cells = cells["$"] | cells["*"]
     [env.player] = cells["@"] | cells["+"]
     env.letters = [
         "#" if at not in floor else "." if at in targets else " " for at in range(size**2)
@@ -68,12 +67,14 @@ def test_it_passes_its_check(make: type[TextEnv], options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(("make", "options"), [GAMES[0], GAMES[1], GAMES[3]])
 def test_a_thousand_puzzles_are_all_solved(make: type[TextEnv], options: dict[str, Any]) -> None:
-    report = play_many(make, range(1000), options=options, policy=play_solver)
+    report = run_episodes(make, range(1000), options=options, policy=solver_policy)
     assert (report.success, report.errors, report.valid) == (1.0, 0, 1.0)
 
 
 def test_two_boxes_in_a_larger_room_are_solved() -> None:
-    report = play_many(Sokoban, range(100), options={"size": 8, "boxes": 2}, policy=play_solver)
+    report = run_episodes(
+        Sokoban, range(100), options={"size": 8, "boxes": 2}, policy=solver_policy
+    )
     assert (report.success, report.errors) == (1.0, 0)
 
 
@@ -82,8 +83,8 @@ def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
     make: type[TextEnv], options: dict[str, Any]
 ) -> None:
     options = {**options, "max_steps": 15}
-    first = play_many(make, range(1000), options=options, policy=play_random)
-    again = play_many(make, range(1000), options=options, policy=play_random)
+    first = run_episodes(make, range(1000), options=options, policy=random_policy)
+    again = run_episodes(make, range(1000), options=options, policy=random_policy)
     assert first.errors == 0
     assert (first.success, first.reward, first.steps, first.effective) == (
         again.success, again.reward, again.steps, again.effective,
@@ -92,8 +93,8 @@ def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
 
 def test_the_best_policy_on_slippery_ice_drowns_now_and_then() -> None:
     options = {"slip": 2 / 3, "max_steps": 200}
-    best = play_many(FrozenLake, range(100), options=options, policy=play_solver)
-    chance = play_many(FrozenLake, range(100), options=options, policy=play_random)
+    best = run_episodes(FrozenLake, range(100), options=options, policy=solver_policy)
+    chance = run_episodes(FrozenLake, range(100), options=options, policy=random_policy)
     assert 0.8 < best.success < 1.0
     assert chance.success < 0.3
 
@@ -124,14 +125,14 @@ def test_a_box_that_can_no_longer_be_brought_home_is_one_step_away() -> None:
 
 
 def test_slippery_ice_pays_for_no_progress() -> None:
-    with pytest.raises(EnvError, match="turn aside"):
+    with pytest.raises(EnvError, match="cannot be combined with slip"):
         FrozenLake(slip=0.5, progress_reward=0.1)
 
 
 def test_a_careless_solver_does_not_look_for_holes_and_drowns() -> None:
     def success(careless: float) -> float:
         options = {"careless": careless}
-        return play_many(FrozenLake, range(200), options=options, policy=play_solver).success
+        return run_episodes(FrozenLake, range(200), options=options, policy=solver_policy).success
 
     assert success(0.0) == 1.0
     assert success(1.0) < success(0.6) < success(0.3) < 1.0
@@ -183,7 +184,7 @@ def test_a_box_is_pushed_but_neither_pulled_nor_pushed_into_a_wall() -> None:
 def test_the_solver_finds_a_shortest_way_and_knows_a_lost_position() -> None:
     env = room("#####", "#@  #", "# $ #", "#  .#", "#####")
     # Above the box, push down, walk round, push right: five moves.
-    assert len(solve(env.room, env.player, frozenset(env.boxes)) or []) == 5
+    assert len(solve(env.room, env.player, frozenset(env.box_cells)) or []) == 5
     stuck = room("#####", "#$ @#", "#   #", "#  .#", "#####")
     assert stuck.solve() is None
 
@@ -249,7 +250,7 @@ def test_replies_are_read_by_their_format(text: str, style: Any, actions: list[i
 
 @pytest.mark.parametrize("style", ["plain", "answer", "think"])
 def test_what_is_written_is_read_again(style: Any) -> None:
-    assert read_reply(write_reply("click[a]", style, thought="hm"), style).answer == "click[a]"
+    assert read_reply(write_reply("click[a]", style), style) == "click[a]"
 
 
 def test_several_moves_in_a_turn_stop_at_the_end_of_the_game() -> None:
@@ -274,11 +275,11 @@ def test_impossible_options_are_refused(make: type[TextEnv], options: dict[str, 
 
 @pytest.mark.parametrize("make", [FrozenLake, Sokoban])
 def test_an_episode_becomes_a_gif_and_a_png(make: type[TextEnv], tmp_path: Path) -> None:
-    episode = play_episode(make(), 3, play_solver, pictures=True)
+    episode = run_episode(make(), 3, solver_policy, pictures=True)
     save_episode(tmp_path / "a.gif", episode)
     save_episode(tmp_path / "a.png", episode)
     with Image.open(tmp_path / "a.gif") as film, Image.open(tmp_path / "a.png") as sheet:
-        assert getattr(film, "n_frames", 1) == len(episode.moments)
+        assert getattr(film, "n_frames", 1) == len(episode.responses)
         assert sheet.width > film.width
     with pytest.raises(EnvError, match=r"neither \.gif nor \.png"):
         save_episode(tmp_path / "a.txt", episode)

@@ -12,9 +12,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from rollick.envs.adapters.remote import RemoteEnv, action_schema
+from rollick.envs.adapters.openenv_env import RemoteEnv, action_schema
 from rollick.envs.base import find_env
-from rollick.envs.check import check_env
+from rollick.episodes.check_env import check_env
 from rollick.errors import EnvError
 from rollick.types import Turn
 
@@ -158,7 +158,7 @@ def test_what_breaks_over_there_is_an_error_here(url: str) -> None:
     env.close()
     with pytest.raises(EnvError, match="the observation has no 'text'"):
         RemoteEnv(url=f"{url}/guessing", show="text").reset(0)
-    with pytest.raises(EnvError, match="no server of OpenEnv answers"):
+    with pytest.raises(EnvError, match="no OpenEnv server responds"):
         action_schema(f"{url}/nowhere")
 
 
@@ -183,9 +183,9 @@ def test_it_has_a_name_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch)
     assert find_env("openenv") is RemoteEnv
     with pytest.raises(EnvError, match="reset is not JSON"):
         RemoteEnv(url="http://x", reset="{")
-    with pytest.raises(EnvError, match="reset must be an object, not '3'"):
+    with pytest.raises(EnvError, match="reset must be a JSON object, not '3'"):
         RemoteEnv(url="http://x", reset="3")
     monkeypatch.setitem(sys.modules, "openenv", None)
-    monkeypatch.setattr("rollick.envs.adapters.remote.action_schema", lambda _: {})
+    monkeypatch.setattr("rollick.envs.adapters.openenv_env.action_schema", lambda _: {})
     with pytest.raises(EnvError, match=r"pip install 'openenv>=0\.10'"):
         RemoteEnv(url="http://x").reset(0)

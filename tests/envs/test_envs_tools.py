@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollick.envs.check import check_env
-from rollick.envs.play import play_many, play_solver
 from rollick.envs.tools.calls import STYLES, BadCall, CallStyle, ToolCall, read_calls, write_call
 from rollick.envs.tools.env import ToolEnv
-from rollick.envs.tools.kit import calculate, search
+from rollick.envs.tools.kit import calculate, python, search
 from rollick.envs.tools.mcp import McpServer
-from rollick.envs.tools.python import python
+from rollick.episodes.check_env import check_env
+from rollick.episodes.in_process import run_episodes, solver_policy
 from rollick.errors import EnvError
 
 TOOLS = {"search": "query", "calculator": "expression"}
@@ -43,8 +43,8 @@ for line in sys.stdin:
 @pytest.mark.parametrize("style", STYLES)
 def test_a_call_is_read_as_it_is_written(style: CallStyle) -> None:
     call = ToolCall("search", {"query": "thin ice"})
-    assert read_calls(write_call(call, style), style, tools=TOOLS) == [call]
-    assert read_calls("The answer is 4.", style, tools=TOOLS) == []
+    assert read_calls(write_call(call, style), style, TOOLS) == [call]
+    assert read_calls("The answer is 4.", style, TOOLS) == []
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_a_call_is_read_as_it_is_written(style: CallStyle) -> None:
     ],
 )
 def test_what_was_meant_as_a_call_but_is_none_is_said(style: CallStyle, text: str) -> None:
-    assert isinstance(read_calls(text, style, tools=TOOLS), BadCall)
+    assert isinstance(read_calls(text, style, TOOLS), BadCall)
 
 
 def test_several_calls_come_in_order() -> None:
     text = "".join(write_call(ToolCall("calculator", {"expression": e}), "hermes") for e in "12")
-    calls = read_calls(text, "hermes", tools=TOOLS)
+    calls = read_calls(text, "hermes", TOOLS)
     assert isinstance(calls, list)
     assert [call.arguments["expression"] for call in calls] == ["1", "2"]
 
@@ -112,6 +112,16 @@ def test_python_is_a_tool_of_the_environment() -> None:
     assert (used[0][0].content, answered[1]) == ("12", 1.0)
 
 
+def test_all_programs_of_a_reply_share_one_time_limit() -> None:
+    env = ToolEnv(question="q", tools="python", style="tag", program_s=1.0, allow_unsafe=True)
+    slow = "<python>import time; time.sleep(100)</python>"
+    begun = time.monotonic()
+    first, second = play(env, slow * 4, "<python>print(7)</python>")
+    assert time.monotonic() - begun < 3.5
+    assert first[0][0].content.count("error: timeout") == 4
+    assert second[0][0].content == "7"
+
+
 def play(env: ToolEnv, *replies: str) -> list[Any]:
     env.reset(0)
     return [env.step(reply) for reply in replies]
@@ -139,7 +149,9 @@ def test_a_call_of_no_tool_is_told_and_not_valid() -> None:
 def test_the_environment_of_tools_passes_its_check() -> None:
     assert check_env(ToolEnv, {}, name="tools") == []
     seeds = range(200)
-    report = play_many(ToolEnv, seeds, options={"style": "tag"}, policy=play_solver, name="tools")
+    report = run_episodes(
+        ToolEnv, seeds, options={"style": "tag"}, policy=solver_policy, name="tools"
+    )
     assert (report.success, report.errors, report.steps) == (1.0, 0, 2.0)
 
 
@@ -151,14 +163,14 @@ def test_tools_of_a_server_are_offered_and_called(tmp_path: Path) -> None:
     assert tool.run({"text": "ice"}) == "ICE"
     assert tool.run({}) == "error: "
     with pytest.raises(EnvError, match="never heard of it"):
-        server.ask("no/such", {})
+        server.request("no/such", {})
     server.close()
-    with pytest.raises(EnvError, match="cannot be started"):
+    with pytest.raises(EnvError, match="cannot start the MCP server"):
         McpServer("/no/such/program")
 
 
 def test_tools_that_are_not_there_are_refused() -> None:
     with pytest.raises(EnvError, match="there is no tool 'abacus'"):
         ToolEnv(tools="abacus")
-    with pytest.raises(EnvError, match="nothing to search"):
+    with pytest.raises(EnvError, match="needs a corpus"):
         ToolEnv(tools="search")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from rollick.config.load import recipe_from_dict
-from rollick.envs.adapters.verifier import VerifiersEnv
-from rollick.envs.adapters.verifier_host import HARNESS, Host, made_host, the_host
+from rollick.envs.adapters.verifiers_env import VerifiersEnv
+from rollick.envs.adapters.verifiers_host import HARNESS, VerifiersHost, create_host, shared_host
 from rollick.envs.base import find_env
 from rollick.envs.child import EnvStatus
 from rollick.envs.pool import EnvLimits, EnvPool
@@ -123,8 +123,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("PYTHONPATH", str(made), prepend=os.pathsep)
         patch.syspath_prepend(str(made))
         yield made
-    the_host().close()
-    made_host.cache_clear()
+    shared_host().close()
+    create_host.cache_clear()
 
 
 def played(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
@@ -235,18 +235,18 @@ def test_of_two_seats_the_policy_plays_its_own(folder: Path, user_url: str) -> N
 
 def test_a_seat_without_a_client_is_not_played_by_the_policy(folder: Path) -> None:
     options: dict[str, Any] = {"taskset": "vf-sums", "env": "user-sim", "config": {"user": USER}}
-    with pytest.raises(EnvError, match="give it a client of its own"):
+    with pytest.raises(EnvError, match="set a client for it"):
         played([], seat="assistant", **options)
     with pytest.raises(EnvError, match="the seats assistant, user"):
         played([], **options)
 
 
 def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> None:
-    the_host().close()
-    made_host.cache_clear()
+    shared_host().close()
+    create_host.cache_clear()
     config = {"taskset": {"id": "vf-sums"}}
     with ThreadPoolExecutor(8) as threads:
-        asking = [threads.submit(the_host) for _ in range(8)]
+        asking = [threads.submit(shared_host) for _ in range(8)]
         [host] = {future.result() for future in asking}
         open_it = partial(host.open, config, seat="", tasks=3, max_turns=1)
         opening = [threads.submit(open_it) for _ in range(8)]
@@ -272,15 +272,15 @@ async def test_many_episodes_of_one_process_do_not_disturb_each_other(folder: Pa
         sessions = [await pool.reset("sums", options, seed) for seed in range(8)]
         right = []
         for session in sessions:
-            assert session.opening.moment is not None
-            right.append(str(int(session.opening.moment.text[5]) + 1))
+            assert session.opening.response is not None
+            right.append(str(int(session.opening.response.text[5]) + 1))
         replies = [
             await session.step(answer) for session, answer in zip(sessions, right, strict=True)
         ]
         for session in sessions:
             session.close()
     assert {reply.status for reply in replies} == {EnvStatus.OK}
-    assert [reply.moment.reward for reply in replies if reply.moment] == [1.0] * 8
+    assert [reply.response.reward for reply in replies if reply.response] == [1.0] * 8
 
 
 def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,9 +294,9 @@ def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert loaded is not None
     with pytest.raises(EnvError, match="config is not JSON"):
         VerifiersEnv(taskset="x", config="{")
-    with pytest.raises(EnvError, match=r"config must be an object, not '\[1\]'"):
+    with pytest.raises(EnvError, match=r"config must be a JSON object, not '\[1\]'"):
         VerifiersEnv(taskset="x", config="[1]")
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(EnvError, match=r"pip install 'verifiers>=0\.4'"):
-        Host()
+        VerifiersHost()

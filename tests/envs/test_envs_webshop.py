@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rollick.envs.check import check_env
-from rollick.envs.play import play_many, play_random, play_solver
 from rollick.envs.shop.catalogue import Goal, Product, load_catalogue
-from rollick.envs.shop.score import best_choice, judge, type_match
-from rollick.envs.shop.search import Index
+from rollick.envs.shop.score import best_choice, score_purchase, type_match
+from rollick.envs.shop.search import SearchIndex
 from rollick.envs.webshop import WebShop
+from rollick.episodes.check_env import check_env
+from rollick.episodes.in_process import random_policy, run_episodes, solver_policy
 from rollick.errors import EnvError
 
 SHARED = Path(__file__).parents[2].parent / "shared/data/webshop_products.jsonl.gz"
@@ -61,7 +61,9 @@ def shirt_goal(file: Path) -> Goal:
 
 
 def test_bm25_ranks_by_rare_words_and_leaves_out_what_has_none_of_them() -> None:
-    index = Index(["red shirt", "blue shirt", "red red lamp", "a long text about a shirt and more"])
+    index = SearchIndex(
+        ["red shirt", "blue shirt", "red red lamp", "a long text about a shirt and more"]
+    )
     assert index.search("lamp shirt", limit=9)[0] == 2
     assert index.search("shirt", limit=9) == [0, 1, 3]
     assert index.search("RED", limit=1) == [2]
@@ -75,18 +77,18 @@ def test_a_price_range_costs_its_upper_end(file: Path) -> None:
 def test_what_was_asked_for_is_worth_one(file: Path) -> None:
     goal = shirt_goal(file)
     assert best_choice(goal, goal.product) == {"size": "large", "color": "navy"}
-    assert judge(goal, goal.product, {"size": "large", "color": "navy"}).reward == 1.0
+    assert score_purchase(goal, goal.product, {"size": "large", "color": "navy"}).reward == 1.0
 
 
 def test_the_reward_counts_attributes_options_and_price_and_weighs_the_kind(file: Path) -> None:
     goal = shirt_goal(file)
     # 1 attribute, 2 options and the price: four parts. One option is missing.
-    assert judge(goal, goal.product, {"size": "large"}).reward == 3 / 4
+    assert score_purchase(goal, goal.product, {"size": "large"}).reward == 3 / 4
     # The grey shirt: too dear, washed by hand; of the same kind.
-    grey = judge(goal, by_asin(file, "b02"), {})
+    grey = score_purchase(goal, by_asin(file, "b02"), {})
     assert (grey.type, grey.attributes, grey.options, grey.price, grey.reward) == (1, 0, 0, 0, 0)
     # The lamp is cheap enough, but shares no word with the title.
-    lamp = judge(goal, by_asin(file, "b03"), {})
+    lamp = score_purchase(goal, by_asin(file, "b03"), {})
     assert (lamp.type, lamp.price, lamp.reward) == (0, 1, 0)
 
 
@@ -169,10 +171,10 @@ def test_people_s_goals_can_be_chosen(file: Path) -> None:
 
 
 def test_a_missing_file_and_a_bad_line_are_told(tmp_path: Path) -> None:
-    with pytest.raises(EnvError, match=r"do not exist.*products=PATH"):
+    with pytest.raises(EnvError, match=r"does not exist.*products=PATH"):
         WebShop(products=str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.jsonl").write_text(json.dumps(BLUE) + '\n{"asin": "x"}\n')
-    with pytest.raises(EnvError, match=r"bad\.jsonl:2 is no product: KeyError"):
+    with pytest.raises(EnvError, match=r"bad\.jsonl:2 is not a valid product: KeyError"):
         WebShop(products=str(tmp_path / "bad.jsonl"))
 
 
@@ -189,13 +191,15 @@ def test_the_real_shop_passes_its_check(real: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_thousand_trips_all_succeed(real: dict[str, Any], split: str) -> None:
-    report = play_many(WebShop, range(1000), options={**real, "split": split}, policy=play_solver)
+    report = run_episodes(
+        WebShop, range(1000), options={**real, "split": split}, policy=solver_policy
+    )
     assert (report.success, report.errors, report.valid) == (1.0, 0, 1.0)
 
 
 def test_a_thousand_random_trips_raise_nothing_and_repeat(real: dict[str, Any]) -> None:
-    first = play_many(WebShop, range(1000), options=real, policy=play_random)
-    again = play_many(WebShop, range(1000), options=real, policy=play_random)
+    first = run_episodes(WebShop, range(1000), options=real, policy=random_policy)
+    again = run_episodes(WebShop, range(1000), options=real, policy=random_policy)
     assert first.errors == 0
     assert first.success < 0.2
     assert (first.reward, first.steps) == (again.reward, again.steps)
@@ -224,7 +228,7 @@ def test_a_careless_shopper_buys_something_with_the_options_that_were_asked_for(
     real: dict[str, Any],
 ) -> None:
     options = {**real, "careless": True, "per_page": 3}
-    report = play_many(WebShop, range(300), options=options, policy=play_solver)
+    report = run_episodes(WebShop, range(300), options=options, policy=solver_policy)
     assert (report.errors, report.valid) == (0, 1.0)
     assert 0.2 < report.success < 0.4
 

@@ -13,10 +13,11 @@ import torch
 
 from rollick.config.schema import InferConfig, ModelConfig, Recipe
 from rollick.data.batch import Batch
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
 from rollick.testing.batches import recipe_of
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import (
     NOT_SAMPLED,
     Completion,
@@ -40,7 +41,7 @@ MOST_BF16_GAP = 0.15
 
 def _engine(folder: Path, device: str, *, dtype: str = "float32") -> NativeEngine:
     model = ModelConfig.model_validate({"path": str(folder), "dtype": dtype})
-    return NativeEngine.create(INFER, model, device=device, stop_ids=())
+    return NativeEngine.create(INFER, model, device=device, stops=StopRules())
 
 
 def _learner(folder: Path, *, dtype: str) -> LocalStrategy:
@@ -52,7 +53,7 @@ def _learner(folder: Path, *, dtype: str) -> LocalStrategy:
 
 def _sharing(learner: LocalStrategy) -> NativeEngine:
     return NativeEngine.create(
-        INFER, learner.recipe.model, device="cuda", shared=learner.module, stop_ids=()
+        INFER, learner.recipe.model, device="cuda", shared=learner.module, stops=StopRules()
     )
 
 
@@ -78,7 +79,7 @@ def _tokens(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def _batch_of(completions: Sequence[Completion]) -> Batch:
-    """The drawn samples as a batch, with the engine's log-probs."""
+    """The generated samples as a batch, with the engine's log-probs."""
     lengths = [len(p) + len(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)]
     pairs = list(zip(PROMPTS, completions, strict=True))
     drawn_N = np.concatenate([[False] * len(p) + [True] * len(c.token_ids) for p, c in pairs])
@@ -103,13 +104,13 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-async def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(tiny_folder: Path) -> None:
+async def test_greedy_tokens_on_a_gpu_equal_those_of_the_cpu(tiny_folder: Path) -> None:
     on_cpu, on_gpu = _engine(tiny_folder, "cpu"), _engine(tiny_folder, "cuda")
-    expected, drawn = await _draw(on_cpu), await _draw(on_gpu)
+    expected, generated = await _draw(on_cpu), await _draw(on_gpu)
     await on_cpu.close()
     await on_gpu.close()
-    assert _tokens(drawn) == _tokens(expected)
-    for one, other in zip(drawn, expected, strict=True):
+    assert _tokens(generated) == _tokens(expected)
+    for one, other in zip(generated, expected, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
@@ -117,7 +118,7 @@ async def test_greedy_tokens_on_a_gpu_are_those_of_the_cpu(tiny_folder: Path) ->
     ("dtype", "mean", "most"),
     [("float32", 1e-5, 1e-4), ("bfloat16", MEAN_BF16_GAP, MOST_BF16_GAP)],
 )
-async def test_engine_and_learner_agree_on_the_log_probs_of_drawn_tokens(
+async def test_engine_and_learner_agree_on_the_log_probs_of_generated_tokens(
     tiny_folder: Path, dtype: str, mean: float, most: float
 ) -> None:
     learner = _learner(tiny_folder, dtype=dtype)
@@ -129,7 +130,7 @@ async def test_engine_and_learner_agree_on_the_log_probs_of_drawn_tokens(
     assert gap_N.max() < most
 
 
-async def test_an_engine_beside_a_learner_reads_the_same_memory(tiny_folder: Path) -> None:
+async def test_an_engine_on_the_learners_host_shares_its_memory(tiny_folder: Path) -> None:
     learner = _learner(tiny_folder, dtype="bfloat16")
     before = _allocated()
     engine = _sharing(learner)
@@ -138,22 +139,22 @@ async def test_an_engine_beside_a_learner_reads_the_same_memory(tiny_folder: Pat
     for name, parameter in learner.module.named_parameters():
         assert theirs[name].data_ptr() == parameter.data_ptr()
         assert theirs[name].is_cuda
-    # Only buffers are the engine's own.
+    # The engine owns only buffers.
     assert _allocated() - before < weights / 10
     await engine.close()
 
 
-async def test_a_learner_that_slept_gives_its_engine_the_same_tokens(tiny_folder: Path) -> None:
+async def test_an_engine_generates_the_same_after_its_learner_slept(tiny_folder: Path) -> None:
     learner = _learner(tiny_folder, dtype="bfloat16")
     engine = _sharing(learner)
-    drawn = await _draw(engine)
+    generated = await _draw(engine)
     await engine.pause()
     await engine.sleep()
     learner.sleep()
     learner.wake()
     await engine.wake()
     await engine.resume()
-    assert _tokens(await _draw(engine)) == _tokens(drawn)
+    assert _tokens(await _draw(engine)) == _tokens(generated)
     await engine.close()
 
 
@@ -176,13 +177,13 @@ async def test_a_write_between_pause_and_commit_changes_tokens_and_version(
     assert {version for c in after for version in c.versions.tolist()} == {1}
 
 
-async def test_sleep_frees_weights_and_cache_and_wake_brings_the_same_tokens(
+async def test_sleep_frees_weights_and_cache_and_wake_restores_them(
     tmp_path: Path,
 ) -> None:
     engine = _engine(save_tiny(tmp_path, hidden=256), "cuda")
-    drawn = await _draw(engine)
+    generated = await _draw(engine)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    held = weights + engine.runner.cache.bytes
+    held = weights + engine.runner.forward.cache.nbytes
     assert held > weights, "the cache must hold something for its end to be seen"
     awake = _allocated()
     await engine.sleep()
@@ -191,4 +192,4 @@ async def test_sleep_frees_weights_and_cache_and_wake_brings_the_same_tokens(
     again = await _draw(engine)
     await engine.close()
     assert awake - asleep >= held
-    assert _tokens(again) == _tokens(drawn)
+    assert _tokens(again) == _tokens(generated)

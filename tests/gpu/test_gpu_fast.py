@@ -1,4 +1,4 @@
-"""The fast path on a GPU: graphs, compiled layers and kernels draw what the plain runner draws."""
+"""The paged runner on a GPU, with graphs, compiled layers and kernels, against the slot runner."""
 
 from __future__ import annotations
 
@@ -11,35 +11,43 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
-from rollick.infer.native.gpu.draw import DeviceRows, Field, Share, draw
-from rollick.infer.native.gpu.forward import Ways
+from rollick.infer.engine import StopRules
+from rollick.infer.native.gpu.device_sampler import (
+    DeviceState,
+    SamplingField,
+    StateField,
+    sample_on_device,
+)
+from rollick.infer.native.gpu.forward import ForwardOptions
 from rollick.infer.native.gpu.runner import PagedRunner
 from rollick.infer.native.philox import uniforms
-from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Runner
-from rollick.models.attention import VARLEN, PackedLayout
-from rollick.models.cached_attention import CACHED
-from rollick.models.fixed import fix_arithmetic
-from rollick.models.fused import fuse_storage
-from rollick.models.head import output_head, token_logprobs
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.sequence_table import EngineRequest
+from rollick.infer.native.slot_runner import SlotRunner
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.attention.varlen import VARLEN, PackedLayout
+from rollick.models.decoder.batch_invariant import use_batch_invariant_kernels
+from rollick.models.decoder.fused_linear import fuse_storage
+from rollick.models.head.logprobs import output_head, token_logprobs
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model
 from rollick.types import Completion, Request, SampleId, Sampling, StopReason, frozen_array
 
 pytestmark = pytest.mark.gpu
 
 VOCABULARY = 96
-WAYS = {
-    "as it is": Ways(graphs=False, compiled=False, fused=False, plain=False),
-    "graph": Ways(compiled=False, fused=False, plain=False),
-    "graph, fused": Ways(compiled=False, plain=False),
-    "graph, fused, compiled": Ways(plain=False),
-    "without modules": Ways(graphs=False),
-    "graph, without modules": Ways(),
-    "zero mismatch": Ways.zero_mismatch(),
+OPTIONS = {
+    "eager": ForwardOptions(
+        cuda_graphs=False, compile_layers=False, fused_linears=False, direct_decoder=False
+    ),
+    "graph": ForwardOptions(compile_layers=False, fused_linears=False, direct_decoder=False),
+    "graph, fused": ForwardOptions(compile_layers=False, direct_decoder=False),
+    "graph, fused, compiled": ForwardOptions(direct_decoder=False),
+    "direct decoder": ForwardOptions(cuda_graphs=False),
+    "graph, direct decoder": ForwardOptions(),
+    "zero mismatch": ForwardOptions.zero_mismatch(),
 }
-STOPS = Stops((2, 7))
+MODULES_ONLY = ForwardOptions(compile_layers=False, direct_decoder=False)
+STOPS = StopRules((2, 7))
 
 
 def _model(dtype: torch.dtype = torch.float32) -> Any:
@@ -62,25 +70,25 @@ def _infer(**options: Any) -> InferConfig:
     return InferConfig(**{"slots": 16, "max_length": 128, **options})
 
 
-def _paged(model: Any, ways: Ways, *, stops: Stops = STOPS, **options: Any) -> PagedRunner:
+def _paged(
+    model: Any, forward: ForwardOptions, *, stops: StopRules = STOPS, **options: Any
+) -> PagedRunner:
     return PagedRunner(
         _sharing(model, CACHED),
         _infer(**options),
         device="cuda",
         stops=stops,
-        version=0,
-        ways=ways,
+        options=forward,
     )
 
 
-def _plain(model: Any) -> Runner:
-    return Runner(
+def _slot_runner(model: Any) -> SlotRunner:
+    return SlotRunner(
         _sharing(model, CACHED),
         _infer(),
         device="cuda",
         deterministic=False,
         stops=STOPS,
-        version=0,
     )
 
 
@@ -94,7 +102,7 @@ def _request(number: int, ids: Sequence[int], **sampling: Any) -> Request:
 
 
 def _mixed(count: int = 32, **sampling: Any) -> list[Request]:
-    """Groups of four with prompts of 1 to 78 tokens, all lengths, greedy and drawn."""
+    """Groups of four with prompts of 1 to 78 tokens, all lengths, greedy and sampled."""
     return [
         _request(
             n,
@@ -109,36 +117,39 @@ def _mixed(count: int = 32, **sampling: Any) -> list[Request]:
 
 def _drive(runner: Any, requests: Sequence[Request]) -> dict[SampleId, Completion]:
     for request in requests:
-        runner.submit(Job(request))
+        runner.queue.submit(EngineRequest(request))
     done: dict[SampleId, Completion] = {}
     while runner.has_work:
         done |= {job.request.uid: completion for job, completion in runner.step()}
     return done
 
 
-def _assert_alike(drawn: dict[SampleId, Completion], expected: dict[SampleId, Completion]) -> None:
-    """One sequence may part where two tokens are almost equally likely."""
-    assert drawn.keys() == expected.keys()
+def _assert_equal(
+    generated: dict[SampleId, Completion], expected: dict[SampleId, Completion]
+) -> None:
+    """One sequence may differ, where two tokens are almost equally likely."""
+    assert generated.keys() == expected.keys()
     same = [
         uid
         for uid, one in expected.items()
-        if drawn[uid].token_ids.tolist() == one.token_ids.tolist() and drawn[uid].stop == one.stop
+        if generated[uid].token_ids.tolist() == one.token_ids.tolist()
+        and generated[uid].stop == one.stop
     ]
     assert len(same) >= len(expected) - 1
     for uid in same:
-        np.testing.assert_allclose(drawn[uid].logprobs, expected[uid].logprobs, atol=1e-4)
+        np.testing.assert_allclose(generated[uid].logprobs, expected[uid].logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_every_way_draws_what_the_plain_runner_draws(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_all_forward_options_generate_the_tokens_of_the_slot_runner(name: str) -> None:
     torch._dynamo.reset()
     model = _model()
-    expected = _drive(_plain(model), _mixed())
+    expected = _drive(_slot_runner(model), _mixed())
     assert {one.stop for one in expected.values()} == {StopReason.STOP, StopReason.LENGTH}
-    runner = _paged(model, WAYS[name])
-    _assert_alike(_drive(runner, _mixed()), expected)
-    assert runner.cache.ways == WAYS[name], "nothing had to be given up"
-    assert (runner.cache._plain is not None) == ("without modules" in name)
+    runner = _paged(model, OPTIONS[name])
+    _assert_equal(_drive(runner, _mixed()), expected)
+    assert runner.forward.options == OPTIONS[name], "no option was disabled"
+    assert (runner.forward._decoder is not None) == ("direct decoder" in name)
     runner.clear()
 
 
@@ -147,58 +158,62 @@ def test_every_way_draws_what_the_plain_runner_draws(name: str) -> None:
     [{"top_p": 0.8}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"logit_bias": ((5, 2.0),)}],
     ids=str,
 )
-def test_cuts_and_biases_are_those_of_the_plain_runner(sampling: dict[str, Any]) -> None:
+def test_truncation_and_biases_act_as_in_the_slot_runner(sampling: dict[str, Any]) -> None:
     model = _model()
-    expected = _drive(_plain(model), _mixed(**sampling))
-    runner = _paged(model, Ways(compiled=False))
-    _assert_alike(_drive(runner, _mixed(**sampling)), expected)
+    expected = _drive(_slot_runner(model), _mixed(**sampling))
+    runner = _paged(model, ForwardOptions(compile_layers=False))
+    _assert_equal(_drive(runner, _mixed(**sampling)), expected)
     runner.clear()
 
 
-def test_the_device_draws_with_the_random_numbers_of_the_host() -> None:
-    rows = DeviceRows.empty(rows=512, pages=1, stops=[], device="cuda")
-    rows.state[Field.LENGTH] = torch.arange(512, device="cuda") + 5
-    rows.state[Field.LIMIT] = 10_000
-    rows.state[Field.STREAM] = torch.randint(-(2**62), 2**62, (512,), device="cuda")
-    rows.shares[Share.TEMPERATURE] = 1.0
-    stream = rows.state[Field.STREAM].cpu().numpy().view(np.uint64)
+def test_the_device_uses_the_random_numbers_of_the_host() -> None:
+    rows = DeviceState.empty(rows=512, pages=1, stop_ids=[], device="cuda")
+    rows.state[StateField.LENGTH] = torch.arange(512, device="cuda") + 5
+    rows.state[StateField.LIMIT] = 10_000
+    rows.state[StateField.STREAM] = torch.randint(-(2**62), 2**62, (512,), device="cuda")
+    rows.sampling[SamplingField.TEMPERATURE] = 1.0
+    stream = rows.state[StateField.STREAM].cpu().numpy().view(np.uint64)
     expected = uniforms(stream, np.arange(512) + 5)
-    draw(torch.zeros(512, 4096, device="cuda"), rows, cuts=False, kernels=True)
-    # Of 4,096 equally likely tokens, the one that is drawn is the uniform number's first 12 bits.
-    assert rows.drawn[0].tolist() == np.floor(expected * 4096).astype(int).tolist()
+    sample_on_device(torch.zeros(512, 4096, device="cuda"), rows, truncate=False, kernels=True)
+    # Of 4,096 equally likely tokens, the sampled one is the uniform number's first 12 bits.
+    assert rows.sampled[0].tolist() == np.floor(expected * 4096).astype(int).tolist()
 
 
 @pytest.mark.parametrize(
-    "ways", [Ways(), Ways(compiled=False, plain=False)], ids=["without modules", "modules"]
+    "forward",
+    [ForwardOptions(), ForwardOptions(compile_layers=False, direct_decoder=False)],
+    ids=["direct decoder", "modules"],
 )
-def test_an_optimizer_step_in_place_is_seen_by_a_captured_graph(ways: Ways) -> None:
+def test_a_captured_graph_uses_parameters_written_in_place(
+    forward: ForwardOptions,
+) -> None:
     model = _model()
-    runner = _paged(model, ways)
+    runner = _paged(model, forward)
     before = _drive(runner, _mixed(8))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    runner.commit(1)
+    runner.commit(1, keep_cache=False)
     after = _drive(runner, _mixed(8))
     assert any(before[uid].token_ids.tolist() != after[uid].token_ids.tolist() for uid in before)
-    _assert_alike(after, _drive(_plain(model), _mixed(8)))
+    _assert_equal(after, _drive(_slot_runner(model), _mixed(8)))
     assert {version for one in after.values() for version in one.versions.tolist()} == {1}
     runner.clear()
 
 
-def test_a_layer_that_reads_on_the_host_is_run_without_a_graph(
+def test_a_layer_that_synchronises_with_the_host_runs_without_a_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch._dynamo.reset()
     model = _model()
-    expected = _drive(_plain(model), _mixed(8))
-    runner = _paged(model, Ways())
-    module: Any = runner.cache._module
+    expected = _drive(_slot_runner(model), _mixed(8))
+    runner = _paged(model, ForwardOptions())
+    module: Any = runner.forward._module
     module.model.layers[0].mlp.register_forward_hook(_reads)
     with caplog.at_level(logging.WARNING):
-        drawn = _drive(runner, _mixed(8))
-    _assert_alike(drawn, expected)
-    assert not runner.cache.ways.graphs
+        generated = _drive(runner, _mixed(8))
+    _assert_equal(generated, expected)
+    assert not runner.forward.options.cuda_graphs
     assert "generates more slowly" in caplog.text
     runner.clear()
 
@@ -207,10 +222,10 @@ def _reads(_: Any, given: Any, output: torch.Tensor) -> None:
     assert float(output.flatten()[0]) == float(output.flatten()[0])
 
 
-def _learner_logprobs(module: Any, requests: Sequence[Request], drawn: Any) -> Any:
-    """Of each request's drawn tokens, from one packed forward."""
-    ids = [np.concatenate([one.token_ids, drawn[one.uid].token_ids]) for one in requests]
-    layout = PackedLayout.of([len(one) for one in ids], device="cuda", fixed=True)
+def _learner_logprobs(module: Any, requests: Sequence[Request], generated: Any) -> Any:
+    """The learner's log-probs of each request's tokens, from one packed forward."""
+    ids = [np.concatenate([one.token_ids, generated[one.uid].token_ids]) for one in requests]
+    layout = PackedLayout.of([len(one) for one in ids], device="cuda", batch_invariant=True)
     packed = torch.from_numpy(np.concatenate(ids).astype(np.int64)).cuda()
     with torch.no_grad():
         hidden = module.base_model(
@@ -219,45 +234,47 @@ def _learner_logprobs(module: Any, requests: Sequence[Request], drawn: Any) -> A
             use_cache=False,
             layout=layout,
         ).last_hidden_state[0]
-        weight, bias = output_head(module)
         ones = torch.ones(len(packed) - 1, device="cuda")
         scored, _ = token_logprobs(
-            hidden[:-1], weight, packed[1:], ones, chunk=64, tiled=True, bias_V=bias
+            hidden[:-1], output_head(module), packed[1:], ones, chunk=64, batch_invariant=True
         )
-    found: dict[SampleId, Any] = {}
+    actual: dict[SampleId, Any] = {}
     offset = 0
     for one, tokens in zip(requests, ids, strict=True):
         here = slice(offset + len(one.token_ids) - 1, offset + len(tokens) - 1)
-        found[one.uid] = scored[here].cpu().numpy()
+        actual[one.uid] = scored[here].cpu().numpy()
         offset += len(tokens)
-    return found
+    return actual
 
 
-def test_in_zero_mismatch_mode_a_learner_finds_the_engines_log_probs() -> None:
+def test_in_zero_mismatch_mode_the_learner_computes_the_engines_log_probs() -> None:
     model = _model(torch.bfloat16)
-    runner = _paged(model, Ways.zero_mismatch(), stops=Stops(()))
+    runner = _paged(model, ForwardOptions.zero_mismatch(), stops=StopRules())
     requests = [_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
-    drawn = _drive(runner, requests)
+    generated = _drive(runner, requests)
     runner.clear()
     learner = _sharing(model, VARLEN)
-    fix_arithmetic(learner)
-    found = _learner_logprobs(learner, requests, drawn)
+    use_batch_invariant_kernels(learner)
+    actual = _learner_logprobs(learner, requests, generated)
     for one in requests:
-        # What is left is the last bits of a sum of exponentials in float32.
-        np.testing.assert_allclose(found[one.uid], drawn[one.uid].logprobs, atol=1e-5)
+        # The rest are the last bits of a float32 sum of exponentials.
+        np.testing.assert_allclose(actual[one.uid], generated[one.uid].logprobs, atol=1e-5)
 
 
-def test_in_bfloat16_the_decoder_without_modules_is_as_exact_as_with_them() -> None:
+def test_in_bfloat16_the_direct_decoder_is_as_exact_as_the_modules() -> None:
     model = _model(torch.bfloat16)
     requests = [_request(n, [1, *range(3, 3 + 2 * n)], max_tokens=30) for n in range(24)]
-    drawn: list[Any] = []
-    for ways in (Ways(), Ways(compiled=False, plain=False)):
-        runner = _paged(model, ways, stops=Stops(()))
-        drawn.append(_drive(runner, requests))
+    generated: list[Any] = []
+    for forward in (
+        ForwardOptions(),
+        ForwardOptions(compile_layers=False, direct_decoder=False),
+    ):
+        runner = _paged(model, forward, stops=StopRules())
+        generated.append(_drive(runner, requests))
         runner.clear()
     learner = _sharing(model.float(), VARLEN)
     gaps: list[float] = []
-    for one in drawn:
+    for one in generated:
         exact = _learner_logprobs(learner, requests, one)
         gaps.append(np.mean([np.abs(exact[uid] - one[uid].logprobs).mean() for uid in exact]))
     assert gaps[1] > 0

@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_mixture import save_tiny_mixture
 from transformers import AutoModelForCausalLM
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import Recipe
-from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of, weighed
-from rollick.testing.tiny import save_tiny, save_tiny_mixture
-from rollick.train.fsdp import FsdpStrategy
-from rollick.train.local import LocalStrategy
-from rollick.train.parallel.mesh import leave
+from rollick.config.schema.losses import PpoLoss
+from rollick.models.loading.load import fingerprint
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.fsdp import FsdpStrategy
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.parallel.mesh import leave_process_group
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +34,7 @@ OPTIONS = [{}, {"recompute": True}, {"offload": True}, {"offload": True, "recomp
 @pytest.fixture(autouse=True)
 def _end_of_ranks() -> Iterator[None]:
     yield
-    leave()
+    leave_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def sharded(folder: Path, *, dtype: str = "float32", **parallel: Any) -> FsdpStr
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def train(strategy: FsdpStrategy | LocalStrategy, seed: int) -> float:

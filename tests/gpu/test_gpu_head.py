@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollick.models.head import token_logprobs
+from rollick.models.head.logprobs import OutputHead, token_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -43,11 +43,10 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_dense_formula(
     hidden, weight, *bias = given
     logprobs, entropy = token_logprobs(
         hidden,
-        weight,
+        OutputHead(weight, bias[0] if bias else None),
         ids,
         temperatures(rows),
         chunk=chunk,
-        bias_V=bias[0] if bias else None,
     )
     expected, uncertainty = dense(wide[0], wide[1], wide[2] if bias else None, ids)
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-5, rtol=1e-5)
@@ -64,7 +63,7 @@ def test_an_entropy_that_nobody_uses_has_no_part_in_the_gradient() -> None:
     given = parts(9, 4096, dtype=torch.float32, with_bias=False)
     wide = [one.detach().double().requires_grad_() for one in given]
     ids = torch.arange(9, device="cuda")
-    logprobs, _ = token_logprobs(*given, ids, temperatures(9), chunk=4)
+    logprobs, _ = token_logprobs(given[0], OutputHead(given[1]), ids, temperatures(9), chunk=4)
     found = torch.autograd.grad(logprobs.sum(), given)
     wanted = torch.autograd.grad(dense(wide[0], wide[1], None, ids)[0].sum(), wide)
     for one, other in zip(found, wanted, strict=True):
@@ -76,11 +75,10 @@ def test_no_rows_are_no_log_probs() -> None:
     hidden, weight, bias = given
     logprobs, entropy = token_logprobs(
         hidden[:0],
-        weight,
+        OutputHead(weight, bias),
         torch.empty(0, dtype=torch.int64, device="cuda"),
         temperatures(0),
         chunk=4,
-        bias_V=bias,
     )
     assert len(logprobs) == len(entropy) == 0
     gradients = torch.autograd.grad(logprobs.sum() + entropy.sum(), given)

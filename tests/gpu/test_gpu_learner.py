@@ -12,11 +12,11 @@ import torch
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
-from rollick.config.losses import PpoLoss
-from rollick.models.load import fingerprint
-from rollick.testing.batches import random_batch, recipe_of, weighed
+from rollick.config.schema.losses import PpoLoss
+from rollick.models.loading.load import fingerprint
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def _learner(folder: Path, device: str, **sections: dict[str, Any]) -> LocalStra
 
 
 def _loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def _train(learner: LocalStrategy, seed: int) -> float:

@@ -15,15 +15,15 @@ from rollick.algorithms.objective import Loss
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.worker import HostContext
 from rollick.config.devices import parse_devices
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import Recipe
+from rollick.config.schema.losses import PpoLoss
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.load import fingerprint
-from rollick.testing.batches import drawn_batch, random_batch, recipe_of, weighed
+from rollick.models.loading.load import fingerprint
+from rollick.testing.batches import completions_to_batch, random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import PolicyVersion, Request, SampleId, Sampling
-from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.plan import Route
 from rollick.workers.generator import GeneratorWorker, create
 from rollick.workers.learner import LearnerWorker
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def workers(recipe: Recipe, *, beside: bool) -> tuple[LearnerWorker, GeneratorWorker]:
@@ -55,7 +55,7 @@ async def publish(learner: LearnerWorker, generator: GeneratorWorker, version: i
     manifest = learner.offer_weights(PolicyVersion(version), DIRECT)
     await generator.receive(manifest)
     await generator.commit(PolicyVersion(version))
-    learner.release_weights(Outcome(True, held=None))
+    learner.release_weights(PublishOutcome(True))
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -84,7 +84,7 @@ async def test_an_engine_draws_from_the_sums_that_were_published(
             assert fingerprint(list(engine.module.named_parameters())) == learner.fingerprint()
             prompt = np.arange(4, 12, dtype=np.int32)
             request = Request(SampleId(version, 0), prompt, sampling, stream=version)
-            batch = drawn_batch([request], [await engine.generate(request)])
+            batch = completions_to_batch([request], [await engine.generate(request)])
             mask = batch.loss_mask_N
             difference = learner.logprobs(batch)[mask] - batch.logprobs_N[mask]
             assert np.abs(difference).max() < near

@@ -11,15 +11,16 @@ import torch
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import InferConfig
+from rollick.config.schema.losses import PpoLoss
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.load import fingerprint
-from rollick.models.shape import ModelShape
-from rollick.testing.batches import random_batch, recipe_of, weighed
+from rollick.models.loading.load import fingerprint
+from rollick.models.loading.shape import ModelShape
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
-from rollick.train.footprint import trained_footprint
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.memory_estimate import trained_footprint
 from rollick.types import Request, SampleId, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ def learner(folder: Path, *, dtype: str = "bfloat16", **train: Any) -> LocalStra
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def step(strategy: LocalStrategy, lengths: list[int] = LENGTHS, seed: int = 0) -> None:
@@ -80,7 +81,7 @@ def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
     addresses = []
     for _ in range(2):
         strategy.sleep()
-        copies = strategy.body._parked.copies
+        copies = strategy.trainable._offloaded.copies
         assert all(copy.is_pinned() for copy in copies.values())
         addresses.append({name: copy.data_ptr() for name, copy in copies.items()})
         strategy.wake()
@@ -91,7 +92,7 @@ async def test_an_engine_goes_on_over_its_graphs_while_the_learner_sleeps(folder
     strategy = learner(folder)
     infer = InferConfig(slots=4, max_length=64)
     engine = NativeEngine.create(
-        infer, strategy.model, device="cuda", shared=strategy.module, stop_ids=()
+        infer, strategy.model, device="cuda", shared=strategy.module, stops=StopRules()
     )
     prompt = torch.arange(4, 12).numpy().astype("int32")
 

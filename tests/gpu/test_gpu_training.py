@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from rollick.models import attention
-from rollick.models.attention import ROOT, VARLEN, PackedLayout, ragged_kernel
-from rollick.models.plain_training import plain_hidden, prepare_plain
+from rollick.models.attention import varlen as attention
+from rollick.models.attention.varlen import ROOT, VARLEN, PackedLayout, ragged_kernel
+from rollick.models.decoder.training import hidden_states, prepare_decoder
 
 pytestmark = pytest.mark.gpu
 
@@ -41,13 +41,13 @@ def decoder_of(name: str, dtype: torch.dtype) -> Any:
 def both_ways(name: str, dtype: torch.dtype, layout: PackedLayout) -> list[dict[str, torch.Tensor]]:
     """Hidden states and gradients: without modules, with them."""
     torch.manual_seed(1)
-    ids_N = torch.randint(100, (layout.tokens,), device="cuda")
+    ids_N = torch.randint(100, (sum(layout.lengths),), device="cuda")
     found: list[dict[str, torch.Tensor]] = []
     for plain in (True, False):
         decoder = decoder_of(name, dtype)
         if plain:
-            prepare_plain(decoder)
-            hidden = plain_hidden(decoder, ids_N, layout)
+            prepare_decoder(decoder)
+            hidden = hidden_states(decoder, ids_N, layout)
         else:
             hidden = decoder(
                 input_ids=ids_N[None],
@@ -89,7 +89,7 @@ def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(window: i
     assert ragged_kernel() is not None, "this torch has no kernel for many lengths"
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
     torch.manual_seed(0)
-    drawn = [torch.randn(1, heads, layout.tokens, 64, device="cuda") for heads in (4, 2, 2)]
+    drawn = [torch.randn(1, heads, sum(layout.lengths), 64, device="cuda") for heads in (4, 2, 2)]
     half = [one.to(torch.bfloat16).requires_grad_() for one in drawn]
     wide = [one.detach().float().requires_grad_() for one in half]
     at_once, _ = attention.varlen_attention(

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rollick.errors import WeightError
-from rollick.models import fingerprint as module
-from rollick.models.fingerprint import PIECE_BYTES, ROW_BYTES, SMALL_BYTES, fingerprint
+from rollick.models.loading import fingerprint as module
+from rollick.models.loading.fingerprint import PIECE_BYTES, ROW_BYTES, SMALL_BYTES, fingerprint
 from rollick.types import Fingerprint, PolicyVersion
-from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.plan import Route
-from rollick.weights.send import WeightSender
+from rollick.weights.sender import WeightSender
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +25,10 @@ SIZES = (0, 3, SMALL_BYTES, SMALL_BYTES + 1, 3 * ROW_BYTES, 2 * PIECE_BYTES + RO
 CHILD = """
 import pickle, sys
 from rollick.errors import WeightError
-from rollick.models.fingerprint import fingerprint
-from rollick.weights.receive import WeightReceiver
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.weights.receiver import PublishReceiver
 
-receiver = WeightReceiver()
+receiver = PublishReceiver()
 while True:
     try:
         manifest = pickle.load(sys.stdin.buffer)
@@ -98,7 +98,7 @@ def test_another_process_maps_the_parameters_and_sees_each_version() -> None:
             pickle.dump(manifest, child.stdin)
             child.stdin.flush()
             assert pickle.load(child.stdout) == fingerprint(pairs)
-            sender.release(Outcome(True))
+            sender.release(PublishOutcome(True))
         wrong = replace(manifest, fingerprint=Fingerprint("0" * 32))
         pickle.dump(wrong, child.stdin)
         child.stdin.flush()

@@ -1,4 +1,4 @@
-"""The plain decoder without its modules: kernels against references, and those against modules."""
+"""The paged decoder without modules: kernels against references, and these against modules."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from transformers import (
 )
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
-from rollick.infer.native.gpu.forward import Ways
+from rollick.infer.engine import StopRules
+from rollick.infer.native.gpu.forward import ForwardOptions
 from rollick.infer.native.gpu.runner import PagedRunner
-from rollick.infer.native.rows import Job
-from rollick.models.cached_attention import CACHED
-from rollick.models.fixed import plain_norm
-from rollick.models.fused import fuse_storage
-from rollick.models.load import empty_model, share_parameters
-from rollick.models.paged_attention import NO_WINDOW, PAGE, Packed, PagedDecode, PagedPrefill
+from rollick.infer.native.sequence_table import EngineRequest
+from rollick.models.attention.paged import NO_WINDOW, PAGE, FusedQkv, PagedDecode, PagedPrefill
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.decoder.batch_invariant import reference_rms_norm
+from rollick.models.decoder.fused_linear import fuse_storage
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
 
-# Of Triton's interpreter.
+# A warning of Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 SIZES: dict[str, Any] = {
@@ -70,8 +70,10 @@ DECODERS: dict[str, Any] = {
     ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
 }
-REFERENCE = Ways(graphs=False, compiled=False, kernels=False)
-THROUGH_MODULES = Ways(graphs=False, compiled=False, kernels=False, plain=False)
+REFERENCE = ForwardOptions(cuda_graphs=False, compile_layers=False, triton_kernels=False)
+THROUGH_MODULES = ForwardOptions(
+    cuda_graphs=False, compile_layers=False, triton_kernels=False, direct_decoder=False
+)
 LENGTHS = [1, 2, 33, 64, 70]
 
 
@@ -98,16 +100,15 @@ def _model(config: Any) -> Any:
     return model
 
 
-def _runner(model: Any, ways: Ways) -> PagedRunner:
+def _runner(model: Any, options: ForwardOptions) -> PagedRunner:
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     return PagedRunner(
         module,
         InferConfig(slots=8, max_length=128, prefill_tokens=20),
         device="cpu",
-        stops=Stops((2, 7)),
-        version=0,
-        ways=ways,
+        stops=StopRules((2, 7)),
+        options=options,
     )
 
 
@@ -126,39 +127,39 @@ def _requests(count: int = 12) -> list[Request]:
 
 def _drive(runner: PagedRunner, requests: Sequence[Request]) -> dict[SampleId, Completion]:
     for request in requests:
-        runner.submit(Job(request))
+        runner.queue.submit(EngineRequest(request))
     done: dict[SampleId, Completion] = {}
     while runner.has_work:
         done |= {job.request.uid: completion for job, completion in runner.step()}
     return done
 
 
-def _is_plain(runner: PagedRunner) -> bool:
-    return runner.cache._plain is not None  # pyright: ignore[reportPrivateUsage]
+def _is_direct(runner: PagedRunner) -> bool:
+    return runner.forward._decoder is not None  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_plain_decoder_draws_what_its_modules_draw(name: str):
+def test_the_paged_decoder_samples_the_tokens_of_the_modules(name: str):
     model = _model(DECODERS[name])
-    plain, modules = _runner(model, REFERENCE), _runner(model, THROUGH_MODULES)
-    found, expected = _drive(plain, _requests()), _drive(modules, _requests())
-    assert _is_plain(plain)
-    assert not _is_plain(modules)
-    assert found.keys() == expected.keys()
+    direct, modules = _runner(model, REFERENCE), _runner(model, THROUGH_MODULES)
+    actual, expected = _drive(direct, _requests()), _drive(modules, _requests())
+    assert _is_direct(direct)
+    assert not _is_direct(modules)
+    assert actual.keys() == expected.keys()
     for uid, one in expected.items():
-        assert found[uid].token_ids.tolist() == one.token_ids.tolist()
-        np.testing.assert_allclose(found[uid].logprobs, one.logprobs, atol=2e-5)
+        assert actual[uid].token_ids.tolist() == one.token_ids.tolist()
+        np.testing.assert_allclose(actual[uid].logprobs, one.logprobs, atol=2e-5)
 
 
-def test_its_hidden_states_in_bfloat16_are_those_of_its_modules_to_the_bit():
+def test_bfloat16_hidden_states_are_bit_equal_to_those_of_the_modules():
     model = _model(DECODERS["qwen3"]).to(torch.bfloat16)
     fuse_storage(model)
     requests = _requests(6)
-    found = _drive(_runner(model, REFERENCE), requests)
+    actual = _drive(_runner(model, REFERENCE), requests)
     modules = _runner(model, THROUGH_MODULES)
     for uid, one in _drive(modules, requests).items():
-        assert found[uid].token_ids.tolist() == one.token_ids.tolist()
-        assert found[uid].logprobs.tolist() == one.logprobs.tolist()
+        assert actual[uid].token_ids.tolist() == one.token_ids.tolist()
+        assert actual[uid].logprobs.tolist() == one.logprobs.tolist()
 
 
 def _hooked(model: Any) -> Any:
@@ -167,7 +168,7 @@ def _hooked(model: Any) -> Any:
 
 
 class _Doubled(torch.nn.Linear):
-    """A layer that somebody has exchanged."""
+    """A layer that replaces the model's own."""
 
 
 def _exchanged(model: Any) -> Any:
@@ -200,57 +201,57 @@ def _exchanged(model: Any) -> Any:
     ],
     ids=["hooked", "exchanged", "turned by length", "another activation", "another decoder"],
 )
-def test_what_is_not_plain_runs_through_its_modules(config: Any, change: Any):
+def test_unsupported_decoders_run_through_their_modules(config: Any, change: Any):
     model = _model(config)
     runner = _runner(model, REFERENCE)
     if change is not None:
-        change(runner.cache._module)  # pyright: ignore[reportPrivateUsage]
+        change(runner.forward._module)  # pyright: ignore[reportPrivateUsage]
     assert len(_drive(runner, _requests(3))) == 3
-    assert not _is_plain(runner)
+    assert not _is_direct(runner)
 
 
-def test_weights_that_are_no_neighbours_run_through_their_modules():
+def test_weights_that_are_not_adjacent_in_memory_run_through_their_modules():
     torch.manual_seed(0)
     runner = _runner(AutoModelForCausalLM.from_config(LLAMA).eval(), REFERENCE)
-    runner.submit(Job(_requests(1)[0]))
+    runner.queue.submit(EngineRequest(_requests(1)[0]))
     runner.step()
-    assert not _is_plain(runner)
+    assert not _is_direct(runner)
 
 
 def _random(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(device=device, dtype=dtype)
 
 
-def _assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Triton's interpreter cuts bfloat16 numbers off where a GPU rounds them."""
-    near = 1e-5 if found.dtype is torch.float32 else 2**-6
-    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+def _assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Triton's interpreter truncates to bfloat16 where a GPU rounds."""
+    near = 1e-5 if actual.dtype is torch.float32 else 2**-6
+    torch.testing.assert_close(actual, expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [24, 64])
-def test_the_norm_kernel_looks_up_adds_and_scales(
-    kernel_device: str, width: int, dtype: torch.dtype
-):
-    from rollick.models.paged_layer_kernels import launch_add_norm, launch_first_norm
+def test_the_norm_kernel_embeds_adds_and_scales(kernel_device: str, width: int, dtype: torch.dtype):
+    from rollick.models.decoder.layer_kernels import launch_add_norm, launch_embed_norm
 
     torch.manual_seed(0)
     table = _random(11, width, device=kernel_device, dtype=dtype)
     weight = _random(width, device=kernel_device, dtype=dtype)
     tokens = torch.tensor([3, 0, 10, 3], device=kernel_device)
-    residual, normed = launch_first_norm(tokens, table, weight, eps=1e-5)
+    residual, normed = launch_embed_norm(tokens, table, weight, eps=1e-5)
     assert torch.equal(residual, table[tokens])
-    _assert_near(normed, plain_norm(table[tokens], weight, 1e-5))
+    _assert_near(normed, reference_rms_norm(table[tokens], weight, 1e-5))
     change = _random(4, width, device=kernel_device, dtype=dtype)
     expected = residual + change
     normed = launch_add_norm(residual, change, weight, eps=1e-5)
     _assert_near(residual, expected)
-    _assert_near(normed, plain_norm(expected, weight, 1e-5))
+    _assert_near(normed, reference_rms_norm(expected, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gate_kernel_multiplies_up_by_the_bent_gate(kernel_device: str, dtype: torch.dtype):
-    from rollick.models.paged_layer_kernels import launch_gate
+def test_the_gate_kernel_multiplies_up_by_the_activated_gate(
+    kernel_device: str, dtype: torch.dtype
+):
+    from rollick.models.decoder.layer_kernels import launch_gate
 
     torch.manual_seed(0)
     both = _random(3, 2 * 1030, device=kernel_device, dtype=dtype)
@@ -260,8 +261,8 @@ def test_the_gate_kernel_multiplies_up_by_the_bent_gate(kernel_device: str, dtyp
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
 @pytest.mark.parametrize("inputs", [32, 40])
-def test_the_gated_product_is_the_product_and_its_gate(kernel_device: str, rows: int, inputs: int):
-    from rollick.models.paged_layer_kernels import launch_gated_product
+def test_the_gated_product_equals_product_then_gate(kernel_device: str, rows: int, inputs: int):
+    from rollick.models.decoder.layer_kernels import launch_gated_product
 
     torch.manual_seed(0)
     x = _random(rows, inputs, device=kernel_device)
@@ -271,11 +272,11 @@ def test_the_gated_product_is_the_product_and_its_gate(kernel_device: str, rows:
     torch.testing.assert_close(launch_gated_product(x, weight), expected, rtol=1e-4, atol=1e-4)
 
 
-def _packed(tokens: int, *, normed: bool, window: int, device: str) -> Packed:
+def _packed(tokens: int, *, normed: bool, window: int, device: str) -> FusedQkv:
     heads, kv_heads, dim = 3, 1, 24
     torch.manual_seed(1)
     angle = torch.rand(128, dim, device=device)
-    return Packed(
+    return FusedQkv(
         _random(tokens, (heads + 2 * kv_heads) * dim, device=device),
         heads,
         kv_heads,
@@ -297,41 +298,41 @@ def _cache(device: str) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [NO_WINDOW, 20])
-def test_the_decode_kernel_turns_by_position_what_it_stores_and_attends_with(
+def test_the_decode_kernel_rotates_queries_and_stored_keys_by_position(
     kernel_device: str, window: int, normed: bool, splits: int
 ):
     table, cache = _cache(kernel_device)
     given = _packed(5, normed=normed, window=window, device=kernel_device)
     length, expected = torch.tensor(LENGTHS, device=kernel_device), cache.clone()
     step = PagedDecode(table, length, splits=splits)
-    found = step.attend_packed(given, (cache[0], cache[1]))
+    actual = step.attend_fused(given, (cache[0], cache[1]))
     reference = PagedDecode(table, length, kernels=False)
-    wanted = reference.attend_packed(given, (expected[0], expected[1]))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    expected_output = reference.attend_fused(given, (expected[0], expected[1]))
+    torch.testing.assert_close(actual, expected_output, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_a_row_that_nobody_has_used_yet_is_computed_and_stores_nothing(kernel_device: str):
+def test_an_unused_row_is_computed_and_stores_nothing(kernel_device: str):
     table, cache = _cache(kernel_device)
     given = _packed(5, normed=False, window=NO_WINDOW, device=kernel_device)
     before = cache.clone()
     length = torch.zeros(5, dtype=torch.int64, device=kernel_device)
-    PagedDecode(table, length).attend_packed(given, (cache[0], cache[1]))
+    PagedDecode(table, length).attend_fused(given, (cache[0], cache[1]))
     assert torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("window", [NO_WINDOW, 20])
-def test_the_prefill_turns_and_stores_ragged_parts_of_several_sequences(
+def test_the_prefill_rotates_and_stores_chunks_of_several_sequences(
     kernel_device: str, window: int, normed: bool
 ):
-    from rollick.models.paged_kernels import prefill_queries
+    from rollick.models.attention.paged_kernels import prefill_queries
 
     table, cache = _cache(kernel_device)
     spans = [(0, 5), (40, 64), (3, 69)]
     given = _packed(5 + 24 + 66, normed=normed, window=window, device=kernel_device)
-    found: list[torch.Tensor] = []
+    actual: list[torch.Tensor] = []
     caches = cache, cache.clone()
     for kernels, one in zip((True, False), caches, strict=True):
         step = PagedPrefill.of(
@@ -341,6 +342,6 @@ def test_the_prefill_turns_and_stores_ragged_parts_of_several_sequences(
             device=kernel_device,
             kernels=kernels,
         )
-        found.append(step.attend_packed(given, (one[0], one[1])))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+        actual.append(step.attend_fused(given, (one[0], one[1])))
+    torch.testing.assert_close(actual[0], actual[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The engine's log-probs beside the learner's, of the same tokens and the same parameters."""
+"""The engine's log-probs against the learner's, for the same tokens and parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.testing.batches import drawn_batch, recipe_of
+from rollick.testing.batches import completions_to_batch, recipe_of
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
 
 GROUP_SIZE = 8
@@ -49,30 +50,30 @@ def _requests(count: int, *, tokens: int, temperature: float) -> list[Request]:
 
 
 def _differences(folder: Path, requests: list[Request], *, deterministic: bool) -> np.ndarray:
-    """|engine - learner| of each drawn token; the engine shares the learner's parameters."""
+    """|engine - learner| of each generated token; the engine shares the learner's parameters."""
     strategy = LocalStrategy(recipe_of(folder, run={"deterministic": deterministic}))
     infer = InferConfig(slots=24, max_length=256)
 
-    async def draw() -> list[Completion]:
+    async def generate() -> list[Completion]:
         engine = NativeEngine.create(
             infer,
-            strategy.body.recipe.model,
+            strategy.trainable.recipe.model,
             deterministic=deterministic,
             shared=strategy.module,
-            stop_ids=(),
+            stops=StopRules(),
         )
         async with asyncio.timeout(100):
-            drawn = await asyncio.gather(*(engine.generate(request) for request in requests))
+            generated = await asyncio.gather(*(engine.generate(request) for request in requests))
         await engine.close()
-        return list(drawn)
+        return list(generated)
 
-    batch = drawn_batch(requests, asyncio.run(draw()))
+    batch = completions_to_batch(requests, asyncio.run(generate()))
     gap_N = np.abs(strategy.logprobs(batch).astype(np.float64) - batch.logprobs_N)
     return gap_N[batch.loss_mask_N]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_ten_thousand_log_probs_are_the_learners_up_to_rounding(folder, temperature):
+def test_ten_thousand_log_probs_equal_the_learners_up_to_rounding(folder, temperature):
     requests = _requests(112, tokens=105, temperature=temperature)
     gap = _differences(folder, requests, deterministic=False)
     assert len(gap) >= 10_000
@@ -82,6 +83,6 @@ def test_ten_thousand_log_probs_are_the_learners_up_to_rounding(folder, temperat
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-def test_in_deterministic_mode_they_are_the_learners_to_the_last_bit(folder, temperature):
+def test_in_deterministic_mode_log_probs_are_bit_equal_to_the_learners(folder, temperature):
     requests = _requests(24, tokens=70, temperature=temperature)
     assert _differences(folder, requests, deterministic=True).max() == 0

@@ -1,4 +1,4 @@
-"""The native engine on a GPU gives what the CPU gives."""
+"""The native engine on a GPU generates what it generates on the CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model
 from rollick.types import Completion, Request, SampleId, Sampling, frozen_array
 
@@ -26,12 +27,11 @@ pytestmark = [
 def _engine(model: Any, device: str, *, deterministic: bool = False, slots: int = 8) -> Any:
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
-    return NativeEngine.around(
-        module,
+    return NativeEngine(
+        EngineWeights(module, device=device),
         InferConfig(slots=slots, max_length=128),
-        device=device,
         deterministic=deterministic,
-        stops=Stops(()),
+        stops=StopRules(),
     )
 
 
@@ -49,7 +49,7 @@ async def _draw(engine: Any, *, temperature: float = 1.0) -> list[Completion]:
         return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
 
 
-async def test_a_gpu_draws_the_tokens_that_the_cpu_draws():
+async def test_a_gpu_generates_the_tokens_of_the_cpu():
     on_cpu = _engine(tiny_model(32).eval(), "cpu")
     on_gpu = _engine(tiny_model(32).eval().cuda(), "cuda")
     for one, other in zip(await _draw(on_cpu), await _draw(on_gpu), strict=True):
@@ -59,7 +59,7 @@ async def test_a_gpu_draws_the_tokens_that_the_cpu_draws():
     await on_gpu.close()
 
 
-async def test_on_a_gpu_deterministic_mode_does_not_depend_on_neighbours():
+async def test_on_a_gpu_deterministic_mode_does_not_depend_on_the_batch():
     model = tiny_model(32).eval().cuda()
     wide, narrow = (_engine(model, "cuda", deterministic=True, slots=slots) for slots in (20, 3))
     for one, other in zip(await _draw(wide), await _draw(narrow), strict=True):
@@ -69,17 +69,19 @@ async def test_on_a_gpu_deterministic_mode_does_not_depend_on_neighbours():
     await narrow.close()
 
 
-async def test_sleep_gives_the_memory_of_cache_and_weights_back():
+async def test_sleep_frees_the_memory_of_cache_and_weights():
     engine = _engine(tiny_model(32, hidden=256).eval().cuda(), "cuda")
-    drawn = await _draw(engine, temperature=0.0)
+    generated = await _draw(engine, temperature=0.0)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    held = weights + engine.runner.cache.bytes
+    held = weights + engine.runner.forward.cache.nbytes
     awake = torch.cuda.memory_allocated()
     await engine.sleep()
     assert awake - torch.cuda.memory_allocated() >= held
     await engine.wake()
     again = await _draw(engine, temperature=0.0)
-    assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in drawn]
+    assert [one.token_ids.tolist() for one in again] == [
+        one.token_ids.tolist() for one in generated
+    ]
     await engine.close()
 
 

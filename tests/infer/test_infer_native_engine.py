@@ -1,4 +1,4 @@
-"""The native engine against transformers, and what only it promises."""
+"""The native engine against transformers, and its own guarantees."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_families import tiny_family
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -20,10 +20,11 @@ from transformers import (
 
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError, ModelError
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model
 from rollick.types import (
     Completion,
@@ -84,12 +85,11 @@ def _engine(model: Any, *, slots: int = 8, deterministic: bool = False, **option
     share_parameters(module, model)
     decode: Callable[[Sequence[int]], str] | None = options.pop("decode", None)
     stop_ids: tuple[int, ...] = options.pop("stop_ids", ())
-    return NativeEngine.around(
-        module,
+    return NativeEngine(
+        EngineWeights(module, shared=True),
         InferConfig(slots=slots, max_length=128, **options),
         deterministic=deterministic,
-        shared=True,
-        stops=Stops(stop_ids, decode),
+        stops=StopRules(stop_ids, decode),
     )
 
 
@@ -148,10 +148,10 @@ async def test_sampled_log_probs_are_those_of_a_full_forward_at_the_temperature(
         engine, [_request(i, ids, temperature=0.7) for i, ids in enumerate(PROMPTS)]
     )
     for ids, completion in zip(PROMPTS, completions, strict=True):
-        drawn = torch.from_numpy(completion.token_ids.astype(np.int64))
+        generated = torch.from_numpy(completion.token_ids.astype(np.int64))
         with torch.no_grad():
-            logits = model(torch.cat([torch.tensor(ids), drawn])[None]).logits[0]
-        expected = (logits[len(ids) - 1 : -1] / 0.7).log_softmax(-1).gather(-1, drawn[:, None])
+            logits = model(torch.cat([torch.tensor(ids), generated])[None]).logits[0]
+        expected = (logits[len(ids) - 1 : -1] / 0.7).log_softmax(-1).gather(-1, generated[:, None])
         np.testing.assert_allclose(completion.logprobs, expected[:, 0].numpy(), atol=1e-4)
     await engine.close()
 
@@ -163,12 +163,12 @@ async def test_more_requests_than_slots_are_refilled_at_once_and_all_finish():
     completions = await _all(engine, requests)
     assert [len(completion.token_ids) for completion in completions] == lengths
     assert engine.load().generated_tokens == sum(lengths)
-    # Slot by slot: 2+7+3, 9, 4+1+5. A slot that stayed empty for a step would make it more.
-    assert engine.runner.decode_steps == 12
+    # By slot: 2+7+3, 9, 4+1+5. An empty slot would add steps.
+    assert engine.runner.stats.decode_steps == 12
     await engine.close()
 
 
-async def test_a_sample_does_not_depend_on_its_neighbours_or_on_the_number_of_slots():
+async def test_a_sample_does_not_depend_on_the_batch_or_on_the_number_of_slots():
     model = _model(CONFIGS["llama"])
     requests = [_request(i, PROMPTS[i % 5]) for i in range(12)]
     wide, narrow = _engine(model, slots=12), _engine(model, slots=2)
@@ -181,7 +181,7 @@ async def test_a_sample_does_not_depend_on_its_neighbours_or_on_the_number_of_sl
     await narrow.close()
 
 
-async def test_in_deterministic_mode_neighbours_do_not_change_a_single_bit():
+async def test_in_deterministic_mode_the_batch_does_not_change_a_single_bit():
     model = _model(CONFIGS["qwen3, wide heads"])
     requests = [_request(i, PROMPTS[i % 5]) for i in range(34)]
     wide, narrow = (_engine(model, slots=slots, deterministic=True) for slots in (34, 3))
@@ -203,9 +203,9 @@ async def test_in_deterministic_mode_a_recomputed_cache_has_the_same_bits():
     for tokens in (40, 120, 200):
         await _until(lambda tokens=tokens: disturbed.load().generated_tokens >= tokens)
         await disturbed.commit_shared(PolicyVersion(tokens))
-    found = await asyncio.gather(*tasks)
-    assert [_bits(one) for one in found] == [_bits(other) for other in expected]
-    assert len(set(found[0].versions.tolist())) > 1
+    actual = await asyncio.gather(*tasks)
+    assert [_bits(one) for one in actual] == [_bits(other) for other in expected]
+    assert len(set(actual[0].versions.tolist())) > 1
     await undisturbed.close()
     await disturbed.close()
 
@@ -215,22 +215,22 @@ async def test_a_groups_prompt_is_prefilled_once_for_all_its_members():
     prompt = [1, 5, 6, 7, 8]
     completions = await _all(engine, [_request(i, prompt) for i in range(8)])
     # The last prompt token is fed by the first decode step; seven members copied the other four.
-    assert engine.runner.prefilled_tokens == 4
+    assert engine.runner.stats.prefilled_tokens == 4
     assert len({tuple(one.token_ids.tolist()) for one in completions}) > 1
     await engine.close()
 
 
 def _greedy(model: Any, request: Request) -> list[int]:
-    """What transformers draws for the request, whatever the stop ids."""
+    """The tokens that transformers generates, without stop ids."""
     ids = torch.from_numpy(request.token_ids.astype(np.int64))[None]
-    drawn = model.generate(
+    generated = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=request.sampling.max_tokens,
         do_sample=False,
         eos_token_id=None,
     )
-    return drawn[0, ids.shape[1] :].tolist()
+    return generated[0, ids.shape[1] :].tolist()
 
 
 async def test_members_admitted_beside_other_prompts_still_get_their_own_prefix():
@@ -240,30 +240,30 @@ async def test_members_admitted_beside_other_prompts_still_get_their_own_prefix(
     requests = [
         _request(i, PROMPTS[i % 5], temperature=0.0, max_tokens=lengths[i % 4]) for i in range(20)
     ]
-    found = await _all(engine, requests)
-    for request, completion in zip(requests, found, strict=True):
+    actual = await _all(engine, requests)
+    for request, completion in zip(requests, actual, strict=True):
         assert completion.token_ids.tolist() == _greedy(model, request)
     await engine.close()
 
 
-async def test_a_prefix_is_copied_before_its_old_slot_is_given_away():
+async def test_a_prefix_is_copied_before_its_slot_is_overwritten():
     model = _model(CONFIGS["llama"])
     engine = _engine(model, slots=3)
     prompts = [[1, 5], [1, 6, 6], [1, 7, 7, 7], [1, 8, 8, 8, 8]]
     long = asyncio.create_task(engine.generate(_request(0, prompts[0], max_tokens=100)))
     await _all(engine, [_request(i, prompts[i], max_tokens=2) for i in (1, 2)])
-    await _until(lambda: engine.runner.rows.count == 1)
-    # Slot 2 still holds prompt 2. It is wanted in slot 1, while prompt 3 is put into slot 2.
+    await _until(lambda: engine.runner.table.count == 1)
+    # Slot 2 still holds prompt 2. Slot 1 needs it, while prompt 3 takes slot 2.
     requests = [_request(i, prompts[i], temperature=0.0, max_tokens=6) for i in (2, 3)]
-    found = await _all(engine, requests)
+    actual = await _all(engine, requests)
     assert not long.done()
-    assert [one.token_ids.tolist() for one in found] == [_greedy(model, r) for r in requests]
+    assert [one.token_ids.tolist() for one in actual] == [_greedy(model, r) for r in requests]
     await engine.abort(SampleId(0, 0))
     await long
     await engine.close()
 
 
-async def test_an_abort_means_the_request_that_has_the_id_now():
+async def test_an_abort_ends_the_request_that_has_the_id_now():
     engine = _engine(_model(CONFIGS["llama"]), slots=2)
     await engine.pause()
     given_up = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=9)))
@@ -288,11 +288,11 @@ async def test_prefill_is_spread_over_steps_by_the_token_budget():
     ]
     await asyncio.sleep(0)
     engine.runner.step()
-    assert engine.runner.prefilled_tokens == 6
+    assert engine.runner.stats.prefilled_tokens == 6
     assert (engine.load().running, engine.load().waiting) == (1, 3)
     await engine.resume()
     await asyncio.gather(*tasks)
-    assert engine.runner.prefilled_tokens == 24
+    assert engine.runner.stats.prefilled_tokens == 24
     await engine.close()
 
 
@@ -323,7 +323,7 @@ async def test_a_stop_string_ends_a_sample_even_when_it_spans_tokens():
     await engine.close()
 
 
-async def test_stop_strings_without_a_decode_function_are_refused():
+async def test_stop_strings_without_a_decode_function_raise():
     engine = _engine(_model(CONFIGS["llama"]))
     with pytest.raises(EngineError, match="decode"):
         await engine.generate(_request(0, [1], stop=("x",)))
@@ -339,7 +339,7 @@ async def test_a_full_cache_ends_a_sample_as_truncated():
     await engine.close()
 
 
-async def test_a_request_continued_at_its_limit_or_after_a_stop_returns_as_it_came():
+async def test_a_request_continued_at_its_limit_or_after_a_stop_returns_unchanged():
     engine = _engine(_model(CONFIGS["llama"]), stop_ids=(2,))
     earlier = await engine.generate(_request(0, [1, 5], max_tokens=4))
     again = await engine.generate(_request(0, [1, 5], max_tokens=4, continue_from=earlier))
@@ -348,7 +348,7 @@ async def test_a_request_continued_at_its_limit_or_after_a_stop_returns_as_it_ca
     await engine.close()
 
 
-async def test_the_learners_writes_are_seen_after_a_commit_and_stamped():
+async def test_after_a_commit_tokens_use_the_learners_writes_and_have_the_new_version():
     model = _model(CONFIGS["llama"])
     engine = _engine(model)
     before = await engine.generate(_request(0, [1, 5], temperature=0.0))
@@ -371,7 +371,7 @@ async def test_the_learners_writes_are_seen_after_a_commit_and_stamped():
     await fresh.close()
 
 
-async def test_logits_that_are_not_finite_fail_the_requests_and_the_engine_goes_on():
+async def test_logits_that_are_not_finite_fail_the_requests_but_not_the_engine():
     model = tiny_model(VOCABULARY, hidden=32)
     engine = _engine(model)
     norm = model.model.norm.weight
@@ -399,26 +399,21 @@ async def test_an_error_in_the_engines_thread_reaches_every_waiting_caller():
     await engine.close()
 
 
-async def test_attention_that_the_cache_cannot_do_is_refused_by_name():
-    module = empty_model(Gemma2Config(**SIZES, head_dim=8), attention=CACHED)
-    engine = NativeEngine.around(
-        module.to_empty(device="cpu"), InferConfig(slots=1, max_length=32), stops=Stops(())
-    )
-    with pytest.raises(EngineError, match="softcap") as caught:
-        await engine.generate(_request(0, [1, 5]))
-    assert isinstance(caught.value.__cause__, ModelError)
-    await engine.close()
+def test_attention_that_the_cache_does_not_support_is_refused_at_load_with_its_name():
+    weights = EngineWeights(tiny_family("doge", attention=CACHED))
+    with pytest.raises(ModelError, match="DogeAttention attends with a mask of its own"):
+        NativeEngine(weights, InferConfig(slots=1, max_length=32), stops=StopRules())
 
 
 async def test_the_event_loop_stays_responsive_while_the_engine_works():
     engine = _engine(_model(CONFIGS["llama"]), slots=8)
     task = asyncio.gather(*(engine.generate(_request(i, [1], max_tokens=100)) for i in range(8)))
-    await _until(lambda: engine.runner.decode_steps > 0)
+    await _until(lambda: engine.runner.stats.decode_steps > 0)
     turns = 0
     while not task.done():
         await asyncio.sleep(0)
         turns += 1
     await task
-    # With forwards on the loop itself, it would turn only a few times for each of 100 steps.
+    # With forwards on the event loop, it would iterate only a few times in each of 100 steps.
     assert turns > 2000
     await engine.close()

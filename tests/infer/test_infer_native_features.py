@@ -1,4 +1,4 @@
-"""What a request may ask of the native engine, and what its cache keeps between requests."""
+"""Sampling parameters of requests to the native engine, and its cache between requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from rollick.config.schema import InferConfig
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.cached_attention import CACHED
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.types import (
     Completion,
     PolicyVersion,
@@ -80,12 +81,11 @@ def _engine(model: Any, *, stop_ids: tuple[int, ...] = (), **options: Any) -> Na
     module = empty_model(model.config, attention=CACHED)
     share_parameters(module, model)
     deterministic = options.pop("deterministic", False)
-    return NativeEngine.around(
-        module,
+    return NativeEngine(
+        EngineWeights(module, shared=True),
         InferConfig(**{"slots": 4, "max_length": 128, **options}),
         deterministic=deterministic,
-        shared=True,
-        stops=Stops(stop_ids, lambda ids: "".join(chr(65 + number) for number in ids)),
+        stops=StopRules(stop_ids, lambda ids: "".join(chr(65 + number) for number in ids)),
     )
 
 
@@ -107,16 +107,16 @@ async def _all(engine: NativeEngine, requests: Sequence[Request]) -> list[Comple
 
 
 def _greedy(model: Any, ids: Sequence[int], count: int, **options: Any) -> list[int]:
-    """What transformers draws."""
+    """The tokens that transformers generates."""
     given = torch.tensor([list(ids)])
-    drawn = model.generate(
+    generated = model.generate(
         given,
         attention_mask=torch.ones_like(given),
         max_new_tokens=count,
         do_sample=False,
         **{"eos_token_id": None, **options},
     )
-    return drawn[0, len(ids) :].tolist()
+    return generated[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -130,28 +130,28 @@ async def test_greedy_tokens_equal_those_of_transformers(config, deterministic):
     await engine.close()
 
 
-async def test_an_id_of_the_request_ends_its_sample_and_no_other():
+async def test_a_requests_own_stop_id_ends_only_its_sample():
     model = _model()
     engine = _engine(model)
-    drawn = _greedy(model, [1, 5], 12)
-    stop = drawn[4]
+    generated = _greedy(model, [1, 5], 12)
+    stop = generated[4]
     both = [_request(0, [1, 5], stop_ids=(31, stop)), _request(1, [1, 5])]
     stopped, free = await _all(engine, both)
-    assert stopped.token_ids.tolist() == drawn[: drawn.index(stop) + 1]
+    assert stopped.token_ids.tolist() == generated[: generated.index(stop) + 1]
     assert (stopped.stop, free.stop) == (StopReason.STOP, StopReason.LENGTH)
-    assert free.token_ids.tolist() == drawn
+    assert free.token_ids.tolist() == generated
     await engine.close()
 
 
 async def test_no_stop_ends_a_sample_before_its_minimum_of_tokens():
     model = _model()
-    drawn = _greedy(model, [1, 5], 12)
-    engine = _engine(model, stop_ids=(drawn[0],))
+    generated = _greedy(model, [1, 5], 12)
+    engine = _engine(model, stop_ids=(generated[0],))
     early = await engine.generate(_request(0, [1, 5]))
     assert (len(early.token_ids), early.stop) == (1, StopReason.STOP)
-    late = await engine.generate(_request(0, [1, 5], min_tokens=6, stop_ids=(drawn[1],)))
-    assert not {drawn[0], drawn[1]} & set(late.token_ids[:6].tolist())
-    theirs = _greedy(model, [1, 5], 12, min_new_tokens=6, eos_token_id=[drawn[0], drawn[1]])
+    late = await engine.generate(_request(0, [1, 5], min_tokens=6, stop_ids=(generated[1],)))
+    assert not {generated[0], generated[1]} & set(late.token_ids[:6].tolist())
+    theirs = _greedy(model, [1, 5], 12, min_new_tokens=6, eos_token_id=[generated[0], generated[1]])
     assert late.token_ids.tolist() == theirs
     everything = tuple(chr(65 + number) for number in range(32))
     text = await engine.generate(_request(0, [1, 5], min_tokens=6, stop=everything))
@@ -159,22 +159,22 @@ async def test_no_stop_ends_a_sample_before_its_minimum_of_tokens():
     await engine.close()
 
 
-async def test_a_bias_is_added_to_the_logits_and_shows_in_the_log_prob():
+async def test_a_bias_changes_the_logits_and_the_log_prob():
     model = _model()
     engine = _engine(model)
-    drawn = _greedy(model, [1, 5], 1)[0]
+    generated = _greedy(model, [1, 5], 1)[0]
     banned, plain = await _all(
         engine,
-        [_request(0, [1, 5], logit_bias=((drawn, -np.inf), (9, 1.5))), _request(1, [1, 5])],
+        [_request(0, [1, 5], logit_bias=((generated, -np.inf), (9, 1.5))), _request(1, [1, 5])],
     )
     with torch.no_grad():
         logits = model(torch.tensor([[1, 5]])).logits[0, -1]
-    logits[drawn], logits[9] = -torch.inf, logits[9] + 1.5
-    assert plain.token_ids[0] == drawn
+    logits[generated], logits[9] = -torch.inf, logits[9] + 1.5
+    assert plain.token_ids[0] == generated
     assert banned.token_ids[0] == int(logits.argmax())
     expected = float(logits.log_softmax(-1).max())
     np.testing.assert_allclose(banned.logprobs[0], expected, atol=1e-5)
-    assert drawn not in banned.token_ids.tolist()
+    assert generated not in banned.token_ids.tolist()
     await engine.close()
 
 
@@ -182,20 +182,20 @@ async def test_the_next_turn_of_a_session_computes_only_what_is_new():
     model = _model()
     engine = _engine(model, slots=4)
     first = await engine.generate(_request(0, [1, 5, 6, 7, 8, 9], session="a"))
-    assert engine.runner.prefilled_tokens == 5
-    # Others come and go meanwhile, as many as there are other slots.
+    assert engine.runner.stats.prefilled_tokens == 5
+    # Other requests run meanwhile, as many as there are other slots.
     for _ in range(2):
         await _all(engine, [_request(i, [1, 20 + i, 3], max_tokens=3 + i) for i in range(1, 4)])
-    before = engine.runner.prefilled_tokens
+    before = engine.runner.stats.prefilled_tokens
     history = [1, 5, 6, 7, 8, 9, *first.token_ids.tolist(), 10, 11, 12]
     second = await engine.generate(_request(0, history, session="a"))
     assert second.token_ids.tolist() == _greedy(model, history, 12)
-    # The last drawn token was never fed, and the last one of a prompt is fed by the decode.
-    assert engine.runner.prefilled_tokens - before == 3
+    # The last generated token was never fed, and the decode feeds the last one of a prompt.
+    assert engine.runner.stats.prefilled_tokens - before == 3
     await engine.close()
 
 
-async def test_a_session_whose_slot_was_needed_is_computed_anew():
+async def test_a_session_whose_slot_was_reused_is_recomputed():
     model = _model()
     engine = _engine(model, slots=2)
     first = await engine.generate(_request(0, [1, 5, 6, 7, 8, 9], session="a"))
@@ -206,17 +206,17 @@ async def test_a_session_whose_slot_was_needed_is_computed_anew():
     await engine.close()
 
 
-async def test_a_session_moves_out_of_the_way_of_requests_that_run_side_by_side():
+async def test_a_sessions_prefix_is_relocated_when_its_slot_is_needed():
     model = _model()
     engine = _engine(model, slots=3)
     prompts = [[1, 5, 6, 7, 8, 9], [1, 6, 6, 6, 6, 6]]
     turns = [_request(i, ids, session=f"s{i}", max_tokens=4 + i) for i, ids in enumerate(prompts)]
     long = asyncio.create_task(engine.generate(_request(7, [1, 7], max_tokens=60)))
-    drawn = await _all(engine, turns)
+    generated = await _all(engine, turns)
     others = [_request(i, [1, 10 + i, 4, 4], max_tokens=3) for i in (2, 3)]
     for request, completion in zip(others, await _all(engine, others), strict=True):
         assert completion.token_ids.tolist() == _greedy(model, request.token_ids.tolist(), 3)
-    for turn, answer in zip(turns, drawn, strict=True):
+    for turn, answer in zip(turns, generated, strict=True):
         history = [*turn.token_ids.tolist(), *answer.token_ids.tolist(), 10, 11]
         again = await engine.generate(_request(turn.uid.index, history, session=turn.session))
         assert again.token_ids.tolist() == _greedy(model, history, 12)
@@ -225,7 +225,7 @@ async def test_a_session_moves_out_of_the_way_of_requests_that_run_side_by_side(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-async def test_new_weights_make_a_kept_session_worthless(deterministic):
+async def test_new_weights_invalidate_a_retained_session(deterministic):
     model, other = _model(), _model(seed=1)
     engine = _engine(model, deterministic=deterministic)
     first = await engine.generate(_request(0, [1, 5, 6, 7, 8, 9], session="a"))
@@ -243,7 +243,7 @@ async def test_new_weights_make_a_kept_session_worthless(deterministic):
 
 
 @pytest.mark.parametrize("config", [None, GEMMA3], ids=["llama", "windows"])
-async def test_a_prompt_longer_than_a_steps_budget_is_computed_in_parts(config):
+async def test_a_prompt_longer_than_a_steps_budget_is_computed_over_several_steps(config):
     model = _model(config)
     engine = _engine(model, prefill_tokens=8)
     short = asyncio.create_task(engine.generate(_request(0, [1, 5], max_tokens=30)))
@@ -252,12 +252,12 @@ async def test_a_prompt_longer_than_a_steps_budget_is_computed_in_parts(config):
     await engine.pause()
     long = asyncio.create_task(engine.generate(_request(1, prompt)))
     await asyncio.sleep(0)
-    prefilled = engine.runner.prefilled_tokens
+    prefilled = engine.runner.stats.prefilled_tokens
     done: list[int] = []
     while engine.load().waiting:
         engine.runner.step()
-        done.append(engine.runner.prefilled_tokens - prefilled)
-    # 36 tokens in parts of at most 8, and the running request drew a token in each of the steps.
+        done.append(engine.runner.stats.prefilled_tokens - prefilled)
+    # 36 tokens in parts of at most 8, and the running request got a token in each of the steps.
     assert np.diff(done)[-5:].tolist() == [8, 8, 8, 8, 4]
     assert engine.load().generated_tokens >= 6
     await engine.resume()
@@ -266,20 +266,20 @@ async def test_a_prompt_longer_than_a_steps_budget_is_computed_in_parts(config):
     await engine.close()
 
 
-async def test_prompts_that_begin_alike_compute_the_beginning_once():
+async def test_a_common_prefix_of_prompts_is_computed_once():
     model = _model()
     engine = _engine(model, slots=4)
     common = [1, *(3 + number % 25 for number in range(60))]
     prompts = [[*common, 5, 6], [*common, 7, 8, 9], [*common, 5, 6]]
     requests = [_request(index, ids) for index, ids in enumerate(prompts)]
-    found = await _all(engine, requests)
-    for ids, completion in zip(prompts, found, strict=True):
+    actual = await _all(engine, requests)
+    for ids, completion in zip(prompts, actual, strict=True):
         assert completion.token_ids.tolist() == _greedy(model, ids, 12)
-    assert engine.runner.prefilled_tokens == 62 + 2
+    assert engine.runner.stats.prefilled_tokens == 62 + 2
     await engine.close()
 
 
-async def test_a_publish_recomputes_what_a_group_shares_once():
+async def test_after_an_update_the_prefix_of_a_group_is_recomputed_once():
     model = _model()
     engine = _engine(model, slots=4)
     prompt = [1, *(3 + number % 25 for number in range(60))]
@@ -289,11 +289,11 @@ async def test_a_publish_recomputes_what_a_group_shares_once():
     await engine.pause()
     for _ in range(3):
         engine.runner.step()
-    before = engine.runner.prefilled_tokens
-    drawn = int(engine.runner.rows.length[0]) - len(prompt)
+    before = engine.runner.stats.prefilled_tokens
+    generated = int(engine.runner.table.length[0]) - len(prompt)
     await engine.commit_shared(PolicyVersion(1))
     engine.runner.step()
-    assert engine.runner.prefilled_tokens - before <= 60 + 3 * drawn
+    assert engine.runner.stats.prefilled_tokens - before <= 60 + 3 * generated
     await engine.resume()
     for completion in await asyncio.gather(*tasks):
         ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
@@ -304,7 +304,7 @@ async def test_a_publish_recomputes_what_a_group_shares_once():
     await engine.close()
 
 
-async def test_the_load_says_how_much_the_cache_holds():
+async def test_the_load_reports_the_tokens_in_the_cache():
     engine = _engine(_model(), slots=3)
     assert (engine.load().kv_tokens, engine.load().kv_capacity) == (0, 0)
     await engine.pause()
@@ -314,7 +314,7 @@ async def test_the_load_says_how_much_the_cache_holds():
     ]
     await asyncio.sleep(0)
     engine.runner.step()
-    # Each has three prompt tokens and one drawn, which the next step feeds.
+    # Each has three prompt tokens and one generated token, which the next step feeds.
     assert engine.load().kv_tokens == 2 * 3
     await engine.resume()
     await asyncio.gather(*tasks)

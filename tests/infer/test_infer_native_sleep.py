@@ -1,4 +1,4 @@
-"""What a sleeping engine holds: no cache, or, where it is told to keep it, the cache as it was."""
+"""The cache of a sleeping engine: freed, or kept if so configured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from rollick.config.schema import InferConfig, ModelConfig
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.load import load_model
+from rollick.models.loading.load import load_model
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, frozen_array
 
 
@@ -19,17 +20,17 @@ def request(number: int) -> Request:
 
 
 @pytest.mark.parametrize("frees", [True, False])
-async def test_a_sleeping_engine_that_shares_weights_frees_its_cache_unless_it_may_keep_it(
+async def test_a_sleeping_engine_with_shared_weights_frees_its_cache_if_configured(
     tiny_folder: Path, frees: bool
 ) -> None:
     model = ModelConfig(path=str(tiny_folder), dtype="float32")
     learner = load_model(model, device="cpu", attention="sdpa")
     infer = InferConfig(slots=2, max_length=32, free_cache=frees)
-    engine = NativeEngine.create(infer, model, shared=learner, stop_ids=())
+    engine = NativeEngine.create(infer, model, shared=learner, stops=StopRules())
     first = await engine.generate(request(0))
-    assert engine.runner.cache.bytes > 0
+    assert list(engine.runner.cache.tensors()) != []
     await engine.sleep()
-    assert (engine.runner.cache.bytes == 0) is frees
+    assert (list(engine.runner.cache.tensors()) == []) is frees
     await engine.wake()
     await engine.commit_shared(PolicyVersion(1))
     again = await engine.generate(request(1))
@@ -37,11 +38,13 @@ async def test_a_sleeping_engine_that_shares_weights_frees_its_cache_unless_it_m
     await engine.close()
 
 
-async def test_an_engine_with_weights_of_its_own_always_frees_its_cache(tiny_folder: Path) -> None:
+async def test_a_sleeping_engine_with_its_own_weights_always_frees_its_cache(
+    tiny_folder: Path,
+) -> None:
     model = ModelConfig(path=str(tiny_folder), dtype="float32")
     infer = InferConfig(slots=2, max_length=32, free_cache=False)
-    engine = NativeEngine.create(infer, model, stop_ids=())
+    engine = NativeEngine.create(infer, model, stops=StopRules())
     await engine.generate(request(0))
     await engine.sleep()
-    assert engine.runner.cache.bytes == 0
+    assert list(engine.runner.cache.tensors()) == []
     await engine.close()

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of stream and position alone."""
+"""Random numbers that depend only on stream and position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: the distribution, its cuts, and the log-probs that are reported."""
+"""From logits to tokens: the distribution, its truncation, and the reported log-probs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import pytest
 import torch
 
 from rollick.infer.native.philox import uniforms
-from rollick.infer.native.sampler import BLOCK, FIRST_LOOK, Bias, DrawRules, draw, draw_row_by_row
+from rollick.infer.native.sampler import (
+    BLOCK,
+    FIRST_CANDIDATES,
+    LogitBias,
+    SamplingMetadata,
+    sample,
+    sample_row_by_row,
+)
 
 LOGITS_V = torch.tensor([1.0, 0.0, 3.0, 2.0])
 
 
-def _rules(
+def _metadata(
     count: int,
     *,
     temperature: float = 1.0,
@@ -23,14 +30,14 @@ def _rules(
     top_p: float = 1.0,
     min_p: float = 0.0,
     bias: Mapping[int, float] | None = None,
-) -> DrawRules:
+) -> SamplingMetadata:
     entries = [(row, token) for row in range(count) for token in bias or {}]
-    return DrawRules(
+    return SamplingMetadata(
         np.full(count, temperature),
         np.full(count, top_k),
         np.full(count, top_p, np.float64),
         np.full(count, min_p, np.float64),
-        bias=Bias(
+        bias=LogitBias(
             np.asarray([row for row, _ in entries]),
             np.asarray([token for _, token in entries]),
             np.asarray([bias[token] for _, token in entries], np.float32),
@@ -40,10 +47,10 @@ def _rules(
     )
 
 
-def _many(count: int, **rules: Any) -> tuple[np.ndarray, np.ndarray]:
+def _many(count: int, **metadata: Any) -> tuple[np.ndarray, np.ndarray]:
     uniform = uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64))
-    drawn = draw(LOGITS_V.expand(count, -1), _rules(count, **rules), uniform_R=uniform)
-    return drawn.tokens_R, drawn.logprobs_R
+    generated = sample(LOGITS_V.expand(count, -1), _metadata(count, **metadata), uniform_R=uniform)
+    return generated.tokens_R, generated.logprobs_R
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -54,26 +61,26 @@ def test_tokens_follow_the_softmax_at_the_temperature(temperature):
     assert ((counts - expected) ** 2 / expected).sum() < 16.3  # 3 degrees, p = 0.001
 
 
-def test_the_log_prob_is_that_of_the_distribution_drawn_from():
+def test_the_log_prob_is_that_of_the_sampled_distribution():
     tokens, logprobs = _many(50, temperature=0.7)
     expected = (LOGITS_V / 0.7).log_softmax(-1)[tokens].numpy()
     np.testing.assert_allclose(logprobs, expected, atol=1e-6)
 
 
-def test_temperature_zero_takes_the_likeliest_and_reports_temperature_one():
+def test_temperature_zero_is_greedy_and_reports_temperature_one():
     tokens, logprobs = _many(3, temperature=0.0)
     assert tokens.tolist() == [2, 2, 2]
     np.testing.assert_allclose(logprobs, LOGITS_V.log_softmax(-1)[2].item(), atol=1e-6)
 
 
-def test_top_k_draws_from_the_k_likeliest_and_renormalises():
+def test_top_k_samples_from_the_k_most_likely_and_renormalises():
     tokens, logprobs = _many(500, top_k=2)
     kept = torch.tensor([3.0, 2.0]).log_softmax(-1)
     assert set(tokens.tolist()) == {2, 3}
     np.testing.assert_allclose(logprobs[tokens == 2][0], kept[0].item(), atol=1e-6)
 
 
-def test_top_p_draws_from_the_smallest_set_with_that_mass():
+def test_top_p_samples_from_the_smallest_set_with_that_mass():
     # softmax of (3, 2, 1, 0): 0.644, 0.237, 0.087, 0.032. Two tokens have 0.881 >= 0.8.
     tokens, _ = _many(500, top_p=0.8)
     assert set(tokens.tolist()) == {2, 3}
@@ -82,7 +89,7 @@ def test_top_p_draws_from_the_smallest_set_with_that_mass():
     np.testing.assert_allclose(logprobs, 0, atol=1e-6)
 
 
-def test_min_p_leaves_out_what_is_far_less_likely_than_the_likeliest():
+def test_min_p_removes_tokens_far_less_likely_than_the_best():
     # softmax of (3, 2, 1, 0) over that of 3: 1, 0.37, 0.135, 0.05.
     tokens, logprobs = _many(500, min_p=0.2)
     kept = torch.tensor([3.0, 2.0]).log_softmax(-1)
@@ -90,7 +97,7 @@ def test_min_p_leaves_out_what_is_far_less_likely_than_the_likeliest():
     np.testing.assert_allclose(logprobs[tokens == 3][0], kept[1].item(), atol=1e-6)
 
 
-def test_a_bias_moves_probability_and_minus_infinity_rules_a_token_out():
+def test_a_bias_shifts_probability_and_minus_infinity_bans_a_token():
     tokens, logprobs = _many(2000, bias={1: 3.0, 2: -np.inf})
     expected = torch.tensor([1.0, 3.0, -torch.inf, 2.0]).log_softmax(-1)
     assert set(tokens.tolist()) == {0, 1, 3}
@@ -98,20 +105,20 @@ def test_a_bias_moves_probability_and_minus_infinity_rules_a_token_out():
     assert _many(1, temperature=0.0, bias={0: 2.5})[0].tolist() == [0]
 
 
-def _distribution(logits: torch.Tensor, **rules: Any) -> np.ndarray:
-    """What the rules say, in the plainest way: one token after another, likeliest first."""
+def _distribution(logits: torch.Tensor, **metadata: Any) -> np.ndarray:
+    """The distribution, computed token by token, most likely first."""
     logits = logits.double()
-    for token, value in (rules.get("bias") or {}).items():
+    for token, value in (metadata.get("bias") or {}).items():
         logits[token] += value
-    probs = (logits / rules.get("temperature", 1.0)).softmax(-1)
-    order = probs.argsort(descending=True)[: rules.get("top_k", 0) or None].tolist()
+    probs = (logits / metadata.get("temperature", 1.0)).softmax(-1)
+    order = probs.argsort(descending=True)[: metadata.get("top_k", 0) or None].tolist()
     left = float(probs[order].sum())
     kept, mass = [], 0.0
     for token in order:
-        if mass >= rules.get("top_p", 1.0):
+        if mass >= metadata.get("top_p", 1.0):
             break
         mass += float(probs[token]) / left
-        if probs[token] >= rules.get("min_p", 0.0) * probs[order[0]]:
+        if probs[token] >= metadata.get("min_p", 0.0) * probs[order[0]]:
             kept.append(token)
     cut = np.zeros(len(probs))
     cut[kept] = probs[kept].numpy()
@@ -131,7 +138,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_hundred_thousand_draws_follow_the_stated_distribution(case):
+def test_a_hundred_thousand_samples_follow_the_reported_distribution(case):
     generator = torch.Generator().manual_seed(1)
     # More than one block of the vocabulary, and a last one that is not full.
     logits = torch.randn(BLOCK + 44, generator=generator) * 2
@@ -141,69 +148,77 @@ def test_a_hundred_thousand_draws_follow_the_stated_distribution(case):
     for part in range(total // rows):
         streams = np.arange(part * rows, (part + 1) * rows, dtype=np.uint64)
         uniform = uniforms(streams, np.zeros(rows, np.int64))
-        drawn = draw(logits.expand(rows, -1), _rules(rows, **case), uniform_R=uniform)
-        counts += np.bincount(drawn.tokens_R, minlength=len(logits))
-        np.testing.assert_allclose(drawn.logprobs_R, np.log(expected[drawn.tokens_R]), atol=2e-6)
+        generated = sample(logits.expand(rows, -1), _metadata(rows, **case), uniform_R=uniform)
+        counts += np.bincount(generated.tokens_R, minlength=len(logits))
+        np.testing.assert_allclose(
+            generated.logprobs_R, np.log(expected[generated.tokens_R]), atol=2e-6
+        )
     assert counts[expected == 0].sum() == 0
-    # Tokens that are expected less than five times are one class, as the test wants it.
+    # Tokens that are expected less than five times are one class, as the chi-squared test requires.
     rare = (expected * total < 5) & (expected > 0)
     often = expected * total >= 5
     classes = np.append(expected[often], expected[rare].sum()) * total
-    found = np.append(counts[often], counts[rare].sum())
-    classes, found = classes[classes > 0], found[classes > 0]
+    actual = np.append(counts[often], counts[rare].sum())
+    classes, actual = classes[classes > 0], actual[classes > 0]
     degrees = max(1, len(classes) - 1)
-    statistic = ((found - classes) ** 2 / classes).sum()
+    statistic = ((actual - classes) ** 2 / classes).sum()
     # Wilson and Hilferty: the cube root is nearly normal; 3.7 of its deviations are p = 1e-4.
     spread = 2 / (9 * degrees)
     assert ((statistic / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5 < 3.7
 
 
 @pytest.mark.parametrize("scale", [0.1, 4.0])
-def test_the_cuts_are_the_same_whether_a_part_or_all_of_the_vocabulary_is_sorted(scale):
-    logits = torch.randn(3 * FIRST_LOOK, generator=torch.Generator().manual_seed(2)) * scale
+def test_truncation_is_the_same_whether_candidates_or_the_full_vocabulary_are_sorted(scale):
+    logits = torch.randn(3 * FIRST_CANDIDATES, generator=torch.Generator().manual_seed(2)) * scale
     for case in ({"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 2000}):
         expected = _distribution(logits, **case)
-        rules = _rules(2, **case)
+        metadata = _metadata(2, **case)
         uniform = np.asarray([0.3, 0.9999])
-        drawn = draw(logits.expand(2, -1), rules, uniform_R=uniform)
-        np.testing.assert_allclose(drawn.logprobs_R, np.log(expected[drawn.tokens_R]), atol=5e-6)
+        generated = sample(logits.expand(2, -1), metadata, uniform_R=uniform)
+        np.testing.assert_allclose(
+            generated.logprobs_R, np.log(expected[generated.tokens_R]), atol=5e-6
+        )
 
 
-def test_rows_with_different_rules_are_drawn_together():
-    rules = DrawRules(
-        np.asarray([0.0, 1.0, 1.0]), np.asarray([0, 1, 0]), np.asarray([1.0, 1.0, 1.0])
+def test_rows_with_different_parameters_are_sampled_together():
+    metadata = SamplingMetadata(
+        np.asarray([0.0, 1.0, 1.0]), np.asarray([0, 1, 0]), np.ones(3), np.zeros(3)
     )
-    drawn = draw(LOGITS_V.expand(3, -1), rules, uniform_R=np.asarray([0.99, 0.99, 0.0]))
-    assert drawn.tokens_R.tolist() == [2, 2, 0]
+    generated = sample(LOGITS_V.expand(3, -1), metadata, uniform_R=np.asarray([0.99, 0.99, 0.0]))
+    assert generated.tokens_R.tolist() == [2, 2, 0]
 
 
-def test_a_token_of_probability_zero_is_never_drawn_even_at_the_edges():
+def test_a_token_of_probability_zero_is_never_sampled_even_at_the_limits():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(2, -1)
     edges = np.asarray([0.0, 1 - 2.0**-53])
-    assert draw(logits, _rules(2), uniform_R=edges).tokens_R.tolist() == [1, 1]
+    assert sample(logits, _metadata(2), uniform_R=edges).tokens_R.tolist() == [1, 1]
 
 
-def test_row_by_row_draws_the_same_tokens_and_no_row_depends_on_another():
+def test_row_by_row_samples_the_same_tokens_and_no_row_depends_on_another():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     uniform = uniforms(np.arange(5, dtype=np.uint64), np.arange(5))
-    rules = _rules(5, temperature=0.8)
-    together = draw_row_by_row(logits, rules, uniform_R=uniform)
-    assert together.tokens_R.tolist() == draw(logits, rules, uniform_R=uniform).tokens_R.tolist()
-    last = draw_row_by_row(logits[4:], rules.row(4), uniform_R=uniform[4:])
+    metadata = _metadata(5, temperature=0.8)
+    together = sample_row_by_row(logits, metadata, uniform_R=uniform)
+    assert (
+        together.tokens_R.tolist() == sample(logits, metadata, uniform_R=uniform).tokens_R.tolist()
+    )
+    last = sample_row_by_row(logits[4:], metadata.row(4), uniform_R=uniform[4:])
     assert last.logprobs_R[0] == together.logprobs_R[4]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_log_probs_are_corrected_as_if_the_drawn_tokens_had_had_their_exact_logits(temperature):
-    rules = _rules(20, temperature=temperature)
+def test_log_probs_are_corrected_to_the_exact_logits_of_the_sampled_tokens(temperature):
+    metadata = _metadata(20, temperature=temperature)
     uniform_R = uniforms(np.arange(20, dtype=np.uint64), np.zeros(20, np.int64))
     logits_RV = LOGITS_V.repeat(20, 1)
-    drawn = draw(logits_RV, rules, uniform_R=uniform_R)
+    generated = sample(logits_RV, metadata, uniform_R=uniform_R)
     rows = np.arange(20)
-    exact_R = logits_RV[rows, drawn.tokens_R].double().numpy() + np.linspace(-0.2, 0.2, 20)
-    found = drawn.corrected(logits_RV, exact_R, rules)
+    exact_R = logits_RV[rows, generated.tokens_R].double().numpy() + np.linspace(-0.2, 0.2, 20)
+    actual = generated.corrected(logits_RV, exact_R, metadata)
     exact_RV = logits_RV.double()
-    exact_RV[rows, drawn.tokens_R] = torch.from_numpy(exact_R)
+    exact_RV[rows, generated.tokens_R] = torch.from_numpy(exact_R)
     wanted_RV = (exact_RV / (temperature or 1.0)).log_softmax(-1)
-    np.testing.assert_allclose(found.logprobs_R, wanted_RV[rows, drawn.tokens_R].numpy(), atol=1e-6)
-    assert (found.tokens_R == drawn.tokens_R).all()
+    np.testing.assert_allclose(
+        actual.logprobs_R, wanted_RV[rows, generated.tokens_R].numpy(), atol=1e-6
+    )
+    assert (actual.tokens_R == generated.tokens_R).all()

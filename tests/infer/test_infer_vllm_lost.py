@@ -1,6 +1,6 @@
-"""The vLLM engine when vLLM does not do what it should: it hangs, it dies, it miscounts.
+"""The vLLM engine when vLLM hangs, dies or miscounts.
 
-A fake client stands for vLLM here; the real one is in test_infer_vllm.py.
+These tests use a fake client; those with the real one are in test_infer_vllm.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ import pytest
 
 from rollick.config.schema import InferConfig
 from rollick.errors import EngineError, EngineLost, WeightError
-from rollick.infer import vllm, vllm_stage
-from rollick.infer.vllm import VllmEngine
-from rollick.infer.vllm_job import Job
-from rollick.infer.vllm_stage import choose_folder, staged_file, sweep_leftovers
-from rollick.infer.vllm_worker import read_bundle
-from rollick.models.load import fingerprint
+from rollick.infer.engine import StopRules
+from rollick.infer.vllm import client as client_module
+from rollick.infer.vllm import engine as engine_module
+from rollick.infer.vllm import weight_staging
+from rollick.infer.vllm.engine import VllmEngine
+from rollick.infer.vllm.request import VllmRequest
+from rollick.infer.vllm.weight_staging import choose_folder, remove_leftovers, stage_file
+from rollick.infer.vllm.worker import read_bundle
+from rollick.models.loading.load import fingerprint
 from rollick.testing.tiny import tiny_model, tiny_tokenizer
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason, frozen_array
 
 MODEL = tiny_model(len(tiny_tokenizer()), seed=0)
 
 
-def said(tokens: list[int], logprobs: list[float], finish: str | None = None) -> Any:
+def output_of(tokens: list[int], logprobs: list[float], finish: str | None = None) -> Any:
     """One output of vLLM."""
     part = SimpleNamespace(
         token_ids=tokens, logprobs=SimpleNamespace(logprobs=logprobs), finish_reason=finish
@@ -39,15 +42,15 @@ def said(tokens: list[int], logprobs: list[float], finish: str | None = None) ->
 
 
 class Client:
-    """As much of vLLM's AsyncLLM as the engine uses. `outputs` is what every part says before it
-    hangs; a recalled part then says `last`. `hanging` names methods that never return."""
+    """The part of vLLM's AsyncLLM that the engine uses. Every segment yields `outputs` and hangs;
+    an aborted one then yields `last`. `hanging` names methods that never return."""
 
     def __init__(self, *outputs: Any, last: Any = None, hanging: str = "") -> None:
         self.outputs = outputs
-        self.last = last or said([], [], "abort")
+        self.last = last or output_of([], [], "abort")
         self.hanging = hanging
         self.errored = False
-        self.begun: list[str] = []
+        self.started: list[str] = []
         self.ended: dict[str, asyncio.Event] = {}
         self.files: list[bool] = []
 
@@ -55,7 +58,7 @@ class Client:
         ended = self.ended[part] = asyncio.Event()
         for output in self.outputs:
             yield output
-        self.begun.append(part)
+        self.started.append(part)
         await ended.wait()
         yield self.last
 
@@ -85,23 +88,22 @@ class Client:
     def shutdown(self) -> None: ...
 
 
-class Meter:
+class Stats:
     running = kv_tokens = kv_capacity = preempted = generated_tokens = 0
     busy_seconds = 0.0
 
-    def begin(self) -> None: ...
+    def start_clock(self) -> None: ...
 
 
 def engine_of(client: Client, monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    monkeypatch.setattr(VllmEngine, "_asked", lambda self, job: ((), ()))
+    monkeypatch.setattr(VllmEngine, "_segment_inputs", lambda self, request: ((), ()))
     return VllmEngine(
         client,
-        Meter(),
+        Stats(),
         InferConfig(max_length=64),
         skeleton=MODEL,
         device="cuda:0",
-        stops=((), None),
-        version=0,
+        stops=StopRules(),
     )
 
 
@@ -110,21 +112,23 @@ def request(index: int = 0, **sampling: Any) -> Request:
     return Request(SampleId(0, index), ids, Sampling(**sampling), stream=index)
 
 
-async def begun(client: Client, parts: int) -> None:
+async def until_started(client: Client, segments: int) -> None:
     async with asyncio.timeout(10):
-        while len(client.begun) < parts:  # noqa: ASYNC110
+        while len(client.started) < segments:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-async def test_a_recalled_part_that_says_its_log_probs_again_keeps_each_once(
+async def test_an_interrupted_segment_that_repeats_its_log_probs_keeps_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = Client(
-        said([5], [-0.5]), said([6, 7], [-0.6, -0.7]), last=said([], [-0.5, -0.6, -0.7], "abort")
+        output_of([5], [-0.5]),
+        output_of([6, 7], [-0.6, -0.7]),
+        last=output_of([], [-0.5, -0.6, -0.7], "abort"),
     )
     engine = engine_of(client, monkeypatch)
     drawing = asyncio.create_task(engine.generate(request()))
-    await begun(client, 1)
+    await until_started(client, 1)
     await engine.abort(SampleId(0, 0))
     completion = await drawing
     assert (completion.stop, completion.token_ids.tolist()) == (StopReason.ABORTED, [5, 6, 7])
@@ -132,19 +136,19 @@ async def test_a_recalled_part_that_says_its_log_probs_again_keeps_each_once(
     await engine.close()
 
 
-def test_more_log_probs_than_tokens_are_those_of_tokens_before() -> None:
-    job = Job(request())
-    job.add([5, 6], [-1.0, -2.0], 0)
-    job.add([7], [-1.0, -2.0, -3.0], 1)
-    assert (job.token_ids, job.logprobs, job.versions) == (
+def test_surplus_log_probs_belong_to_earlier_tokens() -> None:
+    generated = VllmRequest(request())
+    generated.add([5, 6], [-1.0, -2.0], 0)
+    generated.add([7], [-1.0, -2.0, -3.0], 1)
+    assert (generated.token_ids, generated.logprobs, generated.versions) == (
         [5, 6, 7],
         [-1.0, -2.0, -3.0],
         [0, 0, 1],
     )
 
 
-async def test_fewer_log_probs_than_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(Client(said([5, 6], [-1.0])), monkeypatch)
+async def test_fewer_log_probs_than_tokens_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(Client(output_of([5, 6], [-1.0])), monkeypatch)
     with pytest.raises(EngineError, match="2 tokens and the log-probs of 1"):
         await engine.generate(request())
     await engine.close()
@@ -164,14 +168,14 @@ def update(engine: VllmEngine) -> Awaitable[Any]:
         ("sleep", lambda engine: engine.sleep()),
     ],
 )
-async def test_an_engine_that_misses_a_deadline_fails_all_that_is_pending(
+async def test_an_engine_that_misses_a_deadline_fails_all_pending_requests(
     monkeypatch: pytest.MonkeyPatch, hanging: str, call: Callable[[VllmEngine], Awaitable[Any]]
 ) -> None:
-    monkeypatch.setattr(vllm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.2)
     client = Client(hanging=hanging)
     engine = engine_of(client, monkeypatch)
     pending = [asyncio.create_task(engine.generate(request(index))) for index in range(3)]
-    await begun(client, 3)
+    await until_started(client, 3)
     async with asyncio.timeout(20):
         with pytest.raises(EngineLost, match=r"within 0\.2 s"):
             await call(engine)
@@ -187,7 +191,7 @@ async def test_an_engine_that_misses_a_deadline_fails_all_that_is_pending(
 async def test_requests_that_wait_for_a_paused_engine_fail_when_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.2)
     client = Client()
     engine = engine_of(client, monkeypatch)
     await engine.pause()
@@ -202,14 +206,14 @@ async def test_requests_that_wait_for_a_paused_engine_fail_when_it_is_lost(
     await engine.close()
 
 
-async def test_a_process_that_ended_fails_requests_that_nobody_answers(
+async def test_the_end_of_the_process_fails_pending_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm, "WATCH_S", 0.01)
+    monkeypatch.setattr(client_module, "WATCH_INTERVAL_S", 0.01)
     client = Client()
     engine = engine_of(client, monkeypatch)
     drawing = asyncio.create_task(engine.generate(request()))
-    await begun(client, 1)
+    await until_started(client, 1)
     client.errored = True
     async with asyncio.timeout(20):
         with pytest.raises(EngineLost, match="process has ended"):
@@ -235,7 +239,7 @@ async def test_a_caller_that_is_cancelled_as_the_engine_is_lost_stays_cancelled(
     client = Client()
     engine = engine_of(client, monkeypatch)
     drawing = asyncio.create_task(engine.generate(request()))
-    await begun(client, 1)
+    await until_started(client, 1)
     client.errored = True
     with pytest.raises(EngineLost):
         engine.check_alive()
@@ -245,37 +249,40 @@ async def test_a_caller_that_is_cancelled_as_the_engine_is_lost_stays_cancelled(
     await engine.close()
 
 
-async def test_a_temperature_that_vllm_would_raise_is_refused(
+async def test_a_temperature_below_vllms_minimum_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_of(Client(), monkeypatch)
-    with pytest.raises(EngineError, match=r"temperature 0.005"):
+    with pytest.raises(EngineError, match=r"temperature is 0.005"):
         await engine.generate(request(temperature=0.005))
     await engine.close()
 
 
-# Where new weights are staged
-
-
-def test_weights_go_to_the_first_folder_that_has_room(tmp_path: Path) -> None:
+def test_weights_are_staged_in_the_first_folder_with_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
-    free = {small: 5 << 20, large: 500 << 20}.__getitem__
-    assert choose_folder(1 << 20, [small, large], free=free) == small
-    assert choose_folder(100 << 20, [small, large], free=free) == large
+    free = {small: 5 << 20, large: 500 << 20}
+    monkeypatch.setattr(weight_staging, "staging_folders", lambda: (small, large))
+    monkeypatch.setattr(
+        weight_staging.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder])
+    )
+    assert choose_folder(1 << 20) == small
+    assert choose_folder(100 << 20) == large
     with pytest.raises(WeightError, match=r"1\.00 GB of weights.*small has 0\.01 GB.*large"):
-        choose_folder(10**9, [small, large], free=free)
+        choose_folder(10**9)
 
 
-async def test_weights_that_cannot_be_staged_leave_the_engine_as_it_is(
+async def test_weights_that_cannot_be_staged_do_not_change_the_engine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     client = Client()
     engine = engine_of(client, monkeypatch)
-    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path / "missing",))
+    monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path / "missing",))
     with pytest.raises(WeightError, match="TMPDIR"):
         await update(engine)
-    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
-    monkeypatch.setattr(vllm, "write_bundle", _full_disk)
+    monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(engine_module, "write_bundle", _full_disk)
     with pytest.raises(WeightError, match=r"No space left.*TMPDIR"):
         await update(engine)
     assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
@@ -288,18 +295,18 @@ def _full_disk(*arguments: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-async def test_the_staged_file_is_there_for_the_workers_and_gone_afterwards(
+async def test_the_staged_file_exists_for_the_workers_and_is_removed_afterwards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     client = Client()
     engine = engine_of(client, monkeypatch)
-    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path,))
     assert await update(engine) == fingerprint(MODEL.named_parameters())
     assert (client.files, list(tmp_path.iterdir())) == ([True, True], [])  # noqa: ASYNC240
     await engine.close()
 
 
-def test_what_a_dead_process_left_is_swept_and_nothing_else(
+def test_only_folders_of_ended_processes_are_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gone = subprocess.run(
@@ -313,12 +320,13 @@ def test_what_a_dead_process_left_is_swept_and_nothing_else(
     for folder in (dead, other):
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(b"x")
-    monkeypatch.setattr(vllm_stage, "staging_folders", lambda: (tmp_path,))
-    with staged_file(10) as path:
+    monkeypatch.setattr(weight_staging, "staging_folders", lambda: (tmp_path,))
+    with stage_file(10) as path:
         used = Path(path).parent
-        assert sweep_leftovers() == [dead]
-        # Its process lives in another container: only the lock says that it is in use.
-        monkeypatch.setattr(vllm_stage, "_lives", lambda process: False)
-        assert sweep_leftovers() == []
+        remove_leftovers()
+        assert sorted(tmp_path.iterdir()) == sorted([used, other])
+        # As if its process were in another container: only the lock shows that it is in use.
+        monkeypatch.setattr(weight_staging, "_process_exists", lambda process: False)
+        remove_leftovers()
         assert used.exists()
     assert list(tmp_path.iterdir()) == [other]

@@ -13,8 +13,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from rollick.models.attention import VARLEN, PackedLayout, Run
-from rollick.models.load import empty_model, share_parameters
+from rollick.models.attention import causal
+from rollick.models.attention.causal import attend_causal
+from rollick.models.attention.options import AttentionOptions
+from rollick.models.attention.varlen import VARLEN, AttentionCall, PackedLayout
+from rollick.models.loading.load import empty_model, share_parameters
 
 SIZES = {
     "vocab_size": 23,
@@ -75,20 +78,20 @@ def test_packed_sequences_give_what_each_gives_alone(name: str, per_sequence: bo
 
 def test_equal_lengths_make_one_kernel_call():
     layout = PackedLayout.of(LENGTHS)
-    assert layout.runs == (Run(0, 1, 1), Run(1, 2, 4), Run(9, 2, 7))
+    assert layout.calls == (AttentionCall(1, 1), AttentionCall(2, 4), AttentionCall(2, 7))
     assert layout.order_N is not None
     assert layout.order_N.tolist()[:5] == [15, 0, 1, 2, 3]
 
 
 def test_neighbours_of_equal_length_are_read_in_place():
     layout = PackedLayout.of([5, 5, 3])
-    assert layout.runs == (Run(0, 2, 5), Run(10, 1, 3))
+    assert layout.calls == (AttentionCall(2, 5), AttentionCall(1, 3))
     assert layout.order_N is None
 
 
 def test_per_sequence_layout_calls_the_kernel_for_each_sequence():
     layout = PackedLayout.of([2, 2], per_sequence=True)
-    assert layout.runs == (Run(0, 1, 2), Run(2, 1, 2))
+    assert layout.calls == (AttentionCall(1, 2), AttentionCall(1, 2))
 
 
 def test_positions_restart_with_each_sequence():
@@ -98,3 +101,46 @@ def test_positions_restart_with_each_sequence():
 def test_an_empty_sequence_has_no_layout():
     with pytest.raises(ValueError, match="at least one token"):
         PackedLayout.of([2, 0])
+
+
+def _by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionOptions
+) -> torch.Tensor:
+    """[count * length, H, D], one head and one query at a time."""
+    count, heads, length, _ = query.shape
+    earlier, group = key.shape[2] - length, heads // key.shape[1]
+    rows: list[torch.Tensor] = []
+    for n in range(count):
+        for q in range(length):
+            stop = earlier + q + 1
+            start = 0 if how.window is None else max(0, stop - how.window)
+            for h in range(heads):
+                scores = key[n, h // group, start:stop] @ query[n, h, q] * how.scale
+                if how.softcap is not None:
+                    scores = how.softcap * torch.tanh(scores / how.softcap)
+                weights = scores.exp()
+                total = weights.sum()
+                if how.sinks_H is not None:
+                    total = total + how.sinks_H[h].exp()
+                rows.append((weights / total) @ value[n, h // group, start:stop])
+    return torch.stack(rows).view(count * length, heads, -1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("earlier", [0, 4])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_soft_caps_and_sinks_attend_by_their_definition(
+    window: int | None, earlier: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(causal, "EXPLICIT_QUERIES", 3)
+    torch.manual_seed(0)
+    sizes = {"query": (2, 4, 7), "key": (2, 2, earlier + 7), "value": (2, 2, earlier + 7)}
+    given = [torch.randn(*size, 5, dtype=torch.float64).requires_grad_() for size in sizes.values()]
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if with_sinks else None
+    how = AttentionOptions(0.9, window, softcap=0.8, sinks_H=sinks)
+    ours, expected = attend_causal(*given, how), _by_hand(*given, how)
+    torch.testing.assert_close(ours, expected)
+    leaves = [*given, *([] if sinks is None else [sinks])]
+    weight = torch.randn_like(expected)
+    found = torch.autograd.grad((ours * weight).sum(), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad((expected * weight).sum(), leaves))

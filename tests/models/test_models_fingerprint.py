@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollick.models import fingerprint as module
-from rollick.models.fingerprint import (
+from rollick.models.loading import fingerprint as module
+from rollick.models.loading.fingerprint import (
     COLUMNS,
     PIECE_BYTES,
     ROW_BYTES,

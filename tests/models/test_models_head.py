@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_families import tiny_family
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rollick.errors import ModelError
-from rollick.models.head import (
+from rollick.models.head.logprobs import (
+    ChunkOptions,
+    OutputHead,
     chosen_logprobs,
     head_logits,
     output_head,
@@ -54,7 +56,9 @@ def dense_entropy(logprobs: torch.Tensor) -> torch.Tensor:
 def test_a_case_by_hand():
     """Logits (0, ln 3) at temperature 1: probabilities 1/4 and 3/4."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [log(3)]])
-    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([1]), torch.ones(1), chunk=8)
+    logprobs, entropy = token_logprobs(
+        hidden, OutputHead(weight), torch.tensor([1]), torch.ones(1), chunk=8
+    )
     assert logprobs.item() == pytest.approx(log(3 / 4))
     assert entropy.item() == pytest.approx(0.25 * log(4) + 0.75 * log(4 / 3))
 
@@ -62,14 +66,16 @@ def test_a_case_by_hand():
 def test_the_temperature_divides_the_logits():
     """Logits (0, 2 ln 3) at temperature 2 are (0, ln 3) at 1."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [2 * log(3)]])
-    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]), chunk=8)
+    logprobs, _ = token_logprobs(
+        hidden, OutputHead(weight), torch.tensor([0]), torch.tensor([2.0]), chunk=8
+    )
     assert logprobs.item() == pytest.approx(log(1 / 4))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
-    chunk: int, tiled: bool
+    chunk: int, batch_invariant: bool
 ):
     hidden, weight, targets, temperature = inputs()
 
@@ -77,21 +83,33 @@ def test_gradients_of_log_probs_and_entropy_are_those_of_finite_differences(
         hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(
-            hidden_TD, weight_VD, targets, temperature, chunk=chunk, tiled=tiled, bias_V=bias_V
+            hidden_TD,
+            OutputHead(weight_VD, bias_V),
+            targets,
+            temperature,
+            chunk=chunk,
+            batch_invariant=batch_invariant,
         )
 
     assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 100])
-@pytest.mark.parametrize("tiled", [False, True])
-def test_gradients_of_chosen_log_probs_are_those_of_finite_differences(chunk: int, tiled: bool):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_gradients_of_chosen_log_probs_are_those_of_finite_differences(
+    chunk: int, batch_invariant: bool
+):
     hidden, weight, _, temperature = inputs()
     ids = torch.tensor([[0, 3, 6], [1, 1, 2], [5, 4, 5], [6, 6, 6], [2, 0, 1]])
 
     def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> torch.Tensor:
         return chosen_logprobs(
-            hidden_TD, weight_VD, ids, temperature, chunk=chunk, tiled=tiled, bias_V=bias_V
+            hidden_TD,
+            OutputHead(weight_VD, bias_V),
+            ids,
+            temperature,
+            chunk=chunk,
+            batch_invariant=batch_invariant,
         )
 
     assert torch.autograd.gradcheck(of, (hidden, weight, bias_of(7)))
@@ -101,7 +119,9 @@ def test_the_gradient_of_the_entropy_by_hand():
     """At p = (1/4, 3/4), dH/dlogit = -p (log p + H) = (3/16) ln 3 (1, -1); over temperature 2."""
     hidden = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.tensor([[0.0], [2 * log(3)]], dtype=torch.float64, requires_grad=True)
-    _, entropy = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]), chunk=8)
+    _, entropy = token_logprobs(
+        hidden, OutputHead(weight), torch.tensor([0]), torch.tensor([2.0]), chunk=8
+    )
     entropy.sum().backward()
     expected = 3 / 16 * log(3) / 2
     assert weight.grad is not None
@@ -116,7 +136,9 @@ def test_log_probs_entropy_and_their_gradients_are_those_of_the_dense_formula(
     hidden, weight, targets, temperature = inputs(rows=rows)
     bias = bias_of(7) if with_bias else None
     of = [part for part in (hidden, weight, bias) if part is not None]
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=4, bias_V=bias)
+    logprobs, entropy = token_logprobs(
+        hidden, OutputHead(weight, bias), targets, temperature, chunk=4
+    )
     every = dense_logprobs(hidden, weight, temperature, bias)
     expected = every.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
@@ -146,7 +168,7 @@ def test_chosen_log_probs_and_their_gradients_are_those_of_the_dense_formula(
     ids = CHOICES[choice](rows)
     bias = bias_of(7) if with_bias else None
     of = [part for part in (hidden, weight, bias) if part is not None]
-    chosen = chosen_logprobs(hidden, weight, ids, temperature, chunk=4, bias_V=bias)
+    chosen = chosen_logprobs(hidden, OutputHead(weight, bias), ids, temperature, chunk=4)
     expected = dense_logprobs(hidden, weight, temperature, bias).gather(1, ids)
     torch.testing.assert_close(chosen, expected)
     uneven = torch.linspace(-1, 2, ids.numel(), dtype=torch.float64).view(ids.shape)
@@ -156,8 +178,8 @@ def test_chosen_log_probs_and_their_gradients_are_those_of_the_dense_formula(
 
 def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
     hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
-    logprobs, _ = token_logprobs(hidden, weight, targets, temperature, chunk=16)
-    chosen = chosen_logprobs(hidden, weight, targets[:, None], temperature, chunk=16)
+    logprobs, _ = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
+    chosen = chosen_logprobs(hidden, OutputHead(weight), targets[:, None], temperature, chunk=16)
     assert torch.equal(chosen[:, 0], logprobs)
     for one, other in zip(
         torch.autograd.grad(chosen.sum(), (hidden, weight)),
@@ -170,24 +192,29 @@ def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
 def test_the_likeliest_tokens_by_hand():
     """Logits (0, ln 5, ln 2) at temperature 1: probabilities 1/8, 5/8 and 2/8."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [log(5)], [log(2)]])
-    ids, logprobs = top_logprobs(hidden, weight, torch.ones(1), k=2, chunk=8)
+    ids, logprobs = top_logprobs(hidden, OutputHead(weight), torch.ones(1), k=2, chunk=8)
     assert ids.tolist() == [[1, 2]]
     assert logprobs[0].tolist() == pytest.approx([log(5 / 8), log(2 / 8)])
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_the_likeliest_tokens_are_those_of_the_dense_formula(
-    k: int, rows: int, tiled: bool, with_bias: bool
+    k: int, rows: int, batch_invariant: bool, with_bias: bool
 ):
     hidden, weight, _, temperature = inputs(rows=rows)
     bias = bias_of(7) if with_bias else None
     expected, where = dense_logprobs(hidden, weight, temperature, bias).detach().topk(k)
     for chunk in (1, 4, 100):
         ids, logprobs = top_logprobs(
-            hidden, weight, temperature, k=k, chunk=chunk, tiled=tiled, bias_V=bias
+            hidden,
+            OutputHead(weight, bias),
+            temperature,
+            k=k,
+            chunk=chunk,
+            batch_invariant=batch_invariant,
         )
         assert ids.dtype is torch.int64
         assert torch.equal(ids, where)
@@ -197,15 +224,17 @@ def test_the_likeliest_tokens_are_those_of_the_dense_formula(
 
 def test_a_student_at_its_own_likeliest_tokens_has_their_log_probs():
     hidden, weight, _, temperature = inputs(rows=9)
-    ids, logprobs = top_logprobs(hidden, weight, temperature, k=4, chunk=4)
-    assert torch.equal(chosen_logprobs(hidden, weight, ids, temperature, chunk=4), logprobs)
+    ids, logprobs = top_logprobs(hidden, OutputHead(weight), temperature, k=4, chunk=4)
+    assert torch.equal(
+        chosen_logprobs(hidden, OutputHead(weight), ids, temperature, chunk=4), logprobs
+    )
 
 
 @pytest.mark.parametrize("k", [0, 8])
 def test_more_tokens_than_the_vocabulary_has_and_none_are_refused(k: int):
     hidden, weight, _, temperature = inputs()
     with pytest.raises(ModelError, match=f"{k} likeliest tokens of a vocabulary of 7"):
-        top_logprobs(hidden, weight, temperature, k=k, chunk=4)
+        top_logprobs(hidden, OutputHead(weight), temperature, k=k, chunk=4)
 
 
 def test_the_chunk_does_not_change_results_and_gradients():
@@ -213,8 +242,10 @@ def test_the_chunk_does_not_change_results_and_gradients():
     ids = torch.stack([targets, targets.flip(0)], dim=1)
 
     def results(chunk: int) -> list[torch.Tensor]:
-        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
-        chosen = chosen_logprobs(hidden, weight, ids, temperature, chunk=chunk)
+        logprobs, entropy = token_logprobs(
+            hidden, OutputHead(weight), targets, temperature, chunk=chunk
+        )
+        chosen = chosen_logprobs(hidden, OutputHead(weight), ids, temperature, chunk=chunk)
         total = (logprobs.exp() * entropy).sum() + chosen.exp().sum()
         return [logprobs, entropy, chosen, *torch.autograd.grad(total, (hidden, weight))]
 
@@ -224,7 +255,7 @@ def test_the_chunk_does_not_change_results_and_gradients():
 
 def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
     hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=16)
+    logprobs, entropy = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
     unused = torch.autograd.grad(logprobs.exp().sum(), (hidden, weight), retain_graph=True)
     zero = torch.autograd.grad(logprobs.exp().sum() + 0 * entropy.sum(), (hidden, weight))
     for one, other in zip(unused, zero, strict=True):
@@ -249,9 +280,11 @@ def test_half_precision_models_have_float32_log_probs_and_gradients_of_their_own
     hidden, weight, targets, temperature = inputs(rows=40, size=8)
     exact = dense_logprobs(hidden.bfloat16().double(), weight.bfloat16().double(), temperature)
     half, half_weight = (part.detach().bfloat16().requires_grad_() for part in (hidden, weight))
-    logprobs, entropy = token_logprobs(half, half_weight, targets, temperature, chunk=16)
-    chosen = chosen_logprobs(half, half_weight, targets[:, None], temperature, chunk=16)
-    ids, top = top_logprobs(half, half_weight, temperature, k=2, chunk=16)
+    logprobs, entropy = token_logprobs(
+        half, OutputHead(half_weight), targets, temperature, chunk=16
+    )
+    chosen = chosen_logprobs(half, OutputHead(half_weight), targets[:, None], temperature, chunk=16)
+    ids, top = top_logprobs(half, OutputHead(half_weight), temperature, k=2, chunk=16)
     for result, expected in [
         (logprobs, exact.gather(1, targets[:, None])[:, 0]),
         (entropy, dense_entropy(exact)),
@@ -294,20 +327,26 @@ def losses(rows: int, vocabulary: int, **how: Any) -> dict[str, Callable[[], tor
     hidden, weight, targets, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
     ids = torch.stack([targets, targets.flip(0)], dim=1)
     return {
-        "logprobs": lambda: token_logprobs(hidden, weight, targets, temperature, **how)[0].sum(),
-        "entropy": lambda: token_logprobs(hidden, weight, targets, temperature, **how)[1].sum(),
+        "logprobs": lambda: token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)[
+            0
+        ].sum(),
+        "entropy": lambda: token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)[
+            1
+        ].sum(),
         "both": lambda: torch.stack(
-            token_logprobs(hidden, weight, targets, temperature, **how)
+            token_logprobs(hidden, OutputHead(weight), targets, temperature, **how)
         ).sum(),
-        "chosen": lambda: chosen_logprobs(hidden, weight, ids, temperature, **how).sum(),
+        "chosen": lambda: chosen_logprobs(
+            hidden, OutputHead(weight), ids, temperature, **how
+        ).sum(),
     }
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("what", ["logprobs", "entropy", "both", "chosen"])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str, tiled: bool):
+def test_no_tensor_is_larger_than_a_chunk_of_logits(what: str, batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
-    loss = losses(rows, vocabulary, chunk=chunk, tiled=tiled)[what]
+    loss = losses(rows, vocabulary, chunk=chunk, batch_invariant=batch_invariant)[what]
     with Made() as seen:
         loss().backward()
     assert seen.largest == chunk * vocabulary
@@ -339,7 +378,9 @@ class Alive(TorchDispatchMode):
 def peak_bytes(tokens: int, vocabulary: int, *, chunk: int) -> int:
     hidden, weight, targets, temperature = inputs(rows=tokens, size=2, vocabulary=vocabulary)
     with Alive() as seen:
-        logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, chunk=chunk)
+        logprobs, entropy = token_logprobs(
+            hidden, OutputHead(weight), targets, temperature, chunk=chunk
+        )
         (logprobs.sum() + entropy.sum()).backward()
     return seen.most
 
@@ -375,42 +416,96 @@ def test_rows_of_one_chunk_have_their_logits_computed_once(what: str):
 
 def test_a_second_backward_through_the_same_log_probs_is_the_first():
     hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7)
-    logprobs, _ = token_logprobs(hidden, weight, targets, temperature, chunk=2)
+    logprobs, _ = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=2)
     first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-def test_the_likeliest_tokens_take_no_tensor_larger_than_a_chunk_of_logits(tiled: bool):
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_likeliest_tokens_take_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
     hidden, weight, _, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
     with Made() as seen:
-        top_logprobs(hidden, weight, temperature, k=2, chunk=chunk, tiled=tiled)
+        top_logprobs(
+            hidden,
+            OutputHead(weight),
+            temperature,
+            k=2,
+            chunk=chunk,
+            batch_invariant=batch_invariant,
+        )
     assert seen.largest == chunk * vocabulary
 
 
 def test_the_head_of_a_tied_model_is_its_embedding():
     model = tiny_model(11)
-    weight, bias = output_head(model)
+    weight, bias, scale, softcap = output_head(model)
+    assert (scale, softcap) == (1.0, None)
     assert weight is model.model.embed_tokens.weight
     assert bias is None
 
 
-def test_a_model_that_caps_its_logits_is_refused():
-    config = Gemma2Config(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        final_logit_softcapping=30.0,
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_scaled_and_capped_logits_have_the_gradient_of_their_definition(batch_invariant: bool):
+    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7)
+    head, bias = {"scale": 0.5, "softcap": 1.5}, bias_of(7)
+
+    def of(hidden_TD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor) -> Any:
+        return token_logprobs(
+            hidden_TD,
+            OutputHead(weight_VD, bias_V, **head),
+            targets,
+            temperature,
+            chunk=2,
+            batch_invariant=batch_invariant,
+        )
+
+    product = 0.5 * (hidden @ weight.t() + bias)
+    capped = 1.5 * torch.tanh(product / 1.5) / temperature[:, None]
+    expected = capped.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(of(hidden, weight, bias)[0], expected)
+    assert torch.autograd.gradcheck(of, (hidden, weight, bias))
+
+
+@pytest.mark.filterwarnings(  # of the interpreter, in lanes that are masked
+    "ignore:Conversion of an array:DeprecationWarning",
+    "ignore:overflow:RuntimeWarning",
+    "ignore:invalid value:RuntimeWarning",
+)
+def test_the_fused_kernels_scale_and_cap_logits_as_the_reference_does(kernel_device: str):
+    from rollick.models.head.fused import FusedLogprobs
+
+    hidden, weight, targets, temperature = inputs(rows=5, size=3, vocabulary=7, dtype=torch.float32)
+    bias = torch.linspace(-1, 1, 7).requires_grad_()
+    of, options = (hidden, weight, bias), ChunkOptions(2, scale=0.5, softcap=1.5)
+    expected, spread = token_logprobs(
+        hidden, OutputHead(weight, bias, 0.5, 1.5), targets, temperature, chunk=2
     )
-    with pytest.raises(ModelError, match="final_logit_softcapping"):
-        output_head(Gemma2ForCausalLM(config))
+    given = [one.detach().to(kernel_device).requires_grad_() for one in of]
+    rows = targets.to(kernel_device), temperature.float().to(kernel_device)
+    found: Any = FusedLogprobs.apply(*given, *rows, options)
+    torch.testing.assert_close(found[0].cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1].cpu(), spread, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((found[0].exp() * found[1]).sum(), given)
+    for one, other in zip(
+        ours, torch.autograd.grad((expected.exp() * spread).sum(), of), strict=True
+    ):
+        torch.testing.assert_close(one.cpu(), other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma4", "granite", "cohere"])
+def test_a_model_that_changes_its_logits_has_a_head_that_does_the_same(family: str):
+    """That of gemma4 says so in its text config."""
+    model: Any = tiny_family(family)
+    ids = torch.tensor([[1, 20, 30, 40]])
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own = model(input_ids=ids, use_cache=False).logits[0]
+    head = output_head(model)
+    torch.testing.assert_close(head_logits(hidden, head), own)
+    assert (head_logits(hidden, OutputHead(*head[:2])) - own).abs().max() > 0.1
 
 
 def test_logits_of_half_precision_operands_are_not_rounded_to_half_precision() -> None:
@@ -419,8 +514,8 @@ def test_logits_of_half_precision_operands_are_not_rounded_to_half_precision() -
     weight = torch.randn(32, 64, generator=generator).bfloat16()
     bias = torch.randn(32, generator=generator).bfloat16()
     exact = hidden.double() @ weight.double().t() + bias.double()
-    for tiled in (False, True):
-        logits = head_logits(hidden, weight, bias, tiled=tiled)
+    for batch_invariant in (False, True):
+        logits = head_logits(hidden, OutputHead(weight, bias), batch_invariant=batch_invariant)
         assert logits.dtype is torch.float32
         torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-5)
     rounded = torch.nn.functional.linear(hidden, weight, bias)
@@ -433,7 +528,7 @@ def test_over_a_large_vocabulary_log_probs_are_those_of_float64_to_a_millionth()
     weight_VD = 0.3 * torch.randn(50_000, 96, generator=drawing)
     targets_T = torch.randint(50_000, (8,), generator=drawing)
     temperature_T = torch.tensor([0.7, 1.0, 1.3, 2.0] * 2)
-    found_T, _ = token_logprobs(hidden_TD, weight_VD, targets_T, temperature_T, chunk=4)
+    found_T, _ = token_logprobs(hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4)
     logits_TV = hidden_TD.double() @ weight_VD.double().t() / temperature_T[:, None].double()
     wanted_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
     assert (found_T - wanted_T).abs().mean() < 1e-6

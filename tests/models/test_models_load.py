@@ -11,8 +11,8 @@ import torch
 
 from rollick.config.schema import ModelConfig
 from rollick.errors import ModelError
-from rollick.models import load
-from rollick.models.load import (
+from rollick.models.loading import load
+from rollick.models.loading.load import (
     empty_model,
     fingerprint,
     load_config,
@@ -150,7 +150,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path):
     file = tmp_path / "x.gguf"
     file.write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ModelError, match="mark of a GGUF file"):
+    with pytest.raises(ModelError, match="magic number of a GGUF file"):
         source_folder(str(file))
 
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import InferConfig, ModelConfig, VllmConfig
-from rollick.models.load import quietly
-from rollick.testing.batches import drawn_batch, random_batch, recipe_of, weighed
+from rollick.config.schema.losses import PpoLoss
+from rollick.models.loading.load import silence_transformers
+from rollick.testing.batches import completions_to_batch, random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import tiny_tokenizer
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import Request, SampleId, Sampling
 
 LENGTHS = [7, 12, 9]
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=2,
         pad_token_id=0,
     )
-    with quietly(), torch.random.fork_rng(devices=[]):
+    with silence_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(path)
         tokenizer.save_pretrained(path)
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 def trained(folder: Path, *, lora: bool) -> LocalStrategy:
@@ -75,7 +75,7 @@ def test_transformers_loads_an_export_and_gives_the_learners_log_probs(
     torch.set_num_threads(1)
     strategy, batch = trained(folder, lora=lora), random_batch(LENGTHS)
     strategy.export(tmp_path)
-    with quietly():
+    with silence_transformers():
         plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = np.zeros(batch.tokens, np.float32)
     for b, start in enumerate(batch.offsets_B1[:-1]):
@@ -94,15 +94,16 @@ async def test_vllm_loads_an_export_and_draws_with_the_learners_log_probs(
     folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    from rollick.infer.vllm import VllmEngine
+    from rollick.infer.engine import StopRules
+    from rollick.infer.vllm.engine import VllmEngine
 
     strategy = trained(folder, lora=False)
     strategy.export(tmp_path)
-    engine = VllmEngine.create(SMALL, ModelConfig(path=str(tmp_path)), stop_ids=())
+    engine = VllmEngine.create(SMALL, ModelConfig(path=str(tmp_path)), stops=StopRules())
     try:
         sampling = Sampling(temperature=1.0, max_tokens=8)
         request = Request(SampleId(0, 0), np.arange(4, 12, dtype=np.int32), sampling, stream=1)
-        batch = drawn_batch([request], [await engine.generate(request)])
+        batch = completions_to_batch([request], [await engine.generate(request)])
     finally:
         await engine.close()
     mask = batch.loss_mask_N

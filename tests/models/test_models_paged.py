@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from rollick.models.paged_attention import (
+from rollick.models.attention.paged import (
     NO_WINDOW,
     PAGE,
-    Heads,
     PagedDecode,
     PagedPrefill,
+    QkvHeads,
 )
 
 # Of the interpreter.
@@ -31,22 +31,29 @@ def _cache(kv_heads: int, dim: int, *, rows: int, device: str) -> tuple[Any, Any
     return table.to(device), cache.to(device)
 
 
-def _heads(tokens: int, heads: tuple[int, int, int], *, window: int, device: str) -> Heads:
+def _heads(
+    tokens: int, heads: tuple[int, int, int], *, window: int, device: str, scores: str = "plain"
+) -> QkvHeads:
     query, key, value = (
         torch.randn(tokens, count, heads[2]).transpose(0, 1).to(device)
         for count in (heads[0], heads[1], heads[1])
     )
-    return Heads(query, key, value, heads[2] ** -0.5, window)
+    given = QkvHeads(query, key, value, heads[2] ** -0.5, window)
+    if scores == "plain":
+        return given
+    return given._replace(softcap=0.7, sinks=torch.linspace(-1, 2, heads[0]).to(device))
 
 
+@pytest.mark.parametrize("scores", ["plain", "capped, with sinks"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [NO_WINDOW, 20])
 @pytest.mark.parametrize("heads", GROUPS)
 def test_the_decode_kernel_gives_and_stores_what_its_reference_does(
-    kernel_device: str, heads: tuple[int, int, int], window: int, splits: int
+    kernel_device: str, heads: tuple[int, int, int], window: int, splits: int, scores: str
 ):
     table, cache = _cache(heads[1], heads[2], rows=len(LENGTHS), device=kernel_device)
-    given = _heads(len(LENGTHS), heads, window=window, device=kernel_device)
+    how: Any = {"window": window, "device": kernel_device, "scores": scores}
+    given = _heads(len(LENGTHS), heads, **how)
     length, expected = torch.tensor(LENGTHS, device=kernel_device), cache.clone()
     step = PagedDecode(table, length, splits=splits)
     found = step.attend(given, (cache[0], cache[1]))
@@ -55,16 +62,18 @@ def test_the_decode_kernel_gives_and_stores_what_its_reference_does(
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("scores", ["plain", "capped, with sinks"])
 @pytest.mark.parametrize("window", [NO_WINDOW, 20])
 @pytest.mark.parametrize("heads", GROUPS)
 def test_the_prefill_kernel_gives_what_its_reference_does(
-    kernel_device: str, heads: tuple[int, int, int], window: int
+    kernel_device: str, heads: tuple[int, int, int], window: int, scores: str
 ):
-    from rollick.models.paged_kernels import prefill_queries
+    from rollick.models.attention.paged_kernels import prefill_queries
 
     table, cache = _cache(heads[1], heads[2], rows=3, device=kernel_device)
     spans = [(0, 5), (40, 64), (3, 69)]
-    given = _heads(sum(b - a for a, b in spans), heads, window=window, device=kernel_device)
+    how: Any = {"window": window, "device": kernel_device, "scores": scores}
+    given = _heads(sum(b - a for a, b in spans), heads, **how)
     found: list[torch.Tensor] = []
     for kernels in (True, False):
         step = PagedPrefill.of(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rollick.config.names import NAMES, resolve
-from rollick.observe.metrics import GuardedSink, MetricLog, is_documented, read_metrics
-from rollick.observe.sinks import open_sink
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import GuardedSink, MetricLog, read_metrics
 
 
 class Recorder:
@@ -49,7 +49,7 @@ def test_a_resumed_log_forgets_the_steps_that_will_be_made_again(tmp_path: Path)
     for step in range(1, 6):
         first.log(step, {"train/loss": float(step)})
     again = MetricLog(tmp_path, [])
-    again.resume_at(3)
+    again.drop_rows_after(3)
     again.log(4, {"train/loss": 40.0})
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 2), (3, 3), (4, 40)]
@@ -59,7 +59,7 @@ def test_a_resumed_log_forgets_the_steps_that_will_be_made_again(tmp_path: Path)
 
 def test_a_log_that_was_never_written_can_be_resumed(tmp_path: Path) -> None:
     log = MetricLog(tmp_path, [])
-    log.resume_at(3)
+    log.drop_rows_after(3)
     assert log.history == []
     assert list(tmp_path.iterdir()) == []
 
@@ -69,7 +69,7 @@ def test_a_last_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "train/loss": 0.5}\n{"step": 2, "train/lo')
     assert read_metrics(path) == [{"step": 1, "train/loss": 0.5}]
     log = MetricLog(tmp_path, [])
-    log.resume_at(2)
+    log.drop_rows_after(2)
     log.log(2, {"train/loss": 0.25})
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
@@ -164,7 +164,7 @@ def test_tensorboards_own_loader_reads_the_event_files(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     kind = resolve("sinks", "tensorboard")
-    sink = open_sink("tensorboard", kind, tmp_path, run_name="toy", config={})
+    sink = GuardedSink("tensorboard", lambda: kind(tmp_path, "toy", {}))
     sink.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25})
     sink.log(2, {"train/loss": 0.125})
     sink.close()
@@ -181,7 +181,7 @@ def test_a_sink_whose_library_is_missing_is_off_and_says_which_extra_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, name, None)
     caplog.set_level(logging.WARNING)
-    sink = open_sink(name, resolve("sinks", name), tmp_path, run_name="toy", config={})
+    sink = GuardedSink(name, lambda: resolve("sinks", name)(tmp_path, "toy", {}))
     sink.log(1, {"train/loss": 0.5})
     sink.close()
     assert f"pip install 'rollick[{name}]'" in caplog.text

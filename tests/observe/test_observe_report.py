@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollick.observe.live import BARS, LiveView, Stopwatch, sparkline
-from rollick.observe.report import Exchange, draw_curves, write_report
+from rollick.observe.live_view import BARS, LiveView, Stopwatch, sparkline
+from rollick.observe.report import Exchange, RunReport, draw_curves, summarise_curves, write_report
 from rollick.observe.tables import evaluation_table
 
 ROWS = [
@@ -59,20 +59,21 @@ def size_of_png(data: bytes) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Tags:
     exchange = Exchange(EVIL, EVIL, EVIL, EVIL, before_ok=False, after_ok=True)
-    path = write_report(
-        tmp_path_factory.mktemp("report") / "report.html",
+    report = RunReport(
         title=f"run {EVIL}",
-        table={EVIL: {"pass@1": 0.5, EVIL: 1.0}, "other": {"pass@1": 0.25}},
-        rows=ROWS,
+        rows=[*ROWS, {"step": 4, f"eval/{EVIL}/pass@1": 0.5, "eval/other/pass@1": 0.25}],
+        about={"model": EVIL},
+        advice={"flat_score": EVIL},
         exchanges=[exchange],
     )
+    path = write_report(tmp_path_factory.mktemp("report") / "report.html", report)
     return Tags(path.read_text("utf-8"))
 
 
 def test_the_page_shows_what_a_model_wrote_as_text_and_nothing_else(page: Tags) -> None:
     assert {tag for tag, _ in page.tags} <= ALLOWED
     assert sum(tag == "img" for tag, _ in page.tags) == 1
-    assert page.text.count(EVIL) == 8
+    assert page.text.count(EVIL) == 8  # Twice the title, a fact, advice, and four in the exchange.
     assert not [name for _, attributes in page.tags for name in attributes if name[:2] == "on"]
 
 
@@ -91,6 +92,25 @@ def test_the_curves_are_a_real_png(tmp_path: Path) -> None:
 def test_a_run_without_any_step_has_a_picture_too(tmp_path: Path) -> None:
     path = draw_curves([], tmp_path / "curves.png", title="empty")
     assert size_of_png(path.read_bytes()) == (1100, 440)
+
+
+def test_the_results_are_first_best_and_last_with_the_held_out_first() -> None:
+    rows = [*ROWS, {"step": 4, "score/mean": 0.6, "eval/pass@1": 0.7, "eval/sums/pass@1": 0.7}]
+    # One domain: its curves would repeat those of all.
+    assert summarise_curves(rows) == {
+        "held out: all": {"first": 0.8, "best": 0.8, "last": 0.7},
+        "training: all": {"first": 0.1, "best": 0.9, "last": 0.6},
+    }
+    two = [*rows, {"step": 5, "score/domain/words": 0.2}]
+    assert list(summarise_curves(two))[2:] == ["training: all", "training: sums", "training: words"]
+    supervised = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 0.5}]
+    assert summarise_curves(supervised) == {"loss": {"first": 2.0, "best": 0.5, "last": 0.5}}
+
+
+@pytest.mark.parametrize("title", [r"$\frac$", "a_b^{c"])
+def test_a_title_is_never_read_as_a_formula(tmp_path: Path, title: str) -> None:
+    rows = [{"step": 1, f"score/domain/{title}": 0.5, "score/domain/b": 0.5}]
+    assert draw_curves(rows, tmp_path / "curves.png", title=title).is_file()
 
 
 def test_a_sparkline_runs_from_the_lowest_to_the_highest_block() -> None:
@@ -114,13 +134,14 @@ def test_a_sparkline_passes_over_numbers_that_are_not_finite() -> None:
 def test_off_a_terminal_each_step_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rollick")
     shown = StringIO()
-    with LiveView("toy", 2, mode="auto", console=Console(file=shown)) as view:
+    console = Console(file=shown)
+    with LiveView("toy", 2, mode="auto", console=console, clock=lambda: 0.0) as view:
         view.role("policy", "train")
         view.step(1, {"score/mean": 0.25, "train/loss": -0.5, "time/step": 2.0})
         view.step(2, {"score/mean": 0.5})
     assert [record.getMessage() for record in caplog.records] == [
-        "step    1  score 0.25  loss -0.5  s 2",
-        "step    2  score 0.5",
+        "step 1/2  score 0.25  loss -0.5  s 2",
+        "step 2/2  score 0.5",
     ]
     assert shown.getvalue() == ""
 
@@ -132,6 +153,8 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
     with LiveView("toy", 2, mode="auto", console=console) as view:
         view.role("policy", "train")
         view.role("generators", "-")
+        view.begin_phase("generate")
+        view.count_samples("generate", 3, 8)
         view.step(1, {"score/mean": 0.25})
         view.live.refresh()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
@@ -139,6 +162,8 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
     assert re.search(r"generators +-", plain)
     assert "1/2" in plain
     assert "score 0.25" in plain
+    assert re.search(r"samples +3/8", plain)
+    assert re.search(r"time left +0 s", plain)
     assert caplog.records == []
 
 
@@ -174,3 +199,10 @@ def test_on_a_narrow_terminal_no_figure_is_cut_short() -> None:
     row = {f"figure {n}": 0.1234 for n in range(6)}
     console.print(evaluation_table({"sums": row}))
     assert "…" not in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("title", [r"$\frac$", "$", r"costs $5 or $\undefined{6}$", "a_{b}^{"])
+def test_a_title_or_a_domain_with_dollar_signs_is_drawn_as_text(tmp_path: Path, title: str):
+    rows = [{"step": n, "score/mean": 0.1 * n, f"score/domain/{title}": 0.2 * n} for n in (1, 2)]
+    page = write_report(tmp_path / "report.html", RunReport(title=title, rows=rows))
+    assert page.with_suffix(".png").stat().st_size > 1000

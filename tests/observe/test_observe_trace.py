@@ -1,4 +1,4 @@
-"""The trace: what is kept of every sample's life, and the picture that is made of it."""
+"""The trace: what is kept of every sample's sample, and the picture that is made of it."""
 
 import json
 import logging
@@ -11,37 +11,46 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import FakeCodec, FakeEngine
 
 from rollick import LoadedRecipe, RunResult
 from rollick.config.schema import RolloutConfig
+from rollick.episodes.single_turn import single_turn
 from rollick.errors import RollickError
 from rollick.observe.metrics import read_metrics
+from rollick.observe.sample_stage import (
+    BETWEEN_TURNS,
+    DEFERRED,
+    SCORING,
+    WAITING_FOR_ENGINE,
+    SampleActivity,
+    SampleStage,
+    on_engine,
+)
 from rollick.observe.timeline import (
     ENGINES,
     SAMPLES,
     TRAINER,
-    Timeline,
+    RunTimeline,
     assign_lanes,
     build_timeline,
-    stage_of,
+    stage_span,
     trace_events,
     write_timeline,
 )
 from rollick.observe.trace import CHUNK, OLDER, TRACE, Trace, read_trace
-from rollick.pipelines.base import open_session
+from rollick.pipelines.checkpoints import PipelineState
+from rollick.pipelines.open_run import open_run
+from rollick.rollout.deps import RolloutDeps
 from rollick.rollout.scheduler import Rollout
-from rollick.rollout.waits import (
-    BETWEEN_TURNS,
-    PARKED,
-    SCORING,
-    WAITING,
-    generating,
-    parts_of_generating,
-)
-from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
+from rollick.testing.fakes import prompt
 from rollick.types import Sample, SampleId, Sampling, Score
 
 Run = Callable[..., RunResult]
+
+
+def generating_on(engine: int) -> SampleActivity:
+    return on_engine(SampleStage.GENERATING, engine)
 
 
 class Clock:
@@ -59,11 +68,11 @@ def open_trace(folder: Path, *, limit: int = 1_000_000) -> tuple[Trace, Clock]:
     return Trace(folder, clock=clock, limit_bytes=limit, zero=1000.0), clock
 
 
-def told(timeline: Timeline) -> dict[str, list[tuple[str, str, float, float]]]:
+def told(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
     """Each sample's stretches: stage, detail, begin and end in seconds."""
     return {
-        str(life.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in life.stretches]
-        for life in timeline.lives
+        str(sample.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in sample.spans]
+        for sample in timeline.samples
     }
 
 
@@ -73,8 +82,8 @@ def two_samples(tmp_path: Path) -> Path:
     trace, clock = open_trace(tmp_path)
     for index, seconds in ((0, 1.0), (1, 3.0)):
         uid = SampleId(7, index)
-        trace.span(uid, WAITING, 10.0, 11.0)
-        trace.span(uid, generating(4), 11.0, 11.0 + seconds)
+        trace.span(uid, WAITING_FOR_ENGINE, 10.0, 11.0)
+        trace.span(uid, generating_on(4), 11.0, 11.0 + seconds)
         trace.span(uid, SCORING, 11.0 + seconds, 11.5 + seconds)
     clock.now = 15.0
     trace.taken([SampleId(7, 0), SampleId(7, 1)], step=1)
@@ -85,10 +94,12 @@ def two_samples(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_words_of_the_rollout_are_stages_of_a_timeline() -> None:
-    on_engine = (*parts_of_generating(generating(3)), generating(3))
-    words = [WAITING, *on_engine, SCORING, BETWEEN_TURNS, "in tool search", PARKED]
-    stages = [stage_of(word) for word in words]
+def test_each_activity_of_a_sample_has_a_stage_in_the_timeline() -> None:
+    parts = (SampleStage.QUEUED_ON_ENGINE, SampleStage.PREFILLING, SampleStage.GENERATING)
+    search = SampleActivity(SampleStage.IN_ENVIRONMENT, label="tool search")
+    engine = [on_engine(stage, 3) for stage in parts]
+    activities = [WAITING_FOR_ENGINE, *engine, SCORING, BETWEEN_TURNS, search, DEFERRED]
+    stages = [stage_span(activity, 0, 0) for activity in activities]
     assert [s.stage for s in stages] == [
         "queued",
         "queued",
@@ -97,7 +108,7 @@ def test_the_words_of_the_rollout_are_stages_of_a_timeline() -> None:
         "reward",
         "environment",
         "environment",
-        "parked",
+        "deferred",
     ]
     assert [s.engine for s in stages] == [None, None, 3, 3, None, None, None, None]
     assert stages[-2].detail == "tool search"
@@ -147,7 +158,7 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
     limit = 40_000
     trace, _ = open_trace(tmp_path, limit=limit)
     for number in range(20 * CHUNK):
-        trace.span(SampleId(number, 0), WAITING, number, number + 1.0)
+        trace.span(SampleId(number, 0), WAITING_FOR_ENGINE, number, number + 1.0)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 60 * CHUNK
     trace.flush()
     kept = [span[0] for row in read_trace(tmp_path) for span in row.get("spans", ())]
@@ -158,12 +169,12 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
 def test_a_trace_that_is_off_writes_nothing_and_still_knows_who_last_moved(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path, limit=0)
     for number in range(2 * CHUNK):
-        trace.span(SampleId(number, 0), generating(1), 0.0, float(number))
+        trace.span(SampleId(number, 0), generating_on(1), 0.0, float(number))
     trace.taken([SampleId(0, 0)], step=1)
     trace.phase("train", 0.0, 1.0, step=1)
     trace.trained(1, step=1)
     assert list(tmp_path.iterdir()) == []
-    assert trace.moved == trace.ended[generating(1)] == 2 * CHUNK - 1
+    assert trace.last_generation_end[1] == 2 * CHUNK - 1
 
 
 def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
@@ -172,7 +183,7 @@ def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
     trace, _ = open_trace(tmp_path / "absent")
     with caplog.at_level(logging.WARNING, "rollick"):
         for number in range(3 * CHUNK):
-            trace.span(SampleId(number, 0), WAITING, 0.0, 1.0)
+            trace.span(SampleId(number, 0), WAITING_FOR_ENGINE, 0.0, 1.0)
     assert [record.message[:16] for record in caplog.records] == ["the trace is off"]
 
 
@@ -191,7 +202,7 @@ def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / TRACE).rename(tmp_path / OLDER)
     trace.phase("train", 4.0, 4.5, step=4)
     trace.flush()
-    trace.forget_after(2)
+    trace.drop_rows_after(2)
     assert [row["step"] for row in read_trace(tmp_path)] == [1, 2]
 
 
@@ -261,20 +272,20 @@ def test_every_trained_sample_of_a_run_has_its_whole_timeline(
     check_format(events)
     assert {e["pid"] for e in events} == {TRAINER, SAMPLES, ENGINES, ENGINES + 1}
 
-    trained = [life for life in timeline.lives if life.step is not None]
-    assert len(trained) < len(timeline.lives)
+    trained = [sample for sample in timeline.samples if sample.step is not None]
+    assert len(trained) < len(timeline.samples)
     rows = read_metrics(result.folder / "metrics.jsonl")
     for step, row in enumerate(rows, 1):
-        assert sum(life.step == step for life in trained) == row["rollout/samples"] > 0
-    for life in trained:
-        stages = [stretch.stage for stretch in life.stretches]
+        assert sum(sample.step == step for sample in trained) == row["rollout/samples"] > 0
+    for sample in trained:
+        stages = [stretch.stage for stretch in sample.spans]
         on_engine = stages[: stages.index("reward")]
         assert on_engine in (
             ["queued", "prefill", "decode"],
             ["queued", "queued", "prefill", "decode"],
         )
         assert stages[-1] == "trained"
-        pairs = pairwise(life.stretches)
+        pairs = pairwise(sample.spans)
         assert all(before.end == after.begin for before, after in pairs)
     assert sum(e["ph"] == "s" for e in events) == len(trained)
 
@@ -283,7 +294,12 @@ def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
     run_toy(name="traced_twice", steps=2)
     result = run_toy(name="traced_twice", steps=4, resume=True)
     timeline = build_timeline(read_trace(result.folder))
-    assert sorted({life.step for life in timeline.lives if life.step is not None}) == [1, 2, 3, 4]
+    assert sorted({sample.step for sample in timeline.samples if sample.step is not None}) == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert [p.step for p in timeline.phases if p.name == "train"] == [1, 2, 3, 4]
     rows = read_metrics(result.folder / "metrics.jsonl")
     assert timeline.trained == sum(row["rollout/samples"] for row in rows)
@@ -307,48 +323,47 @@ def test_steps_that_are_made_again_are_traced_once_and_whole(run_toy: Run, stale
     assert [p.step for p in timeline.phases if p.name == "train"] == [1, 2, 3, 4]
     rows = read_metrics(folder / "metrics.jsonl")
     for step, row in enumerate(rows, 1):
-        trained = [life for life in timeline.lives if life.step == step]
+        trained = [sample for sample in timeline.samples if sample.step == step]
         assert len(trained) == row["rollout/samples"]
-        stages = [[stretch.stage for stretch in life.stretches] for life in trained]
+        stages = [[stretch.stage for stretch in sample.spans] for sample in trained]
         assert all(of_one[0] == "queued" and "reward" in of_one for of_one in stages)
 
 
 async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_forgotten(
     toy: Callable[..., LoadedRecipe],
 ) -> None:
-    async with open_session(toy()) as session:
-        session.step = 1
-        session.trace.phase("validate", 0.0, 1.0, step=2)
-        session.trace.span(SampleId(5, 0), SCORING, 1.0, 2.0)
-        await session.save({}, {})
-        session.trace.span(SampleId(6, 0), SCORING, 3.0, 4.0)
-        session.trace.flush()
-        session.forget_after(1)
-        kept = [span[0] for row in read_trace(session.folder.path) for span in row["spans"]]
+    async with open_run(toy()) as run:
+        run.state.step = 1
+        run.telemetry.trace.phase("validate", 0.0, 1.0, step=2)
+        run.telemetry.trace.span(SampleId(5, 0), SCORING, 1.0, 2.0)
+        await run.checkpoints.save(PipelineState({}), {})
+        run.telemetry.trace.span(SampleId(6, 0), SCORING, 3.0, 4.0)
+        run.telemetry.trace.flush()
+        run.checkpoints.drop_rows_after(1)
+        kept = [span[0] for row in read_trace(run.state.folder.path) for span in row["spans"]]
     assert kept == [5]
 
 
 async def test_a_sample_that_is_not_wanted_any_more_has_its_last_stretch() -> None:
-    told: list[tuple[SampleId, str]] = []
+    told: list[tuple[SampleId, SampleActivity]] = []
 
     async def score(sample: Sample) -> Score:
         return Score(1.0)
 
-    async with Rollout.open(
+    deps = RolloutDeps(
         config=RolloutConfig(
             groups_per_step=1, group_size=1, spare_samples=1, drop_no_signal=False
         ),
-        prompts=prompt,
-        engines=[FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)],
+        next_prompt=prompt,
+        episode=single_turn(FakeCodec(), Sampling(), seed=0),
         score=score,
-        seed=0,
         stuck_after_s=5.0,
-        codec=FakeCodec(),
-        sampling=Sampling(),
-        span=lambda uid, what, begin, end: told.append((uid, what)),
-    ) as rollout:
+        record_span=lambda uid, activity, begin, end: told.append((uid, activity)),
+    )
+    engine = FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)
+    async with Rollout.open(deps, [engine]) as rollout:
         await rollout.take()
-    assert [what for uid, what in told if uid == (0, 1)] == [WAITING, generating(0)]
+    assert [what for uid, what in told if uid == (0, 1)] == [WAITING_FOR_ENGINE, generating_on(0)]
 
 
 def test_a_run_can_go_without_a_trace(run_toy: Run) -> None:

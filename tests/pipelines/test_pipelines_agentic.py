@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
+from rollick.commands.env import run_model_episodes
+from rollick.commands.export import export_run
 from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.envs.base import make_env
 from rollick.envs.frozen_lake import FrozenLake
-from rollick.envs.recorded import describe, play_again
+from rollick.episodes.recorded import describe, rerun_episode
 from rollick.errors import ConfigError
-from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult
-from rollick.pipelines.contest import play_model
-from rollick.pipelines.inspect import export_run
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import read_metrics
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects, RunResult
 from rollick.testing.tiny import save_tiny
+from rollick.testing.toys import without_rollout
 
 ENVS = '''
 import os, time
@@ -77,15 +79,15 @@ def recipe_of(folder: Path, *, bad: bool = False, pipeline: str = "agentic") -> 
     (folder / "mine.py").write_text(ENVS)
     sizes = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 2, "max_length": 32}
     model = save_tiny(folder / "model", alphabet=LETTERS, **sizes)
-    environment: dict[str, Any] = {"name": "mine.py:Guess", "tasks": 8, "turn_tokens": 2}
+    environment: dict[str, Any] = {"name": "mine.py:Guess", "turn_tokens": 2}
     training = {**environment, "options": {"log": str(folder / "log"), "bad": bad}}
     return {
         "pipeline": pipeline,
         "run": {"steps": 3, "folder": str(folder / "runs"), "threads": 1, "stuck_after_s": 60},
         "model": {"path": str(model)},
         "data": {
-            "domains": {"letters": {"environment": training}},
-            "validation": {"letters": {"environment": environment}},
+            "domains": {"letters": {"limit": 8, "environment": training}},
+            "validation": {"letters": {"limit": 8, "environment": environment}},
         },
         "sampling": {"max_tokens": 6},
         "rollout": {"groups_per_step": 4, "group_size": 8},
@@ -130,19 +132,19 @@ def test_the_samples_of_a_group_play_one_puzzle_and_are_written_down(whole: RunR
     rows = rows_of(whole, "samples.jsonl")
     seeds: dict[str, set[int]] = {}
     for row in rows:
-        seeds.setdefault(row["sample"].split(".")[0], set()).add(row["played"]["seed"])
-        assert row["prompt"] == "abcd"[row["played"]["seed"] % 4]
-        assert row["score"] == sum(row["played"]["rewards"])
-        assert len(row["played"]["replies"]) in (1, 2)
+        seeds.setdefault(row["sample"].split(".")[0], set()).add(row["episode"]["seed"])
+        assert row["prompt"] == "abcd"[row["episode"]["seed"] % 4]
+        assert row["score"] == sum(row["episode"]["rewards"])
+        assert len(row["episode"]["replies"]) in (1, 2)
     assert len(seeds) == 48
     assert {len(of) for of in seeds.values()} == {1}
 
 
 def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) -> None:
     rows = rows_of(whole, "validation.jsonl")
-    training = {row["played"]["seed"] for row in rows_of(whole, "samples.jsonl")}
+    training = {row["episode"]["seed"] for row in rows_of(whole, "samples.jsonl")}
     by_step = {
-        step: [row["played"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
+        step: [row["episode"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
     }
     assert by_step[0] == by_step[12]
     assert len(set(by_step[0])) == 8
@@ -153,7 +155,8 @@ def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(tmp_path, bad=True)
-    recipe["rollout"] |= {"env_step_timeout_s": 5, "max_failed_scores": 1, "env_processes": 2}
+    recipe["rollout"] |= {"max_failed_scores": 1}
+    recipe["environments"] = {"step_timeout_s": 5, "processes": 2}
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["train"] |= {"optimizer": {"lr": 1e-6}}
     result = run_recipe(load(recipe, tmp_path))
@@ -169,7 +172,11 @@ def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
     assert happened["timeout"] == 1
     assert {name: n for name, n in counted.items() if name != "lost"} == happened
     assert metrics[-1]["env/restarts"] == wrote["timeout"]
-    assert sum(row.get("env/episodes", 0) for row in metrics) == wrote["reset"]
+    # Those that the hang lost are made again, and no episode fails for that.
+    episodes = sum(row.get("env/episodes", 0) for row in metrics)
+    assert episodes == 3 * 32
+    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/remade"]
+    assert metrics[-1]["env/remade"] == counted["lost"] > 0
     assert result.step == 3
 
 
@@ -188,7 +195,7 @@ def test_the_solver_can_be_imitated_and_what_came_of_it_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path, pipeline="sft")
-    del recipe["rollout"]
+    recipe = without_rollout(recipe)
     recipe["run"]["steps"] = 25
     recipe["train"]["batch_size"] = 16
     recipe["observe"] = {"sinks": [], "live": "off"}
@@ -196,7 +203,7 @@ def test_the_solver_can_be_imitated_and_what_came_of_it_plays(
     assert result.metrics["train/loss"] < 1
     assert result.metrics["eval/pass@1"] > 0.5
     monkeypatch.chdir(tmp_path)
-    report = play_model(str(result.folder), "mine.py:Guess", options={}, episodes=8)
+    report = run_model_episodes(str(result.folder), "mine.py:Guess", options={}, episodes=8)
     assert (report.episodes, report.errors) == (8, 0)
     assert 1.0 <= report.steps <= 2.0
     assert report.success == report.reward > 0.5
@@ -210,16 +217,16 @@ def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
-    turns = Counter(len(row["played"]["replies"]) for row in rows_of(result, "samples.jsonl"))
+    turns = Counter(len(row["episode"]["replies"]) for row in rows_of(result, "samples.jsonl"))
     assert turns[1] + turns[2] == 32
     assert turns[2] > 0
-    texts = [row for row in rows_of(result, "samples.jsonl") if len(row["played"]["replies"]) == 2]
-    assert all(row["response"] == "\n".join(row["played"]["replies"]) for row in texts)
+    texts = [row for row in rows_of(result, "samples.jsonl") if len(row["episode"]["replies"]) == 2]
+    assert all(row["response"] == "\n".join(row["episode"]["replies"]) for row in texts)
 
 
 def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    window = {"window": 1, "summary": {"tokens": 3, "request": "?"}}
+    window = {"window": {"turns": 1, "summary": {"tokens": 3, "request": "?"}}}
     recipe["data"]["domains"]["letters"]["environment"] |= window
     recipe["data"]["validation"]["letters"]["environment"] |= window
     recipe["algorithm"] = {"advantage": "gigpo"}
@@ -228,7 +235,7 @@ def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_pa
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
     rows = rows_of(result, "samples.jsonl")
-    played = [row["played"] for row in rows]
+    played = [row["episode"] for row in rows]
     assert len(rows) == 32
     # An episode of two turns is summed up once, after the first; nobody sums up what is over.
     for row, episode in zip(rows, played, strict=True):
@@ -239,10 +246,10 @@ def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_pa
     assert written > 0
     assert result.metrics["env/summaries"] == written / 32
     assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
-    summed_up = next(row for row in rows if row["played"]["summaries"])
-    again = play_again(summed_up["played"], base=tmp_path)
+    summed_up = next(row for row in rows if row["episode"]["summaries"])
+    again = rerun_episode(summed_up["episode"], base=tmp_path)
     told = describe(summed_up, again).splitlines()
-    assert "~ " + summed_up["played"]["summaries"][0][1].splitlines()[0] in told
+    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in told
 
 
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
@@ -256,7 +263,7 @@ def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Pa
     objects = RunObjects(prompts={"rows": rows})
     loaded = recipe_from_dict(recipe, base=tmp_path, objects=objects.names)
     result = run_recipe(loaded, objects=objects)
-    played = Counter("played" in row for row in rows_of(result, "samples.jsonl"))
+    played = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
     assert played == {True: 16, False: 16}
 
 
@@ -292,7 +299,8 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
     domain = {"source": "object:rows", "rewards": ["exact_match"], "agent": "agent.py"}
     recipe["data"] = {"domains": {"letters": domain}}
     recipe["rollout"] = {"groups_per_step": 4, "group_size": 2, "drop_no_signal": False}
-    recipe["rollout"] |= {"env_episode_timeout_s": 6, "max_failed_scores": 1}
+    recipe["rollout"] |= {"max_failed_scores": 1}
+    recipe["environments"] = {"episode_timeout_s": 6}
     recipe["run"]["steps"] = 1
     del recipe["evaluate"]
     rows = [{"prompt": letter, "answer": letter} for letter in "abcd"]
@@ -310,11 +318,15 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
     assert result.metrics["train/tokens"] > 0
 
 
+WIDE = {"turns": 2, "carried": 2}
+SUMMED_UP = {"turns": 2, "summary": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"pipeline": "rlvr"}, "pipeline rlvr plays no environments"),
-        ({"pipeline": "dpo"}, "pipeline dpo plays no environments"),
+        ({"pipeline": "rlvr"}, "pipeline rlvr has no key 'environment'"),
+        ({"pipeline": "dpo"}, "pipeline dpo has no key 'environment'"),
         ({"data": {"domains": {"a": {"rewards": ["exact_match"]}}}}, "neither a source"),
         ({"data": {"domains": {"a": {"environment": "frozen_lak"}}}}, "frozen_lake"),
         ({"data": {"domains": {"a": {"environment": "mine.py:Gues"}}}}, "Guess"),
@@ -323,20 +335,14 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
             "there are no columns",
         ),
         (
-            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "carried": 2}}}}},
-            "leave no room in a window of all turns",
-        ),
-        (
-            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "summary": {}}}}}},
-            "summary: has no effect: all turns are in sight",
+            {"data": {"domains": {"a": {"environment": {"name": "sokoban", "window": WIDE}}}}},
+            "leave no room in a window of 2",
         ),
         (
             {
                 "pipeline": "sft",
                 "data": {
-                    "domains": {
-                        "a": {"environment": {"name": "sokoban", "window": 2, "summary": {}}}
-                    }
+                    "domains": {"a": {"environment": {"name": "sokoban", "window": SUMMED_UP}}}
                 },
             },
             "solvers write no summaries",
@@ -401,7 +407,7 @@ def test_the_tiny_recipes_of_agents_run_from_warm_up_to_rl(
         model = tiny_agents.save_tools_model(tmp_path / "model")
     options += [f"run.folder={json.dumps(str(tmp_path))}", "run.steps=1", "run.threads=1"]
     options += ["cluster.backend=inline", "observe.live=off", "observe.sinks=[]"]
-    options += ["evaluate.every=1", f"data.validation.{domain}.environment.tasks=2"]
+    options += ["evaluate.every=1", f"data.validation.{domain}.limit=2"]
     warm_up = RECIPES / f"{game}_warm_up.yaml"
     start = run_recipe(
         load_recipe(

@@ -14,12 +14,13 @@ from rollick.config.names import NAMES
 from rollick.config.schema import ModelConfig
 from rollick.data.chat import ChatCodec
 from rollick.errors import ConfigError
-from rollick.models.load import load_tokenizer, quietly
-from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult
+from rollick.models.loading.load import load_tokenizer, silence_transformers
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import read_metrics
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects, RunResult
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import Turn
 
 Toy = Callable[..., LoadedRecipe]
@@ -32,7 +33,7 @@ OBJECTS = RunObjects(prompts={"rows": ROWS}, rewards={"reward": lambda completio
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model with the same tokens, whose distributions are far from flat."""
     folder = save_tiny(tmp_path_factory.mktemp("teacher"), seed=1)
-    with quietly(), torch.no_grad():
+    with silence_transformers(), torch.no_grad():
         model = LlamaForCausalLM.from_pretrained(folder)
         model.get_input_embeddings().weight.mul_(8)
         model.save_pretrained(folder)
@@ -50,7 +51,6 @@ def distill(
         *overrides,
         pipeline="distill",
         data=options.pop("data", {"domains": {"letters": ANSWERS}}),
-        rollout={},
         algorithm={"loss": loss},
         teacher={"path": str(teacher)},
         **options,
@@ -98,7 +98,7 @@ def test_the_whole_distribution_of_the_student_becomes_the_teachers(
 def kl(teacher: Path, student: Path) -> float:
     """KL(teacher || student) at the tokens of the answers."""
     codec = ChatCodec(load_tokenizer(ModelConfig(path=str(teacher))), "chat")
-    with quietly():
+    with silence_transformers():
         models = [LlamaForCausalLM.from_pretrained(path) for path in (teacher, student)]
     total = 0.0
     for row in ROWS:

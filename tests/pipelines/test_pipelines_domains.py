@@ -9,11 +9,12 @@ import pytest
 
 from rollick.config.load import LoadedRecipe, recipe_from_dict
 from rollick.config.schema import RewardSpec
-from rollick.observe.metrics import is_documented
-from rollick.pipelines.base import RunResult, open_session
+from rollick.observe.metric_table import is_documented
 from rollick.pipelines.domains import group_filter, training_sampling, validation_sampling
-from rollick.pipelines.judge import KEY_VARIABLE, OwnJudge
+from rollick.pipelines.judge import KEY_VARIABLE, JudgeEndpoint
+from rollick.pipelines.open_run import open_run
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunResult
 from rollick.testing.fakes import group, prompt, sample
 
 Toy = Callable[..., LoadedRecipe]
@@ -73,9 +74,9 @@ def test_a_group_is_dropped_by_the_filters_of_its_domain() -> None:
 
 @pytest.fixture(scope="module")
 def two_domains(toy: Toy) -> RunResult:
-    where = {"where": {"answer": ["a", "b"]}}
+    where = {"answer": ["a", "b"]}
     domains = {
-        "short": LETTERS | {"sampling": {"max_tokens": 1}, "filters": where},
+        "short": LETTERS | {"sampling": {"max_tokens": 1}, "where": where},
         "long": LETTERS | {"sampling": {"max_tokens": 6}, "share": 3},
     }
     return run_recipe(
@@ -116,10 +117,10 @@ def test_every_figure_of_a_domain_is_logged_with_its_share(two_domains: RunResul
 
 
 def test_only_rewards_without_an_address_are_given_the_runs_own_judge() -> None:
-    judge = OwnJudge("http://127.0.0.1:1/v1", "secret")
+    judge = JudgeEndpoint("http://127.0.0.1:1/v1", "secret")
     other = RewardSpec(name="judge", options={"url": "http://x/v1", "model": "m"})
-    own = judge.addressed(RewardSpec(name="judge", options={"votes": 3}))
-    assert judge.addressed(other) is other
+    own = judge.with_address(RewardSpec(name="judge", options={"votes": 3}))
+    assert judge.with_address(other) is other
     assert own.options == {
         "votes": 3,
         "url": "http://127.0.0.1:1/v1",
@@ -139,10 +140,10 @@ async def test_a_judge_on_the_device_map_is_asked_and_its_junk_is_a_failed_score
         judge={"path": str(tiny_folder)},
         devices={"judge": "cpu"},
     )
-    async with open_session(loaded) as session:
-        score = await session.score(sample(of=prompt(domain="letters")))
-        figures = session.rewards.tally.take_metrics()
+    async with open_run(loaded) as run:
+        score = await run.scoring.score(sample(of=prompt(domain="letters")))
+        figures = run.scoring.rewards.call_counts.take_metrics()
     assert not score.ok
-    assert "junk" in score.detail
+    assert "unparsable verdict" in score.detail
     assert figures["reward/total/judge/requests"] == 1
     assert figures["reward/total/judge/completion_tokens"] == 4

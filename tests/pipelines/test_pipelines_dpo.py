@@ -15,11 +15,12 @@ from rollick.config.load import LoadedRecipe
 from rollick.data.chat import ChatCodec
 from rollick.data.collate import examples_to_batch
 from rollick.errors import DataError
-from rollick.models.load import load_tokenizer
-from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult
+from rollick.models.loading.load import load_tokenizer
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import read_metrics
 from rollick.pipelines.run import run_recipe
-from rollick.train.local import LocalStrategy
+from rollick.pipelines.state import RunObjects, RunResult
+from rollick.trainer.local import LocalStrategy
 from rollick.types import Turn
 
 Toy = Callable[..., LoadedRecipe]
@@ -42,7 +43,6 @@ def recipe_of(toy: Toy, *overrides: str, **options: Any) -> LoadedRecipe:
         *overrides,
         pipeline="dpo",
         data=data,
-        rollout={},
         **options,
     )
 
@@ -94,9 +94,9 @@ def whole(toy: Toy) -> RunResult:
 def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult) -> None:
     first, last = figures(whole)[0], figures(whole)[-1]
     # The policy starts as its own reference: every margin is 0.
-    assert first["train/mean/margin"] == first["train/mean/preferred"] == 0
+    assert first["train/mean/margin"] == first["train/mean/preference_accuracy"] == 0
     assert first["train/loss"] == pytest.approx(log(2))
-    assert last["train/mean/preferred"] > 0.9
+    assert last["train/mean/preference_accuracy"] > 0.9
     assert last["train/loss"] < 0.5 * first["train/loss"]
     assert (margins(recipe_of(toy), whole) > 0).mean() > 0.9
 
@@ -104,7 +104,7 @@ def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult
 def test_swapped_labels_push_the_other_way(toy: Toy) -> None:
     loaded = recipe_of(toy, steps=20, data={"domains": {"letters": SWAPPED}})
     result = run(loaded)
-    assert figures(result)[-1]["train/mean/preferred"] > 0.9
+    assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.9
     assert (margins(loaded, result) < 0).mean() > 0.9
 
 
@@ -137,7 +137,7 @@ def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
 
 def test_minibatches_are_made_of_whole_pairs(toy: Toy) -> None:
     result = run(recipe_of(toy, "train.minibatches=3", "train.epochs=2", steps=4))
-    assert figures(result)[-1]["train/mean/preferred"] > 0.5
+    assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.5
     assert figures(result)[0]["train/tokens"] == 2 * 8 * 6
 
 

@@ -13,7 +13,7 @@ import torch
 from rollick import RunResult
 from rollick.algorithms.objective import build_objective
 from rollick.testing.batches import random_batch, recipe_of
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 
 RunToy = Callable[..., RunResult]
 

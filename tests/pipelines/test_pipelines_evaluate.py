@@ -9,12 +9,10 @@ from math import isnan
 
 import pytest
 
+from rollick.commands.evaluate import evaluate_model
 from rollick.config.load import LoadedRecipe
 from rollick.errors import ConfigError, RollickError
-from rollick.pipelines import inspect
-from rollick.pipelines.base import Session
-from rollick.pipelines.evaluate import pass_at_k, summarise, wilson
-from rollick.pipelines.inspect import evaluate_model
+from rollick.pipelines.evaluate import Evaluator, pass_at_k, summarise, wilson
 from rollick.pipelines.run import wait_for
 from rollick.testing.fakes import group, prompt
 
@@ -133,7 +131,7 @@ def test_pass_at_1_is_there_also_when_other_k_are_asked_for() -> None:
 
 def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., LoadedRecipe]) -> None:
     domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
-    loaded = toy(pipeline="sft", data={"domains": {"letters": domain}}, rollout={})
+    loaded = toy(pipeline="sft", data={"domains": {"letters": domain}})
     with pytest.raises(ConfigError, match=r"nothing to evaluate with.*data\.validation"):
         wait_for(evaluate_model(loaded, checkpoint=None))
 
@@ -141,10 +139,10 @@ def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., Loaded
 def test_a_signal_stops_an_evaluation(
     toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(session: Session, prompts: object) -> None:
+    async def never(self: Evaluator, prompts: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(inspect, "evaluate_prompts", never)
+    monkeypatch.setattr(Evaluator, "evaluate", never)
     with pytest.raises(RollickError, match="a signal stopped the evaluation"):
         wait_for(evaluate_model(toy(), checkpoint=None))

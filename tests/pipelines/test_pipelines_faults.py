@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.objective import build_objective
 from rollick.config.load import LoadedRecipe
 from rollick.data.batch import Batch
 from rollick.data.collate import collate
 from rollick.data.store import load_batch, load_groups
-from rollick.pipelines.base import RunObjects, RunResult
-from rollick.pipelines.credit import Credit
 from rollick.pipelines.run import run_recipe
-from rollick.train.local import LocalStrategy
+from rollick.pipelines.state import RunObjects, RunResult
+from rollick.trainer.local import LocalStrategy
 from rollick.types import PolicyVersion, Sample, SampleId, stable_hash
 from rollick.workers.learner import LearnerWorker
 
@@ -50,8 +50,8 @@ def faulty(sample: Sample) -> float:
 def loaded(toy: Callable[..., LoadedRecipe]) -> LoadedRecipe:
     domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
     return toy(
-        "rollout.reward_timeout_s=0.7",
-        "rollout.reward_processes=2",
+        "rewards.timeout_s=0.7",
+        "rewards.processes=2",
         "rollout.max_failed_scores=0.9",
         "rollout.groups_per_step=6",
         "rollout.group_size=8",
@@ -101,8 +101,8 @@ def clean_batch(run: RunResult, loaded: LoadedRecipe) -> Batch:
         for group in groups
     ]
     assert sum(len(group.members) for group in clean) < sum(len(g.members) for g in groups)
-    credit = Credit(loaded.recipe, base=loaded.base)
-    batch = collate(clean, chosen=credit.chosen, version=PolicyVersion(0))
+    credit = CreditAssigner(loaded.recipe, base=loaded.base)
+    batch = collate(clean, select_members=credit.trained_members, version=PolicyVersion(0))
     return credit.assign(clean, batch)[0]
 
 

@@ -4,18 +4,22 @@ import asyncio
 import math
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from ledger_audit import audit, check_ledger
 
+from rollick.cluster.group import WorkerGroup
 from rollick.config.load import LoadedRecipe
 from rollick.errors import EngineLost, WorkerError
-from rollick.pipelines.base import open_session
-from rollick.pipelines.rl import RLPipeline, publish_version
-from rollick.pipelines.rlvr import open_pipeline
-from rollick.rollout.log import audit, read_log
+from rollick.observe.faults import Fault, read_faults
+from rollick.pipelines.open_run import open_run
+from rollick.pipelines.rl import RLPipeline, open_rl
+from rollick.roles.protocols import EngineDescription, GeneratorRole
+from rollick.rollout.ledger.log import read_log
 from rollick.types import Group, PolicyVersion
 
 Toy = Callable[..., LoadedRecipe]
@@ -32,14 +36,22 @@ def drawn_at(groups: Sequence[Group]) -> set[int]:
 
 @asynccontextmanager
 async def opened(loaded: LoadedRecipe) -> AsyncGenerator[RLPipeline]:
-    async with open_session(loaded) as session, open_pipeline(session) as pipeline:
+    async with open_run(loaded) as run, open_rl(run) as pipeline:
         yield pipeline
+
+
+def group_of(pipeline: RLPipeline) -> WorkerGroup:
+    return pipeline.roles.generators.group
+
+
+async def describe(pipeline: RLPipeline, rank: int) -> EngineDescription:
+    return await pipeline.roles.generators.call_rank(rank, GeneratorRole.describe)
 
 
 def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -> list[str]:
     """From now on the host of a generator answers none of the methods (none given: no call at
     all); returns what was tried."""
-    transport = pipeline.session.group._transport
+    transport = group_of(pipeline)._transport
     send: Callable[..., Awaitable[Any]] = transport.send
     tried: list[str] = []
 
@@ -62,12 +74,12 @@ async def test_a_run_goes_on_without_a_generator_that_died(
         for _ in range(3):
             report = await pipeline.step()
             assert len(report.groups) == 4
-        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
-        assert pipeline.session.version == 4
+        assert pipeline.roles.generators.lost_ranks == {1}
+        assert pipeline.state.version == 4
         assert pipeline.measure(report)["controller/engines"] == 1
         assert drawn_at(report.groups) <= {2, 3}
-        pipeline.rollout.ledger.check()
-        folder = pipeline.session.folder.path
+        check_ledger(pipeline.source.rollout.ledger)
+        folder = pipeline.state.folder.path
     assert audit(read_log(folder / "ledger.jsonl")).groups.trained == 16
     assert "engine 1 is lost" in caplog.text
     assert "version 4 was published without the lost generators 1" in caplog.text
@@ -79,7 +91,7 @@ async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method
         tried = cut_off(pipeline, 1, methods=(method, "describe"))
         await pipeline.step()
         assert tried == [method, "describe"]
-        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        assert pipeline.roles.generators.lost_ranks == {1}
         report = await pipeline.step()
         assert drawn_at(report.groups) == {1}
 
@@ -87,10 +99,10 @@ async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method
 async def test_a_publish_that_fails_although_all_generators_live_is_an_error(toy: Toy) -> None:
     async with opened(toy(*APART)) as pipeline:
         cut_off(pipeline, 1, methods=("receive",))
-        pipeline.session.version = PolicyVersion(1)
+        pipeline.state.version = PolicyVersion(1)
         with pytest.raises(WorkerError, match="died"):
-            await publish_version(pipeline.session)
-        assert not any(engine.lost for engine in pipeline.session.engines)
+            await pipeline.publisher.publish_to_alive(PolicyVersion(1))
+        assert not pipeline.roles.generators.lost_ranks
 
 
 async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
@@ -106,12 +118,14 @@ async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
 
 
 async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> None:
-    async with opened(toy(*APART)) as pipeline:
+    async with open_run(toy(*APART)) as run, open_rl(run) as pipeline:
         await pipeline.step()
         cut_off(pipeline, 0)
         await pipeline.step()
-        assert [engine.lost for engine in pipeline.session.engines] == [True, False]
-        assert len((await pipeline.validate()).groups) == 8
+        assert pipeline.roles.generators.lost_ranks == {0}
+        prompts = run.open_prompts(validation=True).all()
+        async with run.phases.enter("validate"):
+            assert len((await run.evaluator.evaluate(prompts)).groups) == 8
 
 
 @pytest.mark.parametrize("generators", ["cpu:0", "cpu:1-2"], ids=["colocated", "apart"])
@@ -124,15 +138,15 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
     sizes = ("rollout.groups_per_step=2", "rollout.group_size=2", "sampling.max_tokens=48")
     moved = 0
     async with opened(toy(*options, *places, *sizes, steps=6)) as pipeline:
-        interrupt = pipeline.rollout.interrupt
+        interrupt = pipeline.source.rollout.interrupt
 
         async def count_moved() -> None:
             nonlocal moved
-            moved += len(pipeline.rollout.fleet.on())
+            moved += len(pipeline.source.rollout.fleet.engine_of)
             await interrupt()
-            assert pipeline.rollout.fleet.on() == {}
+            assert pipeline.source.rollout.fleet.engine_of == {}
 
-        pipeline.rollout.interrupt = count_moved  # type: ignore[method-assign]
+        pipeline.source.rollout.interrupt = count_moved  # type: ignore[method-assign]
         mixed = 0
         for step in range(4):
             report = await pipeline.step()
@@ -147,7 +161,7 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
 
 def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int = 0) -> None:
     """The host of a generator is dead until it has been restarted, the first times in vain."""
-    transport = pipeline.session.group._transport
+    transport = group_of(pipeline)._transport
     send: Callable[..., Awaitable[Any]] = transport.send
     restart: Callable[..., Awaitable[None]] = transport.restart
     left = restarts_fail + 1
@@ -178,19 +192,19 @@ async def test_a_lost_generator_comes_back_with_the_current_weights(
     toy: Toy, caplog: pytest.LogCaptureFixture, restarts_fail: int
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
-        session, fleet = pipeline.session, pipeline.rollout.fleet
+        state, fleet = pipeline.state, pipeline.source.rollout.fleet
         await pipeline.step()
         kill_until_restarted(pipeline, 1, restarts_fail=restarts_fail)
-        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
         groups = await steps_until(pipeline, lambda: sorted(fleet.engines) == [0, 2])
-        assert not any(engine.lost for engine in session.engines)
-        assert fleet.engines[2] is session.engines[1]
-        assert min(drawn_at(groups)) >= session.version - 2
-        worker = await session.group.call("generators", "describe", rank=1)
-        assert worker[1].version == session.version
-        pipeline.rollout.ledger.check()
+        assert not pipeline.roles.generators.lost_ranks
+        assert fleet.engines[2] is pipeline.roles.generators.engines[1]
+        assert min(drawn_at(groups)) >= state.version - 2
+        worker = await describe(pipeline, 1)
+        assert worker.load.version == state.version
+        check_ledger(pipeline.source.rollout.ledger)
     assert caplog.text.count("could not be restarted") == restarts_fail
-    assert "generator 1 is back" in caplog.text
+    assert "generator 1 was restarted" in caplog.text
 
 
 async def test_the_loss_of_the_only_generator_is_waited_for(toy: Toy) -> None:
@@ -220,23 +234,23 @@ async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
 async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
     async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
-        session = pipeline.session
+        state = pipeline.state
         await pipeline.step()
-        host = session.group.device_map.host_of("generators", 1)
-        pids = session.group._transport.pids  # type: ignore
+        host = pipeline.roles.device_map.host_of("generators", 1)
+        pids = group_of(pipeline)._transport.pids  # type: ignore
         dead = pids[host.index]
         os.kill(dead, signal.SIGKILL)
         async with asyncio.timeout(90):
-            while not pipeline.revival.restarts:
+            while not pipeline.source.restarter.restarts:
                 await pipeline.step()
         assert pids[host.index] != dead
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(set(trained)) == 12
-        drained = await session.group.call("generators", "describe", rank=1)
-        assert drained[1].version == session.version
-        assert drained[1].generated_tokens > 0
-        assert not any(engine.lost for engine in session.engines)
-        pipeline.rollout.ledger.check()
+        drained = await describe(pipeline, 1)
+        assert drained.load.version == state.version
+        assert drained.load.generated_tokens > 0
+        assert not pipeline.roles.generators.lost_ranks
+        check_ledger(pipeline.source.rollout.ledger)
 
 
 @pytest.mark.slow
@@ -244,13 +258,69 @@ async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
     async with opened(toy(*APART, *options, steps=20)) as pipeline:
         await pipeline.step()
-        host = pipeline.session.group.device_map.host_of("generators", 1)
-        os.kill(pipeline.session.group._transport.pids[host.index], signal.SIGKILL)  # type: ignore
+        host = pipeline.roles.device_map.host_of("generators", 1)
+        os.kill(group_of(pipeline)._transport.pids[host.index], signal.SIGKILL)  # type: ignore
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(trained) == 48
         assert len(set(trained)) == 12
-        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
-        assert math.isfinite(pipeline.lag.take_ms())
+        assert pipeline.roles.generators.lost_ranks == {1}
+        assert math.isfinite(pipeline.source.lag.take_ms())
+
+
+async def test_a_slow_generator_is_named_in_the_faults_and_the_metrics(
+    toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(toy(*TWO, "sampling.max_tokens=16", steps=99)) as pipeline:
+        speeds = pipeline.source.rollout.fleet.speeds
+        observe = speeds.observe
+
+        def observe_speed(engine: int, *, tokens: int, seconds: float) -> None:
+            observe(engine, tokens=tokens, seconds=tokens / (40 if engine == 1 else 100))
+
+        speeds.observe = observe_speed  # type: ignore[method-assign]
+        report = await pipeline.step()
+        assert pipeline.measure(report)["speed/slow_engines"] == 0
+        for _ in range(19):
+            report = await pipeline.step()
+        assert pipeline.measure(report)["speed/slow_engines"] == 1
+        [fault] = read_faults(pipeline.state.folder.path)
+        assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "slow")
+    assert caplog.text.count("engine 1 decodes at 40% of the others' speed") == 1
+
+
+@pytest.mark.slow
+async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_ten_seconds(
+    toy: Toy,
+) -> None:
+    options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
+    async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
+        rollout = pipeline.source.rollout
+        for _ in range(2):
+            await pipeline.step()
+        host = pipeline.roles.device_map.host_of("generators", 1)
+        pids = group_of(pipeline)._transport.pids  # type: ignore
+        engine = pipeline.roles.generators.engines[1]
+        # Ten seconds; more only if drains were late by more than half a second before.
+        allowed_s = max(10.0, engine.health.drain_limit_s(engine.last_load) + 3)
+        stopped, stopped_at = pids[host.index], time.time()
+        os.kill(stopped, signal.SIGSTOP)
+        trained = [uid for _ in range(4) for uid in await _uids(pipeline)]
+        assert len(trained) == len(set(trained)) == 4 * 16
+        [fault] = losses(pipeline)
+        assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "hung")
+        assert fault.detected_at - stopped_at < allowed_s
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        assert pids[host.index] != stopped
+        check_ledger(rollout.ledger)
+        folder = pipeline.state.folder.path
+        [fault] = losses(pipeline)
+        assert fault.rejoined_at is not None
+    assert audit(read_log(folder / "ledger.jsonl")).groups.trained % 4 == 0
+
+
+def losses(pipeline: RLPipeline) -> list[Fault]:
+    """The faults of a run, except engines that a busy machine made slow."""
+    return [fault for fault in read_faults(pipeline.state.folder.path) if fault.kind != "slow"]
 
 
 async def _uids(pipeline: RLPipeline) -> list[Any]:
@@ -261,9 +331,9 @@ async def _uids(pipeline: RLPipeline) -> list[Any]:
 
 def engine_of(pipeline: RLPipeline, rank: int) -> Any:
     """The engine itself, in its host of this process."""
-    group = pipeline.session.group
+    group = group_of(pipeline)
     host = group._transport._hosts[group.device_map.host_of("generators", rank).index]  # type: ignore
-    return host._residents["generators"].role.engine
+    return host._running_roles["generators"].role.engine
 
 
 def lose(engine: Any, method: str) -> None:
@@ -279,25 +349,25 @@ async def test_an_engine_lost_in_a_living_host_comes_back_in_a_new_one(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
-        session = pipeline.session
+        state = pipeline.state
         await pipeline.step()
         old = engine_of(pipeline, 1)
         lose(old, "generate")
-        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
         assert engine_of(pipeline, 1) is not old
         assert old._closed
-        assert not any(engine.lost for engine in session.engines)
-        about = await session.group.call("generators", "describe", rank=1)
-        assert about[1].version == session.version
-        pipeline.rollout.ledger.check()
-    assert "generator 1 is back" in caplog.text
+        assert not pipeline.roles.generators.lost_ranks
+        about = await describe(pipeline, 1)
+        assert about.load.version == state.version
+        check_ledger(pipeline.source.rollout.ledger)
+    assert "generator 1 was restarted" in caplog.text
 
 
 async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> None:
     async with opened(toy(*APART)) as pipeline:
         lose(engine_of(pipeline, 1), "update")
         await pipeline.step()
-        assert [engine.lost for engine in pipeline.session.engines] == [False, True]
+        assert pipeline.roles.generators.lost_ranks == {1}
         report = await pipeline.step()
         assert drawn_at(report.groups) == {1}
 
@@ -306,13 +376,13 @@ async def test_a_generator_that_was_restarted_is_asked_anew_where_it_lives(toy: 
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         forgotten: list[int] = []
-        forget = pipeline.session.publisher.forget
+        forget = pipeline.publisher.forget
 
         def note(rank: int) -> None:
             forgotten.append(rank)
             forget(rank)
 
-        pipeline.session.publisher.forget = note  # type: ignore[method-assign]
+        pipeline.publisher.forget = note  # type: ignore[method-assign]
         kill_until_restarted(pipeline, 1)
-        await steps_until(pipeline, lambda: pipeline.revival.restarts == 1)
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
     assert forgotten == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,22 @@ from typer.testing import CliRunner
 
 from rollick import LoadedRecipe, RunResult
 from rollick.cli import app
+from rollick.cluster.devices import DeviceMap
 from rollick.config.load import dump_recipe
-from rollick.config.schema import Recipe
-from rollick.models.shape import ModelShape
-from rollick.pipelines.memory import microbatch_tokens, plan_memory, predicted_bytes, read_shapes
+from rollick.config.schema import Recipe, TrainConfig
+from rollick.config.schema.train import ParallelConfig
+from rollick.models.loading.shape import ModelShape
+from rollick.pipelines.memory import (
+    PhaseMemory,
+    describe_memory,
+    machine_bounds,
+    microbatch_tokens,
+    plan_memory,
+    predicted_bytes,
+    read_shapes,
+)
 from rollick.testing.batches import recipe_of
+from rollick.trainer.memory_estimate import trained_footprint
 
 Toy = Callable[..., LoadedRecipe]
 RunToy = Callable[..., RunResult]
@@ -57,7 +69,7 @@ def test_a_mixture_counts_all_its_experts() -> None:
     config = said | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     shape = ModelShape.of(config | {"intermediate_size": 99})
     assert shape is not None
-    assert shape.expert_numbers == 2 * 4 * (3 * 8 * 16 + 8)
+    assert shape.expert_parameters == 2 * 4 * (3 * 8 * 16 + 8)
     assert ModelShape.of({"hidden_size": 8}) is None
 
 
@@ -128,24 +140,122 @@ def test_processes_are_counted_one_by_one_and_an_inline_run_as_one() -> None:
 def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None:
     loaded = toy()
     (tmp_path / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
-    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
+    wide = {"COLUMNS": "200"}  # No line is wrapped.
+    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")], env=wide)
     assert answer.exit_code == 0, answer.output
-    said = answer.output[answer.output.rindex("memory  ") :].splitlines()
-    assert said[0].split() == ["memory", "phase", "GB", "at", "the", "most", "of", "which"]
-    assert [line.split()[2] for line in said[1:]] == ["generate", "train", "publish", "validate"]
+    said = answer.output[answer.output.index("memory  ") :].splitlines()
+    assert said[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
+    assert [line.split("  ")[1] for line in said[1:3]] == ["generate, publish, validate", "train"]
+    assert said[4].startswith("workers   ")
+    assert said[5].startswith("machine   ")
     assert read_shapes(loaded.recipe) is not None
+
+
+def test_hosts_share_a_line_only_if_all_their_phases_are_alike() -> None:
+    device_map = recipe_of(Path("m"), devices={"policy": "cpu", "generators": "cpu:1-3"})
+    hosts = DeviceMap.of(device_map).hosts()
+    sizes = {0: (1, 2), 1: (2, 1), 2: (1, 1), 3: (1, 1)}
+    rows = [
+        PhaseMemory(host, phase, {"policy": size * 10**9}, least=size * 10**9)
+        for host in hosts
+        for phase, size in zip(("generate", "train"), sizes[host.index], strict=True)
+    ]
+    lines = describe_memory(rows).splitlines()[1:]
+    assert [re.split(r"  +", line)[:3] for line in lines] == [
+        ["host 0", "generate", "1"],
+        ["host 0", "train", "2"],
+        ["host 1", "generate", "2"],
+        ["host 1", "train", "1"],
+        ["host 2-3", "generate, train", "1"],
+    ]
+
+
+def test_snapshots_take_two_copies_of_masters_and_moments_from_the_controller(toy: Toy) -> None:
+    ray = ("cluster.backend=ray", "devices.generators=cpu:1", "model.dtype=float32")
+    recipe = toy(*ray).recipe
+    shapes = read_shapes(recipe)
+    assert shapes is not None
+    rows = plan_memory(recipe, shapes)
+    [parameters] = {shape.parameters for shape in shapes.values()}
+    assert {row.snapshots for row in rows if "policy" in row.host.roles} == {2 * 12 * parameters}
+    assert {row.snapshots for row in rows if "policy" not in row.host.roles} == {0}
+    without = plan_memory(toy(*ray, "checkpoint.snapshot=false").recipe, shapes)
+    bounds, bare = machine_bounds(rows), machine_bounds(without)
+    assert bounds.least - bare.least == bounds.most - bare.most == 24 * parameters
+    assert "snapshots (checkpoint.snapshot)" in describe_memory(rows)
+    assert "snapshots" not in describe_memory(without)
 
 
 def test_check_says_where_sizes_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
     text = dump_recipe(toy("model.path=org/name").recipe)
     (tmp_path / "recipe.yaml").write_text(text)
-    answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")])
-    assert "told when the run starts" in answer.output
+    answer = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
+    assert "known when the run starts" in answer.output
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_of_a_sharded_policy_divide_its_parameters_state_and_gradients(ranks: int) -> None:
+    devices = {"policy": f"0-{ranks - 1}", "generators": str(ranks)}
+    train = {"strategy": "fsdp"}
+    recipe = on_one_gpu(train=train).model_copy(
+        update={"devices": recipe_of(Path("m"), train=train, devices=devices).devices}
+    )
+    [resting] = {
+        row.bytes["policy"]
+        for row in plan_memory(recipe, {"m": SHAPE})
+        if row.phase == "generate" and "policy" in row.bytes
+    }
+    assert resting == 2 * PARAMETERS // ranks + 12 * PARAMETERS // ranks
+    [least] = {
+        row.least
+        for row in plan_memory(recipe, {"m": SHAPE})
+        if row.phase == "train" and "policy" in row.bytes
+    }
+    gathered = 2 * PARAMETERS  # The shape has two layers, and two are gathered at a time.
+    assert least == resting + gathered + 6 * PARAMETERS // ranks
+
+
+def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
+    sizes = {"itemsize": 2, "tokens": 100, "ranks": 4}
+    whole, half, kept = (
+        trained_footprint(SHAPE, TrainConfig(strategy="fsdp", parallel=parallel), **sizes)
+        for parallel in (
+            ParallelConfig(),
+            ParallelConfig(context=2),
+            ParallelConfig(recompute=True),
+        )
+    )
+    assert half.activations == whole.activations // 2
+    assert kept.activations < whole.activations
+
+
+def test_the_least_that_a_run_takes_does_not_depend_on_its_lengths() -> None:
+    small = on_one_gpu()
+    large = small.model_copy(
+        update={"infer": small.infer.model_copy(update={"slots": 4096, "max_length": 4096})}
+    )
+    shapes = {small.model.path: SHAPE}
+    bounds = [
+        [(row.least, row.total) for row in plan_memory(recipe, shapes)] for recipe in (small, large)
+    ]
+    assert [least for least, _ in bounds[0]] == [least for least, _ in bounds[1]]
+    assert sum(most for _, most in bounds[0]) < sum(most for _, most in bounds[1])
+    assert all(least <= most for least, most in bounds[0] + bounds[1])
+
+
+def test_a_cache_on_the_cpu_holds_no_more_than_the_samples_in_flight() -> None:
+    few = {"groups_per_step": 2, "group_size": 2}
+    devices = recipe_of(Path("m"), devices={"policy": "cpu", "generators": "cpu"}).devices
+    recipe = on_one_gpu(rollout=few)
+    wide = recipe.infer.model_copy(update={"slots": 256, "max_length": 2048})
+    recipe = recipe.model_copy(update={"devices": devices, "infer": wide})
+    [row] = [row for row in plan_memory(recipe, {"m": SHAPE}) if row.phase == "generate"]
+    assert row.total - row.least == 4 * 10 * SHAPE.cache_per_token * 4
 
 
 def test_a_run_logs_what_was_predicted_and_what_was_seen(run_toy: RunToy) -> None:
     lines = (run_toy(steps=2).folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(row["memory/predicted_gb"] > 0.001 for row in rows)
-    assert all(row["memory/seen_gb"] >= 0 for row in rows)
-    assert rows[0]["memory/seen_gb"] <= rows[1]["memory/seen_gb"]
+    assert all(row["memory/peak_gb"] >= 0 for row in rows)
+    assert rows[0]["memory/peak_gb"] <= rows[1]["memory/peak_gb"]

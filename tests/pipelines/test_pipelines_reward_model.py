@@ -20,12 +20,13 @@ from rollick.config.schema import RewardSpec
 from rollick.data.batch import Batch
 from rollick.data.collate import examples_to_batch
 from rollick.errors import WorkerError
-from rollick.pipelines.base import Session, open_session
-from rollick.pipelines.reward_model import AskedRewardModel
+from rollick.pipelines.open_run import OpenRun, open_run
+from rollick.pipelines.reward_model import RewardModelClient
 from rollick.pipelines.run import run_recipe
+from rollick.roles.handles import RewardModel
 from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import prompt, sample
-from rollick.train.reward_model import LocalRewardModel
+from rollick.trainer.reward_model import LocalRewardModel
 from rollick.types import FloatArray, Sample, Score
 from rollick.workers.scorer import RewardModelWorker
 
@@ -54,9 +55,9 @@ def samples_of(answers: tuple[str, ...]) -> list[Sample]:
     return [sample(text, uid=(0, place), of=asked) for place, text in enumerate(answers)]
 
 
-def expected(session: Session, scorer: Path) -> list[float]:
+def expected(run: OpenRun, scorer: Path) -> list[float]:
     """What the reference implementation says of the answers."""
-    codec, turns = session.codec, prompt(domain="letters").turns
+    codec, turns = run.episodes.codec, prompt(domain="letters").turns
     told = [codec.encode_example(turns, text)[0] for text in ANSWERS]
     examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in told]
     batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=64)
@@ -65,27 +66,27 @@ def expected(session: Session, scorer: Path) -> list[float]:
 
 async def test_a_sample_scores_what_the_model_says_times_the_weight(toy: Toy, scorer: Path) -> None:
     loaded = asking(toy, scorer, {"name": "model", "weight": 2.0}, batch_size=3)
-    async with open_session(loaded) as session:
-        scores = await asyncio.gather(*(session.score(one) for one in samples_of(ANSWERS)))
-        wanted = expected(session, scorer)
-        counted = session.rewards.tally.take_metrics()
+    async with open_run(loaded) as run:
+        scores = await asyncio.gather(*(run.scoring.score(one) for one in samples_of(ANSWERS)))
+        wanted = expected(run, scorer)
+        counted = run.scoring.rewards.call_counts.take_metrics()
     assert len(set(wanted)) == len(ANSWERS)
     assert [score.value for score in scores] == pytest.approx([2 * one for one in wanted], abs=1e-5)
     assert counted["reward/calls/model"] == len(ANSWERS)
 
 
 async def test_it_stands_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
-    loaded = asking(toy, scorer, "model", {"name": "length", "options": {"most": 1}})
-    async with open_session(loaded) as session:
-        scores = [await session.score(one) for one in samples_of(ANSWERS)]
-        wanted = expected(session, scorer)
+    loaded = asking(toy, scorer, "model", {"name": "length", "options": {"max_length": 1}})
+    async with open_run(loaded) as run:
+        scores = [await run.scoring.score(one) for one in samples_of(ANSWERS)]
+        wanted = expected(run, scorer)
     assert [score.parts["model"] for score in scores] == pytest.approx(wanted, abs=1e-5)
     assert [score.parts["length"] for score in scores] == [1.0, 1.0, 0.0, 1.0]
 
 
 async def test_an_answer_that_is_too_long_is_a_failed_score(toy: Toy, scorer: Path) -> None:
-    async with open_session(asking(toy, scorer, "model", max_length=4)) as session:
-        score = await session.score(samples_of(ANSWERS)[0])
+    async with open_run(asking(toy, scorer, "model", max_length=4)) as run:
+        score = await run.scoring.score(samples_of(ANSWERS)[0])
     assert not score.ok
     assert "reward_model.max_length is 4" in score.detail
 
@@ -112,7 +113,8 @@ class FailingGroup:
 async def ask_all(toy: Toy, scorer: Path, group: FailingGroup) -> list[Score]:
     recipe = asking(toy, scorer, "model", batch_size=4).recipe
     samples = samples_of(tuple("a" * (place + 1) for place in range(10)))
-    async with AskedRewardModel.open(cast("Any", group), recipe) as model:
+    handle = RewardModel(cast("Any", group), "reward_model")
+    async with RewardModelClient.open(handle, recipe) as model:
         return await asyncio.gather(*(model.score(one) for one in samples))
 
 
@@ -133,7 +135,7 @@ async def test_a_batch_that_the_model_fails_at_is_not_scored_and_the_next_one_is
 
 async def test_what_is_no_number_is_no_score(toy: Toy, scorer: Path) -> None:
     scores = await ask_all(toy, scorer, FailingGroup(says=float("inf")))
-    assert {score.detail for score in scores} == {"the reward model said inf"}
+    assert {score.detail for score in scores} == {"the reward model returned inf"}
 
 
 def test_a_run_masks_and_counts_what_the_model_fails_at(

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
+from rollick.commands.replay import GenerateReplay, TrainReplay, plan_replay
 from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.data.store import load_batch, load_groups
 from rollick.errors import CheckpointError, ConfigError, RewardError, RollickError
-from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult
-from rollick.pipelines.folder import open_folder
-from rollick.pipelines.inspect import GenerateReplay, TrainReplay, plan_replay
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import read_metrics
 from rollick.pipelines.rl import RLPipeline
 from rollick.pipelines.run import run_recipe, wait_for
+from rollick.pipelines.state import RunObjects, RunResult
+from rollick.run_folder import open_folder
 from rollick.testing.toys import letter_rows, says_letter, toy_recipe
 
 Toy = Callable[..., LoadedRecipe]
@@ -266,7 +267,7 @@ def test_rewards_that_all_fail_stop_the_run_and_say_why(toy: Toy) -> None:
 
 
 def test_a_task_without_any_signal_stops_the_run_and_says_what_to_try(toy: Toy) -> None:
-    with pytest.raises(RollickError, match=r"scored alike.*easier prompts"):
+    with pytest.raises(RollickError, match=r"scored the same.*easier prompts"):
         train_with(toy, lambda completion: 0.0, "rollout.max_drops_per_step=4")
 
 
@@ -288,7 +289,7 @@ def test_there_must_be_a_run_to_resume(run_toy: RunToy) -> None:
 
 def test_two_runs_in_one_folder_at_once_are_refused(toy: Toy) -> None:
     loaded = toy(name="shared")
-    with open_folder(loaded.recipe, resume=False):
+    with open_folder(loaded, resume=False):
         for resume in (False, True):
             with pytest.raises(CheckpointError, match="is in use by another run"):
                 run_recipe(loaded, resume=resume)
@@ -310,7 +311,7 @@ def test_steps_that_are_made_again_are_recorded_once(run_toy: RunToy) -> None:
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(toy: Toy) -> None:
     loaded = toy(name="early", steps=1)
-    with open_folder(loaded.recipe, resume=False) as folder:
+    with open_folder(loaded, resume=False) as folder:
         folder.append_rows("metrics.jsonl", [{"step": 0}, {"step": 1}])
         folder.append_rows("samples.jsonl", [{"step": 1}])
     result = run_recipe(loaded, resume=True)

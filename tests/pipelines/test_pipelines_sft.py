@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rollick.config.load import LoadedRecipe
-from rollick.observe.metrics import is_documented, read_metrics
-from rollick.pipelines.base import RunObjects, RunResult
+from rollick.observe.metric_table import is_documented
+from rollick.observe.metrics import read_metrics
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunObjects, RunResult
 
 Toy = Callable[..., LoadedRecipe]
 ROWS = [{"prompt": f"say {letter}", "answer": letter} for letter in "abcdefgh"]
@@ -26,7 +27,6 @@ def sft(toy: Toy, *overrides: str, resume: bool = False, **options: Any) -> RunR
         *overrides,
         pipeline="sft",
         data=data,
-        rollout={},
         **options,
     )
     return run_recipe(loaded, objects=OBJECTS, resume=resume)

@@ -1,21 +1,30 @@
 """What a run keeps when it is cut short: by a signal, by a second one, by a step that fails."""
 
 import asyncio
+import os
+import re
+import signal
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollick import checkpoint
 from rollick.checkpoint import CheckpointStore
 from rollick.config.load import LoadedRecipe
 from rollick.data.store import load_batch
-from rollick.errors import CheckpointError, RollickError, StuckError
+from rollick.errors import RollickError, StuckError
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines import rl, supervised
-from rollick.pipelines.base import RunObjects, Session
-from rollick.pipelines.folder import RunFolder
+from rollick.pipelines.evaluate import Evaluator
+from rollick.pipelines.rl import RLPipeline
 from rollick.pipelines.run import run_recipe
+from rollick.pipelines.state import RunInterrupted, RunObjects, RunState
+from rollick.run_folder import RunFolder
+from rollick.types import Score
 
 Toy = Callable[..., LoadedRecipe]
 
@@ -29,46 +38,44 @@ def saved_steps(loaded: LoadedRecipe) -> tuple[Path, int | None]:
 def imitating() -> dict[str, Any]:
     """The sections that make the toy recipe one of SFT, with validation."""
     domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
-    rewarded = domain | {"rewards": ["rollick.testing.toys:says_letter"]}
+    rewarded = {"source": domain["source"], "rewards": ["rollick.testing.toys:says_letter"]}
     data = {"domains": {"letters": domain}, "validation": {"letters": rewarded}}
-    return {"pipeline": "sft", "rollout": {}, "data": data}
+    return {"pipeline": "sft", "data": data}
 
 
 @pytest.fixture
-async def session(toy: Toy, tmp_path: Path) -> Session:
-    """A session that nothing was opened for."""
-    loaded = toy()
-    return Session(loaded, RunFolder(tmp_path, loaded.recipe), RunObjects())
+async def state(toy: Toy, tmp_path: Path) -> RunState:
+    return RunState(RunFolder(tmp_path, toy().recipe))
 
 
 @pytest.mark.parametrize(("phase", "result"), [("generate", None), ("train", "trained")])
 async def test_a_signal_cuts_short_only_what_leaves_nothing_half_done(
-    session: Session, phase: str, result: str | None
+    state: RunState, phase: str, result: str | None
 ) -> None:
     async def step() -> str:
-        session.phase_name = phase
-        session.stop.set()
+        state.phase = phase
+        state.stop.set()
         await asyncio.sleep(0.05)
         return "trained"
 
-    assert await session.until_stopped(step()) == result
+    assert await state.until_stopped(step()) == result
 
 
 async def test_a_second_signal_is_not_taken_for_a_step_that_was_cut_short(
-    session: Session,
+    state: RunState,
 ) -> None:
     ended: list[str] = []
 
     async def step() -> None:
-        session.phase_name = "train"
-        session.stop.set()
+        state.phase = "train"
+        state.stop.set()
         try:
             await asyncio.sleep(60)
         finally:
             await asyncio.sleep(0)
             ended.append("step")
 
-    run = asyncio.create_task(session.until_stopped(step()))
+    run = asyncio.create_task(state.until_stopped(step()))
     await asyncio.sleep(0.05)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -89,12 +96,12 @@ def test_a_run_that_finds_no_more_signal_keeps_what_it_learned_and_can_go_on(toy
         options = ["data.shuffle=false", "rollout.max_drops_per_step=4", *overrides]
         return toy(*options, name="learned", steps=2, data={"domains": {"letters": domain}})
 
-    with pytest.raises(StuckError, match="scored alike"):
+    with pytest.raises(StuckError, match="scored the same"):
         run_recipe(load(), objects=objects)
     _, step = saved_steps(load())
     assert step == 1
     # Drops of the step that failed do not count against it when it is made again.
-    with pytest.raises(StuckError, match="all 8 groups of the last step scored alike"):
+    with pytest.raises(StuckError, match="all 8 groups of the last step all samples"):
         run_recipe(load(), objects=objects, resume=True)
     result = run_recipe(load("rollout.drop_no_signal=false"), objects=objects, resume=True)
     assert result.step == 2
@@ -107,8 +114,7 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
     async def fails(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    for module in (rl, supervised):
-        monkeypatch.setattr(module, "evaluate_prompts", fails)
+    monkeypatch.setattr(Evaluator, "evaluate", fails)
     loaded = toy("evaluate.at_end=true", **(imitating() if pipeline == "sft" else {}))
     with pytest.raises(StuckError, match="an engine does not answer"):
         run_recipe(loaded)
@@ -118,23 +124,130 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
 
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
+@pytest.mark.parametrize("point", ["created", "synced"])
 def test_a_checkpoint_on_the_way_that_fails_is_told_and_the_last_one_is_tried_again(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pipeline: str
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pipeline: str,
+    point: str,
 ) -> None:
-    save, tried = CheckpointStore.save, list[int]()
+    """While the files are written, or in the background while they are hashed."""
+    tried = 0
 
-    def full_at_first(store: CheckpointStore, step: int, *args: Any, **options: Any) -> Path:
-        tried.append(step)
-        if len(tried) <= 2:
-            raise CheckpointError(f"step {step} was not saved: no space left on device")
-        return save(store, step, *args, **options)
+    def full_at_first(store: CheckpointStore, name: str) -> None:
+        nonlocal tried
+        tried += name == point
+        if name == point and tried <= 2:
+            raise OSError("no space left on device")
 
-    monkeypatch.setattr(CheckpointStore, "save", full_at_first)
+    monkeypatch.setattr(CheckpointStore, "_at_point", full_at_first)
     loaded = toy("checkpoint.every=1", **(imitating() if pipeline == "sft" else {}))
     assert run_recipe(loaded).step == 2
-    assert tried == [1, 2, 2]
+    assert tried == 3
     assert saved_steps(loaded)[1] == 2
-    assert "step 1 was not saved: no space left on device" in caplog.text
+    assert re.search(r"step 1 was not saved in .*: no space left on device", caplog.text)
+
+
+def test_training_continues_while_a_checkpoint_is_hashed(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hash_file, step = checkpoint._hash_file, RLPipeline.step
+    second_step, waits = threading.Event(), list[bool]()
+
+    def hash_later(path: Path) -> str:
+        waits.append(second_step.wait(10 if all(waits) else 0))
+        return hash_file(path)
+
+    async def count_step(pipeline: RLPipeline) -> Any:
+        report = await step(pipeline)
+        if pipeline.state.step == 1:
+            second_step.set()
+        return report
+
+    monkeypatch.setattr(checkpoint, "_hash_file", hash_later)
+    monkeypatch.setattr(RLPipeline, "step", count_step)
+    loaded = toy("checkpoint.every=1")
+    run_recipe(loaded)
+    assert all(waits), "the second step ended before the first checkpoint was hashed"
+    assert saved_steps(loaded)[1] == 2
+
+
+@pytest.mark.parametrize("every_s", [0, 0.001, 900])
+def test_a_run_saves_by_the_clock_and_warns_if_it_would_never_save(
+    toy: Toy, caplog: pytest.LogCaptureFixture, every_s: float
+) -> None:
+    loaded = toy(f"checkpoint.every_s={every_s}", "checkpoint.keep_last=9", steps=3)
+    result = run_recipe(loaded)
+    checkpoints = sorted(path.name for path in (result.folder / "checkpoints").glob("step-*"))
+    steps = [1, 2, 3] if every_s == 0.001 else [3]
+    assert checkpoints == [f"step-{step:06d}" for step in steps]
+    assert ("a crash loses all steps" in caplog.text) is (every_s == 0)
+
+
+def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) -> None:
+    domain = {"source": "object:rows", "rewards": ["object:reward"]}
+    rows = [{"prompt": f"say {letter}"} for letter in "abcdefgh"]
+    controller, trained = os.getpid(), list[str]()
+
+    def reward(completion: str, prompt: str) -> float:
+        # Runs in a process of its own. Only one signal: a second one kills the controller.
+        if prompt == "say h":
+            with suppress(FileExistsError):
+                (tmp_path / "sent").mkdir()
+                os.kill(controller, signal.SIGTERM)
+        return sum(map(ord, completion))
+
+    objects = RunObjects(prompts={"rows": rows}, rewards={"reward": reward})
+    data = {"domains": {"letters": domain}}
+
+    def sweep() -> None:
+        for name in ("first", "second"):
+            trained.append(name)
+            # A sweep that tolerates failed runs must end too.
+            with suppress(Exception):
+                loaded = toy("data.shuffle=false", name=name, steps=100, data=data)
+                run_recipe(loaded, objects=objects)
+
+    with pytest.raises(RunInterrupted) as ended:
+        sweep()
+    assert trained == ["first"]
+    assert ended.value.code == 75
+    step = ended.value.result.step
+    assert saved_steps(toy(name="first"))[1] == step < 100
+    assert f"at step {step}; continue it with resume=True" in str(ended.value)
+
+
+def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """The samples of the step that the signal cut are in the checkpoint: nobody scores them again.
+    Their calls and costs must not be lost."""
+    controller, per_step = os.getpid(), 16
+
+    def reward(completion: str) -> Score:
+        # Runs in a process of its own, the only one. The signal cuts the last call of step 2.
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write("x")
+        if (tmp_path / "calls").stat().st_size == 2 * per_step:
+            os.kill(controller, signal.SIGTERM)
+            time.sleep(60)
+        return Score(float(sum(map(ord, completion))), metrics={"cost": 1.0})
+
+    domain = {"source": "rollick.testing.toys:echo_rows", "rewards": ["object:reward"]}
+    data, objects = {"domains": {"letters": domain}}, RunObjects(rewards={"reward": reward})
+    loaded = toy("rewards.processes=1", name="costly", steps=3, data=data)
+    with pytest.raises(RunInterrupted) as ended:
+        run_recipe(loaded, objects=objects)
+    assert ended.value.result.step == 1
+    result = run_recipe(loaded, objects=objects, resume=True)
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    calls = [row["reward/calls/object:reward"] for row in rows]
+    cost = [row["reward/total/object:reward/cost"] for row in rows]
+    assert calls == [per_step] * 3
+    assert cost == [per_step, 2 * per_step, 3 * per_step]
+    made = (tmp_path / "calls").stat().st_size
+    assert made == 3 * per_step + 1, "only the call that the signal cut is made again"
 
 
 def test_an_sft_whose_gradients_are_not_finite_stops(toy: Toy) -> None:

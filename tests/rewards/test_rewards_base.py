@@ -14,9 +14,9 @@ from rollick.errors import RewardError
 from rollick.rewards.base import (
     call_reward,
     combine,
-    explain_signature,
+    find_signature_problems,
     part_names,
-    read_answer,
+    to_score,
 )
 from rollick.rewards.text import contains, exact_match, find_last_number, last_number
 from rollick.testing.fakes import prompt, sample
@@ -38,7 +38,7 @@ def test_arguments_are_taken_by_name_from_the_sample_and_its_row():
     assert seen == ["2+2?", "5", "sums", True, "4", 3, {"answer": "4", "level": 3}, at]
 
 
-def test_a_column_never_shadows_what_the_library_fills():
+def test_a_column_never_shadows_a_builtin_argument():
     at = attempt("5", completion="the column", prompt="the column")
     assert call_reward(lambda completion, prompt: completion + prompt == "52+2?", at).value == 1
     assert call_reward(lambda row: row["completion"] == "the column", at).value == 1
@@ -53,7 +53,7 @@ def test_parameters_with_defaults_are_optional():
     assert call_reward(reward, attempt(bonus=2.0)).value == 2.0
 
 
-def test_options_are_passed_by_name_and_win_over_columns():
+def test_options_are_passed_by_name_and_override_columns():
     assert call_reward(lambda bonus: bonus, attempt(bonus=2.0), {"bonus": 3.0}).value == 3
 
 
@@ -90,7 +90,7 @@ def test_a_callable_object_is_a_reward():
     assert call_reward(Longest(), attempt("four")).value == 4
 
 
-def test_a_missing_argument_is_an_error_that_names_it_and_what_there_is():
+def test_a_missing_argument_raises_and_names_the_available_ones():
     def reward(completion: str, anwser: str) -> float:
         return 1.0
 
@@ -106,23 +106,23 @@ def test_a_missing_argument_is_an_error_that_names_it_and_what_there_is():
     ("options", "problem"),
     [
         (["bonsu"], "does not take the option 'bonsu'; it takes completion, bonus"),
-        (["completion"], "the option 'completion' of reward is a name that rollick fills"),
+        (["completion"], "the option 'completion' of reward is an argument that rollick fills"),
     ],
 )
 def test_options_that_cannot_reach_the_function_are_problems(options: list[str], problem: str):
     def reward(completion: str, bonus: float = 0.0) -> float:
         return bonus
 
-    [found] = explain_signature(reward, options=options)
+    [found] = find_signature_problems(reward, options=options)
     assert problem in found
 
 
-def test_a_function_that_fits_has_no_problems():
-    assert explain_signature(exact_match, columns=["answer"]) == []
+def test_a_callable_signature_has_no_problems():
+    assert find_signature_problems(exact_match, columns=["answer"]) == []
 
 
-def test_a_function_whose_arguments_cannot_be_read_is_an_error():
-    with pytest.raises(RewardError, match="arguments of min cannot be read"):
+def test_a_function_without_a_signature_raises():
+    with pytest.raises(RewardError, match="signature of min cannot be read"):
         call_reward(min, attempt())
 
 
@@ -130,7 +130,7 @@ async def fetch_length(completion: str) -> int:
     return len(completion)
 
 
-def test_an_async_function_is_run_to_its_end():
+def test_an_async_function_runs_to_completion():
     assert call_reward(fetch_length, attempt("four")).value == 4
 
 
@@ -146,15 +146,15 @@ def test_an_async_function_is_run_to_its_end():
     ],
 )
 def test_numbers_and_bools_are_scores(answer: Any, value: float):
-    assert read_answer(answer) == Score(value)
+    assert to_score(answer) == Score(value)
 
 
 @pytest.mark.parametrize(
     "answer",
     [math.nan, math.inf, -math.inf, None, "1.0", [1.0], {"value": 1.0}, 1j, np.array([1.0, 2.0])],
 )
-def test_everything_else_is_a_failure_that_says_what_was_returned(answer: Any):
-    score = read_answer(answer)
+def test_any_other_return_value_is_a_failure_that_names_it(answer: Any):
+    score = to_score(answer)
     assert score.status is ScoreStatus.FAILED
     assert math.isnan(score.value)
     assert score.detail.startswith(f"returned {answer!r} ({type(answer).__name__})")
@@ -165,30 +165,30 @@ def test_a_number_too_large_for_a_float_is_a_failure():
 
 
 def test_a_score_is_kept_with_its_parts_and_detail():
-    score = read_answer(Score(np.float64(1.5), parts={"style": True}, detail="good"))
+    score = to_score(Score(np.float64(1.5), parts={"style": True}, detail="good"))
     assert score == Score(1.5, parts={"style": 1.0}, detail="good")
 
 
 def test_a_score_with_a_bad_number_inside_is_a_failure():
-    assert not read_answer(Score(math.nan)).ok
-    assert "part 'style'" in read_answer(Score(1.0, parts={"style": math.inf})).detail
+    assert not to_score(Score(math.nan)).ok
+    assert "part 'style'" in to_score(Score(1.0, parts={"style": math.inf})).detail
 
 
-def test_a_score_keeps_what_each_turn_earned():
-    score = read_answer(Score(1.5, turns=(np.float32(0.5), True, 0)))
-    assert score.turns == (0.5, 1.0, 0.0)
-    assert all(type(turn) is float for turn in score.turns)
+def test_a_score_keeps_its_turn_rewards():
+    score = to_score(Score(1.5, turn_rewards=(np.float32(0.5), True, 0)))
+    assert score.turn_rewards == (0.5, 1.0, 0.0)
+    assert all(type(turn) is float for turn in score.turn_rewards)
 
 
 @pytest.mark.parametrize("turns", [(0.5, math.nan), (math.inf,), (0.5, None)])
-def test_a_turn_that_earned_no_finite_number_is_a_failure(turns: Any):
-    score = read_answer(Score(1.0, turns=turns))
+def test_a_turn_reward_that_is_not_finite_is_a_failure(turns: Any):
+    score = to_score(Score(1.0, turn_rewards=turns))
     assert score.status is ScoreStatus.FAILED
     assert "not all finite numbers" in score.detail
 
 
-def test_a_reward_may_say_itself_that_it_failed():
-    score = read_answer(Score.failed("judge is down"))
+def test_a_reward_may_return_a_failed_score():
+    score = to_score(Score.failed("judge is down"))
     assert (score.status, score.detail) == (ScoreStatus.FAILED, "judge is down")
 
 
@@ -209,7 +209,7 @@ def test_an_exception_is_a_failure_with_the_last_line_of_its_traceback(reward: A
     assert re.match(detail, score.detail)
 
 
-def test_a_failure_with_a_novel_for_a_message_is_cut():
+def test_a_long_failure_message_is_shortened():
     def reward() -> float:
         raise ValueError("x" * 10_000)
 
@@ -229,25 +229,28 @@ def test_scores_are_summed_with_their_weights_and_kept_as_parts():
     )
 
 
-def test_turns_are_summed_with_the_weights_of_their_rewards_turn_by_turn():
+def test_turn_rewards_are_weighted_and_summed_turn_by_turn():
     scores = {
-        "moves": Score(3.0, turns=(1.0, 2.0)),
-        "speed": Score(0.5, turns=(0.5, 0.0)),
+        "moves": Score(3.0, turn_rewards=(1.0, 2.0)),
+        "speed": Score(0.5, turn_rewards=(0.5, 0.0)),
         "goal": Score(1.0),
     }
     total = combine(scores, {"moves": 2.0, "speed": -1.0, "goal": 1.0})
     assert total.value == 6 - 0.5 + 1
-    assert total.turns == (2 - 0.5, 4.0)
+    assert total.turn_rewards == (2 - 0.5, 4.0)
 
 
-def test_rewards_that_count_different_turns_make_a_failure():
-    scores = {"moves": Score(1.0, turns=(1.0, 0.0)), "speed": Score(1.0, turns=(1.0,))}
+def test_rewards_with_different_numbers_of_turns_are_a_failure():
+    scores = {
+        "moves": Score(1.0, turn_rewards=(1.0, 0.0)),
+        "speed": Score(1.0, turn_rewards=(1.0,)),
+    }
     total = combine(scores, {"moves": 1.0, "speed": 1.0})
     assert total.status is ScoreStatus.FAILED
     assert "number of turns: moves 2, speed 1" in total.detail
 
 
-def test_one_failed_reward_makes_the_whole_score_failed_and_never_a_number():
+def test_one_failed_reward_makes_the_score_failed_and_never_a_number():
     late = Score.failed("slow", status=ScoreStatus.TIMEOUT)
     score = combine({"a": Score(1.0), "b": Score.failed("broke")}, {"a": 1, "b": 0})
     assert (score.status, score.detail, dict(score.parts)) == (ScoreStatus.FAILED, "b: broke", {})
@@ -305,7 +308,7 @@ def test_a_text_without_a_number_has_none(text: str):
     assert find_last_number(text) is None
 
 
-def test_last_number_compares_values_and_calls_an_answer_without_a_number_a_failure():
+def test_last_number_compares_values_and_raises_for_an_answer_without_a_number():
     assert last_number("it is 1,000.00", "#### 1000") == 1
     assert last_number("first 4, then 5", "4") == 0
     assert last_number("no idea", "4") == 0

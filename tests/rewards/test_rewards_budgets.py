@@ -1,4 +1,4 @@
-"""Batches, memory, budgets, versions and counts of the reward pool, with real child processes."""
+"""Batches, cache, budgets, versions and counts of the reward pool, with real child processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 from rollick.config.schema import RewardSpec
 from rollick.errors import RewardError
 from rollick.rewards.base import Declaration, call_batch, declaration_of, declare
-from rollick.rewards.memory import ScoreMemory, content_key
-from rollick.rewards.pool import RewardPool
-from rollick.rewards.tally import RewardTally
+from rollick.rewards.call_counts import RewardCallCounts
+from rollick.rewards.pool import RewardPool, ScoreCache, content_key
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus, StopReason
 
@@ -30,7 +29,7 @@ def together(completion, answer, scale=1.0):
         time.sleep(600)
     if "exit" in completion:
         os._exit(3)
-    return [Score(scale * (text == wanted), figures={"size": len(completion)})
+    return [Score(scale * (text == wanted), metrics={"size": len(completion)})
             for text, wanted in zip(completion, answer)]
 
 declare(together, batch=8)
@@ -67,21 +66,21 @@ def open_pool(folder: Path, *names: str, timeout_s: float = 60.0, processes: int
 
 
 async def score_all(pool: RewardPool, specs: list[RewardSpec], *texts: str) -> list[Score]:
-    asked = [pool.score(attempt(text, answer="a"), specs) for text in texts]
-    return await asyncio.gather(*asked)
+    scores = [pool.score(attempt(text, answer="a"), specs) for text in texts]
+    return await asyncio.gather(*scores)
 
 
-async def test_a_reward_that_takes_a_batch_gets_the_samples_that_wait(folder: Path):
+async def test_a_batch_reward_gets_all_waiting_samples(folder: Path):
     spec = [RewardSpec(name="together", options={"scale": 2.0})]
     async with open_pool(folder, "together") as pool:
         scores = await score_all(pool, spec, *"abcabcabcabc")
-        sizes = [score.figures["together/size"] for score in scores]
+        sizes = [score.metrics["together/size"] for score in scores]
     assert [score.value for score in scores] == [2.0, 0.0, 0.0] * 4
     assert max(sizes) == 8
     assert scores[0].parts == {"together": 2.0}
 
 
-async def test_of_a_batch_that_raises_only_the_guilty_sample_fails(folder: Path):
+async def test_if_a_batch_raises_only_the_causing_sample_fails(folder: Path):
     async with open_pool(folder, "together") as pool:
         scores = await score_all(pool, [RewardSpec(name="together")], "a", "raise", "b", "a")
     assert [score.ok for score in scores] == [True, False, True, True]
@@ -91,17 +90,17 @@ async def test_of_a_batch_that_raises_only_the_guilty_sample_fails(folder: Path)
 @pytest.mark.parametrize(
     ("deed", "status"), [("hang", ScoreStatus.TIMEOUT), ("exit", ScoreStatus.FAILED)]
 )
-async def test_of_a_batch_that_kills_its_process_only_the_guilty_sample_fails(
+async def test_if_a_batch_kills_its_process_only_the_causing_sample_fails(
     folder: Path, deed: str, status: ScoreStatus
 ):
     async with open_pool(folder, "together", timeout_s=1.0) as pool:
         scores = await score_all(pool, [RewardSpec(name="together")], "a", deed, "b", "a")
         assert [score.ok for score in scores] == [True, False, True, True]
         assert scores[1].status is status
-        assert pool.tally.take_metrics()["reward/failed/together"] == 1
+        assert pool.call_counts.take_metrics()["reward/failed/together"] == 1
 
 
-async def test_a_batch_and_a_plain_reward_of_one_sample_are_added_up(folder: Path):
+async def test_a_batch_reward_and_a_plain_reward_of_one_sample_are_summed(folder: Path):
     specs = [RewardSpec(name="together"), RewardSpec(name="plain", weight=0.5)]
     async with open_pool(folder, "together", "plain") as pool:
         scores = await score_all(pool, specs, "a", "b")
@@ -109,7 +108,7 @@ async def test_a_batch_and_a_plain_reward_of_one_sample_are_added_up(folder: Pat
     assert scores[0].parts == {"together": 1.0, "plain": 1.0}
 
 
-async def test_every_score_says_its_version_and_its_isolation(folder: Path):
+async def test_every_score_has_its_version_and_isolation(folder: Path):
     async with open_pool(folder, "counted", "plain") as pool:
         specs = [RewardSpec(name="counted", options={"folder": str(folder)})]
         score = await pool.score(attempt("ab"), specs)
@@ -119,7 +118,7 @@ async def test_every_score_says_its_version_and_its_isolation(folder: Path):
     assert len(other.version) == len("plain@") + 8
 
 
-async def test_equal_samples_are_scored_once_where_the_reward_allows_it(folder: Path):
+async def test_equal_samples_are_scored_once_if_the_reward_allows_it(folder: Path):
     spec = RewardSpec(name="counted", options={"folder": str(folder)})
     calls = folder / "calls"
     async with open_pool(folder, "counted") as pool:
@@ -132,20 +131,20 @@ async def test_equal_samples_are_scored_once_where_the_reward_allows_it(folder: 
         assert calls.read_text() == "xxx"
         await pool.score(attempt("ab", answer=1), [spec.model_copy(update={"cache": False})])
         assert calls.read_text() == "xxxx"
-        metrics = pool.tally.take_metrics()
+        metrics = pool.call_counts.take_metrics()
     assert (metrics["reward/calls/counted"], metrics["reward/cached/counted"]) == (4, 1)
     assert pool.stats.calls == 5
 
 
-async def test_a_recipe_can_ask_for_memory_that_the_reward_does_not_declare(folder: Path):
+async def test_a_recipe_can_enable_the_cache_of_a_reward_that_does_not_declare_it(folder: Path):
     async with open_pool(folder, "plain") as pool:
         spec = [RewardSpec(name="plain", cache=True)]
         await pool.score(attempt("a"), spec)
         await pool.score(attempt("a"), spec)
-        assert pool.tally.take_metrics()["reward/cached/plain"] == 1
+        assert pool.call_counts.take_metrics()["reward/cached/plain"] == 1
 
 
-async def test_a_reward_that_fails_too_often_ends_the_run(folder: Path):
+async def test_a_reward_over_its_error_budget_stops_the_run(folder: Path):
     spec = [RewardSpec(name="plain", error_budget=0.5)]
     async with open_pool(folder, "plain") as pool:
         for n in range(19):
@@ -160,14 +159,14 @@ async def test_counts_are_exact_when_some_raise_and_some_hang(folder: Path):
     texts[5] = texts[25] = "hang"  # 5 in a hundred
     async with open_pool(folder, "plain", timeout_s=0.5, processes=2) as pool:
         scores = await score_all(pool, [RewardSpec(name="plain")], *texts)
-        metrics = pool.tally.take_metrics()
+        metrics = pool.call_counts.take_metrics()
     assert [score.ok for score in scores] == [text == "fine" for text in texts]
     assert metrics["reward/calls/plain"] == 40
     assert metrics["reward/failed/plain"] == texts.count("raise") + 2
     assert (pool.stats.failures, pool.stats.timeouts) == (texts.count("raise") + 2, 2)
 
 
-def test_a_batch_gets_lists_but_for_its_options():
+def test_a_batch_reward_gets_lists_except_for_its_options():
     seen: dict[str, Any] = {}
 
     def reward(completion: Any, answer: Any, note: Any = "none", scale: float = 1.0) -> list[float]:
@@ -181,7 +180,7 @@ def test_a_batch_gets_lists_but_for_its_options():
 
 
 @pytest.mark.parametrize("answer", [1.0, [1.0], "ab", {"a": 1, "b": 2}, None])
-def test_a_batch_that_is_answered_with_anything_but_a_list_of_its_size_fails(answer: Any):
+def test_a_batch_reward_that_does_not_return_a_list_of_its_size_fails(answer: Any):
     scores = call_batch(lambda completion: answer, [attempt("a"), attempt("b")])
     ok = answer == [1.0]  # each alone: a list of one
     assert [score.ok for score in scores] == [ok, ok]
@@ -193,20 +192,20 @@ def test_a_declaration_has_the_version_of_the_source():
 
     assert (
         declaration_of(one).version
-        == declaration_of(test_a_batch_gets_lists_but_for_its_options).version
+        == declaration_of(test_a_batch_reward_gets_lists_except_for_its_options).version
     )
     declare(one, batch=4, cache=True, version="2")
     assert declaration_of(one) == Declaration(4, True, "2")
 
 
-def test_one_that_sees_the_sample_is_never_cached():
+def test_a_reward_that_takes_the_sample_is_never_cached():
     def one(sample: Sample) -> float:
         return 1.0
 
     assert not declaration_of(declare(one, cache=True)).cache
 
 
-def test_a_key_is_of_all_that_a_reward_can_see():
+def test_a_cache_key_covers_all_that_a_reward_can_see():
     spec = RewardSpec(name="plain")
     base = attempt("a", answer=1)
     same = content_key(sample("a", uid=(9, 9), of=prompt(answer=1), version=4), spec, version="1")
@@ -225,14 +224,14 @@ def test_a_key_is_of_all_that_a_reward_can_see():
     assert content_key(attempt("a", answer=object()), spec, version="1") is None
 
 
-def test_the_memory_is_bounded_and_keeps_what_was_asked_for_last():
-    memory = ScoreMemory(limit=2)
+def test_the_cache_is_bounded_and_evicts_the_least_recently_used():
+    cache = ScoreCache(limit=2)
     for key in (b"1", b"2"):
-        memory.keep(key, Score(1.0, figures={"cost": 1.0}, seconds=2.0))
-    assert memory.find(b"1") == Score(1.0)
-    memory.keep(b"3", Score(3.0))
-    memory.keep(b"4", Score.failed("not kept"))
-    assert [memory.find(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
+        cache.put(key, Score(1.0, metrics={"cost": 1.0}, seconds=2.0))
+    assert cache.get(b"1") == Score(1.0)
+    cache.put(b"3", Score(3.0))
+    cache.put(b"4", Score.failed("not kept"))
+    assert [cache.get(key) is not None for key in (b"1", b"2", b"3", b"4")] == [
         True,
         False,
         True,
@@ -240,11 +239,11 @@ def test_the_memory_is_bounded_and_keeps_what_was_asked_for_last():
     ]
 
 
-def test_means_are_of_the_step_and_totals_of_the_run():
-    tally = RewardTally()
-    tally.count("judge", Score(1.0, figures={"cost": 2.0}, seconds=1.0))
-    assert tally.take_metrics()["reward/total/judge/cost"] == 2.0
-    tally.count("judge", Score(1.0, figures={"cost": 4.0}))
-    metrics = tally.take_metrics()
+def test_means_cover_the_step_and_totals_the_run():
+    counts = RewardCallCounts()
+    counts.count("judge", Score(1.0, metrics={"cost": 2.0}, seconds=1.0))
+    assert counts.take_metrics()["reward/total/judge/cost"] == 2.0
+    counts.count("judge", Score(1.0, metrics={"cost": 4.0}))
+    metrics = counts.take_metrics()
     assert (metrics["reward/mean/judge/cost"], metrics["reward/total/judge/cost"]) == (4.0, 6.0)
-    assert tally.take_metrics() == {}
+    assert counts.take_metrics() == {}

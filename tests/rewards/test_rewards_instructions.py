@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollick.rewards.instructions import CHECKERS, follows, instructions
-from rollick.rewards.sentences import split_sentences
+from rollick.rewards.instructions import CHECKERS, follows, instructions, split_sentences
 
 pytest.importorskip("py3langid", reason="the extra rewards is not installed")
 
@@ -214,7 +213,7 @@ CASES = [
 ]
 
 
-def test_every_type_has_responses_that_follow_it_and_that_do_not():
+def test_every_instruction_type_has_positive_and_negative_examples():
     assert set(TABLE) == set(CHECKERS)
     assert all(right and wrong for rows in TABLE.values() for _, right, wrong in rows)
 
@@ -237,14 +236,14 @@ LOOSE = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "text"), LOOSE)
-def test_loose_forgives_a_greeting_a_farewell_and_asterisks(
+def test_loose_ignores_a_greeting_a_farewell_and_asterisks(
     name: str, arguments: dict[str, Any], text: str
 ):
     assert not follows(text, name, arguments)
     assert follows(text, name, arguments, loose=True)
 
 
-def test_loose_never_refuses_what_strict_accepts():
+def test_loose_accepts_all_that_strict_accepts():
     accepted = [(name, given, text) for name, given, text, expected in CASES if expected]
     assert all(follows(text, name, given, loose=True) for name, given, text in accepted)
 
@@ -258,14 +257,46 @@ def test_the_score_is_all_or_nothing_or_a_share():
     assert instructions("<think>a, b</think><<t>>", rules, [{}, {}]).value == 1.0
 
 
-def test_arguments_that_are_not_given_are_left_out():
+INVISIBLE = ["\u200b", "\u2060", "\ufeff", "\u00ad", "\u2800", "\u3164", "\x00", "\U000e0020"]
+
+
+@pytest.mark.parametrize("letter", INVISIBLE)
+def test_characters_that_show_nothing_follow_no_instruction(letter: str):
+    arguments: dict[str, dict[str, Any]] = {
+        "punctuation:no_comma": {},
+        "keywords:forbidden_words": {"forbidden_words": ["rain"]},
+        "keywords:frequency": {"keyword": "a", "frequency": 3, "relation": "less than"},
+        "length_constraints:number_words": {"num_words": 5, "relation": "less than"},
+        "length_constraints:number_sentences": {"num_sentences": 5, "relation": "less than"},
+        "length_constraints:number_paragraphs": {"num_paragraphs": 1},
+        "change_case:capital_word_frequency": {
+            "capital_frequency": 2,
+            "capital_relation": "less than",
+        },
+    }
+    assert [name for name, given in arguments.items() if follows(letter, name, given)] == []
+    assert not follows(f"<<{letter}>>", "detectable_format:title", {})
+    assert not follows(
+        f"*{letter}*", "detectable_format:number_highlighted_sections", {"num_highlights": 1}
+    )
+    assert not follows(
+        f"[{letter}]", "detectable_content:number_placeholders", {"num_placeholders": 1}
+    )
+    assert not follows(f"a{letter} ****** a", "combination:two_responses", {})
+    assert not follows(
+        f"a *** {letter} *** b", "length_constraints:number_paragraphs", {"num_paragraphs": 3}
+    )
+    assert follows(f"Hello{letter} there", "punctuation:no_comma", {})
+
+
+def test_null_arguments_are_ignored():
     assert follows("a", "keywords:existence", {"keywords": ["a"], "relation": None})
 
 
-def test_a_rule_that_nobody_knows_is_an_error():
+def test_an_unknown_instruction_raises():
     with pytest.raises(ValueError, match="not one of"):
         follows("a", "keywords:rhyme", {})
-    with pytest.raises(ValueError, match="arguments for 1"):
+    with pytest.raises(ValueError, match="kwargs for 1"):
         instructions("a", ["punctuation:no_comma"] * 2, [{}])
 
 

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from rollick.config.schema import RewardSpec
-from rollick.rewards.answers import Answer, after_thinking, find_answer
+from rollick.rewards.answers import (
+    ExtractedAnswer,
+    after_thinking,
+    extract_answer,
+    first_response,
+)
 from rollick.rewards.pool import RewardPool
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Score, ScoreStatus
 
 pytest.importorskip("math_verify", reason="the extra rewards is not installed")
 
-from rollick.rewards.math import math_answer, same_answer
+from rollick.rewards.math import is_same_answer, math_answer
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 
 EQUAL = [
-    # said, wanted: numbers
+    # answer, expected: numbers
     ("42", "42"),
     ("42.", "42"),
     ("42.0", "42"),
@@ -57,6 +61,10 @@ EQUAL = [
     ("50", "50\\%"),
     ("50 percent", "50%"),
     ("1e3", "1000"),
+    ("2\\,173", "2173"),
+    ("5 million", "5000000"),
+    ("\\approx 12", "12"),
+    ("5 m", "5 metres"),
     ("3 \\times 10^{4}", "30000"),
     ("6.72 \\times 10^{-5}", ".0000672"),
     ("$42$", "42"),
@@ -191,6 +199,8 @@ DIFFERENT = [
     ("5 cm", "5 meters"),
     ("5 am", "5 pm"),
     ("5 million", "5"),
+    ("5 km", "5 m"),
+    ("5 m^2", "5 m"),
     ("4 or 5", "4"),
     ("4 or 5", "5"),
     ("4, 5", "4"),
@@ -247,14 +257,14 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("said", "wanted"), EQUAL)
-def test_answers_that_mean_the_same_are_equal(said: str, wanted: str):
-    assert same_answer(said, wanted)
+@pytest.mark.parametrize(("answer", "expected"), EQUAL)
+def test_equivalent_answers_are_equal(answer: str, expected: str):
+    assert is_same_answer(answer, expected)
 
 
-@pytest.mark.parametrize(("said", "wanted"), DIFFERENT)
-def test_answers_that_mean_something_else_are_not(said: str, wanted: str):
-    assert not same_answer(said, wanted)
+@pytest.mark.parametrize(("answer", "expected"), DIFFERENT)
+def test_different_answers_are_not_equal(answer: str, expected: str):
+    assert not is_same_answer(answer, expected)
 
 
 def test_the_table_has_at_least_150_pairs():
@@ -283,10 +293,29 @@ FOUND = [
 
 @pytest.mark.parametrize(("text", "answer", "mark"), FOUND)
 def test_the_last_answer_is_found_by_its_strongest_mark(text: str, answer: str, mark: str):
-    assert find_answer(text) == Answer(answer, mark)  # pyright: ignore[reportArgumentType]
+    assert extract_answer(text) == ExtractedAnswer(answer, mark)  # pyright: ignore[reportArgumentType]
 
 
-def test_thoughts_are_no_answer():
+def test_a_response_ends_where_the_next_question_begins():
+    assert first_response("Q: 1 + 1?\nA: 2\nQ: 2 + 2?\nA: 4") == "Q: 1 + 1?\nA: 2\n"
+    assert first_response("Question: a\nQuestion: b\n") == "Question: a\nQuestion: b\n"
+    assert first_response("<think>1</think>#### 7<eos>#### 8") == "#### 7"
+
+
+class EndlessText(str):
+    """A text that takes forever to scan."""
+
+    def rpartition(self, separator: str) -> tuple[str, str, str]:
+        while True:
+            pass
+
+
+@pytest.mark.timeout(30)
+def test_an_answer_that_takes_too_long_to_extract_is_wrong():
+    assert math_answer(EndlessText("4"), "4").value == 0
+
+
+def test_thinking_is_not_an_answer():
     assert after_thinking("<think>a</think>b") == "b"
     assert after_thinking("a</think>b") == "b"  # the template had opened it
     assert after_thinking("<think>the answer is 4") is None
@@ -300,17 +329,17 @@ def test_without_plain_only_marked_answers_count():
     assert math_answer("#### 42", "42", plain=False).value == 1
 
 
-def test_the_number_of_a_sentence_counts_only_where_nothing_is_marked():
+def test_the_number_of_a_sentence_counts_only_without_a_mark():
     assert math_answer("Then there are 7 apples and 42 pears", "42").value == 1
     assert math_answer("Then there are 42 apples and 7 pears", "42").value == 0
     assert math_answer("The answer is 7 or 42", "42").value == 0
 
 
-def test_the_answer_of_a_gsm8k_row_stands_behind_its_hashes():
+def test_the_answer_of_a_gsm8k_row_follows_its_hashes():
     assert math_answer("\\boxed{72}", "She sold 48/2 = <<48/2=24>>24.\n#### 72").value == 1
 
 
-def test_format_and_repetition_are_parts_where_they_are_asked_for():
+def test_format_and_repetition_are_parts_if_they_have_a_weight():
     marked = math_answer("\\boxed{4}", "4", format_weight=0.5)
     assert (marked.value, marked.parts) == (1.5, {"correct": 1.0, "format": 1.0})
     wrong = math_answer("it is 5", "4", format_weight=0.5)
@@ -363,7 +392,7 @@ def test_every_answer_of_math500_equals_itself_and_not_the_next_one(every: int):
     wrong = [a for a in answers if math_answer(f"Thus \\boxed{{{a}}}.", a).value != 1]
     assert wrong == []
     distinct = list(dict.fromkeys(answers))
-    assert [pair for pair in pairwise(distinct) if same_answer(*pair)] == []
+    assert [pair for pair in pairwise(distinct) if is_same_answer(*pair)] == []
 
 
 async def score_of(expression: str, *, timeout_s: float) -> Score:
@@ -375,13 +404,6 @@ async def score_of(expression: str, *, timeout_s: float) -> Score:
         after = await pool.score(sample("\\boxed{4}", of=prompt(answer=4)), spec)
         assert after.value == 1.0
     return score
-
-
-async def test_a_tower_of_powers_is_killed_on_time_and_is_no_score():
-    begun = time.monotonic()
-    score = await score_of("9^{9^{9^{9^{9}}}}", timeout_s=2.0)
-    assert (score.status, score.isolation) == (ScoreStatus.TIMEOUT, "")
-    assert time.monotonic() - begun < 20
 
 
 WILD = {
@@ -401,6 +423,6 @@ SOME_WILD = ("a_tower_in_plain_signs", "a_thousand_brackets")
     "name",
     [name if name in SOME_WILD else pytest.param(name, marks=pytest.mark.slow) for name in WILD],
 )
-async def test_a_wild_expression_is_wrong_or_killed_and_hurts_nobody_else(name: str):
-    score = await score_of(WILD[name], timeout_s=2.0)
-    assert score.status is ScoreStatus.TIMEOUT or score.value == 0.0
+async def test_an_expensive_expression_is_wrong_and_does_not_affect_others(name: str):
+    score = await score_of(WILD[name], timeout_s=10.0)
+    assert (score.status, score.value) == (ScoreStatus.OK, 0.0)

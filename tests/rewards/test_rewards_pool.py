@@ -17,7 +17,7 @@ import pytest
 
 from rollick.config.schema import RewardSpec
 from rollick.errors import RewardError
-from rollick.rewards.pool import PoolStats, RewardPool
+from rollick.rewards.pool import RewardPool, RewardPoolStats
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus
 
@@ -47,6 +47,14 @@ def act(completion, folder=""):
         with open(os.path.join(folder, "grandchild"), "w") as file:
             file.write(str(child.pid))
         time.sleep(600)
+    if completion in ("daemon", "daemon and exit"):
+        sleep = "import time; time.sleep(600)"
+        command = [sys.executable, "-S", "-c", sleep]
+        child = subprocess.Popen(command, start_new_session=True, close_fds=True)
+        with open(os.path.join(folder, "daemon"), "w") as file:
+            file.write(str(child.pid))
+    if completion == "daemon and exit":
+        os._exit(7)
     if completion == "nap":
         time.sleep(0.3)
     if completion == "exit":
@@ -68,7 +76,7 @@ def loaded(completion):
 
 def moves(completion):
     from rollick.types import Score
-    return Score(1.5, turns=(0.5, 0.25))
+    return Score(1.5, turn_rewards=(0.5, 0.25))
 
 def surroundings(cwd, path):
     return os.getcwd() == cwd and path in sys.path
@@ -167,13 +175,13 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
     assert same.value == 1, "the child has the folder and the import path of its parent"
 
 
-async def test_what_each_turn_earned_comes_back_from_the_child_weighed(folder: Path):
+async def test_turn_rewards_come_back_from_the_child_weighted(folder: Path):
     rewards = {"moves": "mine.py:moves", "length": "mine.py:length"}
     async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
         score = await pool.score(
             attempt("abcd"), [RewardSpec(name="moves", weight=2), RewardSpec(name="length")]
         )
-    assert (score.value, score.turns) == (3 + 4, (1.0, 0.5))
+    assert (score.value, score.turn_rewards) == (3 + 4, (1.0, 0.5))
 
 
 async def test_many_callers_each_get_their_own_score_through_two_children(folder: Path):
@@ -196,7 +204,7 @@ async def test_many_callers_each_get_their_own_score_through_two_children(folder
         ("segfault", "act: its process died (killed by SIGSEGV)"),
     ],
 )
-async def test_a_failure_is_a_status_and_the_pool_goes_on(folder: Path, text: str, detail: str):
+async def test_a_failure_is_a_status_and_the_pool_continues(folder: Path, text: str, detail: str):
     async with open_pool(folder) as pool:
         texts = ["fine", "fine", text, "fine", "fine"]
         scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
@@ -207,7 +215,18 @@ async def test_a_failure_is_a_status_and_the_pool_goes_on(folder: Path, text: st
         assert (pool.stats.calls, pool.stats.failures, pool.stats.restarts) == (5, 1, int(died))
 
 
-async def test_a_child_that_dies_while_idle_costs_no_sample(folder: Path):
+def memory_kill_preference(completion: str) -> float:
+    return float(Path("/proc/self/oom_score_adj").read_text(encoding="ascii"))
+
+
+async def test_the_kernel_kills_a_reward_process_first_if_memory_runs_out():
+    rewards = {"preference": memory_kill_preference}
+    async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S) as pool:
+        score = await pool.score(attempt("x"), [RewardSpec(name="preference")])
+        assert score.value == 1000.0
+
+
+async def test_an_idle_child_that_dies_fails_no_sample(folder: Path):
     async with open_pool(folder) as pool:
         await pool.score(attempt("fine"), act_in(folder))
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
@@ -216,13 +235,13 @@ async def test_a_child_that_dies_while_idle_costs_no_sample(folder: Path):
         assert (pool.stats.failures, pool.stats.restarts) == (0, 1)
 
 
-async def test_a_call_without_end_is_killed_and_costs_no_other_sample(folder: Path):
+async def test_a_hanging_call_is_killed_and_fails_no_other_sample(folder: Path):
     async with open_pool(folder, timeout_s=1.0) as pool:
         texts = ["fine", "spin", "fine", "fine"]
         scores = await asyncio.gather(*(pool.score(attempt(t), act_in(folder)) for t in texts))
         assert [score.ok for score in scores] == [True, False, True, True]
         assert scores[1].status is ScoreStatus.TIMEOUT
-        assert scores[1].detail == "act: no answer within 1 s; its process was killed"
+        assert scores[1].detail == "act: no result within 1 s; its process was killed"
         stats = pool.stats
         assert (stats.calls, stats.failures, stats.timeouts, stats.restarts) == (4, 1, 1, 1)
 
@@ -244,23 +263,23 @@ async def test_an_event_loop_that_was_blocked_does_not_time_out_a_call_that_is_d
         assert (await waiting).ok
 
 
-async def test_what_a_reward_prints_or_reads_does_not_disturb_the_pipe(folder: Path):
+async def test_printing_and_reading_in_a_reward_does_not_disturb_the_pipe(folder: Path):
     async with open_pool(folder, output=folder / "log") as pool:
         assert (await pool.score(attempt("print"), act_in(folder))).value == 1
     assert (folder / "log").read_text() == "a line for the log\nraw bytes\ninput True\n"
 
 
-async def test_a_reward_that_this_process_answers_needs_no_child():
+async def test_an_in_process_reward_needs_no_child():
     async def half(sample: Sample) -> Score:
         return Score(0.5)
 
     before = children()
-    async with RewardPool.open({}, processes=2, timeout_s=1, here={"model": half}) as pool:
+    async with RewardPool.open({}, processes=2, timeout_s=1, in_process={"model": half}) as pool:
         guard = children() - before
         score = await pool.score(attempt("fine"), [RewardSpec(name="model", weight=2.0)])
         again = await pool.score(attempt("fine"), [RewardSpec(name="model")])
     assert (score.value, score.parts, again.value) == (1.0, {"model": 0.5}, 0.5)
-    assert pool.tally.take_metrics()["reward/cached/model"] == 1
+    assert pool.call_counts.take_metrics()["reward/cached/model"] == 1
     assert len(guard) == 1
 
 
@@ -274,6 +293,25 @@ async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: 
             await task
     pids = [int((folder / name).read_text()) for name in ("pid", "grandchild")]
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_sessions_of_their_own(
+    folder: Path,
+):
+    async with open_pool(folder) as pool:
+        assert (await pool.score(attempt("daemon"), act_in(folder))).ok
+        pid = int((folder / "daemon").read_text())
+        assert is_alive(pid)
+    assert not is_alive(pid)
+
+
+async def test_processes_that_a_reward_left_end_with_its_process_when_that_is_replaced(
+    folder: Path,
+):
+    async with open_pool(folder) as pool:
+        assert not (await pool.score(attempt("daemon and exit"), act_in(folder))).ok
+        assert (await pool.score(attempt("fine"), act_in(folder))).ok
+        assert not is_alive(int((folder / "daemon").read_text()))
 
 
 async def test_cancelling_the_task_that_holds_the_pool_leaves_nothing(folder: Path):
@@ -304,7 +342,7 @@ async def test_cancelling_while_the_pool_opens_leaves_nothing(folder: Path):
         await task
 
 
-async def test_a_caller_that_gives_up_does_not_hold_the_others(folder: Path):
+async def test_a_cancelled_caller_does_not_block_the_others(folder: Path):
     async with open_pool(folder, timeout_s=0.7) as pool:
         spinning = asyncio.create_task(pool.score(attempt("spin"), act_in(folder)))
         queued = asyncio.create_task(pool.score(attempt("raise"), act_in(folder)))
@@ -314,7 +352,7 @@ async def test_a_caller_that_gives_up_does_not_hold_the_others(folder: Path):
         assert (await pool.score(attempt("fine"), act_in(folder))).ok
 
 
-async def test_an_error_in_the_body_comes_out_as_it_is(folder: Path):
+async def test_an_error_in_the_body_is_raised_unchanged(folder: Path):
     with pytest.raises(KeyError, match="mine"):
         async with open_pool(folder):
             raise KeyError("mine")
@@ -323,8 +361,10 @@ async def test_an_error_in_the_body_comes_out_as_it_is(folder: Path):
 def test_reward_processes_die_with_their_parent_even_if_it_is_killed(folder: Path):
     """SIGKILL of the parent while the child is inside C code that holds the interpreter lock."""
     (folder / "explode.py").write_text(
-        "import os, re\n"
+        "import os, re, subprocess\n"
         "def explode(completion, folder):\n"
+        "    left = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "    open(os.path.join(folder, 'left'), 'w').write(str(left.pid))\n"
         "    open(os.path.join(folder, 'pid'), 'w').write(str(os.getpid()))\n"
         "    return bool(re.match('(a+)+$', 'a' * 60 + 'b'))\n"
     )
@@ -349,7 +389,8 @@ def test_reward_processes_die_with_their_parent_even_if_it_is_killed(folder: Pat
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert wait_until(lambda: not is_alive(int(pid_file.read_text())))
+    for file in (pid_file, folder / "left"):
+        assert wait_until(lambda file=file: not is_alive(int(file.read_text()))), file.name
 
 
 @pytest.mark.parametrize(
@@ -375,7 +416,7 @@ async def test_a_reward_that_cannot_be_loaded_is_an_error_when_the_pool_opens(
             pass
 
 
-async def test_a_function_that_cannot_travel_is_an_error_that_says_so():
+async def test_a_function_that_cannot_be_pickled_raises_with_the_reason():
     lock = threading.Lock()
 
     def locked(completion: str) -> float:
@@ -387,7 +428,7 @@ async def test_a_function_that_cannot_travel_is_an_error_that_says_so():
             pass
 
 
-async def test_asking_for_no_reward_or_an_unknown_one_is_an_error(folder: Path):
+async def test_scoring_without_a_known_reward_raises(folder: Path):
     async with open_pool(folder) as pool:
         with pytest.raises(RewardError, match="has no reward"):
             await pool.score(attempt("4"), [])
@@ -406,12 +447,12 @@ async def test_a_row_without_the_column_fails_its_sample_only(folder: Path):
     assert good.value == 1
 
 
-async def test_a_row_that_cannot_travel_fails_its_sample_only(folder: Path):
+async def test_a_row_that_cannot_be_pickled_fails_its_sample_only(folder: Path):
     async with open_pool(folder) as pool:
         row = {"lock": threading.Lock()}
         score: Score = await pool.score(attempt("fine", **row), act_in(folder))
         assert "cannot be sent to a reward process" in score.detail
-        assert pool.stats == PoolStats(calls=1, failures=1)
+        assert pool.stats == RewardPoolStats(calls=1, failures=1)
 
 
 async def test_a_reward_that_can_no_longer_be_loaded_stops_the_pool_with_that_error(folder: Path):

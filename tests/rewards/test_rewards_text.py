@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from rollick.rewards.structure import (
+from rollick.rewards.text import (
+    f1,
     json_schema,
     length,
+    multiple_choice,
     regex,
     repeated_share,
     repetition,
     tags,
 )
-from rollick.rewards.text import f1, multiple_choice
 from rollick.testing.fakes import sample
 
 COLOURS = ["red", "dark blue", "green", "blue"]
@@ -54,10 +55,10 @@ def test_a_choice_is_made_by_letter_or_by_words(
     assert multiple_choice(completion, answer, choices) == value
 
 
-def test_an_answer_that_is_no_choice_is_an_error_in_the_data():
-    with pytest.raises(ValueError, match="none of the choices"):
+def test_an_answer_that_is_not_a_choice_raises():
+    with pytest.raises(ValueError, match="not one of the choices"):
         multiple_choice("A", "yellow", COLOURS)
-    with pytest.raises(ValueError, match="none of the choices"):
+    with pytest.raises(ValueError, match="not one of the choices"):
         multiple_choice("A", 4, COLOURS)
 
 
@@ -105,7 +106,7 @@ def test_json_must_fit_its_schema(completion: str, value: float):
     assert json_schema(completion, json.dumps(SCHEMA)) == value
 
 
-def test_a_schema_that_is_none_is_an_error_and_no_address_is_followed():
+def test_an_invalid_schema_raises_and_no_url_is_followed():
     with pytest.raises(ValueError, match="not a JSON Schema"):
         json_schema("{}", {"type": "thing"})
     with pytest.raises(ValueError, match="is an object"):
@@ -114,25 +115,25 @@ def test_a_schema_that_is_none_is_an_error_and_no_address_is_followed():
         json_schema("{}", {"$ref": "http://127.0.0.1:9/schema.json"})
 
 
-def test_a_pattern_is_searched_for_or_matches_it_all():
+def test_a_pattern_is_searched_or_matched_fully():
     assert regex("a 12 b", r"\d+") == 1
-    assert regex("a 12 b", r"\d+", whole=True) == 0
-    assert regex(" 12\n", r"\d+", whole=True) == 1
+    assert regex("a 12 b", r"\d+", fullmatch=True) == 0
+    assert regex(" 12\n", r"\d+", fullmatch=True) == 1
     assert regex("a\nb", "a.b") == 1
 
 
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        ({"least": 2, "most": 4}, 1.0),
-        ({"least": 4}, 0.0),
-        ({"most": 2}, 0.0),
-        ({"most": 2, "slope": 4}, 0.75),
-        ({"least": 5, "slope": 4}, 0.5),
-        ({"most": 13, "unit": "characters"}, 1.0),
-        ({"most": 12, "unit": "characters"}, 0.0),
-        ({"least": 13, "unit": "tokens"}, 1.0),
-        ({"least": 14, "unit": "tokens"}, 0.0),
+        ({"min_length": 2, "max_length": 4}, 1.0),
+        ({"min_length": 4}, 0.0),
+        ({"max_length": 2}, 0.0),
+        ({"max_length": 2, "slope": 4}, 0.75),
+        ({"min_length": 5, "slope": 4}, 0.5),
+        ({"max_length": 13, "unit": "characters"}, 1.0),
+        ({"max_length": 12, "unit": "characters"}, 0.0),
+        ({"min_length": 13, "unit": "tokens"}, 1.0),
+        ({"min_length": 14, "unit": "tokens"}, 0.0),
     ],
 )
 def test_a_length_is_within_limits_or_near_them(options: dict[str, Any], value: float):
@@ -140,12 +141,12 @@ def test_a_length_is_within_limits_or_near_them(options: dict[str, Any], value: 
     assert length(text, sample(text), **options) == value
 
 
-def test_a_length_in_no_known_unit_is_an_error():
+def test_a_length_in_an_unknown_unit_raises():
     with pytest.raises(ValueError, match="unit"):
         length("a", sample("a"), unit="pages")  # pyright: ignore[reportArgumentType]
 
 
-def test_repetition_is_the_share_of_phrases_said_before():
+def test_repetition_is_the_share_of_repeated_phrases():
     assert repeated_share("a b c d e f") == 0.0
     assert repeated_share("a b c d a b c d", phrase=4) == pytest.approx(1 / 5)
     assert repetition("na na na na na na na na") == pytest.approx(-4 / 5)
@@ -177,9 +178,9 @@ def test_a_template_may_have_opened_the_first_tag():
     assert tags("<plan>a</plan><code>b</code>", order="plan,code") == 1
 
 
-def test_a_language_is_told_by_its_code():
+def test_a_language_is_given_by_its_code():
     pytest.importorskip("py3langid", reason="the extra rewards is not installed")
-    from rollick.rewards.language import language
+    from rollick.rewards.text import language
 
     assert language("Der Hund schläft heute den ganzen Tag im Garten.", "de") == 1
     assert language("Der Hund schläft heute den ganzen Tag im Garten.", "en") == 0

@@ -4,10 +4,11 @@ import asyncio
 import math
 
 import pytest
+from fakes import FakeEngine
 
 from rollick.errors import EngineError, EngineLost
-from rollick.rollout.fleet import Fleet, Want
-from rollick.testing.fakes import FakeEngine
+from rollick.rollout.fleet import Fleet
+from rollick.rollout.request_queue import RequestNeeds
 from rollick.types import SampleId
 
 
@@ -26,8 +27,8 @@ class Launches:
 
     def submit(self, *indices, deadline=0, tokens=1.0):
         for index in indices:
-            self.fleet.submit(uid(index), Want(deadline, tokens))
-        self.fleet.pump()
+            self.fleet.submit(uid(index), RequestNeeds(deadline, tokens))
+        self.fleet.dispatch()
 
 
 def uid(index):
@@ -42,23 +43,23 @@ async def test_nothing_is_sent_before_the_fleet_is_open():
     assert launches.launched == [(0, 0), (1, 0)]
 
 
-async def test_a_freed_place_goes_to_the_next_request_at_once():
+async def test_a_released_engine_gets_the_next_request_immediately():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
-    assert launches.fleet.waiting == 1
-    launches.fleet.leave(uid(0), tokens=4)
+    assert len(launches.fleet.queue) == 1
+    launches.fleet.release(uid(0), tokens=4)
     assert launches.launched == [(0, 0), (1, 0)]
-    assert launches.fleet.on() == {uid(1): 0}
+    assert launches.fleet.engine_of == {uid(1): 0}
 
 
 async def test_a_request_under_way_is_answered_before_new_ones_of_its_class():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
-    asking = asyncio.create_task(launches.fleet.ask(uid(5), Want(0, 1)))
+    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
-    launches.fleet.leave(uid(0), tokens=4)
+    launches.fleet.release(uid(0), tokens=4)
     assert await asking == 0
     assert launches.launched == [(0, 0)]
 
@@ -69,7 +70,7 @@ async def test_the_group_that_must_be_trained_first_goes_first():
     launches.submit(0)
     launches.submit(1, deadline=3)
     launches.submit(2, deadline=1)
-    launches.fleet.leave(uid(0), tokens=0)
+    launches.fleet.release(uid(0), tokens=0)
     assert launches.launched[-1] == (2, 0)
 
 
@@ -80,7 +81,7 @@ async def test_of_one_deadline_the_longest_goes_first_where_it_is_asked_for(orde
     launches.submit(0)
     launches.submit(1, tokens=10.0)
     launches.submit(2, tokens=90.0)
-    launches.fleet.leave(uid(0), tokens=0)
+    launches.fleet.release(uid(0), tokens=0)
     assert launches.launched[-1] == (first, 0)
 
 
@@ -96,17 +97,39 @@ async def test_an_engine_that_leaves_gets_nothing_more_and_its_number_is_not_use
     launches = Launches(2, 2)
     launches.fleet.open()
     launches.submit(0, 1)
-    launches.fleet.remove(0, why="it burned")
-    assert "engine 0 is lost (1 are left); its 1 requests go there: it burned" in caplog.text
-    launches.fleet.remove(0, why="it burned")
+    launches.fleet.remove(0, reason="it burned")
+    assert (
+        "engine 0 is lost, 1 engines left; rerouting 1 requests; reason: it burned" in caplog.text
+    )
+    launches.fleet.remove(0, reason="it burned")
     assert len(caplog.records) == 1
     with pytest.raises(EngineLost, match="engine 0 is gone"):
         launches.fleet.engine(0)
     for index, _ in launches.launched:
-        launches.fleet.leave(uid(index), tokens=0)
+        launches.fleet.release(uid(index), tokens=0)
     launches.submit(2, 3, 4)
     assert launches.launched[2:] == [(2, 1), (3, 1)]
     assert launches.fleet.add(FakeEngine()) == 2
+
+
+async def test_the_first_request_and_the_last_engine_are_reported_and_no_other():
+    launches, reports = Launches(2, 2), []
+    fleet = launches.fleet
+    fleet.on_activity_change = lambda: reports.append((len(fleet.engines), len(fleet.engine_of)))
+    fleet.open()
+    launches.submit(0, 1, 2)
+    assert reports == [(2, 3)]
+    fleet.release(uid(0), tokens=1)
+    assert fleet.is_generating
+    for index in (1, 2):
+        fleet.release(uid(index), tokens=1)
+    assert reports == [(2, 3), (2, 0)]
+    fleet.remove(0)
+    fleet.remove(1)
+    assert reports == [(2, 3), (2, 0), (0, 0)]
+    assert not fleet.is_generating
+    fleet.add(FakeEngine(slots=1))
+    assert reports == [(2, 3), (2, 0), (0, 0), (1, 0)]
 
 
 async def test_a_request_that_waits_can_be_withdrawn():
@@ -114,7 +137,7 @@ async def test_a_request_that_waits_can_be_withdrawn():
     launches.fleet.open()
     launches.submit(0, 1, 2)
     launches.fleet.end_sample(uid(1))
-    launches.fleet.leave(uid(0), tokens=0)
+    launches.fleet.release(uid(0), tokens=0)
     assert launches.launched == [(0, 0), (2, 0)]
 
 
@@ -122,26 +145,26 @@ async def test_a_wait_that_is_cancelled_leaves_the_queue():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0)
-    asking = asyncio.create_task(launches.fleet.ask(uid(5), Want(0, 1)))
+    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert launches.fleet.waiting == 0
+    assert len(launches.fleet.queue) == 0
 
 
-async def test_a_place_that_is_granted_to_a_cancelled_wait_goes_to_the_next():
+async def test_a_reservation_of_a_cancelled_wait_goes_to_the_next():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
-    asking = asyncio.create_task(launches.fleet.ask(uid(5), Want(0, 1)))
+    asking = asyncio.create_task(launches.fleet.acquire(uid(5), RequestNeeds(0, 1)))
     await asyncio.sleep(0)
-    launches.fleet.leave(uid(0), tokens=0)
-    assert launches.fleet.on() == {uid(5): 0}
+    launches.fleet.release(uid(0), tokens=0)
+    assert launches.fleet.engine_of == {uid(5): 0}
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert launches.fleet.on() == {uid(1): 0}
+    assert launches.fleet.engine_of == {uid(1): 0}
 
 
 async def test_a_session_goes_back_to_the_engine_that_has_its_cache_until_it_ends():
@@ -150,15 +173,15 @@ async def test_a_session_goes_back_to_the_engine_that_has_its_cache_until_it_end
     fleet.open()
 
     async def engine_of(index, session):
-        number = await fleet.ask(uid(index), Want(0, 1, session))
-        fleet.leave(uid(index), tokens=1)
+        number = await fleet.acquire(uid(index), RequestNeeds(0, 1, session))
+        fleet.release(uid(index), tokens=1)
         return number
 
     launches.submit(0)
     assert launches.launched == [(0, 0)]
-    assert await fleet.ask(SampleId(1, 0), Want(0, 1, "talk")) == 1
-    fleet.leave(SampleId(1, 0), tokens=1)
-    fleet.leave(uid(0), tokens=1)
+    assert await fleet.acquire(SampleId(1, 0), RequestNeeds(0, 1, "talk")) == 1
+    fleet.release(SampleId(1, 0), tokens=1)
+    fleet.release(uid(0), tokens=1)
     assert await engine_of(7, "talk") == 1
     assert await engine_of(8, None) == 0
 
@@ -172,14 +195,14 @@ async def test_abort_all_passes_engines_that_cannot_be_reached_and_waits_until_a
     fleet = Fleet(engines, launch=lambda uid, engine: None)
     fleet.open()
     for index in range(4):
-        fleet.submit(SampleId(index, 0), Want(0, 1))
-    fleet.pump()
-    assert set(fleet.on().values()) == {0, 1}
-    await fleet.abort_all()
-    emptied = asyncio.create_task(fleet.until_empty())
+        fleet.submit(SampleId(index, 0), RequestNeeds(0, 1))
+    fleet.dispatch()
+    assert set(fleet.engine_of.values()) == {0, 1}
+    await fleet.abort(fleet.engine_of)
+    emptied = asyncio.create_task(fleet.wait_until_empty())
     await asyncio.sleep(0)
     fleet.close()
-    for asked in fleet.on():
+    for asked in list(fleet.engine_of):
         assert not emptied.done()
-        fleet.leave(asked, tokens=0)
+        fleet.release(asked, tokens=0)
     await asyncio.wait_for(emptied, 1)

@@ -16,18 +16,28 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledger_audit import audit, check_ledger, effective_events, ledger_counts
 
 from rollick.config.schema import RolloutConfig
+from rollick.episodes.single_turn import make_sample
 from rollick.errors import NoSignalError
-from rollick.rollout.episode import make_sample
-from rollick.rollout.events import Dropped, Marked, Parked, Restored, Started, Unparked
-from rollick.rollout.ledger import Rule
-from rollick.rollout.log import Log, audit, history, since_checkpoint
-from rollick.rollout.rules import SURPLUS_RULES
+from rollick.rollout.deps import RolloutDeps, SavedRollout
+from rollick.rollout.ledger.events import (
+    CheckpointMarked,
+    GroupDeferred,
+    GroupDropped,
+    GroupRestarted,
+    GroupStarted,
+    RunRestored,
+)
+from rollick.rollout.ledger.log import LogContents, started_since
+from rollick.rollout.ledger.staleness import SURPLUS_RULES, StalenessRule
 from rollick.rollout.scheduler import Rollout
-from rollick.rollout.simulated import Latencies, Lengths, SimulatedEngine, SimulatedReward, StepTime
-from rollick.rollout.virtual import run_virtual
-from rollick.rollout.workload import uniform
+from rollick.simulator.engine import SimulatedEngine
+from rollick.simulator.step_time import StepTime
+from rollick.simulator.trainer import SimulatedReward
+from rollick.simulator.virtual_clock import run_virtual
+from rollick.simulator.workload import Latencies, Lengths, LogNormal, uniform
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, Sampling, frozen_array
 
@@ -55,7 +65,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class Shape:
-    rule: Rule
+    rule: StalenessRule
     groups: int
     size: int
     spares: int
@@ -137,9 +147,9 @@ class History:
         self.shape = shape
         self.horizon = ceil(shape.staleness)
         self.drops = shape.drops
-        self.lengths = Lengths.log_normal(shape.seed, median=4, tail=shape.tail, max_tokens=LONGEST)
-        self.environment = Latencies.log_normal(shape.seed, median_s=0.5, tail=10)
-        rewards = Latencies.log_normal(shape.seed, median_s=0.3, tail=10, purpose="reward")
+        self.lengths = Lengths(shape.seed, LogNormal(4, shape.tail), LONGEST)
+        self.environment = Latencies(shape.seed, LogNormal(0.5, 10))
+        rewards = Latencies(shape.seed, LogNormal(0.3, 10), "reward")
         self.reward = SimulatedReward(rewards, seed=shape.seed, failed=shape.failed)
         self.events = []
         self.batches = []
@@ -191,26 +201,28 @@ class History:
         state, groups, told = self.saved
         self.told = deepcopy(told)
         self.engines = [self.new_engine() for _ in range(self.shape.engines)]
-        started = since_checkpoint(Log(tuple(self.events)), told.step).pairs
-        self.record(Restored(told.step))
+        started = started_since(LogContents(tuple(self.events)), told.step)
+        self.record(RunRestored(told.step))
         return Opened(
             self,
             Rollout.open(
-                config=self.shape.config,
-                prompts=self.next_prompt,
-                engines=self.engines,
-                score=self.reward.score,
-                seed=0,
-                stuck_after_s=1000,
-                episode=self.episode,
-                signal=self.signal,
+                self.deps(),
+                self.engines,
                 version=told.version,
-                state=None if state is None else json.loads(state),
-                groups=groups,
-                started=started,
-                find_prompt=lambda uid: prompt(uid=uid),
-                record=self.record,
+                saved=SavedRollout(None if state is None else json.loads(state), groups, started),
             ),
+        )
+
+    def deps(self):
+        return RolloutDeps(
+            config=self.shape.config,
+            next_prompt=self.next_prompt,
+            episode=self.episode,
+            score=self.reward.score,
+            stuck_after_s=1000,
+            drop_reason=self.signal,
+            find_prompt=lambda uid: prompt(uid=uid),
+            record_event=self.record,
         )
 
     def new_engine(self):
@@ -232,7 +244,7 @@ class History:
         drawn = []
         for turn in range(self.shape.turns):
             if turn:
-                with access.doing("environment"):
+                with access.activity("environment"):
                     await asyncio.sleep(self.environment.seconds(uid, turn))
             before = np.concatenate([PROMPT, *(one.token_ids for one in drawn)], dtype=np.int32)
             request = Request(uid, before, SAMPLING, stream=turn, group=uid.group)
@@ -266,23 +278,24 @@ class History:
         return "no_signal" if chance < self.drops else None
 
     def record(self, event):
-        """The log, which ends with a kill. A drop is refilled before anything else happens."""
-        if self.is_dead and not isinstance(event, Restored | Started):
+        """The log, which ends with a kill; opening a rollout starts and restarts groups. A drop is
+        refilled before anything else happens."""
+        if self.is_dead and not isinstance(event, RunRestored | GroupStarted | GroupRestarted):
             return
         self.events.append(event)
-        self.seen["dropped as " + event.reason if isinstance(event, Dropped) else ""] += 1
+        self.seen["dropped as " + event.reason if isinstance(event, GroupDropped) else ""] += 1
         match event:
-            case Started(group, name):
+            case GroupStarted(group, name):
                 assert self.prompt_of.setdefault(group, name) == name, "a kill changed a prompt"
                 self.owed = max(0, self.owed - 1)
-            case Unparked():
+            case GroupRestarted():
                 # The place of a group that was dropped may be that of one which was put off.
                 self.owed = max(0, self.owed - 1)
-            case Dropped(_, "no_signal"):
+            case GroupDropped(_, "no_signal"):
                 ledger = self.rollout.ledger
                 allowed = self.shape.config.drops_allowed
                 refills = self.rollout.fleet.is_open and not ledger.in_long_round
-                self.owed += ledger.drops_in_step < allowed and refills
+                self.owed += ledger.state()["drops_in_step"] < allowed and refills
             case _:
                 assert self.owed == 0, "a dropped group was not refilled at once"
 
@@ -295,7 +308,7 @@ class History:
         await asyncio.sleep(0.3 * number)
         if moves:
             await self.rollout.interrupt()
-            assert self.rollout.fleet.on() == {}
+            assert self.rollout.fleet.engine_of == {}
         self.rollout.trained(groups, made)
         await self.publish(made)
         self.told.trained += [group.uid for group in groups]
@@ -310,7 +323,7 @@ class History:
 
     async def give_up(self):
         """As a pipeline does when no group has a signal: it saves, and is resumed."""
-        self.rollout.forgive_step()
+        self.rollout.reset_step_counters()
         await self.save(0)
         raise Killed
 
@@ -331,15 +344,15 @@ class History:
 
     async def interrupt(self, number):
         await self.rollout.interrupt()
-        assert self.rollout.fleet.on() == {}
+        assert self.rollout.fleet.engine_of == {}
         await asyncio.sleep(0.3 * number)
         self.rollout.resume_admission()
 
     async def pause(self, number):
         self.rollout.pause_admission()
-        before = self.rollout.ledger.counts().groups.submitted
+        before = ledger_counts(self.rollout.ledger).groups.submitted
         await asyncio.sleep(0.3 * number)
-        assert self.rollout.ledger.counts().groups.submitted == before
+        assert ledger_counts(self.rollout.ledger).groups.submitted == before
         self.rollout.resume_admission()
 
     async def lose(self, number):
@@ -357,7 +370,7 @@ class History:
     async def save(self, number):
         self.told.step += 1
         state = self.rollout.state()
-        self.events.append(Marked(self.told.step, state["ledger"]["next"]))
+        self.events.append(CheckpointMarked(self.told.step, state["ledger"]["next"]))
         self.saved = (json.dumps(state), self.rollout.untrained(), deepcopy(self.told))
 
     async def kill(self, number):
@@ -398,7 +411,7 @@ class History:
             assert len({s.uid.index for s in group.samples}) == shape.size
             for member in group.members:
                 self.check_sample(group, member, oldest=version - self.horizon)
-        stats = self.rollout.stats()
+        stats = self.rollout.stats
         assert stats.age_max <= self.horizon
         self.seen["long groups"] += stats.long_groups
         assert stats.long_groups in (0, len(groups)) or self.horizon or self.shape.drops
@@ -416,15 +429,15 @@ class History:
         self.seen["drawn by two versions"] += len(set(versions)) > 1
         self.seen["as old as it may be"] += self.horizon > 0 and oldest in trained
         assert (trained >= oldest).all(), "a token is too old"
-        if self.shape.rule is not Rule.MASK_STALE_TOKENS:
+        if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS:
             assert len(trained) == (wanted if member.score.ok else 0)
 
     def check(self):
         """The law of conservation, in the ledger and over the log; all places are used."""
         ledger = self.rollout.ledger
-        ledger.check()
-        counts = ledger.counts()
-        told = audit(Log(tuple(self.events)))
+        check_ledger(ledger)
+        counts = ledger_counts(ledger)
+        told = audit(LogContents(tuple(self.events)))
         assert told.groups == counts.groups
         assert told.dropped_samples == counts.dropped_samples
         assert (
@@ -432,32 +445,32 @@ class History:
             == counts.samples.trained
             == (len(self.told.trained) * self.shape.size)
         )
-        assert len(ledger.live()) <= ledger.places
+        assert len(ledger.active_groups()) <= ledger.policy.slots
         assert not (self.rollout.fleet.is_open and ledger.may_start()), "a place is empty"
-        if self.shape.rule is Rule.LONG_ROUNDS:
+        if self.shape.rule is StalenessRule.LONG_ROUNDS:
             self.check_rounds(counts)
-        under_way = sorted(uid for live in ledger.live() for uid in live.under_way())
-        assert sorted(self.rollout._lives.doing(under_way)) == under_way
-        assert set(self.rollout.fleet.on()) <= set(under_way) | self.rollout_leavers()
+        under_way = sorted(uid for live in ledger.active_groups() for uid in live.unfinished())
+        assert sorted(self.rollout._samples.activities(under_way)) == under_way
+        assert set(self.rollout.fleet.engine_of) <= set(under_way) | self.rollout_leavers()
 
     def check_rounds(self, counts):
         """Nothing is shed, nothing is put off twice, and nobody waits who could start."""
-        ledger, lives = self.rollout.ledger, self.rollout._lives
+        ledger, samples = self.rollout.ledger, self.rollout._samples
         assert set(counts.dropped_by_reason) <= {"no_signal"}
-        events = history(Log(tuple(self.events)))
-        parks = Counter(event.group for event in events if isinstance(event, Parked))
+        events = effective_events(LogContents(tuple(self.events)))
+        parks = Counter(event.group for event in events if isinstance(event, GroupDeferred))
         assert set(parks.values()) <= {1}
-        parked = ledger.parked()
-        if self.rollout.fleet.is_open and ledger.may_resume():
-            assert not lives.has_left(parked[0].uid), "a long round is not begun"
+        parked = ledger.deferred_groups()
+        if self.rollout.fleet.is_open and ledger.may_restart_deferred():
+            assert not samples.has_stopped(parked[0].uid), "a long round is not begun"
         assert len(parked) < self.shape.groups or ledger.in_long_round
 
     def rollout_leavers(self):
         """Samples that are cancelled or put off: their engine has not let go of them yet."""
         names = {task.get_name() for task in asyncio.all_tasks() if task.cancelling()}
-        has_left = self.rollout._lives.has_left
-        on = self.rollout.fleet.on()
-        return {uid for uid in on if str(uid) in names or not has_left(uid.group)}
+        has_stopped = self.rollout._samples.has_stopped
+        on = self.rollout.fleet.engine_of
+        return {uid for uid in on if str(uid) in names or not has_stopped(uid.group)}
 
 
 class Opened:
@@ -477,7 +490,7 @@ class Opened:
         history = self.history
         history.is_dead = True
         await self.block.__aexit__(*error)
-        assert history.rollout.fleet.on() == {}
+        assert history.rollout.fleet.engine_of == {}
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
@@ -503,25 +516,50 @@ def play_histories(rule, count):
     draw_histories(rule, count, lambda shape, moves: seen.update(play(shape, moves)[1]))
     wanted = {*MOVES, "drawn by two versions", "as old as it may be", "dropped as no_signal"}
     wanted |= {"flagged"}
-    reasons = {Rule.DROP_STALE: "dropped as stale", Rule.FIRST_FINISHED: "dropped as surplus"}
+    reasons = {
+        StalenessRule.DROP_STALE: "dropped as stale",
+        StalenessRule.FIRST_FINISHED: "dropped as surplus",
+    }
     wanted |= {reasons[rule]} if rule in reasons else set()
-    wanted |= {"long groups"} if rule is Rule.LONG_ROUNDS else set()
+    wanted |= {"long groups"} if rule is StalenessRule.LONG_ROUNDS else set()
     assert wanted - {name for name, times in seen.items() if times} == set()
 
 
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", StalenessRule)
 def test_a_rollout_keeps_the_laws_in_every_history(rule):
-    play_histories(rule, HISTORIES // len(Rule))
+    play_histories(rule, HISTORIES // len(StalenessRule))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("rule", StalenessRule)
 def test_a_rollout_keeps_the_laws_in_ten_times_as_many_histories(rule):
-    play_histories(rule, 10 * HISTORIES // len(Rule))
+    play_histories(rule, 10 * HISTORIES // len(StalenessRule))
 
 
-@pytest.mark.parametrize("rule", Rule)
+def test_a_rollout_that_restarts_a_deferred_group_when_it_opens_keeps_the_laws():
+    shape = Shape(
+        rule=StalenessRule.LONG_ROUNDS,
+        groups=1,
+        size=1,
+        spares=0,
+        staleness=0.5,
+        surplus=1,
+        drops=0,
+        drops_allowed=0,
+        failed=0,
+        turns=1,
+        engines=1,
+        slots=1,
+        kv_capacity=0,
+        longest_first=False,
+        tail=1,
+        seed=0,
+    )
+    play(shape, [("step", 0), ("step", 0), ("save", 0), ("step", 0)])
+
+
+@pytest.mark.parametrize("rule", StalenessRule)
 def test_the_same_history_twice_is_identical(rule):
     def run(shape, moves):
         assert play(shape, moves) == play(shape, moves)
@@ -532,7 +570,7 @@ def test_the_same_history_twice_is_identical(rule):
 def test_without_staleness_the_batches_are_those_of_a_plain_synchronous_loop():
     """Ids, order and lengths, with drops that are refilled and slow samples that are waited for."""
     shape = Shape(
-        rule=Rule.MUST_TAKE,
+        rule=StalenessRule.MUST_TAKE,
         groups=4,
         size=3,
         spares=0,

@@ -112,7 +112,7 @@ def test_shrinkage_beats_the_domain_mean_and_the_prompts_own_mean():
     assert shrunk < 0.85 * error(lambda _: log(200))
 
 
-def test_a_finished_member_changes_what_is_expected_of_its_group_at_once():
+def test_a_finished_member_changes_the_prediction_for_its_group():
     predictor = LengthPredictor(initial=200)
     draw(predictor, prompts=300, samples=2, spread_between=1.0, spread_within=0.3)
     before = predictor.predict("fresh", "math")

@@ -5,15 +5,21 @@ import json
 from collections import Counter
 
 import pytest
+from fakes import FakeCodec
+from ledger_audit import check_ledger, ledger_counts
 
-from rollick.config.scenario import Scenario
 from rollick.config.schema import RolloutConfig
-from rollick.rollout.episode import single_turn
-from rollick.rollout.scheduler import CLOSE_S, Rollout
-from rollick.rollout.simulate import simulate
-from rollick.rollout.simulated import SimulatedEngine, StepTime
-from rollick.rollout.virtual import run_virtual
-from rollick.testing.fakes import FakeCodec, prompt
+from rollick.episodes.single_turn import single_turn
+from rollick.observe.sample_stage import DEFERRED
+from rollick.rollout.deps import RolloutDeps, SavedRollout
+from rollick.rollout.in_flight import CLOSE_TIMEOUT_S
+from rollick.rollout.scheduler import Rollout
+from rollick.simulator.engine import SimulatedEngine
+from rollick.simulator.run import simulate
+from rollick.simulator.scenario import Scenario
+from rollick.simulator.step_time import StepTime
+from rollick.simulator.virtual_clock import run_virtual
+from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId, Sampling, Score
 
 LONG = 40
@@ -42,20 +48,19 @@ class Run:
         self.streams[request.uid, request.stream] += 1
         return LONG if request.uid in ((1, 0), (3, 0)) else SHORT
 
-    def open(self, **ways):
-        return Rollout.open(
+    def open(self, *, version=0, saved=None, find_prompt=None):
+        deps = RolloutDeps(
             config=self.config,
-            prompts=self.next_prompt,
-            engines=[self.engine],
-            score=self.score,
-            seed=1,
-            stuck_after_s=1000,
+            next_prompt=self.next_prompt,
             episode=single_turn(FakeCodec(), Sampling(max_tokens=100), seed=1),
-            judged=lambda group: self.judged.update([group.uid]),
-            record=self.events.append,
-            span=lambda uid, what, begin, end: self.spans.append((uid, what, begin, end)),
-            **ways,
+            score=self.score,
+            stuck_after_s=1000,
+            on_group_scored=lambda group: self.judged.update([group.uid]),
+            record_event=self.events.append,
+            record_span=lambda *span: self.spans.append(span),
+            find_prompt=find_prompt,
         )
+        return Rollout.open(deps, [self.engine], version=version, saved=saved)
 
     def next_prompt(self):
         self.started += 1
@@ -70,8 +75,8 @@ class Run:
         rollout.trained(groups, version)
         await self.engine.commit_shared(version)
         rollout.published(version)
-        rollout.ledger.check()
-        return [group.uid for group in groups], rollout.stats(), groups
+        check_ledger(rollout.ledger)
+        return [group.uid for group in groups], rollout.stats, groups
 
 
 def now():
@@ -84,13 +89,13 @@ def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
         async with run.open() as rollout:
             uids, stats, _ = await run.step(rollout)
             assert (uids, now()) == ([0, 2], 4), "nobody waits for group 1"
-            assert (stats.deferred, stats.parked, stats.long_groups) == (1, 1, 0)
+            assert (stats.deferred, stats.deferred_waiting, stats.long_groups) == (1, 1, 0)
             assert stats.deferred_tokens == SHORT + 4, "one sample had ended, one had four tokens"
             uids, stats, _ = await run.step(rollout)
-            assert (uids, stats.parked) == ([4, 5], 2)
+            assert (uids, stats.deferred_waiting) == ([4, 5], 2)
             uids, stats, groups = await run.step(rollout)
             assert (uids, now()) == ([1, 3], 8 + LONG), "the long round waits for all"
-            assert (stats.long_groups, stats.parked, stats.deferred) == (2, 0, 0)
+            assert (stats.long_groups, stats.deferred_waiting, stats.deferred) == (2, 0, 0)
             assert stats.long_length == (LONG + SHORT) / 2
             drawn = {v for group in groups for s in group.samples for v in s.versions[s.loss_mask]}
             assert drawn == {2}
@@ -99,13 +104,13 @@ def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
         return run
 
     run = run_virtual(main())
-    parked = [(uid, end - begin) for uid, what, begin, end in run.spans if what == "parked"]
+    parked = [(uid, end - begin) for uid, what, begin, end in run.spans if what is DEFERRED]
     assert parked == [((1, 0), 4.0), ((3, 0), 0.0)], "both rounds were over at second 8"
     again = {uid: times for (uid, _), times in run.streams.items()}
     assert again[SampleId(1, 0)] == 2, "the same sample draws with the same random numbers"
 
 
-def test_with_staleness_a_step_does_not_wait_for_what_is_put_off():
+def test_with_staleness_a_step_does_not_wait_for_deferred_groups():
     async def main():
         run = Run(max_staleness=1)
         trained = []
@@ -114,7 +119,7 @@ def test_with_staleness_a_step_does_not_wait_for_what_is_put_off():
                 uids, stats, _ = await run.step(rollout)
                 trained += uids
                 assert stats.age_max <= 1
-        counts = rollout.ledger.counts()
+        counts = ledger_counts(rollout.ledger)
         assert len(trained) == len(set(trained)) == 24
         assert counts.groups.dropped == 0
         assert {1, 3} <= set(trained)
@@ -122,7 +127,7 @@ def test_with_staleness_a_step_does_not_wait_for_what_is_put_off():
     run_virtual(main())
 
 
-def test_a_resumed_run_goes_on_with_what_was_parked():
+def test_a_resumed_run_continues_with_deferred_groups():
     async def main():
         run = Run()
         async with run.open() as rollout:
@@ -132,7 +137,7 @@ def test_a_resumed_run_goes_on_with_what_was_parked():
         assert [group["uid"] for group in state["ledger"]["groups"]] == [1, 3]
         run.engine = run.new_engine()
         await run.engine.commit_shared(PolicyVersion(2))
-        async with run.open(version=2, state=state, groups=groups) as rollout:
+        async with run.open(version=2, saved=SavedRollout(state, groups)) as rollout:
             uids, stats, _ = await run.step(rollout)
             assert (uids, stats.long_groups) == ([1, 3], 2)
             assert (await run.step(rollout))[0] == [6, 7]
@@ -143,15 +148,15 @@ def test_a_resumed_run_goes_on_with_what_was_parked():
 def test_an_engine_that_does_not_let_go_holds_a_batch_up_for_seconds_only():
     async def main():
         run = Run()
-        run.engine.hang_at(4.5)
+        asyncio.get_running_loop().call_at(3.5, run.engine.slow_down, 1e6)
         async with run.open() as rollout:
             await asyncio.sleep(6)
             begun = now()
             assert [group.uid for group in await rollout.take()] == [0, 2]
-            assert now() == begun + CLOSE_S
+            assert now() == begun + CLOSE_TIMEOUT_S
             await asyncio.sleep(0)
-            assert rollout.fleet.on() == {}
-            assert rollout._lives.leaving == 0
+            assert rollout.fleet.engine_of == {}
+            assert rollout._samples.stopping == 0
 
     run_virtual(main())
 
@@ -170,7 +175,7 @@ def test_every_prompt_is_trained_on_where_first_finished_drops_the_long_ones(sta
 
     drops, puts_off = run("first_finished", 4), run("long_rounds", 4)
     assert not puts_off.dropped
-    assert puts_off.deferred >= 8 > puts_off.parked
+    assert puts_off.deferred >= 8 > puts_off.deferred_waiting
     assert drops.length_bias < 2 * puts_off.length_bias - 0.02
     assert puts_off.age_max <= staleness
     if not staleness:

@@ -6,18 +6,23 @@ import math
 import random
 import re
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from itertools import count
 
 import pytest
+from fakes import FakeCodec, FakeEngine
+from ledger_audit import audit, check_ledger, ledger_counts
 
 from rollick.config.schema import RolloutConfig
+from rollick.episodes.single_turn import single_turn
 from rollick.errors import CheckpointError, EngineError, EngineLost, RewardError, StuckError
-from rollick.observe.metrics import is_documented
-from rollick.rollout.ledger import LedgerError
-from rollick.rollout.log import Log, audit
-from rollick.rollout.once import sample_all
+from rollick.observe.metric_table import is_documented
+from rollick.rollout.deps import RolloutDeps, SavedRollout
+from rollick.rollout.ledger.group_record import LedgerError
+from rollick.rollout.ledger.log import LogContents
+from rollick.rollout.sample_prompts import open_prompt_sampling
 from rollick.rollout.scheduler import Rollout
-from rollick.testing.fakes import FakeCodec, FakeEngine, prompt
+from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId, Sampling, Score
 
 
@@ -43,26 +48,22 @@ def spread(group):
 
 
 @asynccontextmanager
-async def opened(engines, *, score=by_index, signal=spread, prompts=None, **settings):
-    """A rollout of 2 groups of 2 unless told otherwise."""
-    names = ("version", "state", "groups", "started", "find_prompt", "record", "judged", "episode")
-    ways = {name: settings.pop(name) for name in names if name in settings}
-    stuck_after_s = settings.pop("stuck_after_s", 20.0)
+async def opened(engines, *, version=0, saved=None, **settings):
+    """A rollout of 2 groups of 2; settings are those of RolloutDeps and of its config."""
+    names = {field.name for field in fields(RolloutDeps)}
+    deps = {
+        "next_prompt": numbered_prompts(),
+        "episode": single_turn(FakeCodec(), Sampling(max_tokens=8), seed=1),
+        "score": by_index,
+        "stuck_after_s": 20.0,
+        "drop_reason": spread,
+        **{name: settings.pop(name) for name in names & settings.keys()},
+    }
     config = RolloutConfig(**{"groups_per_step": 2, "group_size": 2, **settings})
-    async with Rollout.open(
-        config=config,
-        sampling=Sampling(max_tokens=8),
-        prompts=prompts or numbered_prompts(),
-        engines=engines,
-        codec=FakeCodec(),
-        score=score,
-        signal=signal,
-        seed=1,
-        stuck_after_s=stuck_after_s,
-        **ways,
-    ) as rollout:
+    deps = RolloutDeps(config=config, **deps)
+    async with Rollout.open(deps, engines, version=version, saved=saved) as rollout:
         yield rollout
-        rollout.ledger.check()
+        check_ledger(rollout.ledger)
 
 
 async def train(rollout, groups, engines=()):
@@ -101,7 +102,7 @@ async def test_a_batch_has_scored_groups_in_the_order_of_ids():
     assert [group.scores for group in groups] == [(0, 1), (0, 1)]
     assert [group.prompt.uid for group in groups] == ["toy/0", "toy/1"]
     assert [s.uid for s in groups[1].samples] == [SampleId(1, 0), SampleId(1, 1)]
-    assert groups[0].started == 0
+    assert groups[0].start_version == 0
 
 
 async def test_without_staleness_nothing_starts_between_a_batch_and_its_publishing():
@@ -116,8 +117,8 @@ async def test_without_staleness_nothing_starts_between_a_batch_and_its_publishi
         later = await rollout.take()
         assert len(engine.requests) == 8
     assert ids(later) == [2, 3]
-    assert {group.started for group in later} == {1}
-    assert {s.oldest_version for group in later for s in group.samples} == {1}
+    assert {group.start_version for group in later} == {1}
+    assert {v for group in later for s in group.samples for v in s.versions[s.loss_mask]} == {1}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -151,8 +152,8 @@ async def test_a_dropped_group_is_counted_and_refilled_one_for_one():
     engine = FakeEngine()
     async with opened([engine], score=score) as rollout:
         groups = await rollout.take()
-        counts = rollout.ledger.counts()
-        stats = rollout.stats()
+        counts = ledger_counts(rollout.ledger)
+        stats = rollout.stats
     assert ids(groups) == [3, 4]
     assert counts.dropped_by_reason == {"no_signal": 3}
     assert len(engine.requests) == 10
@@ -162,11 +163,11 @@ async def test_a_dropped_group_is_counted_and_refilled_one_for_one():
     assert stats.trained_score == 0.5
 
 
-async def test_groups_without_signal_are_kept_where_nobody_asks_for_a_signal():
+async def test_groups_without_signal_are_kept_without_a_drop_reason():
     async def score(sample):
         return Score(1.0)
 
-    async with opened([FakeEngine()], score=score, signal=None) as rollout:
+    async with opened([FakeEngine()], score=score, drop_reason=None) as rollout:
         assert ids(await rollout.take()) == [0, 1]
 
 
@@ -176,14 +177,14 @@ async def test_after_the_allowed_drops_the_batch_is_smaller():
 
     async with opened([FakeEngine()], score=score, max_drops_per_step=3) as rollout:
         groups = await rollout.take()
-        dropped = rollout.stats().dropped
+        dropped = rollout.stats.dropped
         await train(rollout, groups)
-        assert rollout.ledger.drops_in_step == 0
+        assert rollout.ledger.state()["drops_in_step"] == 0
     assert ids(groups) == [1]
     assert dropped == {"no_signal": 4}
 
 
-async def test_a_step_in_which_all_groups_score_alike_is_an_error_with_the_mean_score():
+async def test_a_step_without_any_signal_raises_with_the_mean_score():
     async def score(sample):
         return Score(0.25)
 
@@ -201,13 +202,13 @@ async def test_failed_scores_are_members_but_masked_and_counted():
 
     async with opened([FakeEngine()], score=score, group_size=3) as rollout:
         groups = await rollout.take()
-        stats = rollout.stats()
+        stats = rollout.stats
     masked = groups[1].members[2]
     assert not masked.score.ok
     assert not masked.sample.loss_mask.any()
     assert masked.sample.response_length > 0
     assert groups[1].members[1].sample.loss_mask.any()
-    assert stats.failed_scores == 1
+    assert stats.failed_share * stats.scored == pytest.approx(1)
     assert stats.metrics()["rollout/failed_scores"] == pytest.approx(1 / 6)
 
 
@@ -217,7 +218,7 @@ async def test_too_many_failed_scores_stop_the_run_with_the_first_failure():
         return Score.failed("no route to judge") if failed else Score(float(sample.uid.group))
 
     with pytest.raises(RewardError, match=r"2 of 4 samples of step 1 .* g0.0: no route to judge"):
-        async with opened([FakeEngine()], score=score, signal=lambda group: None) as rollout:
+        async with opened([FakeEngine()], score=score, drop_reason=lambda group: None) as rollout:
             await rollout.take()
 
 
@@ -260,14 +261,14 @@ async def test_a_sample_that_is_being_scored_holds_no_slot():
     engine = FakeEngine(slots=1)
     async with opened([engine], score=score, groups_per_step=4) as rollout:
         await until(lambda: len(engine.requests) == 8)
-        assert rollout.ledger.counts().samples.running == 8
+        assert ledger_counts(rollout.ledger).samples.running == 8
 
 
 async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
     engine = FakeEngine(seconds=math.inf, slots=1)
     async with opened([engine], groups_per_step=3) as rollout:
         await until(lambda: len(engine.requests) == 2)
-        assert rollout.ledger.counts().samples.waiting == 4
+        assert ledger_counts(rollout.ledger).samples.waiting == 4
     assert len(engine.requests) == 2
     assert only_this_task()
 
@@ -315,6 +316,43 @@ async def test_events_of_samples_put_the_deadline_off(slow):
         assert ids(await rollout.take()) == [0]
 
 
+async def test_a_long_sample_whose_tokens_grow_is_not_stuck():
+    engine = FakeEngine(reply=lambda request: "abcdefgh", seconds=1.2)
+    async with opened([engine], stuck_after_s=0.6) as rollout:
+        assert ids(await rollout.take()) == [0, 1]
+
+
+async def test_an_engine_that_stops_in_the_middle_of_a_sample_is_stuck():
+    engine = FakeEngine(reply=lambda request: "abcdefgh", seconds=0.4)
+    async with opened([engine], stuck_after_s=0.3) as rollout:
+        await until(lambda: engine.generated_tokens >= 8)
+        await engine.pause()
+        with pytest.raises(StuckError, match="generating on engine 0"):
+            await rollout.take()
+
+
+async def test_a_tool_that_works_within_its_own_limit_is_not_stuck():
+    answer = single_turn(FakeCodec(), Sampling(max_tokens=8), seed=1)
+
+    async def searches(uid, of, access):
+        with access.activity("tool search", limit_s=30):
+            await asyncio.sleep(0.4)
+        return await answer(uid, of, access)
+
+    async with opened([FakeEngine()], episode=searches, stuck_after_s=0.1) as rollout:
+        assert ids(await rollout.take()) == [0, 1]
+
+
+async def test_a_tool_that_outlasts_its_own_limit_is_stuck():
+    async def searches(uid, of, access):
+        with access.activity("tool search", limit_s=0.3):
+            await asyncio.sleep(math.inf)
+
+    with pytest.raises(StuckError, match=r"in tool search for 0\.\d+ s"):
+        async with opened([FakeEngine()], episode=searches, stuck_after_s=0.1) as rollout:
+            await rollout.take()
+
+
 async def test_a_take_before_publishing_is_named_as_the_wait_it_is():
     async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
         rollout.trained(await rollout.take(), 1)
@@ -335,7 +373,7 @@ async def test_an_engine_that_dies_is_the_one_root_cause():
     assert only_this_task()
 
 
-async def test_a_failure_that_nobody_waited_for_is_raised_at_the_end():
+async def test_a_failure_that_take_did_not_raise_is_raised_at_the_end():
     async def score(sample):
         raise EngineError("the scorer is gone")
 
@@ -395,11 +433,11 @@ async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it
     async with opened([engine], max_staleness=1) as rollout:
         first = await rollout.take()
         assert ids(first) == [0, 2]
-        assert rollout.stats().age_max == 0
+        assert rollout.stats.age_max == 0
         await until(lambda: engine.generated_tokens >= 7 * 4 + 1)
         await train(rollout, first, [engine])
         second = await rollout.take()
-        stats = rollout.stats()
+        stats = rollout.stats
         assert ids(second) == [1, 3]
         versions = second[0].samples[1].versions[2:].tolist()
         assert versions == sorted(versions)
@@ -409,8 +447,8 @@ async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it
         await train(rollout, second, [engine])
         third = await rollout.take()
     assert ids(third) == [4, 5]
-    assert {group.started for group in third} == {1}
-    assert rollout.stats().age_mean == 1
+    assert {group.start_version for group in third} == {1}
+    assert rollout.stats.age_mean == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 0.5, 1, 2])
@@ -429,11 +467,11 @@ async def test_nothing_is_lost_and_no_token_too_old_over_many_steps(staleness):
         for _ in range(12):
             groups = await rollout.take()
             assert len(groups) == 2
-            assert rollout.stats().age_max <= math.ceil(staleness)
+            assert rollout.stats.age_max <= math.ceil(staleness)
             seen += ids(groups)
             await train(rollout, groups, engines)
-            rollout.ledger.check()
-        counts = rollout.ledger.counts().groups
+            check_ledger(rollout.ledger)
+        counts = ledger_counts(rollout.ledger).groups
     assert len(set(seen)) == 24
     assert not any(uid % 4 == 0 for uid in seen)
     assert counts.trained == 24
@@ -488,9 +526,9 @@ async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions(
         await train(rollout, first, [quick])
         rollout.resume_admission()
         (second,) = await rollout.take()
-        stats = rollout.stats()
+        stats = rollout.stats
     carried = {r.uid: len(r.continue_from.token_ids) for r in quick.requests if r.uid.group == 1}
-    assert (second.uid, second.started) == (1, 0)
+    assert (second.uid, second.start_version) == (1, 0)
     assert sum(carried.values()) == drawn
     for moved in second.samples:
         kept = carried[moved.uid]
@@ -505,7 +543,7 @@ async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
     async with opened([engine], stuck_after_s=1.0) as rollout:
         await rollout.interrupt()
         assert engine.requests == []
-        assert rollout.fleet.on() == {}
+        assert rollout.fleet.engine_of == {}
         rollout.resume_admission()
         await until(lambda: len(engine.requests) == 4)
 
@@ -515,7 +553,7 @@ async def test_what_a_lost_engine_had_is_trained_on_under_the_same_ids_and_none_
     engines = [FakeEngine(seconds=0.02, slots=2) for _ in range(3)]
     events, trained = [], []
     async with opened(
-        engines, max_staleness=staleness, groups_per_step=4, record=events.append
+        engines, max_staleness=staleness, groups_per_step=4, record_event=events.append
     ) as rollout:
         for step in range(6):
             if step in (1, 3):
@@ -524,13 +562,13 @@ async def test_what_a_lost_engine_had_is_trained_on_under_the_same_ids_and_none_
             groups = await rollout.take()
             trained += [s.uid for group in groups for s in group.samples]
             await train(rollout, groups, engines)
-            rollout.ledger.check()
-        counts = rollout.ledger.counts()
+            check_ledger(rollout.ledger)
+        counts = ledger_counts(rollout.ledger)
         assert len(rollout.fleet.engines) == 1
     assert len(trained) == len(set(trained)) == 48
     assert counts.groups.trained == 24
     assert counts.groups.dropped == 0
-    assert audit(Log(tuple(events))).groups.trained == 24
+    assert audit(LogContents(tuple(events))).groups.trained == 24
 
 
 async def test_the_loss_of_all_engines_ends_the_run():
@@ -567,17 +605,17 @@ async def test_the_wait_for_an_engine_that_hangs_names_it_among_others():
 
 async def test_a_wait_names_the_tool_that_a_sample_is_in():
     async def searches(uid, of, access):
-        with access.doing("tool search"):
+        with access.activity("tool search"):
             await asyncio.sleep(math.inf)
 
     async with opened([FakeEngine()], episode=searches, groups_per_step=1) as rollout:
-        await until(lambda: "tool search" in rollout.waits())
+        await until(lambda: "tool search" in rollout.describe_waits())
         assert re.fullmatch(
             r"group 0: sample 0 in tool search for \S+ s, sample 1 in tool search for \S+ s",
-            rollout.waits(),
+            rollout.describe_waits(),
         )
         rollout.pause_admission()
-        assert rollout.waits().endswith("; groups to start, but admission is paused")
+        assert rollout.describe_waits().endswith("; groups to start, but admission is paused")
 
 
 async def test_spares_that_were_not_needed_are_counted():
@@ -585,9 +623,9 @@ async def test_spares_that_were_not_needed_are_counted():
     engine = FakeEngine(seconds=by_uid({(0, 2): math.inf, (1, 0): math.inf}))
     async with opened([engine], spare_samples=1) as rollout:
         groups = await rollout.take()
-        stats = rollout.stats()
+        stats = rollout.stats
         await until(lambda: engine.load().running == 0)
-        assert rollout.fleet.on() == {}
+        assert rollout.fleet.engine_of == {}
     assert [[s.uid.index for s in group.samples] for group in groups] == [[0, 1], [1, 2]]
     assert stats.cancelled == 2
     assert stats.metrics()["rollout/cancelled_share"] == pytest.approx(2 / 6)
@@ -607,19 +645,19 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
         max_staleness=1,
         staleness_rule="drop_stale",
         groups_per_step=1,
-        judged=lambda group: judged.append((group.uid, len(group.members))),
+        on_group_scored=lambda group: judged.append((group.uid, len(group.members))),
     ) as rollout:
         for _ in range(2):
             await train(rollout, await rollout.take(), [engine])
         (group,) = await rollout.take()
-        stats = rollout.stats()
-        counts = rollout.ledger.counts()
+        stats = rollout.stats
+        counts = ledger_counts(rollout.ledger)
     assert counts.dropped_by_reason == {"stale": 1}
     assert stats.dropped == {"stale": 1}
-    assert (stats.kept_length, stats.shed_length) == (4, 8)
+    assert (stats.kept_length, stats.dropped_length) == (4, 8)
     # Kept: 4, 4; shed: 8 (score 0).
     assert stats.length_bias == pytest.approx(4 - 16 / 3)
-    assert (stats.trained_score, stats.shed_score) == (0.5, 0)
+    assert (stats.trained_score, stats.dropped_score) == (0.5, 0)
     assert stats.score_bias == pytest.approx(0.5 - 1 / 3)
     assert stats.cancelled == 1
     assert (1, 0) in judged
@@ -635,7 +673,7 @@ async def test_masked_tokens_are_counted():
         masked = trained = 0
         for _ in range(6):
             groups = await rollout.take()
-            masked += rollout.stats().masked_tokens
+            masked += rollout.stats.masked_tokens
             trained += sum(int(s.loss_mask.sum()) for group in groups for s in group.samples)
             await asyncio.sleep(0.06)
             await train(rollout, groups, [engine])
@@ -659,7 +697,7 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
     again = FakeEngine()
     pairs = [(0, "toy/0"), (1, "toy/1"), (2, "old/2"), (3, "old/3")]
     async with opened(
-        [again], state=state, groups=saved, started=pairs, find_prompt=find
+        [again], saved=SavedRollout(state, saved, pairs), find_prompt=find
     ) as rollout:
         batches = []
         for _ in range(3):
@@ -675,7 +713,7 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
 async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
     async with opened(
         [FakeEngine()],
-        started=[(0, "old/0")],
+        saved=SavedRollout(started=[(0, "old/0")]),
         find_prompt=lambda uid: prompt(uid=uid),
     ) as rollout:
         groups = await rollout.take()
@@ -695,11 +733,11 @@ async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids()
 
     again = FakeEngine()
     drawn_before = {r.uid: r.stream for r in engine.requests}
-    async with opened([again], groups_per_step=3, state=state, groups=saved) as rollout:
+    async with opened([again], groups_per_step=3, saved=SavedRollout(state, saved)) as rollout:
         groups = await rollout.take()
-        assert rollout.ledger.counts().groups.submitted == 3
+        assert ledger_counts(rollout.ledger).groups.submitted == 3
         # What was scored before counts in the step's figures too: scores are 0 and 1.
-        assert (rollout.stats().scored, rollout.stats().mean_score) == (6, 0.5)
+        assert (rollout.stats.scored, rollout.stats.mean_score) == (6, 0.5)
     assert ids(groups) == [0, 1, 2]
     assert groups[0] is saved[0]
     assert groups[1].members[0] is saved[1].members[0]
@@ -714,18 +752,18 @@ async def test_a_resumed_run_without_its_finished_samples_is_refused():
         await rollout.take()
         state = rollout.state()
     with pytest.raises(CheckpointError, match=r"samples \[0, 1\] of group 0"):
-        async with opened([FakeEngine()], state=state):
+        async with opened([FakeEngine()], saved=SavedRollout(state)):
             pass
 
 
 async def test_a_run_cannot_be_resumed_with_less_staleness_than_its_samples_have():
     engine = FakeEngine()
     async with opened([engine], max_staleness=1) as rollout:
-        await until(lambda: rollout.ledger.complete_groups == 4)
+        await until(lambda: rollout.ledger.complete_count == 4)
         await train(rollout, await rollout.take(), [engine])
         state, saved = rollout.state(), rollout.untrained()
     with pytest.raises(CheckpointError, match=r"1 versions old.*resume with rollout.max_staleness"):
-        async with opened([FakeEngine(version=1)], state=state, groups=saved, version=1):
+        async with opened([FakeEngine(version=1)], saved=SavedRollout(state, saved), version=1):
             pass
 
 
@@ -736,7 +774,7 @@ async def test_an_interrupted_and_resumed_run_trains_the_same_batches():
         for steps in stops:
             engine = FakeEngine(version=version)
             async with opened(
-                [engine], prompts=prompts, state=state, groups=saved, version=version
+                [engine], next_prompt=prompts, saved=SavedRollout(state, saved), version=version
             ) as rollout:
                 for _ in range(steps):
                     groups = await rollout.take()
@@ -756,10 +794,10 @@ async def test_stats_tell_of_all_that_ended_in_the_step_under_documented_names()
         return Score(sample.uid.index + (1.0 if sample.prompt.domain == "words" else 0.0))
 
     engine = FakeEngine(reply=lambda request: "x" * (9 if request.uid == (0, 0) else 3))
-    async with opened([engine], score=score, prompts=lambda: next(prompts)) as rollout:
-        assert rollout.stats().groups == 0
+    async with opened([engine], score=score, next_prompt=lambda: next(prompts)) as rollout:
+        assert rollout.stats.groups == 0
         await rollout.take()
-        stats = rollout.stats()
+        stats = rollout.stats
     assert {name: it.score for name, it in stats.domains.items()} == {"sums": 0.5, "words": 1.5}
     assert stats.mean_score == 1.0
     assert stats.tokens == 8 + 3 * 3
@@ -774,50 +812,35 @@ async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
     engines = [FakeEngine(seconds=lambda request: shuffled.random() * 0.005, slots=1)] * 2
     told = []
     prompts = [prompt(f"{number}", uid=f"toy/{number}") for number in range(7)]
-    groups = await sample_all(
+    async with open_prompt_sampling(
         prompts,
+        engines,
         samples=2,
-        sampling=Sampling(),
-        engines=engines,
-        codec=FakeCodec(),
+        episode=single_turn(FakeCodec(), Sampling(), seed=0, purpose="eval"),
         score=by_index,
-        seed=0,
-        progress=lambda done, total: told.append((done, total)),
-    )
+        stuck_after_s=600,
+        on_progress=lambda done, total: told.append((done, total)),
+    ) as rollout:
+        groups = await rollout.take()
     assert [group.prompt.uid for group in groups] == [asked.uid for asked in prompts]
     assert [group.uid for group in groups] == [-1, -2, -3, -4, -5, -6, -7]
     assert all(group.scores == (0, 1) for group in groups)
-    assert told == [(done, 7) for done in range(1, 8)]
+    assert told == [(done, 14) for done in range(1, 15)]
     assert only_this_task()
 
 
-async def test_evaluation_keeps_failed_scores_and_groups_that_score_alike():
+async def test_evaluation_keeps_failed_scores_and_groups_without_signal():
     async def score(sample):
         return Score.failed("down") if sample.uid.group == -1 else Score(1.0)
 
-    groups = await sample_all(
+    async with open_prompt_sampling(
         [prompt(), prompt()],
+        [FakeEngine(version=3)],
         samples=1,
-        sampling=Sampling(),
-        engines=[FakeEngine(version=3)],
-        codec=FakeCodec(),
+        episode=single_turn(FakeCodec(), Sampling(), seed=0, purpose="eval"),
         score=score,
-        seed=0,
-    )
+        stuck_after_s=600,
+    ) as rollout:
+        groups = await rollout.take()
     assert [group.members[0].score.ok for group in groups] == [False, True]
-    assert groups[0].started == 3
-
-
-async def test_evaluation_of_no_prompt_is_empty():
-    assert (
-        await sample_all(
-            [],
-            samples=1,
-            sampling=Sampling(),
-            engines=[],
-            codec=FakeCodec(),
-            score=by_index,
-            seed=0,
-        )
-        == []
-    )
+    assert groups[0].start_version == 3

@@ -7,19 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fakes import FakeCodec, FakeEngine
 
-from rollick.config.schema import DataConfig, DomainConfig, RolloutConfig
+from rollick.config.schema import RlDataConfig, RlvrDomain, RolloutConfig
 from rollick.data.prompts import PromptStream
+from rollick.episodes.single_turn import single_turn
+from rollick.rollout.deps import RolloutDeps, SavedRollout
 from rollick.rollout.scheduler import Rollout
-from rollick.testing.fakes import FakeCodec, FakeEngine
 from rollick.types import Group, PolicyVersion, Request, Sample, Sampling, Score, stable_hash
 
-SELECTION = {"order": "near_half", "window": 8, "retire_above": 0.9, "min_tries": 4}
+SELECTION = {"near_half_window": 8, "retire": {"pass_rate": 0.9, "min_tries": 4}}
 
 
 def open_stream() -> PromptStream:
-    domain = DomainConfig(source="object:toy")
-    data = DataConfig.model_validate({"domains": {"toy": domain}, "selection": SELECTION})
+    domain = RlvrDomain(source="object:toy")
+    data = RlDataConfig[RlvrDomain].model_validate(
+        {"domains": {"toy": domain}, "selection": SELECTION}
+    )
     rows = [{"prompt": f"{n}?", "rate": n % 4 / 4} for n in range(12)]
     return PromptStream.open(data, seed=5, base=None, objects={"toy": rows})
 
@@ -48,24 +52,20 @@ async def run(
     for engine in engines:
         await engine.commit_shared(PolicyVersion(state["version"]))
     batches: list[list[tuple[int, str]]] = []
-    async with Rollout.open(
+    deps = RolloutDeps(
         config=RolloutConfig(groups_per_step=4, group_size=4),
-        sampling=Sampling(max_tokens=4),
-        prompts=stream.next,
-        engines=engines,
-        codec=FakeCodec(),
+        next_prompt=stream.next,
+        episode=single_turn(FakeCodec(), Sampling(max_tokens=4), seed=1),
         score=by_rate,
-        signal=drop_alike,
-        judged=judged or stream.judged,
-        seed=1,
         stuck_after_s=20,
-        version=state["version"],
-        state=state.get("rollout"),
-        groups=state.get("groups", ()),
-    ) as rollout:
+        drop_reason=drop_alike,
+        on_group_scored=judged or stream.record_group,
+    )
+    resumed = SavedRollout(state.get("rollout"), state.get("groups", ()))
+    async with Rollout.open(deps, engines, version=state["version"], saved=resumed) as rollout:
         for _ in range(steps):
             groups = await rollout.take()
-            stream.learn()
+            stream.update_selection()
             batches.append([(group.uid, group.prompt.uid) for group in groups])
             version = PolicyVersion(rollout.version + 1)
             for engine in engines:
@@ -82,7 +82,7 @@ def at_random(seed: int) -> Callable[[Request], float]:
     return lambda request: draw.random() * 0.003
 
 
-async def test_every_group_is_told_once_whether_kept_or_dropped():
+async def test_every_group_is_reported_once_whether_kept_or_dropped():
     stream, told = open_stream(), list[Group]()
     batches, _ = await run(stream, steps=4, seconds=lambda request: 0.0, judged=told.append)
     kept = [uid for batch in batches for uid, _ in batch]

@@ -5,32 +5,32 @@ import math
 
 import pytest
 
-from rollick.observe.metrics import is_documented
+from rollick.observe.metric_table import is_documented
 from rollick.rollout.stats import StepWindow, token_ages
 from rollick.testing.fakes import group
 from rollick.types import PolicyVersion
 
 
 def closed(window, batch, version=0):
-    return window.close(batch, step=1, version=PolicyVersion(version), wait_s=0.5)
+    return window.to_stats(batch, step=1, version=PolicyVersion(version), wait_s=0.5)
 
 
 def test_where_nothing_is_dropped_there_is_no_bias():
     stats = closed(StepWindow(), [group([0, 1], texts=["ab", "abcd"])])
     assert (stats.length_bias, stats.score_bias, stats.cancelled) == (0, 0, 0)
     assert (stats.kept_length, stats.trained_score) == (3, 0.5)
-    assert math.isnan(stats.shed_length)
+    assert math.isnan(stats.dropped_length)
 
 
 def test_the_bias_is_the_mean_of_the_kept_minus_the_mean_of_all_that_ended():
     window = StepWindow()
-    window.shed(group([1, None], texts=["a" * 10, "a" * 6]).members)
+    window.add_dropped(group([1, None], texts=["a" * 10, "a" * 6]).members)
     stats = closed(window, [group([0, 1], texts=["ab", "abcd"])])
-    assert (stats.kept_length, stats.shed_length) == (3, 8)
+    assert (stats.kept_length, stats.dropped_length) == (3, 8)
     assert stats.length_bias == 3 - (2 + 4 + 10 + 6) / 4
     # A score that failed is none: kept 0 and 1, shed 1.
     assert stats.score_bias == pytest.approx(0.5 - 2 / 3)
-    assert stats.shed_score == 1
+    assert stats.dropped_score == 1
 
 
 def test_what_was_cancelled_is_counted_with_its_share():
@@ -57,7 +57,7 @@ def test_the_sums_of_a_step_survive_a_resume():
     for member in group([0.25, None]).members:
         window.add(member, generate_s=1.0, reward_s=0.0)
     window.dropped["surplus"] += 2
-    window.shed(group([1.0], texts=["abc"]).members)
+    window.add_dropped(group([1.0], texts=["abc"]).members)
     window.cancelled, window.masked_tokens = 3, 4
     again.restore(json.loads(json.dumps(window.state())))
     batch = [group([0, 1])]
@@ -66,6 +66,19 @@ def test_the_sums_of_a_step_survive_a_resume():
 
 
 def test_ages_are_those_of_tokens_that_can_be_trained_on():
-    batch = [group([0, 1], texts=["ab", "a"], started=2)]
+    batch = [group([0, 1], texts=["ab", "a"], start_version=2)]
     assert token_ages(batch, PolicyVersion(5)).tolist() == [3, 3, 3]
     assert closed(StepWindow(), batch, version=5).age_max == 3
+
+
+def test_a_step_in_which_no_sample_ended_has_no_mean_length():
+    assert math.isnan(closed(StepWindow(), [group([0, 1])]).response_length)
+
+
+def test_the_mean_score_does_not_depend_on_the_order_in_which_samples_end():
+    members = group([1e16, -1e16, 1.0]).members
+    windows = StepWindow(), StepWindow()
+    for window, ordered in zip(windows, (members, members[1:] + members[:1]), strict=True):
+        for member in ordered:
+            window.add(member, generate_s=0, reward_s=0)
+    assert windows[0].mean_score == windows[1].mean_score

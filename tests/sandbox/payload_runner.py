@@ -1,13 +1,12 @@
-"""Runs every payload, one after another, and says what went wrong with each: a line of JSON.
+"""Runs each payload and prints a line of JSON with its problems.
 
-A program of its own, so that the same payloads can be run as root and as an ordinary user:
+A separate program, so that the same payloads can run as root and as an ordinary user:
 
     payload_runner.py [NAME ...]     ->     {"name": ..., "problems": [...], "status": ..., ...}
 
-Around the boxes lie canaries that a payload would touch if it got out: a secret in the environment
-and in a file that everybody can write, servers on the loopback and on unix sockets, a process.
-After each payload they must be as before, no process of a box may be left, and the box that was
-started before the payload ran, and waited beside it, must be clean.
+Canaries detect a payload that escapes: a secret in the environment and in a world-writable file,
+servers on the loopback and on unix sockets, and a process. After each payload they must be
+unchanged, no process of a box may remain, and a box that was idle meanwhile must be clean.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollick.sandbox.base import Limits, Program, Result, Status, Tests
+from rollick.sandbox.checks import ScriptCase, check_scripts
 from rollick.sandbox.host import UIDS_PER_PROCESS, uid_range
 from rollick.sandbox.local import LocalSandbox
-from rollick.sandbox.verdict import Case, check_cases
 
 PAYLOADS = Path(__file__).parent / "payloads"
 SHORT_S, LONG_S = 0.7, 10.0
@@ -130,19 +129,38 @@ async def run(sandbox: LocalSandbox, payload: Payload, code: str, secrets: list[
     if payload.role == "program":
         return await sandbox.run(Program(code, limits=limits))
     if payload.role == "cases":
-        cases = [Case(str(number), str(secret)) for number, secret in enumerate(secrets)]
-        verdict = await check_cases(sandbox, code, cases=cases, limits=limits)
-        return Result(verdict.status, verdict.isolation, outcomes=verdict.outcomes)
+        cases = [ScriptCase(str(number), str(secret)) for number, secret in enumerate(secrets)]
+        result = await check_scripts(sandbox, code, cases=cases, limits=limits)
+        return Result(result.status, result.isolation, outcomes=result.outcomes)
+    return await sandbox.run(Program(code, limits=limits, tests=tests_for(payload.role, secrets)))
+
+
+def tests_for(role: str, secrets: list[int]) -> Tests:
+    """Tests that no candidate passes, because it does not know the secrets."""
     asserts = [f"assert answer({number}) == {secret}" for number, secret in enumerate(secrets)]
-    if payload.role == "pytest":
-        tests = [f"def test_{number}():\n    {text}\n" for number, text in enumerate(asserts)]
-        whole = Tests(("from solution import answer\n" + "\n".join(tests),), module="solution")
-    else:
-        whole = Tests(tuple(asserts), entries=("answer",))
-    return await sandbox.run(Program(code, limits=limits, tests=whole))
+    if role == "pytest":
+        return pytest_file(asserts)
+    if role == "pytest_easy":  # only the last test is hard
+        return pytest_file([*["assert answer(1) == 1"] * 40, asserts[0]])
+    if role == "parametrized":
+        file = "import pytest\nfrom solution import VALUES, answer\n"
+        file += '@pytest.mark.parametrize("value", VALUES)\ndef test_answer(value):\n'
+        return Tests((f"{file}    assert answer(value) == {secrets[0]}\n",), module="solution")
+    if role == "setup":
+        return Tests(tuple(asserts), "begin = answer(0)", entries=("answer",))
+    if role == "mapped":
+        pairs = list(enumerate(secrets))
+        test = f"assert all(map(lambda pair: answer(pair[0]) == pair[1], {pairs}))"
+        return Tests((test,), entries=("answer",))
+    return Tests(tuple(asserts), entries=("answer",), shared=role == "shared")
 
 
-async def judge(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> dict[str, object]:
+def pytest_file(asserts: list[str]) -> Tests:
+    tests = [f"def test_{number}():\n    {text}\n" for number, text in enumerate(asserts)]
+    return Tests(("from solution import answer\n" + "\n".join(tests),), module="solution")
+
+
+async def check(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> dict[str, object]:
     problems: list[str] = []
     secrets = [random.randrange(10**8, 10**9) for _ in range(3)]
     result = await run(sandbox, payload, watched.fill(payload.code), secrets)
@@ -151,10 +169,14 @@ async def judge(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> d
     if str(result.status) not in payload.ends:
         problems.append(f"it ended as {result.status}, not as {payload.ends}: {result.detail}")
     if "ESCAPED" in result.stdout or watched.secret in result.stdout + result.stderr:
-        problems.append("it got out")
+        problems.append("it escaped")
     if payload.role == "program" and payload.ends == ("ok",) and "held" not in result.stdout:
-        problems.append("it did not come to its point")
-    if payload.role != "program":
+        problems.append("it did not run to its end")
+    if payload.role in ("shared", "pytest_easy"):
+        # With one box for both a pass can be forged, but not a number of outcomes.
+        if result.all_passed or not 1 <= len(result.outcomes) <= 41:
+            problems.append(f"all tests passed, or there are too many: {len(result.outcomes)}")
+    elif payload.role != "program":
         if any(outcome.passed for outcome in result.outcomes) or not result.outcomes:
             problems.append(f"a pass was forged: {result.outcomes}")
         if any(str(secret) in result.stdout for secret in secrets):
@@ -171,6 +193,7 @@ async def judge(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> d
         problems.append(f"{result.stdout[-1000:]} {result.stderr[-1000:]}")
     return {
         "name": payload.name,
+        "role": payload.role,
         "problems": problems,
         "status": result.status,
         "isolation": result.isolation,
@@ -180,7 +203,7 @@ async def judge(sandbox: LocalSandbox, payload: Payload, watched: Canaries) -> d
 
 
 def left_behind(sandbox: LocalSandbox, victim: int) -> list[str]:
-    """Processes with a uid of the boxes (of root's) or of this user, apart from waiting boxes."""
+    """Processes with a uid of the boxes (of root's) or of this user, except idle boxes."""
     if os.getuid() == 0:
         first, size = uid_range(Path("/proc/self/uid_map").read_text())
         begin = first + os.getpid() * UIDS_PER_PROCESS % size
@@ -195,8 +218,9 @@ def left_behind(sandbox: LocalSandbox, victim: int) -> list[str]:
             parents[int(entry)] = int(re.search(r"^PPid:\s+(\d+)", status, re.M)[1])
             if int(re.search(r"^Uid:\s+(\d+)", status, re.M)[1]) in ours:
                 lines[int(entry)] = " ".join(status.split()[:4])
-    waiting = {box.process.pid for box in sandbox._waiting}
-    allowed = {os.getpid(), victim}
+    waiting = {box.process.pid for box in sandbox._idle}
+    guard = sandbox._starter._guard
+    allowed = {os.getpid(), victim, guard.process.pid if guard else 0}
     return [
         f"{pid} {line}"
         for pid, line in lines.items()
@@ -216,7 +240,7 @@ async def main(names: list[str]) -> None:
     paths = [path for path in sorted(PAYLOADS.glob("*.py")) if not names or path.stem in names]
     with canaries() as watched, LocalSandbox() as sandbox:
         for path in paths:
-            report = await judge(sandbox, Payload.read(path), watched)
+            report = await check(sandbox, Payload.read(path), watched)
             print(json.dumps(report), flush=True)
 
 

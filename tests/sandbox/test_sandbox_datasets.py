@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 from mutants import Mutant, mutate
 
-from rollick.rewards.code import judge
-from rollick.sandbox.base import Isolation, Limits, Sandbox
+from rollick.rewards.code import run_tests
+from rollick.sandbox.base import Isolation, Limits, Result, Sandbox
 from rollick.sandbox.local import LocalSandbox
-from rollick.sandbox.verdict import Verdict
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SHARED_ROWS = [367, 601, 927]
-"""Rows of MBPP whose tests make objects of a class that the solution defines: they are not data."""
+"""Rows of MBPP whose tests create objects of a class of the solution, which are not plain data."""
 PATIENT = Limits(wall_s=90.0, cpu_s=90)
 """One of MBPP's solutions (123) computes for some seconds."""
 MUTANT_LIMITS = Limits(wall_s=3.0, cpu_s=3)
-"""A mutant that loops for ever is wrong."""
+"""A mutant that loops forever is wrong."""
 MOST_SURVIVORS = 0.05
 AT_ONCE = 4
 SOME = 20
@@ -44,13 +43,13 @@ def humaneval() -> list[dict[str, Any]]:
     return [row | {"reference": row["prompt"] + row["canonical_solution"]} for row in rows]
 
 
-async def judge_all(
+async def check_all(
     rows: Sequence[dict[str, Any]], codes: Sequence[str], limits: Limits
-) -> list[Verdict]:
-    with LocalSandbox(warm=AT_ONCE, at_once=AT_ONCE) as sandbox:
+) -> list[Result]:
+    with LocalSandbox(warm=AT_ONCE, concurrency=AT_ONCE) as sandbox:
 
-        async def one(sandbox: Sandbox, row: dict[str, Any], code: str) -> Verdict:
-            return await judge(sandbox, f"```python\n{code}\n```", row, limits)
+        async def one(sandbox: Sandbox, row: dict[str, Any], code: str) -> Result:
+            return await run_tests(sandbox, code, row, limits)
 
         work = (one(sandbox, row, code) for row, code in zip(rows, codes, strict=True))
         return await asyncio.gather(*work)
@@ -59,14 +58,16 @@ async def judge_all(
 async def surviving_mutants(rows: Sequence[dict[str, Any]], column: str) -> tuple[list[str], int]:
     """The mutants that pass all tests, by name and line, and how many there were."""
     made = [(row, mutate(row[column], seed)) for seed, row in enumerate(rows)]
-    mutants: list[tuple[dict[str, Any], Mutant]] = [(row, it) for row, it in made if it is not None]
-    verdicts = await judge_all(
-        [row for row, _ in mutants], [it.code for _, it in mutants], MUTANT_LIMITS
+    mutants: list[tuple[dict[str, Any], Mutant]] = [
+        (row, mutant) for row, mutant in made if mutant is not None
+    ]
+    results = await check_all(
+        [row for row, _ in mutants], [mutant.code for _, mutant in mutants], MUTANT_LIMITS
     )
-    assert all(verdict.judged for verdict in verdicts)
+    assert all(verdict.status.is_conclusive for verdict in results)
     survivors = [
         f"{row['task_id']} {mutant.kind}@{mutant.line}"
-        for (row, mutant), verdict in zip(mutants, verdicts, strict=True)
+        for (row, mutant), verdict in zip(mutants, results, strict=True)
         if verdict.all_passed
     ]
     return survivors, len(mutants)
@@ -75,12 +76,14 @@ async def surviving_mutants(rows: Sequence[dict[str, Any]], column: str) -> tupl
 @pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)])
 async def test_all_references_of_mbpp_pass(every: int) -> None:
     rows = [row for n, row in enumerate(mbpp()) if n % every == 0 or row["task_id"] in SHARED_ROWS]
-    verdicts = await judge_all(rows, [row["code"] for row in rows], PATIENT)
-    judged = list(zip(rows, verdicts, strict=True))
-    assert [(row["task_id"], it.detail) for row, it in judged if not it.all_passed] == []
-    shared = [row["task_id"] for row, it in judged if it.isolation is Isolation.SHARED]
+    results = await check_all(rows, [row["code"] for row in rows], PATIENT)
+    checked = list(zip(rows, results, strict=True))
+    assert [
+        (row["task_id"], result.detail) for row, result in checked if not result.all_passed
+    ] == []
+    shared = [row["task_id"] for row, result in checked if result.isolation is Isolation.SHARED]
     assert shared == SHARED_ROWS
-    assert {it.isolation for row, it in judged if row["task_id"] not in shared} <= {
+    assert {result.isolation for row, result in checked if row["task_id"] not in shared} <= {
         Isolation.FULL,
         Isolation.USER,
     }
@@ -89,12 +92,14 @@ async def test_all_references_of_mbpp_pass(every: int) -> None:
 @pytest.mark.parametrize("every", [SOME, pytest.param(1, marks=pytest.mark.slow)])
 async def test_all_references_of_humaneval_pass(every: int) -> None:
     rows = humaneval()[::every]
-    verdicts = await judge_all(rows, [row["reference"] for row in rows], PATIENT)
-    judged = list(zip(rows, verdicts, strict=True))
-    assert [(row["task_id"], it.detail) for row, it in judged if not it.all_passed] == []
+    results = await check_all(rows, [row["reference"] for row in rows], PATIENT)
+    checked = list(zip(rows, results, strict=True))
+    assert [
+        (row["task_id"], result.detail) for row, result in checked if not result.all_passed
+    ] == []
 
 
-def test_the_benchmark_says_its_rate_and_the_isolation_that_it_was_measured_at() -> None:
+def test_the_benchmark_reports_its_rate_and_the_isolation() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "sandbox.py"
     command = [sys.executable, script, "--json", "--rows", "3", "--data", DATA]
     figures = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -104,7 +109,7 @@ def test_the_benchmark_says_its_rate_and_the_isolation_that_it_was_measured_at()
 
 
 @pytest.mark.slow
-async def test_hardly_a_mutant_of_mbpp_survives() -> None:
+async def test_few_mutants_of_mbpp_survive() -> None:
     survivors, count = await surviving_mutants(mbpp(), "code")
     print(f"{len(survivors)} of {count} mutants of MBPP survive: {survivors}")
     assert count > 900
@@ -112,7 +117,7 @@ async def test_hardly_a_mutant_of_mbpp_survives() -> None:
 
 
 @pytest.mark.slow
-async def test_hardly_a_mutant_of_humaneval_survives() -> None:
+async def test_few_mutants_of_humaneval_survive() -> None:
     survivors, count = await surviving_mutants(humaneval(), "reference")
     print(f"{len(survivors)} of {count} mutants of HumanEval survive: {survivors}")
     assert count > 150

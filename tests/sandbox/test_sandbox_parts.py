@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from rollick.errors import SandboxError
 from rollick.sandbox import wire
-from rollick.sandbox.base import Call, Limits, Program, Tests
-from rollick.sandbox.entries import find_names, modules_used
-from rollick.sandbox.filter import ALLOW, ERROR, KILL, seccomp_program
+from rollick.sandbox.base import CallCase, Limits, Program, Tests
+from rollick.sandbox.checks import is_same_output, plan_asserts
 from rollick.sandbox.host import uid_range
 from rollick.sandbox.remote import program_from_json, program_to_json
-from rollick.sandbox.verdict import plan_asserts, same_output
+from rollick.sandbox.seccomp import ALLOW, ERROR, KILL, seccomp_program
+from rollick.sandbox.tested_names import find_names, modules_used
 
 ATOMS = (
     st.none()
@@ -54,12 +54,12 @@ def same(value: Any, other: Any) -> bool:
 
 @settings(max_examples=40)
 @given(DATA)
-def test_data_arrive_as_they_were_sent(value: Any) -> None:
+def test_data_arrives_unchanged(value: Any) -> None:
     assert same(wire.decode(wire.encode(value)), value)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_data_or_an_error(content: bytes) -> None:
+def test_any_bytes_decode_or_raise(content: bytes) -> None:
     with contextlib.suppress(wire.WireError):
         wire.decode(content)
 
@@ -70,7 +70,7 @@ def test_a_tuple_is_not_a_list_and_a_bool_is_not_a_number() -> None:
     assert wire.decode(wire.encode(True)) is True
 
 
-def test_what_only_looks_like_data_arrives_plain() -> None:
+def test_subclasses_of_data_types_arrive_as_plain_types() -> None:
     pair = namedtuple("pair", "a b")(1, 2)
     for value, plain in (
         (Counter("aab"), {"a": 2, "b": 1}),
@@ -81,7 +81,7 @@ def test_what_only_looks_like_data_arrives_plain() -> None:
         assert (type(arrived), arrived) == (type(plain), plain)
 
 
-def test_numbers_without_bounds_and_odd_floats_arrive() -> None:
+def test_huge_integers_and_special_floats_arrive() -> None:
     assert wire.decode(wire.encode(-(10**5000))) == -(10**5000)
     assert math.isnan(wire.decode(wire.encode(math.nan)))
     assert (
@@ -99,12 +99,12 @@ def test_iterators_ranges_and_types_arrive() -> None:
 @pytest.mark.parametrize(
     "value", [object(), len, sys, lambda: 0, Exception("x"), type("Int", (int,), {})]
 )
-def test_what_is_not_data_is_refused(value: Any) -> None:
-    with pytest.raises(wire.WireError, match="not data"):
+def test_values_that_are_not_plain_data_are_rejected(value: Any) -> None:
+    with pytest.raises(wire.WireError, match="not plain data"):
         wire.encode(value)
 
 
-def test_endless_and_bottomless_values_are_refused() -> None:
+def test_endless_and_too_deep_values_are_rejected() -> None:
     deep: list[Any] = []
     for _ in range(1000):
         deep = [deep]
@@ -142,7 +142,7 @@ X86, ARM = 0xC000003E, 0xC00000B7
     ("machine", "arch", "read", "clone", "unshare", "socket"),
     [("x86_64", X86, 0, 56, 272, 41), ("aarch64", ARM, 63, 220, 97, 198)],
 )
-def test_the_filter_refuses_what_it_must_and_allows_the_rest(
+def test_the_filter_denies_the_listed_calls_and_allows_the_rest(
     machine: str, arch: int, read: int, clone: int, unshare: int, socket: int
 ) -> None:
     program = seccomp_program(machine)
@@ -157,30 +157,59 @@ def test_the_filter_refuses_what_it_must_and_allows_the_rest(
     assert answer(program, arch ^ 1, read) == KILL
 
 
-def test_a_machine_without_a_filter_is_named() -> None:
+@pytest.mark.parametrize(
+    ("machine", "arch", "prctl", "mmap", "fcntl", "setsid", "socket", "setsockopt"),
+    [("x86_64", X86, 157, 9, 72, 112, 41, 54), ("aarch64", ARM, 167, 222, 25, 157, 198, 208)],
+)
+def test_the_filter_answers_by_argument(
+    machine: str,
+    arch: int,
+    prctl: int,
+    mmap: int,
+    fcntl: int,
+    setsid: int,
+    socket: int,
+    setsockopt: int,
+) -> None:
+    def ask(number: int, *arguments: int, **options: bool) -> int:
+        return answer(seccomp_program(machine, **options), arch, number, *arguments)
+
+    denied, pretended = ERROR | 1, ERROR
+    assert (ask(prctl, 1), ask(prctl, 15)) == (denied, ALLOW)
+    assert (ask(mmap, 0, 0, 0, 0x22), ask(mmap, 0, 0, 0, 0x01)) == (ALLOW, ALLOW)
+    assert (ask(mmap, 0, 0, 0, 0x21), ask(mmap, 0, 0, 0, 0x40022)) == (denied, denied)
+    assert ask(mmap, 0, 0, 0, 0x21, shared_memory=True) == ALLOW
+    assert [ask(fcntl, 0, command) for command in (1, 5, 6, 38, 1026)] == [
+        *(ALLOW, denied, pretended, pretended, denied)
+    ]
+    assert (ask(setsid), ask(socket, 1, 0x80801), ask(socket, 1, 2)) == (pretended, ALLOW, denied)
+    assert (ask(setsockopt, 3, 1, 7), ask(setsockopt, 3, 1, 2)) == (denied, ALLOW)
+
+
+def test_an_architecture_without_a_filter_raises() -> None:
     with pytest.raises(SandboxError, match="riscv64"):
         seccomp_program("riscv64")
 
 
-def test_names_of_the_candidate_are_those_that_the_tests_do_not_define() -> None:
+def test_the_candidates_names_are_those_that_the_tests_do_not_define() -> None:
     names = find_names(["assert area(side) == 4"], setup="side = 2")
     assert names.entries == ("area",)
 
 
-def test_builtins_and_modules_are_not_the_candidates() -> None:
+def test_builtins_and_modules_are_not_candidate_names() -> None:
     names = find_names(["assert math.isclose(sum(area(x) for x in [1]), 4)"])
     assert names.entries == ("area",)
     assert modules_used(["assert math.isclose(area(1), 4)"]) == {"math"}
 
 
-def test_a_reference_that_defines_a_builtin_name_makes_it_the_candidates() -> None:
+def test_a_builtin_name_that_the_reference_defines_is_a_candidate_name() -> None:
     assert find_names(["assert sum(10, 15) == 6"]).entries == ()
     assert find_names(["assert sum(10, 15) == 6"], reference="def sum(a, b): ...").entries == (
         "sum",
     )
 
 
-def test_tests_that_make_objects_of_the_reference_share_a_box() -> None:
+def test_tests_that_create_objects_of_the_reference_share_a_box() -> None:
     reference = "class Node: ...\ndef height(node): ..."
     tests = plan_asserts(["assert height(root) == 1"], setup="root = Node()", reference=reference)
     assert tests.shared
@@ -205,21 +234,24 @@ def test_imports_of_the_reference_reach_the_tests() -> None:
         ("3.0", "3", False),
         ("", "3", False),
         ("yes", "YES", False),
+        ("5", "1.0e309", False),
+        ("1e309", "1.5", False),
+        ("inf", "1.5", False),
     ],
 )
 def test_outputs_are_compared_word_by_word(printed: str, expected: str, same: bool) -> None:
-    assert same_output(printed, expected) is same
+    assert is_same_output(printed, expected) is same
 
 
-def test_uids_of_boxes_are_unused_ones_or_the_highest_that_a_container_has() -> None:
+def test_uids_of_boxes_are_unused_or_the_highest_of_a_container() -> None:
     assert uid_range("0 0 4294967295\n") == (1_000_000_000, (1 << 22) * 64)
     assert uid_range("0 100000 65536\n") == (32768, 32768)
 
 
-def test_a_program_survives_the_way_to_a_server_and_back() -> None:
-    tests = Tests(("assert f(1)", Call("f", ((1, [2]),), {3})), setup="x = 1", entries=("f",))
+def test_a_program_survives_json() -> None:
+    tests = Tests(("assert f(1)", CallCase("f", ((1, [2]),), {3})), setup="x = 1", entries=("f",))
     program = Program("def f(x): ...", "in", Limits(wall_s=1.5), tests)
     back = program_from_json(program_to_json(program))
     assert back == program
     assert back.tests is not None
-    assert back.tests.cases[1] == Call("f", ((1, [2]),), {3})
+    assert back.tests.cases[1] == CallCase("f", ((1, [2]),), {3})

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from rollick.sandbox.host import STAGE, packages_folder, stage
+from rollick.sandbox.host import STAGE, packages_folder, stage_folders
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 NAMES = sorted(path.stem for path in (HERE / "payloads").glob("*.py"))
-NOBODY = "65534"
+ORDINARY_USER = str(20_000 + os.getpid() % 10_000)
+"""Of this run only: a runner looks for processes that its user has left behind."""
 REPORT_SECONDS = 110
 END_SECONDS = 30
 
@@ -83,10 +84,10 @@ def run_here() -> Runner:
     return Runner([sys.executable, "-P", str(HERE / "payload_runner.py")], environment, ())
 
 
-def run_as_nobody(resources: ExitStack) -> Runner:
+def run_as_ordinary_user(resources: ExitStack) -> Runner:
     """From a mount namespace in which interpreter and project are open to everybody."""
     folders = {"prefix": sys.base_prefix, "project": str(PROJECT)} | packages_folder()
-    mounts = stage(folders)
+    mounts = stage_folders(folders)
     resources.callback(os.close, mounts)
     python = f"{STAGE}/prefix/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
     environment = {
@@ -95,7 +96,8 @@ def run_as_nobody(resources: ExitStack) -> Runner:
         "PYTHONPATH": f"{STAGE}/project:{STAGE}/packages",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    enter = ["nsenter", f"--mount=/proc/self/fd/{mounts}", "--setuid", NOBODY, "--setgid", NOBODY]
+    enter = ["nsenter", f"--mount=/proc/self/fd/{mounts}", "--setuid", ORDINARY_USER]
+    enter += ["--setgid", ORDINARY_USER]
     script = f"{STAGE}/project/tests/sandbox/payload_runner.py"
     return Runner([*enter, "--", python, "-P", script], environment, (mounts,))
 
@@ -105,7 +107,7 @@ def runners() -> Iterator[dict[str, Runner]]:
     """Both at once: they mostly wait for their payloads to be ended."""
     with ExitStack() as resources:
         if os.geteuid() == 0:
-            found = {"root": run_here(), "an ordinary user": run_as_nobody(resources)}
+            found = {"root": run_here(), "an ordinary user": run_as_ordinary_user(resources)}
         else:
             found = {"an ordinary user": run_here()}
         for runner in found.values():
@@ -115,14 +117,15 @@ def runners() -> Iterator[dict[str, Runner]]:
 
 @pytest.mark.parametrize("user", ["root", "an ordinary user"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_box_holds(runners: dict[str, Runner], name: str, user: str) -> None:
+def test_the_box_contains_the_attack(runners: dict[str, Runner], name: str, user: str) -> None:
     if user not in runners:
         pytest.skip("only root can run payloads as root")
     report = runners[user].report(name)
     assert report["problems"] == []
-    assert report["isolation"] == ("full" if user == "root" else "user")
+    level = "full" if user == "root" else "user"
+    assert report["isolation"] == ("shared" if report["role"] == "shared" else level)
     assert (report["uid"] == 0) == (user == "root")
 
 
 def test_there_are_enough_payloads() -> None:
-    assert len(NAMES) >= 60
+    assert len(NAMES) >= 120

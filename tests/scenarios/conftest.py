@@ -1,5 +1,6 @@
 """Whole runs on a tiny model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,27 @@ def run_toy(tiny_folder: Path, tmp_path: Path) -> Run:
         return run_recipe(toy(tiny_folder, tmp_path, *overrides, **options), resume=resume)
 
     return run
+
+
+CLOCKED = ("time/", "speed/", "controller/", "memory/")
+"""Metrics that depend on the clock or count faults."""
+DCP_METADATA = ".metadata"
+"""A file of torch's distributed checkpoints that differs between any two runs."""
+
+
+def figures(result: RunResult) -> list[dict[str, Any]]:
+    """The metrics of each step, without those of the clock."""
+    lines = (result.folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    table = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in table]
+
+
+def checkpoint_state(result: RunResult) -> dict[str, bytes]:
+    """All files of the trained roles in the run's newest checkpoint."""
+    newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
+    files = [f for name in ("learner", "critic") for f in (newest / name).rglob("*")]
+    kept = [f for f in files if f.is_file() and f.name != DCP_METADATA]
+    return {str(f.relative_to(newest)): f.read_bytes() for f in kept}
 
 
 def learner_state(result: RunResult) -> dict[str, bytes]:

@@ -13,9 +13,10 @@ from conftest import DROPS, Run, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.config.load import dump_recipe
+from rollick.rollout.engine_speeds import EngineSpeeds
 
 DETERMINISTIC = "run.deterministic=true"
-CLOCKED = ("time/", "speed/", "controller/lag", "memory/")
+CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
 """Metrics that depend on the clock."""
 
 
@@ -30,6 +31,16 @@ def test_engines_apart_from_the_learner_train_to_the_same_weights_bit_for_bit(ru
     apart = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="apart", steps=3)
     assert learner_state(together) == learner_state(apart)
     assert _dropped(together.folder) > 0
+
+
+def test_less_work_for_a_slow_engine_does_not_change_the_weights(
+    run_toy: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (DETERMINISTIC, "devices.generators=cpu:1-2", "infer.slots=4")
+    even = run_toy(*options, name="even", steps=3)
+    monkeypatch.setattr(EngineSpeeds, "weight", lambda self, engine: 0.2 if engine else 1.0)
+    uneven = run_toy(*options, name="uneven", steps=3)
+    assert learner_state(even) == learner_state(uneven)
 
 
 def test_a_resumed_run_equals_the_run_that_went_through(run_toy: Run) -> None:

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 from conftest import Run
+from ledger_audit import audit, effective_events
 
 from rollick import load_recipe, run_recipe
 from rollick.config.load import dump_recipe, recipe_from_dict
-from rollick.rollout.events import Dropped, Marked, Restored, Started, Trained
-from rollick.rollout.log import Log, audit, history, read_log
+from rollick.rollout.ledger.events import (
+    BatchTrained,
+    CheckpointMarked,
+    GroupDropped,
+    GroupStarted,
+    RunRestored,
+)
+from rollick.rollout.ledger.log import LogContents, read_log
 from rollick.testing.toys import toy_recipe
 
 REWARD = """
@@ -35,7 +42,7 @@ def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
         "rewards": [f"{tmp_path / 'own.py'}:slow"],
     }
     sections = toy_recipe(tiny_folder, tmp_path, name="killed", steps=6)
-    sections["data"] = {"domains": {"letters": domain}, "selection": {"order": "near_half"}}
+    sections["data"] = {"domains": {"letters": domain}, "selection": {"near_half_window": 64}}
     options = [f"rollout.max_staleness={staleness}", "checkpoint.every=2"]
     recipe = recipe_from_dict(sections, overrides=options).recipe
     file = tmp_path / "recipe.yaml"
@@ -43,29 +50,29 @@ def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
     path = tmp_path / "killed" / "ledger.jsonl"
 
     before = _kill_in_the_step_after_a_checkpoint(file, path)
-    assert sum(isinstance(event, Trained) for event in before.events) < 6
+    assert sum(isinstance(event, BatchTrained) for event in before.events) < 6
     whole = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
     run_recipe(load_recipe(file), resume=True)
     after = read_log(path)
 
-    marks = [e for e in before.events if isinstance(e, Marked)]
+    marks = [e for e in before.events if isinstance(e, CheckpointMarked)]
     checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in whole][-1]
-    (restored,) = (e for e in after.events if isinstance(e, Restored))
-    assert restored == Restored(checkpoint.step)
-    prompts = {e.group: e.prompt for e in before.events if isinstance(e, Started)}
+    (restored,) = (e for e in after.events if isinstance(e, RunRestored))
+    assert restored == RunRestored(checkpoint.step)
+    prompts = {e.group: e.prompt for e in before.events if isinstance(e, GroupStarted)}
     at = after.events.index(restored)
-    again = {e.group: e.prompt for e in after.events[at:] if isinstance(e, Started)}
+    again = {e.group: e.prompt for e in after.events[at:] if isinstance(e, GroupStarted)}
     in_flight = {group: name for group, name in prompts.items() if group >= checkpoint.started}
     assert in_flight
     assert in_flight.items() <= again.items()
     assert min(again) == checkpoint.started
 
-    counted = history(after)
-    trained = [uid for e in counted if isinstance(e, Trained) for uid in e.groups]
+    counted = effective_events(after)
+    trained = [uid for e in counted if isinstance(e, BatchTrained) for uid in e.groups]
     assert len(trained) == len(set(trained)) == 6 * 4
     counts = audit(after)
     assert counts.groups.trained == 24
-    assert counts.groups.dropped == sum(isinstance(e, Dropped) for e in counted)
+    assert counts.groups.dropped == sum(isinstance(e, GroupDropped) for e in counted)
     saved = tmp_path / "killed" / "checkpoints" / "step-000006" / "state.json"
     state = json.loads(saved.read_text())["rollout"]["ledger"]
     assert audit(after, step=6, state=state).groups == counts.groups
@@ -76,7 +83,7 @@ def test_validation_leaves_nothing_in_the_log(run_toy: Run) -> None:
     result = run_toy(*options, steps=2)
     log = read_log(result.folder / "ledger.jsonl")
     assert (result.folder / "validation.jsonl").exists()
-    assert all(event.group >= 0 for event in log.events if isinstance(event, Started))
+    assert all(event.group >= 0 for event in log.events if isinstance(event, GroupStarted))
     assert audit(log).groups.trained == 2 * 4
 
 
@@ -86,7 +93,7 @@ def _run(recipe: Path) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
 
-def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> Log:
+def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> LogContents:
     """What the log had in it when the run was killed."""
     process = _run(recipe)
     deadline = time.monotonic() + 90
@@ -107,5 +114,5 @@ def _is_in_a_step(path: Path) -> bool:
     if not (path.parent / "checkpoints" / "step-000002").exists():
         return False
     events = read_log(path).events
-    marks = [n for n, event in enumerate(events) if isinstance(event, Marked)]
-    return bool(marks) and any(isinstance(event, Started) for event in events[marks[-1] :])
+    marks = [n for n, event in enumerate(events) if isinstance(event, CheckpointMarked)]
+    return bool(marks) and any(isinstance(event, GroupStarted) for event in events[marks[-1] :])

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollick.config.load import recipe_from_dict
-from rollick.config.losses import WITHOUT_TRUST_REGION
 from rollick.config.presets import PRESETS
+from rollick.config.schema.losses import WITHOUT_TRUST_REGION
 from rollick.errors import ConfigError
 from rollick.testing.learning import echo_recipe, learn, settings_of
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollick import load_recipe, run_recipe
-from rollick.pipelines.inspect import evaluate_model, export_run, find_checkpoint
+from rollick.commands.evaluate import evaluate_model
+from rollick.commands.export import export_run, find_checkpoint
 from rollick.pipelines.run import wait_for
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2_sums.yaml"

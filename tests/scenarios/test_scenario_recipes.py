@@ -9,14 +9,14 @@ import pytest
 from rollick.config.load import load_recipe
 from rollick.observe.metrics import read_metrics
 from rollick.pipelines.run import run_recipe
-from rollick.testing.learning import LETTERS, SMALL
+from rollick.testing.learning import LETTERS, SMALL_MODEL
 from rollick.testing.tiny import save_tiny
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def test_ppo_with_a_critic_learns_the_toy(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "model", alphabet=LETTERS, **SMALL)
+    model = save_tiny(tmp_path / "model", alphabet=LETTERS, **SMALL_MODEL)
     on_top = [f"model.path={model}", f"run.folder={tmp_path}", "observe.sinks=[]"]
     loaded = load_recipe(RECIPES / "ppo_critic.yaml", [*on_top, "observe.live=off"])
     result = run_recipe(loaded)

@@ -6,10 +6,10 @@ from rollick.observe.metrics import read_metrics
 
 RETIRE = (
     "run.deterministic=true",
-    "data.selection.retire_above=0.04",
+    "data.selection.retire.pass_rate=0.04",
     "data.selection.pass_score=0.5",
 )
-SELECTION = (*RETIRE, "data.selection.order=near_half", "data.selection.window=6")
+SELECTION = (*RETIRE, "data.selection.near_half_window=6")
 
 
 def test_a_resumed_run_that_selects_prompts_equals_the_run_that_went_through(run_toy: Run) -> None:

@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import FakeEngine
 
 from rollick.data.chat import ChatCodec
+from rollick.episodes.base import SingleEngineAccess
 from rollick.infer.engine import Delta
-from rollick.rollout.episode import OneEngine
 from rollick.serve import app
-from rollick.serve.app import Admission, make_app
-from rollick.serve.asked import Ask, Refused, read_chat, read_completion
-from rollick.serve.gateway import LONG_TEXT, Answer, Gateway, Piece
-from rollick.serve.guard import Hosts
-from rollick.testing.fakes import FakeEngine
+from rollick.serve.access_control import AllowedHosts
+from rollick.serve.app import make_app
+from rollick.serve.choices import ChoiceChunk
+from rollick.serve.gateway import LONG_TEXT, Gateway
+from rollick.serve.request_fields import BadRequest
+from rollick.serve.requests import ApiRequest, read_chat, read_completion
 from rollick.testing.tiny import tiny_tokenizer
 from rollick.types import Completion, IntArray, Request, SampleId, frozen_array
 
@@ -43,16 +45,18 @@ def gateway_of(
     engine: Any, codec: ChatCodec | None = None, max_length: int = MAX_LENGTH
 ) -> Gateway:
     codec = codec or ChatCodec(tiny_tokenizer(), "chat")
-    return Gateway(codec, model="tiny", max_length=max_length, access=OneEngine(engine))
+    return Gateway(codec, model="tiny", max_length=max_length, access=SingleEngineAccess(engine))
 
 
-async def ignore(piece: Piece, prompts: Sequence[IntArray]) -> None: ...
+async def ignore(chunk: ChoiceChunk) -> None: ...
 
 
-async def ask(gateway: Gateway, asked: Ask | None = None, session: Any = None) -> Answer:
+async def send(
+    gateway: Gateway, request: ApiRequest | None = None, session: Any = None
+) -> Sequence[ChoiceChunk]:
     async with asyncio.timeout(20):
-        return await gateway.answer(
-            asked or read_chat({"messages": HELLO}), ignore, session=session
+        return await gateway.respond(
+            request or read_chat({"messages": HELLO}), ignore, session=session
         )
 
 
@@ -62,15 +66,15 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def test_closing_a_session_ends_the_request_under_way_and_those_that_wait():
+async def test_closing_a_session_cancels_its_running_and_waiting_requests():
     engine = FakeEngine(seconds=math.inf)
     gateway = gateway_of(engine)
-    session = gateway.open_session(SampleId(3, 0), OneEngine(engine))
-    asked = [asyncio.create_task(ask(gateway, session=session)) for _ in range(3)]
+    session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
+    tasks = [asyncio.create_task(send(gateway, session=session)) for _ in range(3)]
     await until(lambda: len(engine.requests) == 1)
     assert gateway.close_session(session.id) == ()
-    for task in asked:
-        with pytest.raises(Refused, match="session was closed") as refused:
+    for task in tasks:
+        with pytest.raises(BadRequest, match="session was closed") as refused:
             await task
         assert refused.value.status == 410
     assert len(engine.requests) == 1
@@ -78,42 +82,42 @@ async def test_closing_a_session_ends_the_request_under_way_and_those_that_wait(
     assert (gateway.running, session.segments) == (0, ())
 
 
-async def test_a_session_that_is_closed_between_two_answers_refuses_the_next():
+async def test_a_session_that_is_closed_between_two_requests_rejects_the_next():
     engine = FakeEngine(reply=lambda _: [5, 2])
     gateway = gateway_of(engine)
-    session = gateway.open_session(SampleId(3, 0), OneEngine(engine))
-    await ask(gateway, session=session)
+    session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
+    await send(gateway, session=session)
     assert len(gateway.close_session(session.id)) == 1
-    with pytest.raises(Refused, match="session was closed"):
-        await ask(gateway, session=session)
+    with pytest.raises(BadRequest, match="session was closed"):
+        await send(gateway, session=session)
     assert len(session.segments) == 1
 
 
-async def test_a_caller_that_is_cancelled_in_a_closed_session_stays_cancelled():
+async def test_a_cancelled_caller_in_a_closed_session_stays_cancelled():
     engine = FakeEngine(seconds=math.inf)
     gateway = gateway_of(engine)
-    session = gateway.open_session(SampleId(3, 0), OneEngine(engine))
-    asked = asyncio.create_task(ask(gateway, session=session))
+    session = gateway.open_session(SampleId(3, 0), SingleEngineAccess(engine))
+    task = asyncio.create_task(send(gateway, session=session))
     await until(lambda: len(engine.requests) == 1)
     gateway.close_session(session.id)
-    asked.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await task
 
 
 @pytest.mark.parametrize("in_a_session", [False, True])
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(in_a_session: bool):
+async def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(in_a_session: bool):
     codec = WatchedCodec()
     gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec)
     session = gateway.open_own_session() if in_a_session else None
     most = MAX_LENGTH * codec.longest_token
     codec.threads.clear()
-    for asked, param in (
+    for request, param in (
         (read_chat({"messages": [{"role": "user", "content": "a" * (most + 1)}]}), "messages"),
         (read_completion({"prompt": "a" * (most + 1)}), "prompt"),
     ):
-        with pytest.raises(Refused, match=f"{most + 1} characters") as refused:
-            await ask(gateway, asked, session)
+        with pytest.raises(BadRequest, match=f"{most + 1} characters") as refused:
+            await send(gateway, request, session)
         assert (refused.value.status, refused.value.param) == (400, param)
         assert refused.value.code == "context_length_exceeded"
     assert codec.threads == []
@@ -130,22 +134,22 @@ async def test_a_long_text_is_encoded_in_another_thread_and_a_short_one_here(
     for text, here in (("a", True), ("a" * (LONG_TEXT + 1), False)):
         codec.threads.clear()
         body: Any = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-        await ask(gateway, read_chat(body) if chat else read_completion(body), session)
+        await send(gateway, read_chat(body) if chat else read_completion(body), session)
         assert codec.threads
         assert {thread is threading.main_thread() for thread in codec.threads} == {here}
 
 
-async def test_more_likeliest_tokens_than_there_are_tokens_are_refused():
+async def test_top_k_above_the_vocabulary_size_is_rejected():
     gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), None)
     size = gateway.codec.vocabulary_size
-    with pytest.raises(Refused, match=f"{size} tokens") as refused:
-        await ask(gateway, read_chat({"messages": HELLO, "top_k": 2**63}))
+    with pytest.raises(BadRequest, match=f"{size} tokens") as refused:
+        await send(gateway, read_chat({"messages": HELLO, "top_k": 2**63}))
     assert (refused.value.status, refused.value.param) == (400, "top_k")
-    await ask(gateway, read_chat({"messages": HELLO, "top_k": size}))
+    await send(gateway, read_chat({"messages": HELLO, "top_k": size}))
 
 
 class Endless:
-    """An Access whose answers never end; says whether somebody still listens."""
+    """An EngineAccess whose responses never end; records whether a client still listens."""
 
     listened = False
 
@@ -164,21 +168,21 @@ class Endless:
 
 
 @pytest.mark.parametrize("reads", [0, 1, 5])
-async def test_a_client_that_does_not_read_its_answer_is_gone_after_a_while(
+async def test_a_client_that_does_not_read_its_response_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, reads: int
 ):
     monkeypatch.setattr(app, "SEND_DEADLINE_S", 0.1)
     access: Any = Endless()
     codec = ChatCodec(tiny_tokenizer(), "chat")
     gateway = Gateway(codec, model="tiny", max_length=MAX_LENGTH, access=access)
-    served = make_app(gateway, Admission("secret", Hosts.of("127.0.0.1")))
+    served = make_app(gateway, "secret", AllowedHosts.of("127.0.0.1"), 4 << 20)
     body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
-    asked = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
 
     async def receive() -> Any:
-        if asked:
-            return asked.pop()
+        if messages:
+            return messages.pop()
         return await asyncio.Event().wait()
 
     async def send(message: Any) -> None:

@@ -16,17 +16,17 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from fakes import FakeEngine
 from openai import AsyncOpenAI
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.data.chat import ChatCodec
+from rollick.episodes.base import SingleEngineAccess
 from rollick.errors import ConfigError, EngineError, EngineLost
-from rollick.infer.engine import Engine
+from rollick.infer.engine import Engine, StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.rollout.episode import OneEngine
 from rollick.serve.gateway import Gateway
-from rollick.serve.server import Served, ServeSettings, serving
-from rollick.testing.fakes import FakeEngine
+from rollick.serve.server import ServerAddress, ServeSettings, run_server
 from rollick.testing.tiny import tiny_model, tiny_tokenizer
 from rollick.types import NOT_SAMPLED, Request, SampleId, Sampling
 
@@ -36,19 +36,23 @@ LONG = 3000
 """Tokens of an answer that is still being drawn when its client goes away."""
 HELLO: Any = [{"role": "user", "content": "hi"}]
 CODEC = ChatCodec(tiny_tokenizer(), "chat")
+CLIENTS: list[AsyncOpenAI] = []
+"""The clients of the running test."""
 
 
 @dataclass(frozen=True)
 class Site:
     """A running server and what is behind it."""
 
-    served: Served
+    served: ServerAddress
     gateway: Gateway
     engine: Any
 
     def client(self, **options: Any) -> AsyncOpenAI:
         settings = {"base_url": self.served.base_url, "api_key": self.served.token} | options
-        return AsyncOpenAI(**settings, max_retries=0, timeout=30)
+        client = AsyncOpenAI(**settings, max_retries=0, timeout=30)
+        CLIENTS.append(client)
+        return client
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Plain HTTP, with the token unless other headers are given."""
@@ -60,13 +64,21 @@ class Site:
         return await self.send("POST", path, json=body, **options)
 
 
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def close_clients() -> AsyncGenerator[None]:
+    """A client that is garbage-collected open starts a task on the event loop of another test."""
+    yield
+    while CLIENTS:
+        await CLIENTS.pop().close()
+
+
 @asynccontextmanager
 async def site(engine: Engine, *, max_length: int = 256, **options: Any) -> AsyncGenerator[Site]:
     gateway = Gateway(
-        CODEC, model="tiny", max_length=max_length, access=OneEngine(engine), **options
+        CODEC, model="tiny", max_length=max_length, access=SingleEngineAccess(engine), **options
     )
     try:
-        async with asyncio.timeout(60), serving(gateway, ServeSettings(grace_s=2)) as served:
+        async with asyncio.timeout(60), run_server(gateway, ServeSettings(grace_s=2)) as served:
             yield Site(served, gateway, engine)
     finally:
         await engine.close()
@@ -80,8 +92,7 @@ async def tiny(tiny_folder: Path) -> AsyncGenerator[Site]:
     engine = NativeEngine.create(
         InferConfig(slots=8, max_length=LONG + 100),
         ModelConfig(path=str(tiny_folder)),
-        stop_ids=(),
-        decode=CODEC.decode,
+        stops=StopRules((), CODEC.decode),
     )
     async with site(engine, max_length=LONG + 100) as found:
         yield found
@@ -116,7 +127,7 @@ async def drawn_by(engine: Engine, text: str, sampling: Sampling, stream: int) -
     return (await engine.generate(request)).token_ids.tolist()
 
 
-async def test_a_chat_is_answered_with_usage_and_a_reason(tiny: Site):
+async def test_a_chat_response_has_usage_and_a_finish_reason(tiny: Site):
     answer = await tiny.client().chat.completions.create(model="tiny", messages=HELLO, max_tokens=5)
     (choice,) = answer.choices
     assert choice.finish_reason == "length"
@@ -128,7 +139,7 @@ async def test_a_chat_is_answered_with_usage_and_a_reason(tiny: Site):
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
 
 
-async def test_greedy_text_is_what_the_engine_draws_itself(tiny: Site):
+async def test_greedy_text_equals_the_engines_own(tiny: Site):
     answer = await tiny.client().completions.create(
         model="tiny", prompt="ab", temperature=0, max_tokens=6
     )
@@ -136,23 +147,23 @@ async def test_greedy_text_is_what_the_engine_draws_itself(tiny: Site):
     assert answer.choices[0].text == CODEC.decode(expected)
 
 
-async def test_a_stream_is_the_same_text_in_many_pieces(tiny: Site):
+async def test_a_stream_is_the_same_text_in_many_chunks(tiny: Site):
     options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "seed": 7}
-    whole = await tiny.client().chat.completions.create(**options)
+    full = await tiny.client().chat.completions.create(**options)
     stream = await tiny.client().chat.completions.create(
         **options, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
     *pieces, last = chunks
     texts = [chunk.choices[0].delta.content or "" for chunk in pieces]
-    assert "".join(texts) == whole.choices[0].message.content
+    assert "".join(texts) == full.choices[0].message.content
     assert len(pieces) > 10
     assert pieces[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + [
         "length"
     ]
     assert last.choices == []
-    assert last.usage == whole.usage
+    assert last.usage == full.usage
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
 
 
@@ -165,7 +176,7 @@ async def test_a_completion_streams_too(tiny: Site):
     assert "".join(pieces) == CODEC.decode(expected)
 
 
-async def test_an_engine_that_cannot_stream_answers_a_stream_in_one_piece():
+async def test_an_engine_that_cannot_stream_sends_one_chunk():
     async with fake("hello") as found:
         stream = await found.client().chat.completions.create(
             model="tiny", messages=HELLO, stream=True
@@ -175,7 +186,7 @@ async def test_an_engine_that_cannot_stream_answers_a_stream_in_one_piece():
     assert chunks[0].choices[0].finish_reason == "stop"
 
 
-async def test_the_same_seed_draws_the_same_text_and_another_one_another(tiny: Site):
+async def test_the_same_seed_gives_the_same_text_and_another_seed_another_text(tiny: Site):
     async def text(seed: int | None) -> str | None:
         answer = await tiny.client().chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=20, seed=seed
@@ -189,12 +200,12 @@ async def test_the_same_seed_draws_the_same_text_and_another_one_another(tiny: S
 
 async def test_two_choices_of_one_request_differ_and_are_in_order(tiny: Site):
     options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "n": 2, "seed": 3}
-    whole = await tiny.client().chat.completions.create(**options)
-    texts = [choice.message.content for choice in whole.choices]
-    assert [choice.index for choice in whole.choices] == [0, 1]
+    full = await tiny.client().chat.completions.create(**options)
+    texts = [choice.message.content for choice in full.choices]
+    assert [choice.index for choice in full.choices] == [0, 1]
     assert texts[0] != texts[1]
-    assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 40)
+    assert full.usage is not None
+    assert (full.usage.prompt_tokens, full.usage.completion_tokens) == (4, 40)
     streamed = ["", ""]
     async for chunk in await tiny.client().chat.completions.create(**options, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -220,8 +231,8 @@ async def test_a_stop_string_ends_the_text_and_is_not_in_it():
 
 
 async def test_the_native_engine_stops_at_a_stop_string(tiny: Site):
-    whole = await tiny.client().completions.create(model="tiny", prompt="ab", max_tokens=60, seed=5)
-    text = whole.choices[0].text
+    full = await tiny.client().completions.create(model="tiny", prompt="ab", max_tokens=60, seed=5)
+    text = full.choices[0].text
     stop = text[20:22]
     cut = await tiny.client().completions.create(
         model="tiny", prompt="ab", max_tokens=60, seed=5, stop=stop
@@ -249,15 +260,15 @@ async def test_token_ids_and_log_probs_come_as_an_extension(tiny: Site):
     assert all(value < 0 for value in choice["token_logprobs"])
 
 
-async def test_streamed_token_ids_are_those_of_the_whole_answer(tiny: Site):
+async def test_streamed_token_ids_equal_those_of_the_full_response(tiny: Site):
     options: Any = {"model": "tiny", "prompt": [1, 5, 6], "max_tokens": 9, "seed": 1}
     extra = {"return_token_ids": True}
-    whole = await tiny.client().completions.create(**options, extra_body=extra, logprobs=0)
+    full = await tiny.client().completions.create(**options, extra_body=extra, logprobs=0)
     stream = await tiny.client().completions.create(**options, extra_body=extra, stream=True)
     ids: list[int] = []
     async for chunk in stream:
         ids += chunk.model_dump()["choices"][0]["token_ids"]
-    (choice,) = whole.model_dump()["choices"]
+    (choice,) = full.model_dump()["choices"]
     assert ids == choice["token_ids"]
     assert choice["prompt_token_ids"] == [1, 5, 6]
     assert choice["logprobs"]["token_logprobs"] == choice["token_logprobs"]
@@ -271,7 +282,7 @@ async def test_models_are_listed_and_found_by_name(tiny: Site):
         await tiny.client().models.retrieve("other")
 
 
-async def test_two_clients_at_once_are_answered_together():
+async def test_two_concurrent_clients_are_batched():
     async with fake("x" * 10, seconds=0.5) as found:
         ask = found.client().chat.completions.create
         await asyncio.gather(*(ask(model="tiny", messages=HELLO) for _ in range(2)))
@@ -279,7 +290,7 @@ async def test_two_clients_at_once_are_answered_together():
 
 
 @pytest.mark.parametrize("key", ["wrong", "", "Bearer"])
-async def test_a_request_without_the_token_is_refused(tiny: Site, key: str):
+async def test_a_request_without_the_token_is_rejected(tiny: Site, key: str):
     with pytest.raises(openai.AuthenticationError, match="token is missing or wrong"):
         await tiny.client(api_key=key or "-").models.list()
     headers = {"authorization": key}
@@ -289,18 +300,18 @@ async def test_a_request_without_the_token_is_refused(tiny: Site, key: str):
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-async def test_a_request_for_another_host_is_refused_with_the_right_token_too(tiny: Site):
+async def test_a_request_with_an_unknown_host_is_rejected_even_with_the_token(tiny: Site):
     for path in ("/v1/models", "/health"):
         answer = await tiny.send("GET", path, headers={"host": "evil.example"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed")
 
 
-async def test_health_needs_no_token_and_tells_nothing(tiny: Site):
+async def test_health_needs_no_token_and_reveals_nothing(tiny: Site):
     answer = await tiny.send("GET", "/health", headers={"authorization": ""})
     assert answer.json() == {"status": "ok"}
 
 
-async def test_no_answer_can_be_taken_for_a_page(tiny: Site):
+async def test_no_response_can_be_rendered_as_a_page(tiny: Site):
     body = {"messages": HELLO, "<script>": 1}
     for answer in (await tiny.send("GET", "/v1/models"), await tiny.post("/v1/completions", body)):
         assert answer.headers["content-type"] == "application/json"
@@ -321,7 +332,7 @@ async def test_no_answer_can_be_taken_for_a_page(tiny: Site):
         ([], 400, None),
     ],
 )
-async def test_a_bad_request_gets_an_error_in_openais_shape(
+async def test_a_bad_request_gets_an_error_in_openais_format(
     tiny: Site, body: Any, status: int, param: str | None
 ):
     answer = await tiny.post("/v1/chat/completions", body)
@@ -332,26 +343,26 @@ async def test_a_bad_request_gets_an_error_in_openais_shape(
     assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_an_id_that_the_model_does_not_have_is_refused_and_hurts_nobody(tiny: Site):
+async def test_an_invalid_token_id_is_rejected_without_affecting_others(tiny: Site):
     with pytest.raises(openai.BadRequestError, match="token id 9999"):
         await tiny.client().completions.create(model="tiny", prompt=[1, 9999])
     with pytest.raises(openai.BadRequestError, match="token id -1"):
         await tiny.client().completions.create(model="tiny", prompt=[[1], [-1]])
 
 
-async def test_unknown_paths_and_methods_have_the_same_shape(tiny: Site):
+async def test_unknown_paths_and_methods_have_the_same_error_format(tiny: Site):
     for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/completions", 405)):
         answer = await tiny.send(method, path)
         assert answer.status_code == status
         assert path in answer.json()["error"]["message"]
 
 
-async def test_a_body_that_is_too_large_is_refused(tiny: Site):
+async def test_a_body_that_is_too_large_is_rejected(tiny: Site):
     answer = await tiny.send("POST", "/v1/completions", content=b" " * (5 << 20))
     assert answer.status_code == 413
 
 
-async def test_a_client_that_goes_away_aborts_its_answer(tiny: Site):
+async def test_a_disconnecting_client_aborts_its_request(tiny: Site):
     before = tiny.engine.load().generated_tokens
     with pytest.raises(httpx.ReadTimeout):
         async with httpx.AsyncClient(timeout=httpx.Timeout(20, read=0.2)) as client:
@@ -364,7 +375,7 @@ async def test_a_client_that_goes_away_aborts_its_answer(tiny: Site):
     assert tiny.engine.load().generated_tokens - before < LONG
 
 
-async def test_a_client_that_leaves_a_stream_aborts_all_its_choices(tiny: Site):
+async def test_a_client_that_disconnects_from_a_stream_aborts_all_its_choices(tiny: Site):
     before = tiny.engine.load().generated_tokens
     stream = await tiny.client().completions.create(
         model="tiny", prompt="a", max_tokens=LONG, n=2, stream=True
@@ -376,12 +387,12 @@ async def test_a_client_that_leaves_a_stream_aborts_all_its_choices(tiny: Site):
     assert tiny.engine.load().generated_tokens - before < 2 * LONG
 
 
-async def test_more_requests_than_allowed_are_told_to_come_again():
+async def test_too_many_requests_get_status_429():
     async with fake(seconds=math.inf, max_requests=2) as found:
         ask = found.client().chat.completions.create
         waiting = [asyncio.create_task(ask(model="tiny", messages=HELLO)) for _ in range(2)]
         await until(lambda: found.gateway.running == 2)
-        with pytest.raises(openai.RateLimitError, match="of at most 2"):
+        with pytest.raises(openai.RateLimitError, match="the limit is 2"):
             await ask(model="tiny", messages=HELLO)
         for task in waiting:
             task.cancel()
@@ -393,9 +404,7 @@ async def test_more_requests_than_allowed_are_told_to_come_again():
     ("error", "status"), [(EngineError("no room"), 500), (EngineLost("gone"), 503)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_fails_is_an_error_of_the_server(
-    error: EngineError, status: int, stream: bool
-):
+async def test_an_engine_failure_is_a_server_error(error: EngineError, status: int, stream: bool):
     async with fake() as found:
         found.engine.fail_with = error
         with pytest.raises(openai.InternalServerError, match=error.message) as failed:
@@ -405,28 +414,30 @@ async def test_an_engine_that_fails_is_an_error_of_the_server(
     assert failed.value.status_code == status
 
 
-async def test_stopping_lets_running_answers_end():
-    async with fake("late", seconds=0.5) as found:
-        asked = asyncio.create_task(
-            found.client().chat.completions.create(model="tiny", messages=HELLO)
-        )
-        await until(lambda: found.gateway.running == 1)
-    assert (await asked).choices[0].message.content == "late"
+async def test_stopping_lets_running_responses_finish():
+    # The site closes its own clients before it stops.
+    async with AsyncOpenAI(api_key="of the site", max_retries=0, timeout=30) as client:
+        async with fake("late", seconds=0.5) as found:
+            url, key = found.served.base_url, found.served.token
+            chat = client.with_options(base_url=url, api_key=key).chat
+            task = asyncio.create_task(chat.completions.create(model="tiny", messages=HELLO))
+            await until(lambda: found.gateway.running == 1)
+        assert (await task).choices[0].message.content == "late"
 
 
-async def test_stopping_ends_answers_that_take_too_long():
+async def test_stopping_aborts_responses_that_take_too_long():
     async with fake(seconds=math.inf) as found:
-        asked = asyncio.create_task(
+        task = asyncio.create_task(
             found.client().chat.completions.create(model="tiny", messages=HELLO)
         )
         await until(lambda: found.gateway.running == 1)
     with pytest.raises(openai.APIError):
-        await asked
+        await task
     assert found.gateway.running == 0
 
 
 def logprobs_of(token_ids: Any, mask: Any) -> Any:
-    """Log-probs of the masked tokens by one plain forward over the whole sequence."""
+    """Log-probs of the masked tokens by one plain forward over the full sequence."""
     model = tiny_model(len(tiny_tokenizer())).eval()
     ids = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
@@ -448,7 +459,7 @@ async def agent(client: AsyncOpenAI, *questions: str) -> list[str]:
 
 
 async def test_an_agents_session_becomes_one_token_exact_segment(tiny: Site):
-    session = tiny.gateway.open_session(SampleId(7, 1), OneEngine(tiny.engine), seed=1)
+    session = tiny.gateway.open_session(SampleId(7, 1), SingleEngineAccess(tiny.engine), seed=1)
     client = tiny.client(base_url=tiny.served.address + session.path, api_key=session.token)
     texts = await agent(client, "a", "b", "c")
     (segment,) = tiny.gateway.close_session(session.id)
@@ -466,7 +477,7 @@ async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
     async with fake("x" * 50) as found:
         ruled = Sampling(temperature=0.8, max_tokens=6, stop=("!",))
         session = found.gateway.open_session(
-            SampleId(3, 0), OneEngine(found.engine), sampling=ruled
+            SampleId(3, 0), SingleEngineAccess(found.engine), sampling=ruled
         )
         client = found.client(base_url=found.served.address + session.path)
         await client.chat.completions.create(
@@ -480,9 +491,9 @@ async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
     assert first.stream != second.stream
 
 
-async def test_an_agent_that_asks_twice_at_once_is_answered_one_after_the_other():
+async def test_concurrent_requests_of_an_agent_run_one_after_the_other():
     async with fake("ok", seconds=0.05) as found:
-        session = found.gateway.open_session(SampleId(3, 0), OneEngine(found.engine))
+        session = found.gateway.open_session(SampleId(3, 0), SingleEngineAccess(found.engine))
         client = found.client(base_url=found.served.address + session.path)
         ask = client.chat.completions.create
         await asyncio.gather(*(ask(model="m", messages=HELLO) for _ in range(3)))
@@ -490,9 +501,9 @@ async def test_an_agent_that_asks_twice_at_once_is_answered_one_after_the_other(
         assert len(found.gateway.close_session(session.id)) == 3
 
 
-async def test_an_answer_that_the_agent_did_not_wait_for_is_not_recorded():
+async def test_a_response_that_the_agent_did_not_wait_for_is_not_recorded():
     async with fake(seconds=math.inf) as found:
-        session = found.gateway.open_session(SampleId(3, 0), OneEngine(found.engine))
+        session = found.gateway.open_session(SampleId(3, 0), SingleEngineAccess(found.engine))
         client = found.client(base_url=found.served.address + session.path)
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.3).chat.completions.create(
@@ -502,9 +513,9 @@ async def test_an_answer_that_the_agent_did_not_wait_for_is_not_recorded():
         assert found.gateway.close_session(session.id) == ()
 
 
-async def test_a_sessions_token_opens_that_session_only(tiny: Site):
+async def test_a_sessions_token_gives_access_to_that_session_only(tiny: Site):
     mine, other = (
-        tiny.gateway.open_session(SampleId(n, 0), OneEngine(tiny.engine)) for n in range(2)
+        tiny.gateway.open_session(SampleId(n, 0), SingleEngineAccess(tiny.engine)) for n in range(2)
     )
     headers = {"authorization": f"Bearer {mine.token}"}
     paths = [f"{mine.path}/models", f"{other.path}/models", "/v1/models", f"/sessions/{mine.id}"]
@@ -534,35 +545,35 @@ async def test_sessions_can_be_opened_read_and_closed_over_http():
     assert gone.status_code == 404
 
 
-async def test_a_session_records_one_answer_at_a_time(tiny: Site):
+async def test_a_session_records_one_choice_at_a_time(tiny: Site):
     opened = (await tiny.send("POST", "/sessions")).json()
     client = tiny.client(base_url=opened["base_url"])
-    with pytest.raises(openai.BadRequestError, match="one answer to one prompt"):
+    with pytest.raises(openai.BadRequestError, match="one choice for one prompt"):
         await client.chat.completions.create(model="m", messages=HELLO, n=2)
     tiny.gateway.close_session(opened["id"])
 
 
-async def test_a_gateway_without_an_engine_of_its_own_serves_sessions_only():
+async def test_a_gateway_without_an_engine_serves_sessions_only():
     engine = FakeEngine(reply=lambda request: [5, 2])
     gateway = Gateway(CODEC, model="tiny", max_length=64)
-    async with asyncio.timeout(30), serving(gateway, ServeSettings()) as served:
+    async with asyncio.timeout(30), run_server(gateway, ServeSettings()) as served:
         found = Site(served, gateway, engine)
-        session = gateway.open_session(SampleId(0, 0), OneEngine(engine))
+        session = gateway.open_session(SampleId(0, 0), SingleEngineAccess(engine))
         with pytest.raises(openai.NotFoundError, match="sessions only"):
             await found.client().chat.completions.create(model="tiny", messages=HELLO)
         assert await agent(found.client(base_url=served.address + session.path), "a") == ["1"]
 
 
-async def test_a_port_that_is_taken_is_said_in_words():
+async def test_a_port_in_use_raises_a_clear_error():
     gateway = Gateway(CODEC, model="tiny", max_length=64)
-    async with serving(gateway, ServeSettings()) as served:
+    async with run_server(gateway, ServeSettings()) as served:
         port = int(served.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
-            async with serving(gateway, ServeSettings(port=port)):
+            async with run_server(gateway, ServeSettings(port=port)):
                 pass
 
 
-async def test_an_answer_about_a_bug_cannot_be_taken_for_a_page_either():
+async def test_a_response_to_an_unexpected_error_cannot_be_rendered_as_a_page():
     async with fake() as found:
         found.engine.fail_with = ZeroDivisionError("secret")
         answer = await found.post("/v1/chat/completions", {"messages": HELLO})
@@ -573,15 +584,15 @@ async def test_an_answer_about_a_bug_cannot_be_taken_for_a_page_either():
     assert answer.headers["cache-control"] == "no-store"
 
 
-async def test_the_version_that_drew_each_token_comes_with_the_token_ids():
+async def test_the_policy_version_of_each_token_comes_with_the_token_ids():
     async with fake("ok", version=7) as found:
         body = {"messages": HELLO, "return_token_ids": True}
-        whole = (await found.post("/v1/chat/completions", body)).json()["choices"][0]
+        full = (await found.post("/v1/chat/completions", body)).json()["choices"][0]
         plain = (await found.post("/v1/chat/completions", {"messages": HELLO})).json()
         stream = await found.client().chat.completions.create(
             model="tiny", messages=HELLO, stream=True, extra_body={"return_token_ids": True}
         )
         streamed = [chunk.model_dump()["choices"][0] async for chunk in stream]
-    assert whole["token_versions"] == [7] * len(whole["token_ids"]) == [7, 7, 7]
+    assert full["token_versions"] == [7] * len(full["token_ids"]) == [7, 7, 7]
     assert [v for choice in streamed for v in choice["token_versions"]] == [7, 7, 7]
     assert "token_versions" not in plain["choices"][0]

@@ -16,17 +16,18 @@ from rollick.algorithms.objective import Loss
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import HostContext, RoleSpec
-from rollick.config.losses import PpoLoss
 from rollick.config.schema import ClusterConfig, Recipe, WeightsConfig
+from rollick.config.schema.losses import PpoLoss
 from rollick.errors import EngineError, WeightError
 from rollick.infer.engine import Capability, VerifiedWeights
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.fingerprint import fingerprint
-from rollick.testing.batches import random_batch, recipe_of, weighed
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.roles.handles import Roles
+from rollick.roles.publisher import Publisher
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
-from rollick.train.local import LocalStrategy
+from rollick.trainer.local import LocalStrategy
 from rollick.types import PolicyVersion
-from rollick.weights.sync import Publisher
 from rollick.workers import generator
 from rollick.workers.generator import GeneratorWorker
 from rollick.workers.learner import LearnerWorker
@@ -52,7 +53,7 @@ def recipe(folder: Path, *, generators: str, dtype: str = "float32", **weights: 
 
 
 def loss(inputs: LossInputs) -> Loss:
-    return weighed(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
 class Parts:
@@ -84,7 +85,7 @@ async def group_of(
     ]
     cluster = ClusterConfig(backend="inline", call_timeout_s=60)
     async with open_group(DeviceMap.of(recipe), specs, cluster=cluster, threads=1) as group:
-        yield group, Publisher(group, recipe.weights)
+        yield group, Publisher(Roles(group), recipe.weights)
 
 
 def train(parts: Parts, seed: int) -> None:
@@ -160,7 +161,7 @@ async def test_an_engine_of_another_model_gets_the_whole_weights_and_it_is_told(
             with caplog.at_level(logging.WARNING, "rollick"):
                 await publisher.publish(PolicyVersion(version))
             assert held(parts) == parts.learner.fingerprint()
-        assert "sent whole, not as adapters" in caplog.text
+        assert "sending all weights instead of adapters" in caplog.text
         assert publisher.transferred_bytes > ADAPTER_NUMBERS * 4
 
 
@@ -181,7 +182,7 @@ async def test_adapters_that_do_not_fit_change_nothing(folder: Path) -> None:
             good[:1],
             [good[0], (good[1][0], torch.ones(32, 5))],
         ):
-            weights = VerifiedWeights(tuple(pairs), "x", base="y", scale=1.0)
+            weights = VerifiedWeights(tuple(pairs), "x", base_fingerprint="y", adapter_scale=1.0)
             with pytest.raises(WeightError, match="do not fit the model"):
                 await engine.update(weights, PolicyVersion(2))
             assert held(parts) == before
@@ -195,7 +196,7 @@ async def test_a_weight_whose_adapter_is_gone_is_the_models_own_again(folder: Pa
         train(parts, 0)
         await publisher.publish(PolicyVersion(1))
         assert held(parts) != begun
-        none = VerifiedWeights((), "x", base="y", scale=1.0)
+        none = VerifiedWeights((), "x", base_fingerprint="y", adapter_scale=1.0)
         await engine_of(parts).update(none, PolicyVersion(2))
         assert held(parts) == begun
         assert engine_of(parts).fingerprint() == begun
@@ -203,14 +204,14 @@ async def test_a_weight_whose_adapter_is_gone_is_the_models_own_again(folder: Pa
 
 def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> None:
     from rollick.config.devices import parse_devices
-    from rollick.weights.plan import Place, plan_publish
+    from rollick.weights.plan import ProcessLocation, plan_publish
 
     devices = DeviceMap({"policy": parse_devices("cpu"), "generators": parse_devices("cpu:1-2")})
-    learner, able = Place("m", 0, adapters=True), Place("m", 1, adapters=True)
-    unable, plain = Place("m", 2), Place("m", 0)
+    learner, able = ProcessLocation("m", 0, adapters=True), ProcessLocation("m", 1, adapters=True)
+    unable, plain = ProcessLocation("m", 2), ProcessLocation("m", 0)
     config = WeightsConfig(changes_only=True)
 
-    def route(policy: Place, *places: Place) -> tuple[bool, bool]:
+    def route(policy: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
         by_rank = dict(enumerate(places))
         plan = plan_publish(devices, policy=policy, generators=by_rank, config=config)
         [found] = plan.routes()

@@ -18,18 +18,19 @@ import torch
 
 from rollick.config.schema import InferConfig
 from rollick.errors import WeightError
-from rollick.infer.native.endings import Stops
+from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.cached_attention import CACHED
-from rollick.models.fingerprint import fingerprint
-from rollick.models.load import empty_model, share_parameters
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.models.loading.load import empty_model, share_parameters
 from rollick.testing.tiny import tiny_model
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.channels.broadcast import BroadcastReceiver, BroadcastSender
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Route
-from rollick.weights.send import WeightSender
+from rollick.weights.sender import WeightSender
 from rollick.workers.generator import GeneratorWorker
 
 ONE, TWO = PolicyVersion(1), PolicyVersion(2)
@@ -45,7 +46,9 @@ def engine_of(seed: int, dtype: torch.dtype) -> NativeEngine:
     source = tiny_model(11, seed=seed).to(dtype)
     module = empty_model(source.config, attention=CACHED)
     share_parameters(module, source)
-    return NativeEngine.around(module, InferConfig(slots=2, max_length=16), stops=Stops(()))
+    return NativeEngine(
+        EngineWeights(module), InferConfig(slots=2, max_length=16), stops=StopRules()
+    )
 
 
 def held_by(engine: NativeEngine) -> str:
@@ -61,7 +64,7 @@ async def carry(sender: WeightSender, worker: GeneratorWorker, pairs: Pairs, rou
     await worker.receive(manifest)
     sending.join()
     held = await worker.commit(version)
-    sender.release(Outcome(True, held=held))
+    sender.release(PublishOutcome(True, held={route.ranks[0]: held}))
     return held
 
 
@@ -121,9 +124,9 @@ async def test_a_part_of_the_weights_goes_to_engines_that_have_the_rest() -> Non
     route = Route("host", (0,))
     part = [(name, tensor + 1) for name, tensor in pairs if "q_proj" in name]
     base = fingerprint(pairs)
-    with pytest.raises(WeightError, match="publish the whole weights first"):
+    with pytest.raises(WeightError, match="publish the full weights first"):
         await worker.receive(sender.offer(part, ONE, route=route, partial_of=base))
-    sender.release(Outcome(False))
+    sender.release(PublishOutcome(False))
     await carry(sender, worker, pairs, route)
     manifest = sender.offer(part, TWO, route=route, partial_of=base)
     await worker.receive(manifest)
@@ -137,12 +140,12 @@ async def test_a_part_of_the_weights_goes_to_engines_that_have_the_rest() -> Non
 CHILD = """
 import pickle, sys, torch
 from rollick.errors import WeightError
-from rollick.models.fingerprint import fingerprint
-from rollick.weights.receive import WeightReceiver
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.weights.receiver import PublishReceiver
 
 torch.set_num_threads(1)
 orders, answers = sys.stdin.buffer, sys.stdout.buffer
-receiver, held = WeightReceiver(adopts=True), None
+receiver, held = PublishReceiver(adopts=True), None
 while True:
     try:
         order, argument = pickle.load(orders)
@@ -155,7 +158,7 @@ while True:
         elif order == "commit":
             held = receiver.take(argument)
             # As an engine does: lasting memory is its own from now on, any other is copied.
-            pairs = [(n, t if held.lasting else t.clone()) for n, t in held]
+            pairs = [(n, t if held.persistent else t.clone()) for n, t in held]
             held = pairs
         else:
             answer = held and fingerprint(held)
@@ -228,7 +231,7 @@ def test_a_receiver_that_is_killed_before_it_commits_hurts_nobody_else(
     manifest = sender.offer(pairs, ONE, route=Route("host", (0, 1)))
     assert [child.ask("receive", manifest) for child in (stays, dies)] == [None, None]
     dies.kill()
-    sender.release(Outcome(False))
+    sender.release(PublishOutcome(False))
     # The publish is made once more without the one that is lost.
     again = sender.offer(pairs, ONE, route=Route("host", (0,)))
     assert stays.ask("receive", again) is None
@@ -264,7 +267,7 @@ def test_a_broadcast_to_two_processes_survives_the_loss_of_one(
     manifest = sender.offer(pairs, TWO, (0, 1))
     children[0].tell("receive", manifest)
     error = in_a_thread(sender.send)()
-    sender.release(Outcome(False))
+    sender.release(PublishOutcome(False))
     assert isinstance(error, WeightError)
     children[0].answer()
     assert children[0].ask("held") == first
@@ -284,12 +287,12 @@ def test_a_broadcast_whose_sender_dies_ends_in_time_and_commits_nothing() -> Non
     assert joined() is None
     again = sender.offer(pairs, TWO, (0,))
     sender.close()
-    with pytest.raises(WeightError, match="broke"):
+    with pytest.raises(WeightError, match="failed"):
         receiver.open(again, 0)
 
 
 def test_a_wrong_byte_of_a_broadcast_is_found() -> None:
-    from rollick.weights.receive import WeightReceiver
+    from rollick.weights.receiver import PublishReceiver
 
     pairs = weights(1, torch.float32)
     sender = WeightSender()
@@ -297,7 +300,7 @@ def test_a_wrong_byte_of_a_broadcast_is_found() -> None:
     # What is sent is other than what was offered.
     pairs[3][1].view(-1)[5] += 1
     sending = in_a_thread(lambda: sender.send("broadcast"))
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     with pytest.raises(WeightError, match="arrived with fingerprint"):
         receiver.receive(manifest)
     assert sending() is None

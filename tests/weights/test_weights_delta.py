@@ -70,5 +70,5 @@ def test_zeros_of_another_sign_are_changes_and_equal_nans_are_none() -> None:
 
 def test_places_beyond_the_tensor_are_refused() -> None:
     sent = [("a:gaps", torch.tensor([9], dtype=torch.uint8)), ("a:values", torch.ones(1))]
-    with pytest.raises(WeightError, match="do not fit"):
+    with pytest.raises(WeightError, match="does not fit"):
         apply_changes(sent, {"a": torch.zeros(4)})

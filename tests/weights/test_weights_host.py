@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -16,10 +17,10 @@ import torch
 from rollick.errors import WeightError
 from rollick.types import PolicyVersion
 from rollick.weights.channels import host
-from rollick.weights.channels.base import Outcome
-from rollick.weights.channels.host import HostReceiver, HostSender, sweep
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.channels.host import HostReceiver, HostSender, remove_stale_files
 from rollick.weights.manifest import ALIGN, WeightManifest
-from rollick.weights.receive import WeightReceiver
+from rollick.weights.receiver import PublishReceiver
 
 ONE, TWO, THREE = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
 TENSORS = {
@@ -50,7 +51,7 @@ def scalar(receiver: HostReceiver, manifest: WeightManifest) -> float:
 
 
 def test_every_tensor_arrives_with_its_bytes_dtype_and_shape(sender: HostSender) -> None:
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     receiver.receive(offer(sender))
     arrived = dict(receiver.take(ONE))
     assert list(arrived) == list(TENSORS)
@@ -68,14 +69,14 @@ def test_a_tensor_that_is_a_transposed_view_arrives_in_its_order(sender: HostSen
 
 
 def test_a_model_without_weights_makes_a_round_trip(sender: HostSender) -> None:
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     receiver.receive(sender.offer([], ONE, (0,)))
     assert list(receiver.take(ONE)) == []
 
 
 def test_places_are_aligned_and_do_not_overlap(sender: HostSender) -> None:
     ends = [0]
-    for place in offer(sender).places:
+    for place in offer(sender).layout:
         assert place.offset % ALIGN == 0
         assert place.offset >= ends[-1]
         ends.append(place.offset + place.size)
@@ -85,7 +86,7 @@ def test_what_a_receiver_writes_reaches_nobody_else(sender: HostSender) -> None:
     manifest = offer(sender)
     for _, tensor in HostReceiver().open(manifest, 0):
         tensor.zero_()
-    WeightReceiver().receive(manifest)
+    PublishReceiver().receive(manifest)
 
 
 @pytest.mark.parametrize("place", [n for n, t in enumerate(TENSORS.values()) if t.numel()])
@@ -93,25 +94,25 @@ def test_one_wrong_byte_is_noticed_and_a_second_offer_is_taken(
     sender: HostSender, place: int
 ) -> None:
     manifest = offer(sender)
-    where = manifest.places[place]
+    where = manifest.layout[place]
     assert sender.offered is not None
     sender.offered.memory[where.offset + where.size - 1] ^= 1
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     with pytest.raises(WeightError, match=r"version 1 arrived with fingerprint .*, sent was"):
         receiver.receive(manifest)
     with pytest.raises(WeightError, match="was not received"):
         receiver.take(ONE)
-    sender.release(Outcome(False))
+    sender.release(PublishOutcome(False))
     receiver.receive(offer(sender))
     assert receiver.take(ONE).fingerprint == manifest.fingerprint
 
 
 def test_swapped_names_are_noticed(sender: HostSender) -> None:
     sent = sender.offer([("a", torch.zeros(2)), ("b", torch.ones(2))], ONE, (0,))
-    a, b = sent.places
-    swapped = replace(sent, places=(replace(a, offset=b.offset), replace(b, offset=a.offset)))
+    a, b = sent.layout
+    swapped = replace(sent, layout=(replace(a, offset=b.offset), replace(b, offset=a.offset)))
     with pytest.raises(WeightError):
-        WeightReceiver().receive(swapped)
+        PublishReceiver().receive(swapped)
 
 
 @pytest.mark.parametrize("advice", [host.MADV_COLLAPSE, 999], ids=["large pages", "refused"])
@@ -121,7 +122,7 @@ def test_weights_of_several_pages_arrive_and_a_wrong_byte_at_either_end_is_notic
     monkeypatch.setattr(host, "MADV_COLLAPSE", advice)
     sent = torch.arange(2 * host.LARGE_PAGE + 12_345, dtype=torch.int32).byte()
     manifest = sender.offer([("a", sent)], ONE, (0,))
-    receiver = WeightReceiver()
+    receiver = PublishReceiver()
     receiver.receive(manifest)
     ((_, arrived),) = receiver.take(ONE)
     assert torch.equal(arrived, sent)
@@ -137,8 +138,8 @@ def test_weights_of_several_pages_arrive_and_a_wrong_byte_at_either_end_is_notic
 def test_memory_that_cannot_be_reached_is_an_error_that_says_so(sender: HostSender) -> None:
     manifest = offer(sender)
     sender.close()
-    with pytest.raises(WeightError, match="gone or on another machine"):
-        WeightReceiver().receive(manifest)
+    with pytest.raises(WeightError, match="has ended, or is on another machine"):
+        PublishReceiver().receive(manifest)
 
 
 def test_another_file_in_the_place_of_the_memory_is_not_taken(
@@ -148,8 +149,8 @@ def test_another_file_in_the_place_of_the_memory_is_not_taken(
     other = tmp_path / "other"
     other.write_bytes(bytes(4096))
     moved = replace(manifest, source=replace(manifest.source, path=str(other)))
-    with pytest.raises(WeightError, match="not to be found"):
-        WeightReceiver().receive(moved)
+    with pytest.raises(WeightError, match="not available"):
+        PublishReceiver().receive(moved)
 
 
 def test_memory_is_written_again_at_each_publish_and_mapped_once(sender: HostSender) -> None:
@@ -159,7 +160,7 @@ def test_memory_is_written_again_at_each_publish_and_mapped_once(sender: HostSen
         manifest = offer(sender, version, scalar=value)
         assert scalar(receiver, manifest) == value
         seen.add(receiver.mapped[manifest.source.identity].data_ptr())
-        sender.release(Outcome(True))
+        sender.release(PublishOutcome(True))
     assert len(seen) == 1
     assert len(sender.buffers) == 1
 
@@ -175,7 +176,7 @@ def test_an_engine_that_lives_in_the_memory_keeps_it_while_the_next_version_is_w
         assert held.item() == value - 1
         held = dict(receiver.open(manifest, 0))["scalar"]
         used.append(manifest.source.identity)
-        sender.release(Outcome(True, held=True))
+        sender.release(PublishOutcome(True, held={0: True}))
     assert used[0] == used[2] != used[1]
     assert len(sender.buffers) == 2
 
@@ -184,22 +185,40 @@ def test_after_a_publish_that_failed_no_memory_of_an_engine_is_written(sender: H
     receiver = HostReceiver()
     first = offer(sender, ONE, scalar=1.0)
     held = dict(receiver.open(first, 0))["scalar"]
-    sender.release(Outcome(True, held=True))
+    sender.release(PublishOutcome(True, held={0: True}))
     second = offer(sender, TWO, scalar=2.0)
     other = dict(receiver.open(second, 0))["scalar"]
     # One of two engines may have committed the second version, the other has the first.
-    sender.release(Outcome(None))
+    sender.release(PublishOutcome(None))
     third = offer(sender, TWO, scalar=3.0)
     assert (held.item(), other.item()) == (1.0, 2.0)
-    sender.release(Outcome(False))
+    sender.release(PublishOutcome(False))
     assert offer(sender, TWO).source.identity == third.source.identity
-    sender.release(Outcome(True, held=True))
+    sender.release(PublishOutcome(True, held={0: True}))
+    assert len(sender.buffers) == 2
+
+
+def test_memory_of_an_engine_that_is_left_out_is_not_written_by_later_publishes(
+    sender: HostSender,
+) -> None:
+    receivers = HostReceiver(), HostReceiver()
+    first = offer(sender, ONE, scalar=1.0)
+    held = dict(receivers[0].open(first, 0))["scalar"]
+    sender.release(PublishOutcome(True, held={0: True, 1: True}))
+    for version, value in ((TWO, 2.0), (THREE, 3.0), (PolicyVersion(4), 4.0)):
+        manifest = offer(sender, version, scalar=value)
+        assert (held.item(), scalar(receivers[1], manifest)) == (1.0, value)
+        sender.release(PublishOutcome(True, held={1: True}))
+    assert len(sender.buffers) == 3
+    # Engine 0 is lost: nobody reads its memory.
+    offer(sender, PolicyVersion(5))
+    sender.release(PublishOutcome(True, held={0: False, 1: True}))
     assert len(sender.buffers) == 2
 
 
 def test_a_larger_model_gets_larger_memory(sender: HostSender) -> None:
     small = sender.offer([("a", torch.ones(4))], ONE, (0,))
-    sender.release(Outcome(True))
+    sender.release(PublishOutcome(True))
     large = sender.offer([("a", torch.ones(4000))], TWO, (0,))
     receiver = HostReceiver()
     receiver.open(large, 0)
@@ -212,8 +231,8 @@ def test_a_copy_that_breaks_in_the_middle_can_be_tried_again(sender: HostSender)
     tensors = [("a", torch.zeros(2)), ("b", torch.zeros(2, device="meta"))]
     with pytest.raises(TypeError, match="meta"):
         sender.offer(tensors, ONE, (0,))
-    sender.release(Outcome(False))
-    WeightReceiver().receive(offer(sender))
+    sender.release(PublishOutcome(False))
+    PublishReceiver().receive(offer(sender))
     assert len(sender.buffers) == 1
 
 
@@ -227,21 +246,55 @@ def test_where_there_is_no_memfd_a_file_does_it_and_is_swept_when_its_process_is
     sender = HostSender()
     manifest = offer(sender)
     assert [file.name.split("-")[2] for file in tmp_path.iterdir()] == [str(os.getpid())]
-    sweep()
-    WeightReceiver().receive(manifest)
+    remove_stale_files()
+    PublishReceiver().receive(manifest)
     sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_memory_for_the_weights_a_file_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path))
+    reserve = os.posix_fallocate
+
+    def fail_in_memory(descriptor: int, offset: int, size: int) -> None:
+        if "memfd:" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(descriptor, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", fail_in_memory)
+    sender = HostSender()
+    PublishReceiver().receive(offer(sender))
+    assert "No space left on device): they go through a file" in caplog.text
+    assert len(list(tmp_path.iterdir())) == 1
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_in_memory_and_on_disk_the_publish_fails_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.tempfile, "tempdir", str(tmp_path))
+
+    def fail(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(WeightError, match="cannot allocate"):
+        offer(HostSender())
     assert list(tmp_path.iterdir()) == []
 
 
 SEND_AND_WAIT = """
 import pickle, sys, torch
-from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.channels.host import HostSender
 sender = HostSender()
 first = sender.offer([("a", torch.full((70_000,), 1.0))], 1, (0,))
 sys.stdout.buffer.write(pickle.dumps(first)); sys.stdout.buffer.flush()
 sys.stdin.read(1)
-sender.release(Outcome(True, held=True))
+sender.release(PublishOutcome(True, held={0: True}))
 sender.offer([("a", torch.full((70_000,), 2.0))], 2, (0,))
 sys.stdout.buffer.write(b"writing"); sys.stdout.buffer.flush()
 sys.stdin.read(1)
@@ -259,10 +312,10 @@ def test_a_sender_that_is_killed_leaves_no_file_and_engines_as_they_were() -> No
     assert child.stdout is not None
     try:
         manifest: WeightManifest = pickle.load(child.stdout)
-        receiver = WeightReceiver(adopts=True)
+        receiver = PublishReceiver(adopts=True)
         receiver.receive(manifest)
         weights = receiver.take(ONE)
-        assert weights.lasting
+        assert weights.persistent
         child.stdin.write(b".")
         child.stdin.flush()
         assert child.stdout.read(7) == b"writing"
@@ -273,5 +326,5 @@ def test_a_sender_that_is_killed_leaves_no_file_and_engines_as_they_were() -> No
     new = {file.name for file in set(Path("/dev/shm").iterdir()) - before}
     # vLLM's folders are those of tests that run at the same time.
     assert {name for name in new if "rollick" in name and "rollick-vllm-" not in name} == set()
-    with pytest.raises(WeightError, match="gone"):
-        WeightReceiver().receive(manifest)
+    with pytest.raises(WeightError, match="has ended"):
+        PublishReceiver().receive(manifest)

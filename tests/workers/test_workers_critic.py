@@ -20,11 +20,11 @@ from rollick.config.devices import parse_devices
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch, TokenValues
 from rollick.errors import ConfigError, ModelError
-from rollick.observe.metrics import is_documented
+from rollick.observe.metric_table import is_documented
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.tiny import save_tiny, tiny_model
-from rollick.train.critic import LocalCritic
-from rollick.train.strategy import LossReport, OptimReport, ValueLossFn
+from rollick.trainer.critic import LocalCritic
+from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
 from rollick.workers import critic as critic_module
 from rollick.workers import scorer as scorer_module
 from rollick.workers.critic import CriticWorker, explained_variance, weighed
@@ -262,7 +262,7 @@ def test_a_teacher_with_fewer_rows_is_refused(
 ):
     rows = rows_of(tiny_folder)
     cut = with_rows(teacher_folder, tmp_path / "cut", rows - 1)
-    with pytest.raises(ConfigError, match=rf"can draw {rows} tokens, and the .* knows {rows - 1}"):
+    with pytest.raises(ConfigError, match=rf"has {rows} tokens, but the .* has only {rows - 1}"):
         teacher_of(tiny_folder, cut)
 
 

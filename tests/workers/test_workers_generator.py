@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import FakeEngine
 
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup, open_group
@@ -17,18 +18,14 @@ from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
 from rollick.errors import EngineError, EngineLost, WeightError, WorkerError
+from rollick.roles import engine_health
+from rollick.roles.engines import Generators, RemoteEngine
+from rollick.roles.protocols import EngineDescription, GeneratorRole
 from rollick.testing.batches import recipe_of
-from rollick.testing.fakes import FakeEngine
 from rollick.types import Completion, PolicyVersion, Request, SampleId, Sampling, StopReason
 from rollick.weights.channels.host import HostSender
 from rollick.workers import generator
-from rollick.workers.generator import (
-    GeneratorWorker,
-    RemoteEngine,
-    ask_for_life,
-    lost_ranks,
-    open_engines,
-)
+from rollick.workers.generator import GeneratorWorker
 
 CLUSTER = ClusterConfig(backend="inline", call_timeout_s=30)
 Calls = list[str]
@@ -65,9 +62,9 @@ async def remote(engine: FakeEngine) -> AsyncGenerator[tuple[RemoteEngine, Calls
     specs = [RoleSpec("generators", f"{__name__}:make_fake", (engine,))]
     async with (
         open_group(devices, specs, cluster=CLUSTER, threads=1) as group,
-        open_engines(group) as engines,
+        Generators(group, "generators").connect() as generators,
     ):
-        yield engines[0], count_calls(group)
+        yield generators.engines[0], count_calls(group)
 
 
 async def some_turns(turns: int = 8) -> None:
@@ -93,13 +90,14 @@ async def test_the_tiny_model_says_the_same_through_the_line_as_by_itself(
     devices = DeviceMap({"generators": parse_devices("cpu")})
     specs = [RoleSpec("generators", "rollick.workers.generator:create", (recipe,))]
     async with open_group(devices, specs, cluster=CLUSTER, threads=1) as group:
-        async with open_engines(group) as engines:
+        async with Generators(group, "generators").connect() as generators:
+            engines = generators.engines
             assert engines[0].load().slots == 4
             calls = count_calls(group)
             far = await asyncio.gather(*(engines[0].generate(request(n)) for n in range(6)))
             assert calls == ["submit"]
             assert engines[0].load().generated_tokens == sum(len(c.token_ids) for c in far)
-        worker = group._transport._hosts[0]._residents["generators"].role  # type: ignore
+        worker = group._transport._hosts[0]._running_roles["generators"].role  # type: ignore
         near = await asyncio.gather(*(worker.engine.generate(request(n)) for n in range(6)))
     assert [completion.uid.index for completion in far] == list(range(6))
     assert all(same(a, b) for a, b in zip(far, near, strict=True))
@@ -109,20 +107,20 @@ async def test_requests_of_one_turn_go_out_in_one_call() -> None:
     async with remote(FakeEngine()) as (engine, calls):
         await asyncio.gather(*(engine.generate(request(n)) for n in range(50)))
         assert calls == ["submit"]
-        assert engine.waiting == {}
+        assert engine.pending == {}
 
 
 async def test_many_results_come_back_in_few_calls() -> None:
     async with remote(FakeEngine(slots=100)) as (engine, _):
         drains = 0
-        settle = engine.group.call
+        settle = engine.handle.group.call
 
         async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
             nonlocal drains
             drains += method == "drain"
             return await settle(role, method, *args, **options)
 
-        engine.group.call = call  # type: ignore[method-assign]
+        engine.handle.group.call = call  # type: ignore[method-assign]
         await asyncio.gather(*(engine.generate(request(n)) for n in range(100)))
         assert drains < 20
 
@@ -131,7 +129,7 @@ async def test_a_request_that_was_not_sent_yet_is_aborted_without_a_call() -> No
     fake = FakeEngine()
     async with remote(fake) as (engine, calls):
         task = asyncio.create_task(engine.generate(request()))
-        await until(lambda: bool(engine.outbox))
+        await until(lambda: bool(engine.outbox.requests))
         await engine.abort(SampleId(0, 0))
         completion = await task
     assert (completion.stop, len(completion.token_ids)) == (StopReason.ABORTED, 0)
@@ -148,7 +146,7 @@ async def test_an_unsent_continuation_keeps_its_tokens_when_it_is_aborted() -> N
     )
     async with remote(FakeEngine()) as (engine, _):
         task = asyncio.create_task(engine.generate(request(continue_from=begun)))
-        await until(lambda: bool(engine.outbox))
+        await until(lambda: bool(engine.outbox.requests))
         await engine.abort(SampleId(0, 0))
         assert same(await task, begun)
 
@@ -161,6 +159,81 @@ async def test_an_abort_is_never_lost_whenever_it_comes(turns: int) -> None:
         async with asyncio.timeout(5):
             await engine.abort(SampleId(0, 0))
             assert (await task).stop is StopReason.ABORTED
+
+
+@asynccontextmanager
+async def held_back(group: WorkerGroup, method: str) -> AsyncGenerator[asyncio.Event]:
+    """Calls of the method arrive, or return if it is `drain`, only when the event is set. Other
+    calls pass them, as small ones do on Ray."""
+    gate = asyncio.Event()
+    send: Callable[..., Awaitable[Any]] = group.call
+
+    async def call(role: Any, called: str, *args: Any, **options: Any) -> Any:
+        if called == method and method != "drain":
+            await gate.wait()
+        result = await send(role, called, *args, **options)
+        if called == method:
+            await gate.wait()
+        return result
+
+    group.call = call  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        yield gate
+
+
+async def test_an_abort_does_not_overtake_the_submit_of_its_request() -> None:
+    fake = FakeEngine(seconds=math.inf)
+    async with (
+        remote(fake) as (engine, _),
+        held_back(engine.handle.group, "submit") as gate,
+    ):
+        tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(3)]
+        await some_turns(20)
+        aborts = [asyncio.create_task(engine.abort(SampleId(0, n))) for n in range(2)]
+        tasks[2].cancel()
+        await some_turns(20)
+        gate.set()
+        assert [(await task).stop for task in tasks[:2]] == 2 * [StopReason.ABORTED]
+        await asyncio.gather(*aborts)
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[2]
+        await until(lambda: not engine.pending and not fake._pending)
+
+
+async def test_a_late_result_does_not_end_a_newer_request_of_the_same_sample() -> None:
+    fake = FakeEngine(reply=lambda asked: "ab" if asked.stream == 0 else "xyz")
+    newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
+    async with (
+        remote(fake) as (engine, _),
+        held_back(engine.handle.group, "drain") as gate,
+    ):
+        older = asyncio.create_task(engine.generate(request()))
+        await until(lambda: len(fake.requests) == 1 and not fake._pending)
+        older.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await older
+        task = asyncio.create_task(engine.generate(newer))
+        await until(lambda: len(fake.requests) == 2)
+        gate.set()
+        assert (await task).token_ids.tolist() == [ord(letter) for letter in "xyz"]
+
+
+class SlowToAbort(FakeEngine):
+    async def abort(self, uid: SampleId) -> None:
+        asyncio.get_running_loop().call_later(0.02, self._pending[uid].aborted.set)
+
+
+async def test_a_sample_that_is_cancelled_and_sent_again_waits_for_its_earlier_request() -> None:
+    fake = SlowToAbort(seconds=lambda asked: math.inf if asked.stream == 0 else 0.0)
+    newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
+    async with remote(fake) as (engine, _), asyncio.timeout(10):
+        older = asyncio.create_task(engine.generate(request()))
+        await until(lambda: bool(fake.requests))
+        older.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await older
+        assert (await engine.generate(newer)).stop is not StopReason.ABORTED
+        assert fake.peak == 1
 
 
 async def test_an_abort_of_something_that_is_over_does_nothing() -> None:
@@ -178,7 +251,7 @@ async def test_a_cancelled_generate_frees_its_place_in_the_engine() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert engine.waiting == {}
+        assert engine.pending == {}
         completion = await asyncio.wait_for(engine.generate(request(1)), 5)
         assert completion.stop is not StopReason.ABORTED
 
@@ -220,7 +293,7 @@ async def test_a_line_that_breaks_fails_what_waits_and_what_comes_later_with_the
         async def broken(*args: Any, **options: Any) -> Any:
             raise WorkerError("generator 0 died", fix="see its log")
 
-        engine.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = broken  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(3)))
         for task in (*waiting, late):
             with pytest.raises(EngineLost, match="generator 0 is lost: generator 0 died"):
@@ -233,12 +306,12 @@ async def test_an_engine_that_is_lost_stays_lost_and_answers_at_once() -> None:
     fake = FakeEngine()
     async with remote(fake) as (engine, calls):
         assert not engine.lost
-        engine.lose(WorkerError("the host is gone", fix="see its log"))
-        for method in (engine.generate(request()), engine.pause(), engine.abort(SampleId(0, 0))):
+        engine.mark_lost(WorkerError("the host is gone", fix="see its log"))
+        for method in (engine.generate(request()), engine.abort(SampleId(0, 0))):
             with pytest.raises(EngineLost, match="generator 0 is lost: the host is gone") as lost:
                 await method
             assert lost.value.fix == "see its log"
-        assert lost_ranks([engine]) == {0}
+        assert engine.lost
         assert calls == []
 
 
@@ -247,7 +320,7 @@ async def test_one_who_waits_on_a_lost_engine_gets_an_error_of_its_own() -> None
     async with remote(fake) as (engine, _):
         tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(2)]
         await until(lambda: len(fake.requests) == 2)
-        engine.lose(WorkerError("the host is gone"))
+        engine.mark_lost(WorkerError("the host is gone"))
         errors = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(error) for error in errors] == [EngineLost, EngineLost]
     assert errors[0] is not errors[1]
@@ -256,19 +329,19 @@ async def test_one_who_waits_on_a_lost_engine_gets_an_error_of_its_own() -> None
 async def test_an_engine_that_gives_no_sign_of_life_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "ANSWER_S", 0.05)
     hangs = False
 
     async def describe(self: GeneratorWorker) -> Any:
         await asyncio.sleep(math.inf if hangs else 0)
-        return self.engine.capabilities, self.engine.load()
+        return EngineDescription(self.engine.capabilities, self.engine.load())
 
     monkeypatch.setattr(GeneratorWorker, "describe", describe)
     async with remote(FakeEngine()) as (engine, _):
-        await ask_for_life([engine])
+        await engine.health_check()
         assert not engine.lost
         hangs = True
-        await ask_for_life([engine])
+        engine.handle.group.deadlines.ceiling_s = 0.05
+        await engine.health_check()
         with pytest.raises(EngineLost, match=r"did not finish 'describe' within 0\.05 s"):
             await engine.generate(request())
 
@@ -282,7 +355,7 @@ async def test_a_cancellation_stays_one_when_the_line_is_broken() -> None:
         async def broken(*args: Any, **options: Any) -> Any:
             raise WorkerError("generator 0 died")
 
-        engine.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = broken  # type: ignore[method-assign]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -301,14 +374,14 @@ async def test_no_task_is_left_behind_when_the_engines_close() -> None:
 
 
 async def test_a_drain_with_nothing_ready_answers_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "DRAIN_S", 0.01)
+    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)
     results, load = await GeneratorWorker(FakeEngine(slots=3)).drain()
     assert (results, load.slots) == ([], 3)
 
 
 async def test_a_version_that_was_not_received_cannot_be_committed() -> None:
     worker = GeneratorWorker(FakeEngine())
-    with pytest.raises(WeightError, match="commit version 2, which was not received"):
+    with pytest.raises(WeightError, match="cannot commit version 2: it was not received"):
         await worker.commit(PolicyVersion(2))
 
 
@@ -335,16 +408,17 @@ async def test_what_is_committed_is_what_was_verified() -> None:
 async def test_an_idle_line_outlives_a_short_deadline_of_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "DRAIN_S", 1.0)
+    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 1.0)
+    monkeypatch.setattr(engine_health, "DRAIN_WAIT_S", 1.0)
     devices = DeviceMap({"generators": parse_devices("cpu")})
     specs = [RoleSpec("generators", f"{__name__}:make_fake", (FakeEngine(),))]
     short = ClusterConfig(backend="inline", call_timeout_s=0.2)
     async with (
         open_group(devices, specs, cluster=short, threads=1) as group,
-        open_engines(group) as engines,
+        Generators(group, "generators").connect() as generators,
     ):
         await asyncio.sleep(0.4)
-        assert (await engines[0].generate(request())).stop is not StopReason.ABORTED
+        assert (await generators.sample(request())).stop is not StopReason.ABORTED
 
 
 async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_waits() -> None:
@@ -356,7 +430,7 @@ async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_wait
         async def broken(*args: Any, **options: Any) -> Any:
             raise TypeError("cannot be pickled")
 
-        engine.group.call = broken  # type: ignore[method-assign]
+        engine.handle.group.call = broken  # type: ignore[method-assign]
         late = asyncio.create_task(engine.generate(request(1)))
         for waiting in (task, late):
             with pytest.raises(EngineLost, match="TypeError: cannot be pickled"):
@@ -374,24 +448,28 @@ async def test_an_engine_that_says_that_it_is_lost_is_lost_although_its_host_liv
         with pytest.raises(EngineLost, match="generator 0 is lost: the fake engine is gone"):
             await asyncio.wait_for(other, 5)
         assert engine.lost
-        assert engine.gone.is_set()
+        assert engine.lost_event.is_set()
         with pytest.raises(EngineLost, match="the fake engine is gone"):
-            await engine.group.call("generators", "describe")
+            await engine.handle.call_rank(0, GeneratorRole.describe)
 
 
 async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
-    fake = FakeEngine()
+    fake = FakeEngine(seconds=math.inf)
 
-    async def gone() -> None:
-        raise EngineLost("it does not pause")
+    async def gone(uid: SampleId) -> None:
+        raise EngineLost("it does not abort")
 
-    fake.pause = gone  # type: ignore[method-assign]
+    fake.abort = gone  # type: ignore[method-assign]
     async with remote(fake) as (engine, _):
-        with pytest.raises(EngineLost, match="does not pause"):
-            await engine.pause()
-        assert lost_ranks([engine]) == {0}
-        with pytest.raises(EngineLost, match="does not pause"):
-            await engine.group.call("generators", "describe")
+        task = asyncio.create_task(engine.generate(request()))
+        await until(lambda: bool(fake.requests))
+        with pytest.raises(EngineLost, match="does not abort"):
+            await engine.abort(SampleId(0, 0))
+        assert engine.lost
+        with pytest.raises(EngineLost, match="does not abort"):
+            await task
+        with pytest.raises(EngineLost, match="does not abort"):
+            await engine.handle.call_rank(0, GeneratorRole.describe)
 
 
 class Mortal(FakeEngine):
@@ -409,20 +487,20 @@ async def test_an_idle_engine_that_is_gone_gives_no_sign_of_life(
 ) -> None:
     fake = Mortal()
     async with remote(fake) as (engine, _):
-        await ask_for_life([engine])
+        await engine.health_check()
         assert not engine.lost
         fake.alive = False
-        await ask_for_life([engine])
+        await engine.health_check()
         assert engine.lost
 
 
 async def test_an_idle_engine_that_is_gone_is_found_by_the_next_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "DRAIN_S", 0.01)
+    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)
     fake = Mortal()
     async with remote(fake) as (engine, _):
         fake.alive = False
-        await asyncio.wait_for(engine.gone.wait(), 5)
-        assert engine.broken is not None
-        assert "its process has ended" in engine.broken.message
+        await asyncio.wait_for(engine.lost_event.wait(), 5)
+        assert engine.failure is not None
+        assert "its process has ended" in engine.failure.message

@@ -13,10 +13,10 @@ from rollick.algorithms.objective import build_objective
 from rollick.data.batch import Batch
 from rollick.errors import ConfigError
 from rollick.testing.batches import random_batch, recipe_of
-from rollick.train.local import LocalStrategy
-from rollick.train.strategy import LossReport, OptimReport
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
+from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.channels.host import HostReceiver
 from rollick.weights.plan import Route
 from rollick.workers.learner import LearnerWorker
@@ -103,7 +103,7 @@ def test_a_batch_without_the_old_log_probs_that_the_recipe_needs_is_refused(
     """Else mu would stand for them in silence, and the correction would correct nothing."""
     strategy = plain(1)
     sections = {"algorithm": {"loss": "ppo", "correction": "token_tis"}}
-    with pytest.raises(ConfigError, match="has no log-probs of it"):
+    with pytest.raises(ConfigError, match="needs log-probs of the old policy"):
         learner(strategy, tiny_folder, sections=sections).train(random_batch([5]))
     assert strategy.parts == []
 
@@ -166,5 +166,5 @@ def test_a_real_step_moves_the_weights_and_writes_what_it_holds(tiny_folder: Pat
     assert manifest.fingerprint == worker.fingerprint()
     arrived = HostReceiver().open(manifest, 0)
     assert all(torch.equal(tensor, held[name]) for name, tensor in arrived)
-    worker.release_weights(Outcome(True))
+    worker.release_weights(PublishOutcome(True))
     worker.close()

@@ -3,20 +3,20 @@
 import asyncio
 
 import numpy as np
+from fakes import FakeEngine
 
-from rollick.testing.fakes import FakeEngine
+from rollick.roles.protocols import NumberedRequest
 from rollick.types import Request, SampleId, Sampling, frozen_array
 from rollick.workers.generator import RECORDED, GeneratorWorker
 
 
 async def answer(worker: GeneratorWorker, count: int) -> None:
     ids = frozen_array([1, 2], np.int32)
-    requests = [
-        Request(SampleId(n, 0), ids, Sampling(max_tokens=2), stream=n) for n in range(count)
-    ]
-    await worker.submit(requests)
+    sampling = Sampling(max_tokens=2)
+    requests = [Request(SampleId(n, 0), ids, sampling, stream=n) for n in range(count)]
+    await worker.submit([NumberedRequest(*item) for item in enumerate(requests)], [])
     async with asyncio.timeout(30):
-        await asyncio.gather(*worker.tasks)
+        await asyncio.gather(*worker.tasks.values())
 
 
 async def test_answers_are_told_once_with_the_engines_seconds() -> None:

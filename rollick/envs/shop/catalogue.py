@@ -1,10 +1,10 @@
-"""The products of a shop, read from JSON lines, and the goals that shoppers have there.
+"""The products of a shop, read from JSON lines, and the goals of its shoppers.
 
     file -- load_catalogue --> Catalogue (products, search index) -- choose_goal(seed) --> Goal
 
-A product belongs to the training or to the held-out goals by a hash of its id, so no product that
-a policy is tested on was a goal in training (all can be found and bought in both). Most goals are
-made from a product's attributes, options and price; the few written by people are a choice.
+A hash of a product's id assigns it to the training or held-out goals, so no held-out goal product
+is a training goal (the shop sells all products in both). Most goals are generated from a product's
+attributes, options and price; an option selects the few that people wrote.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from rollick.envs.shop.search import Index
+from rollick.envs.shop.search import SearchIndex
 from rollick.errors import EnvError
 from rollick.types import stable_hash
 
 Split = Literal["train", "held_out"]
 HELD_OUT = 5
-"""One product of so many is held out."""
+"""One of this many products is held out."""
 CAPS = (*range(10, 100, 10), *range(100, 500, 50), *range(500, 5001, 500))
-"""Round prices that a shopper may set as a limit."""
-MOST_ATTRIBUTES = 3
+"""Price limits of goals."""
+MAX_ATTRIBUTES = 3
 
 
-class Human(NamedTuple):
+class HumanGoal(NamedTuple):
     """A goal that a person wrote for a product."""
 
     text: str
@@ -41,19 +41,19 @@ class Human(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """One article. `price` is what is paid: the upper end, where the shop gives a range."""
+    """One product. `price` is the upper end if the shop gives a range."""
 
     asin: str
     title: str
     query: str
-    """What kind of thing it is, as people search for it."""
+    """The product type, as a search query."""
     categories: frozenset[str]
     price: float
     description: str
     bullets: tuple[str, ...]
     attributes: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
-    human: tuple[Human, ...] = ()
+    human: tuple[HumanGoal, ...] = ()
 
     @property
     def held_out(self) -> bool:
@@ -61,17 +61,17 @@ class Product:
 
     @cached_property
     def offered(self) -> str:
-        """All that the shop says of it, in lower case."""
+        """All texts of the product, in lower case."""
         return "\n".join((self.title, *self.bullets, self.description, *self.attributes)).lower()
 
 
 class Goal(NamedTuple):
-    """What a shopper wants; `product` fulfils it, and others may, too."""
+    """A shopper's goal. `product` meets it, and others may too."""
 
     product: Product
     attributes: tuple[str, ...]
     options: Mapping[str, str]
-    """Option -> the value that is wanted."""
+    """The required value of each option."""
     cap: float
     text: str
 
@@ -81,30 +81,27 @@ class Catalogue:
     """All products of a file, in its order."""
 
     products: Sequence[Product]
-    index: Index
+    index: SearchIndex
     by_asin: Mapping[str, Product]
-    goals: Mapping[tuple[str, str], Sequence[Product]] = field(
-        default_factory=dict[tuple[str, str], Sequence[Product]]
-    )
+    goals: Mapping[tuple[str, str], Sequence[Product]]
+    """The products of goals, by source (made, human) and split."""
 
     def search(self, query: str, *, limit: int) -> list[Product]:
-        return [self.products[place] for place in self.index.search(query, limit=limit)]
+        return [self.products[index] for index in self.index.search(query, limit=limit)]
 
 
 @lru_cache(maxsize=4)
 def load_catalogue(path: Path) -> Catalogue:
-    """Read a file once for each process. EnvError where it is missing or has a bad line."""
+    """Read a file once per process. Raises EnvError if it is missing or has an invalid line."""
     try:
         products = list(_read(path))
     except FileNotFoundError:
-        raise EnvError(
-            f"the products {path} do not exist",
-            fix="give the option products=PATH: JSON lines (.gz or not) with asin, title, query, "
-            "product_category, prices, description, bullets, attributes, options, instructions",
-        ) from None
-    index = Index([_indexed(product) for product in products])
+        names = "asin, title, query, product_category, prices, description, bullets, attributes"
+        fix = f"set products=PATH: JSON lines (.gz or not) with {names}, options, instructions"
+        raise EnvError(f"the product file {path} does not exist", fix=fix) from None
+    index = SearchIndex([_search_text(product) for product in products])
     by_asin = {product.asin.lower(): product for product in products}
-    # Without an attribute nothing tells what is wanted from what is merely alike.
+    # Without attributes a goal cannot distinguish similar products.
     made = [product for product in products if product.attributes]
     human = [product for product in products if product.human]
     goals = {
@@ -115,28 +112,24 @@ def load_catalogue(path: Path) -> Catalogue:
     return Catalogue(products, index, by_asin, goals)
 
 
-def choose_goal(catalogue: Catalogue, random: Random, *, split: Split, human: bool = False) -> Goal:
-    """A goal of the split; all that is chosen comes from `random`."""
-    products = catalogue.goals["human" if human else "made", split]
+def choose_goal(catalogue: Catalogue, random: Random, source: str, split: Split) -> Goal:
+    products = catalogue.goals[source, split]
     if not products:
-        raise EnvError(f"no product can be a goal of the split {split!r}")
+        raise EnvError(f"the product file has no goals for the split {split!r}")
     product = random.choice(products)
     cap = _choose_cap(random, product.price)
     price = f"for less than {cap:g} dollars"
-    if human:
-        said = random.choice(product.human)
-        options = {
-            name: value
-            for name, values in product.options.items()
-            for value in values
-            if value in said.values
-        }
-        return Goal(product, said.attributes, options, cap, f"{said.text.rstrip('. ')}, {price}")
-    many = min(len(product.attributes), random.randint(1, MOST_ATTRIBUTES))
-    attributes = tuple(random.sample(product.attributes, many))
+    if source == "human":
+        written = random.choice(product.human)
+        choices = [(name, value) for name, values in product.options.items() for value in values]
+        options = {name: value for name, value in choices if value in written.values}
+        text = f"{written.text.rstrip('. ')}, {price}"
+        return Goal(product, written.attributes, options, cap, text)
+    count = min(len(product.attributes), random.randint(1, MAX_ATTRIBUTES))
+    attributes = tuple(random.sample(product.attributes, count))
     options = {name: random.choice(values) for name, values in product.options.items()}
-    wanted = "".join(f", {name}: {value}" for name, value in options.items())
-    text = f"Buy {product.query}: {', '.join(attributes)}{wanted}, {price}"
+    option_text = "".join(f", {name}: {value}" for name, value in options.items())
+    text = f"Buy {product.query}: {', '.join(attributes)}{option_text}, {price}"
     return Goal(product, attributes, options, cap, text)
 
 
@@ -145,7 +138,7 @@ def _choose_cap(random: Random, price: float) -> float:
     return float(random.choice(above[:3]) if above else 1000 * ceil(price / 1000 + 0.001))
 
 
-def _indexed(product: Product) -> str:
+def _search_text(product: Product) -> str:
     values = (value for values in product.options.values() for value in values)
     kinds = (product.title, product.query, *product.attributes, *values)
     return " ".join([*kinds, *product.bullets, product.description])
@@ -158,7 +151,7 @@ def _read(path: Path) -> Iterator[Product]:
             try:
                 yield _product(json.loads(line))
             except (KeyError, TypeError, ValueError) as error:
-                raise EnvError(f"{path}:{number} is no product: {error!r}") from error
+                raise EnvError(f"{path}:{number} is not a valid product: {error!r}") from error
 
 
 def _product(row: Mapping[str, Any]) -> Product:
@@ -176,12 +169,10 @@ def _product(row: Mapping[str, Any]) -> Product:
             for name, values in row["options"].items()
             if values
         },
-        human=tuple(
-            Human(
-                said["instruction"],
-                tuple(said["instruction_attributes"]),
-                tuple(said["instruction_options"]),
-            )
-            for said in row.get("instructions", ())
-        ),
+        human=tuple(_human_goal(entry) for entry in row.get("instructions", ())),
     )
+
+
+def _human_goal(entry: Mapping[str, Any]) -> HumanGoal:
+    attributes, values = entry["instruction_attributes"], entry["instruction_options"]
+    return HumanGoal(entry["instruction"], tuple(attributes), tuple(values))

@@ -1,10 +1,10 @@
-"""WebShop's reward: how well what was bought is what was wanted (arXiv 2207.01206, section 3).
+"""WebShop's reward: how well a purchase meets the goal (arXiv 2207.01206, section 3).
 
     reward = type * (attributes met + options met + price met) / (attributes + options + 1)
 
-`type` lowers the reward for a thing of another kind: 0 if the titles share no word, 0.1 if they
+`type` lowers the reward for a product of another type: 0 if the titles share no word, 0.1 if they
 share less than a tenth, 0.5 if no more than a fifth and neither the query nor the category agrees.
-The paper compares the nouns of the titles; here every word counts but the most common ones.
+The paper compares the nouns of the titles; this compares all words except common ones.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rollick.envs.shop.catalogue import Goal, Product
-from rollick.envs.shop.search import words_of
+from rollick.envs.shop.search import split_words
 
 COMMON = frozenset(
-    words_of(
+    split_words(
         "a an and are as at by for from in is it of on or the this to with your you our all new "
         "pack set size color pcs inch inches oz x"
     )
 )
 
 
-class Match(NamedTuple):
+class PurchaseScore(NamedTuple):
     """The parts of a reward, each a share from 0 to 1."""
 
     type: float
@@ -34,47 +34,45 @@ class Match(NamedTuple):
     reward: float
 
 
-def judge(goal: Goal, product: Product, chosen: Mapping[str, str]) -> Match:
-    """What buying `product` with the chosen options is worth."""
+def score_purchase(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
     attributes = sum(attribute.lower() in product.offered for attribute in goal.attributes)
     taken = {_normal(value) for value in chosen.values()}
     options = sum(_normal(value) in taken for value in goal.options.values())
     price = product.price <= goal.cap
     kind = type_match(goal.product, product)
-    many = len(goal.attributes) + len(goal.options) + 1
-    return Match(
+    count = len(goal.attributes) + len(goal.options) + 1
+    return PurchaseScore(
         type=kind,
         attributes=attributes / len(goal.attributes) if goal.attributes else 1.0,
         options=options / len(goal.options) if goal.options else 1.0,
         price=float(price),
-        reward=kind * (attributes + options + price) / many,
+        reward=kind * (attributes + options + price) / count,
     )
 
 
 def best_choice(goal: Goal, product: Product) -> dict[str, str]:
-    """The options of the product that the goal asks for, by name; the others are left alone."""
-    wanted = {_normal(value) for value in goal.options.values()}
+    """The product's options that match the goal, by name."""
+    goal_values = {_normal(value) for value in goal.options.values()}
     choice: dict[str, str] = {}
     for name, values in product.options.items():
         known = {_normal(value): value for value in reversed(values)}
         same_name = _normal(goal.options.get(name, ""))
         if same_name in known:
             choice[name] = known[same_name]
-        elif fitting := [value for value in values if _normal(value) in wanted]:
+        elif fitting := [value for value in values if _normal(value) in goal_values]:
             choice[name] = fitting[0]
     return choice
 
 
-def type_match(wanted: Product, bought: Product) -> float:
-    """Whether it is a thing of the kind."""
-    words = _title_words(wanted.title)
+def type_match(goal: Product, bought: Product) -> float:
+    words = _title_words(goal.title)
     shared = len(words & _title_words(bought.title)) / len(words) if words else 1.0
-    alike = wanted.query == bought.query or len(wanted.categories & bought.categories) >= 2
+    same_type = goal.query == bought.query or len(goal.categories & bought.categories) >= 2
     if shared == 0:
         return 0.0
     if shared < 0.1:
         return 0.1
-    return 0.5 if shared <= 0.2 and not alike else 1.0
+    return 0.5 if shared <= 0.2 and not same_type else 1.0
 
 
 def _normal(value: str) -> str:
@@ -83,4 +81,4 @@ def _normal(value: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _title_words(title: str) -> frozenset[str]:
-    return frozenset(words_of(title)) - COMMON
+    return frozenset(split_words(title)) - COMMON

@@ -1,15 +1,14 @@
-"""How a policy calls a tool, and how the call is read from what it wrote.
+"""Tool calls in a policy's text: parsing and writing.
 
     hermes    <tool_call>{"name": "search", "arguments": {"query": "ice"}}</tool_call>
     llama     {"name": "search", "parameters": {"query": "ice"}}
     mistral   [TOOL_CALLS] [{"name": "search", "arguments": {"query": "ice"}}]
     tag       <search>ice</search>
 
-The first is that of Qwen's and SmolLM's templates, too; the last has one argument and is for small
-models.
+Qwen's and SmolLM's templates also use `hermes`. `tag` has one argument and is for small models.
 
-Owns text only. A reply without a call is an answer; a call that cannot be read is a BadCall, which
-the policy is told.
+A reply without a call is an answer. A call that cannot be parsed becomes a BadCall, whose reason is
+shown to the policy. With `llama` and `mistral`, a reply that starts with { or [ counts as a call.
 """
 
 from __future__ import annotations
@@ -26,39 +25,32 @@ _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """A tool by name, and what it is asked."""
-
     name: str
     arguments: Mapping[str, Any]
 
 
 class BadCall(NamedTuple):
-    """Something that was meant as a call."""
-
     reason: str
 
 
-def read_calls(
-    text: str, style: CallStyle, *, tools: Mapping[str, str]
-) -> list[ToolCall] | BadCall:
-    """The calls of a reply, in order; none: it is an answer. `tools`: names, and the name of the
-    first parameter of each."""
+def read_calls(text: str, style: CallStyle, tools: Mapping[str, str]) -> list[ToolCall] | BadCall:
+    """The calls of a reply, in order; empty if the reply is an answer. `tools` maps the name of
+    each tool to the name of its first parameter."""
     if style == "tag":
         names = "|".join(map(re.escape, tools))
-        found = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL) if tools else []
-        return [ToolCall(name, {tools[name]: said.strip()}) for name, said in found]
+        matches = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL) if tools else []
+        return [ToolCall(name, {tools[name]: argument.strip()}) for name, argument in matches]
     if style == "hermes":
-        return _all([part.strip() for part in _HERMES.findall(text)])
+        return _parse_all([part.strip() for part in _HERMES.findall(text)])
     if style == "mistral":
-        # The marker is a special token, which decoding leaves out.
+        # [TOOL_CALLS] may be missing: it is a special token, and decoding removes those.
         body = text.partition("[TOOL_CALLS]")[2] or text
-        return _all([body.strip()]) if body.strip().startswith("[") else []
+        return _parse_all([body.strip()]) if body.strip().startswith("[") else []
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    return _all([body]) if body.startswith("{") else []
+    return _parse_all([body]) if body.startswith("{") else []
 
 
 def write_call(call: ToolCall, style: CallStyle) -> str:
-    """A call as a policy should write it."""
     if style == "tag":
         return f"<{call.name}>{' '.join(map(str, call.arguments.values()))}</{call.name}>"
     key = "parameters" if style == "llama" else "arguments"
@@ -69,47 +61,44 @@ def write_call(call: ToolCall, style: CallStyle) -> str:
 
 
 def parameters_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Tools, as chat templates and clients write them, by name; and what each is asked for."""
+    """Parameter names of each tool. `schemas` are OpenAI tool definitions, as in chat templates."""
     functions = [schema["function"] for schema in schemas]
     return {of["name"]: list(of.get("parameters", {}).get("properties", {})) for of in functions}
 
 
 def first_parameters(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The same with the first one of each, which is all that the style `tag` can say."""
+    """Name of the first parameter of each tool; style `tag` can pass only this one."""
     return {name: next(iter(of), "text") for name, of in parameters_of(schemas).items()}
 
 
 def describe_tools(schemas: Sequence[Mapping[str, Any]], style: CallStyle) -> str:
-    """What a policy is told about the tools on offer."""
-    shown = [
-        write_call(ToolCall(name, dict.fromkeys(names, "...")), style)
-        for name, names in parameters_of(schemas).items()
-    ]
+    examples = [ToolCall(n, dict.fromkeys(of, "...")) for n, of in parameters_of(schemas).items()]
+    shown = [write_call(example, style) for example in examples]
     lines = "\n".join(json.dumps(schema) for schema in schemas)
     return f"You can use tools:\n{lines}\nCall one like this: {' or '.join(shown)}"
 
 
-def _all(parts: Sequence[str]) -> list[ToolCall] | BadCall:
+def _parse_all(parts: Sequence[str]) -> list[ToolCall] | BadCall:
     calls: list[ToolCall] = []
     for part in parts:
         try:
-            said = json.loads(part)
+            parsed = json.loads(part)
         except (ValueError, RecursionError) as error:
             return BadCall(f"the call is not JSON: {error}")
-        for entry in cast("list[Any]", said) if isinstance(said, list) else [said]:
-            call = _call_of(entry)
+        for entry in cast("list[Any]", parsed) if isinstance(parsed, list) else [parsed]:
+            call = _parse_call(entry)
             if isinstance(call, BadCall):
                 return call
             calls.append(call)
     return calls
 
 
-def _call_of(entry: Any) -> ToolCall | BadCall:
+def _parse_call(entry: Any) -> ToolCall | BadCall:
     if not isinstance(entry, Mapping):
         return BadCall("a call must be an object with a name and arguments")
-    said = cast("Mapping[str, Any]", entry)
-    name = said.get("name")
-    arguments: Any = said.get("arguments", said.get("parameters", {}))
+    fields = cast("Mapping[str, Any]", entry)
+    name = fields.get("name")
+    arguments: Any = fields.get("arguments", fields.get("parameters", {}))
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return BadCall("a call must have a name, and arguments by name")
     return ToolCall(name, cast("Mapping[str, Any]", arguments))

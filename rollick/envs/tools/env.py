@@ -1,18 +1,17 @@
-"""ToolEnv: a question that may be answered with the help of tools.
+"""ToolEnv: a question that the policy may answer with tools.
 
-    question -> reply with calls -> what the tools say -> ... -> reply without a call: the answer
+    question -> reply with calls -> results of the tools -> ... -> reply without a call: the answer
 
-Question and answer are options, from the columns of a row; without a question the seed makes one of
-arithmetic. An answer whose last number is the right one pays 1; where the right one is not known
-the rewards of the domain look at what was written. A call that cannot be read or a tool that does
-not exist is told to the policy, and counts as not valid.
+Question and answer are options, from the columns of a dataset row. Without a question, the seed
+generates an arithmetic one. The reward is 1 if the last number of the answer is correct. Without a
+known answer the reward is 0, and the domain's reward functions score the text. The policy sees an
+error for a call that cannot be parsed or an unknown tool; such a step is not valid.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +26,51 @@ from rollick.envs.tools.calls import (
     read_calls,
     write_call,
 )
-from rollick.envs.tools.kit import Tool, calculate, calculator, search
+from rollick.envs.tools.kit import Tool, calculate, calculator, python, search
 from rollick.envs.tools.mcp import mcp_server
-from rollick.envs.tools.python import python
 from rollick.errors import EnvError
 from rollick.types import Turn
 
-MOST_TEXT = 2000
-"""Characters of a tool's answer that the policy gets to see."""
+MAX_RESULT_CHARS = 2000
+"""Maximum characters of the tool results of a step."""
+HOW_TO_ANSWER = "Its result comes back to you. When you know the answer, write it without a call."
 
 
+@dataclass(kw_only=True, eq=False)
 class ToolEnv(TextEnv):
-    """One question. `tools`: names with commas between them, of calculator, search and python."""
+    """One question that may be answered with tools."""
 
-    def __init__(
-        self,
-        *,
-        question: str = "",
-        answer: str = "",
-        tools: str = "calculator",
-        style: CallStyle = "hermes",
-        corpus: str = "",
-        mcp: str = "",
-        max_steps: int = 6,
-        role: str = "tool",
-        rules: bool = True,
-        program_s: float = 5.0,
-        allow_unsafe: bool = False,
-    ) -> None:
-        """`answer`: a text whose last number is right; `corpus`: the file that search looks into;
-        `mcp`: the command of a server whose tools are offered, too; `role`: of the messages with
-        what tools say (some templates know no `tool`); `program_s`: for a program of the tool
-        python, which runs where there is no isolation only if `allow_unsafe` says so."""
-        if style not in STYLES or max_steps < 1:
-            raise EnvError(
-                f"no tools are called with style={style!r}, max_steps={max_steps}",
-                fix=f"style is one of {', '.join(STYLES)}, max_steps positive",
-            )
-        self.question = question
-        self.right = last_number(answer)
+    question: str = ""
+    answer: str = ""
+    """Its last number is the correct one."""
+    tools: str = "calculator"
+    """Comma-separated names out of calculator, search and python."""
+    style: CallStyle = "hermes"
+    corpus: str = ""
+    """The file for the tool search."""
+    mcp: str = ""
+    """The command of an MCP server with further tools."""
+    max_steps: int = 6
+    role: str = "tool"
+    """The role of messages with tool results; some templates do not support `tool`."""
+    rules: bool = True
+    program_s: float = 5.0
+    """Time limit of the tool python, for all programs of a reply together."""
+    allow_unsafe: bool = False
+    """Run programs of the tool python even without isolation."""
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES or self.max_steps < 1:
+            text = f"invalid options: style={self.style!r}, max_steps={self.max_steps}"
+            raise EnvError(text, fix=f"use style {', '.join(STYLES)}, and a positive max_steps")
+        self.correct = last_number(self.answer)
         self.expression = ""
-        self.style: CallStyle = style
-        self.max_steps = max_steps
-        self.role = role
-        self.rules = rules
         self.steps = 0
-        boxed = partial(python, timeout_s=program_s, allow_unsafe=allow_unsafe)
-        makers = {"calculator": calculator, "search": partial(_search, corpus), "python": boxed}
-        offered = [_tool(name.strip(), makers) for name in tools.split(",") if name.strip()]
-        if mcp:
-            offered += mcp_server(mcp).tools()
-        self.tools = {tool.name: tool for tool in offered}
-        self.schemas = [tool.schema() for tool in offered]
+        tools = [self._make_tool(name.strip()) for name in self.tools.split(",") if name.strip()]
+        if self.mcp:
+            tools += mcp_server(self.mcp).tools()
+        self.tool_by_name = {tool.name: tool for tool in tools}
+        self.schemas = [tool.schema() for tool in tools]
 
     def reset(self, seed: int) -> Reset:
         if not self.question:
@@ -86,67 +78,60 @@ class ToolEnv(TextEnv):
             first, second = random.randrange(100, 1000), random.randrange(100, 1000)
             self.expression = f"{first} {random.choice('+-*')} {second}"
             self.question = f"What is {self.expression}?"
-            self.right = last_number(calculate(self.expression))
-        asked = Turn("user", self.question)
-        return ((Turn("system", self._rules()), asked) if self.rules else (asked,)), {}
+            self.correct = last_number(calculate(self.expression))
+        question = Turn("user", self.question)
+        if not self.rules:
+            return (question,), {}
+        text = f"{describe_tools(self.schemas, self.style)}\n{HOW_TO_ANSWER}"
+        return (Turn("system", text), question), {}
 
     def step(self, action: str) -> Step:
         self.steps += 1
-        calls = read_calls(action, self.style, tools=first_parameters(self.schemas))
+        calls = read_calls(action, self.style, first_parameters(self.schemas))
         if not calls and not isinstance(calls, BadCall):
             info: dict[str, Any] = {"valid": True, "metrics": {"calls": self.steps - 1}}
-            if self.right is None:
+            if self.correct is None:
                 return "", 0.0, True, False, info
-            success = last_number(action) == self.right
+            success = last_number(action) == self.correct
             return "", float(success), True, False, info | {"success": success}
-        said, valid = self._answer(calls)
+        results, valid = self._run_calls(calls)
         truncated = self.steps >= self.max_steps
-        return (Turn(self.role, said),), 0.0, False, truncated, {"valid": valid}
+        return (Turn(self.role, results),), 0.0, False, truncated, {"valid": valid}
 
     def solve(self) -> str | None:
-        if not self.expression or "calculator" not in self.tools:
+        if not self.expression or "calculator" not in self.tool_by_name:
             return None
         if self.steps:
             return f"The answer is {calculate(self.expression)}."
         return write_call(ToolCall("calculator", {"expression": self.expression}), self.style)
 
-    def _answer(self, calls: list[ToolCall] | BadCall) -> tuple[str, bool]:
+    def _run_calls(self, calls: list[ToolCall] | BadCall) -> tuple[str, bool]:
         if isinstance(calls, BadCall):
             return f"error: {calls.reason}", False
-        said: list[str] = []
-        valid = True
+        for tool in self.tool_by_name.values():
+            tool.start_reply()
+        results: list[str] = []
         for call in calls:
-            tool = self.tools.get(call.name)
-            if tool is None:
-                valid = False
-                said.append(f"error: there is no tool {call.name}")
-            else:
-                said.append(tool.run(call.arguments))
-        return "\n".join(said)[:MOST_TEXT], valid
+            tool = self.tool_by_name.get(call.name)
+            unknown = f"error: there is no tool {call.name}"
+            results.append(unknown if tool is None else tool.run(call.arguments))
+        valid = all(call.name in self.tool_by_name for call in calls)
+        return "\n".join(results)[:MAX_RESULT_CHARS], valid
 
-    def _rules(self) -> str:
-        return (
-            f"{describe_tools(self.schemas, self.style)}\n"
-            "Its result comes back to you. When you know the answer, write it without a call."
-        )
+    def _make_tool(self, name: str) -> Tool:
+        if name == "calculator":
+            return calculator()
+        if name == "python":
+            return python(timeout_s=self.program_s, allow_unsafe=self.allow_unsafe)
+        if name == "search" and self.corpus:
+            return search(Path(self.corpus).expanduser().resolve())
+        if name == "search":
+            raise EnvError("the tool search needs a corpus", fix="set corpus=FILE")
+        fix = "use calculator, search, python, or mcp=COMMAND for the tools of a server"
+        raise EnvError(f"there is no tool {name!r}", fix=fix)
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text; commas inside it do not matter."""
-    found = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-    return float(found[-1]) if found else None
-
-
-def _tool(name: str, makers: Mapping[str, Callable[[], Tool]]) -> Tool:
-    if name not in makers:
-        raise EnvError(
-            f"there is no tool {name!r}",
-            fix=f"use {', '.join(makers)}, or mcp=COMMAND for a server's",
-        )
-    return makers[name]()
-
-
-def _search(corpus: str) -> Tool:
-    if not corpus:
-        raise EnvError("the tool search has nothing to search", fix="give corpus=FILE")
-    return search(Path(corpus).expanduser().resolve())
+    """The last number of a text, ignoring commas."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None

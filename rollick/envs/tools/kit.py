@@ -1,24 +1,33 @@
-"""Tools: what a policy may call. Calculator and search; python and MCP servers have their own file.
+"""Tools that a policy can call: the Tool class, calculator, search and python.
 
-A tool takes arguments by name and gives text. What it cannot do is a text, too, for the policy to
-read: only a tool that breaks raises. Only `python` runs what the policy wrote as a program.
+A tool takes named arguments and returns text. An invalid request, or a program that fails or times
+out, returns an error text for the policy; a broken tool (such as a missing sandbox) raises, and the
+sample gets a status and no score. Only the tool `python` runs programs of the policy.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import atexit
 import json
 import operator
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollick.envs.shop.search import Index
+from rollick.envs.shop.search import SearchIndex
 from rollick.errors import EnvError
+from rollick.sandbox.base import Limits, Program, Result, Status
+from rollick.sandbox.local import LocalSandbox
 
-MOST_DIGITS = 60
+MAX_DIGITS = 60
+_THREAD_LOCAL = threading.local()
+"""One sandbox per thread: a sandbox is not thread-safe."""
 OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,24 +43,27 @@ OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool: its name, what it is for, its parameters with a word on each, and what it does."""
+    """A tool: name, description, description of each parameter, and function."""
 
     name: str
     about: str
     parameters: Mapping[str, str]
     run: Callable[[Mapping[str, Any]], str]
+    start_reply: Callable[[], None] = lambda: None
+    """Called before the calls of a reply are run."""
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates and clients write tools."""
-        properties = {
-            name: {"type": "string", "description": about}
-            for name, about in self.parameters.items()
-        }
-        parameters = {
-            "type": "object", "properties": properties, "required": list(self.parameters),
-        }  # fmt: skip
-        function = {"name": self.name, "description": self.about, "parameters": parameters}
-        return {"type": "function", "function": function}
+        """The JSON schema for chat templates and clients."""
+        described = self.parameters.items()
+        properties = {name: {"type": "string", "description": about} for name, about in described}
+        required = list(self.parameters)
+        parameters = {"type": "object", "properties": properties, "required": required}
+        return function_schema(self.name, self.about, parameters)
+
+
+def function_schema(name: str, about: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": about, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def calculator() -> Tool:
@@ -64,7 +76,7 @@ def calculator() -> Tool:
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers and + - * / // % **; else what is wrong with it."""
+    """The value of an expression of numbers and + - * / // % **, or an error text."""
     try:
         if len(expression) > 500:
             raise ValueError("it is too long")
@@ -74,9 +86,7 @@ def calculate(expression: str) -> str:
         return "error: division by zero"
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as bad:
         return f"error: {bad.msg if isinstance(bad, SyntaxError) else bad}"
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    return str(value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 def _value(node: ast.AST) -> int | float:
@@ -91,31 +101,82 @@ def _value(node: ast.AST) -> int | float:
         value = OPERATIONS[type(node.op)](left, right)
         if isinstance(value, complex):
             raise ValueError("the result is not a real number")
-        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
             raise ValueError("the result is too large")
         return value
     raise ValueError("only numbers and + - * / // % ** can be used")
 
 
 def search(corpus: Path, *, results: int = 3) -> Tool:
-    """Finds texts in a .jsonl file with a column `text`, or in the lines of a .txt file."""
+    """Search over a .jsonl file with a column `text`, or the lines of a .txt file."""
 
     def find(arguments: Mapping[str, Any]) -> str:
         texts, index = _read_corpus(corpus)
-        found = index.search(str(arguments.get("query", "")), limit=results)
-        return "\n".join(f"- {texts[place]}" for place in found) or "nothing was found"
+        hits = index.search(str(arguments.get("query", "")), limit=results)
+        return "\n".join(f"- {texts[hit]}" for hit in hits) or "nothing was found"
 
     return Tool("search", "finds texts", {"query": "words to look for"}, find)
 
 
 @lru_cache(8)
-def _read_corpus(path: Path) -> tuple[Sequence[str], Index]:
+def _read_corpus(path: Path) -> tuple[Sequence[str], SearchIndex]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["text"] if path.suffix == ".jsonl" else line for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise EnvError(
-            f"the corpus {path} cannot be read: {error}",
-            fix="give a .txt file, or a .jsonl file with a column text",
-        ) from error
-    return texts, Index(texts)
+        fix = "use a .txt file, or a .jsonl file with a column text"
+        raise EnvError(f"cannot read the corpus {path}: {error}", fix=fix) from error
+    return texts, SearchIndex(texts)
+
+
+def python(*, timeout_s: float = 5.0, allow_unsafe: bool = False) -> Tool:
+    """`timeout_s` is for all programs of a reply together. `allow_unsafe`: run programs even if the
+    machine has no isolation."""
+    runner = PythonRunner(timeout_s, allow_unsafe)
+    about = "runs a Python program; what it prints comes back"
+    return Tool("python", about, {"code": "the program"}, runner.run, runner.start_reply)
+
+
+@dataclass(slots=True)
+class PythonRunner:
+    """Runs programs within one time limit for each reply. Otherwise a reply with many slow programs
+    would exceed the time of its step, and its sample would be masked instead of scored."""
+
+    timeout_s: float
+    allow_unsafe: bool
+    spent_s: float = 0.0
+
+    def start_reply(self) -> None:
+        self.spent_s = 0.0
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """The output of a program, and its error if it failed. EnvError if it did not run."""
+        left_s = self.timeout_s - self.spent_s
+        if left_s <= 0:
+            return f"error: {Status.TIMEOUT} (all programs of a reply have {self.timeout_s:g} s)"
+        limits = Limits(wall_s=left_s, cpu_s=int(left_s) + 1)
+        program = Program(str(arguments.get("code", "")), limits=limits)
+        started = time.monotonic()
+        result = asyncio.run(_sandbox(self.allow_unsafe).run(program))
+        self.spent_s += time.monotonic() - started
+        if not result.status.is_conclusive:
+            text = f"the sandbox could not run the program ({result.status}): {result.detail}"
+            raise EnvError(text)
+        return describe_result(result)
+
+
+def describe_result(result: Result) -> str:
+    """What the policy sees of a program."""
+    printed = result.stdout.strip()
+    if result.status is Status.OK:
+        return printed or "(it printed nothing)"
+    last_line = result.stderr.strip().rpartition("\n")[2] if result.status is Status.FAILED else ""
+    return "\n".join(filter(None, [printed, f"error: {last_line or result.status}"]))
+
+
+def _sandbox(allow_unsafe: bool) -> LocalSandbox:
+    sandboxes: dict[bool, LocalSandbox] = _THREAD_LOCAL.__dict__.setdefault("sandboxes", {})
+    if allow_unsafe not in sandboxes:
+        sandboxes[allow_unsafe] = LocalSandbox(warm=1, concurrency=1, allow_unsafe=allow_unsafe)
+        atexit.register(sandboxes[allow_unsafe].close)
+    return sandboxes[allow_unsafe]

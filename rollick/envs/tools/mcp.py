@@ -1,9 +1,9 @@
-"""Tools of an MCP server: a program that speaks JSON-RPC over its standard streams.
+"""Tools of an MCP server: a program that speaks JSON-RPC over stdin and stdout.
 
     initialize -> notifications/initialized -> tools/list -> tools/call, one at a time
 
-A server is started once in a process of environments and serves all its episodes; it ends with that
-process. Who waits too long for it is ended by the deadline of the environment's step.
+Each environment process starts a server once, for all its episodes; it ends with the process. The
+deadline of the environment's step limits each call.
 """
 
 from __future__ import annotations
@@ -24,42 +24,35 @@ PROTOCOL = "2025-06-18"
 
 
 class McpServer:
-    """A running server."""
-
     def __init__(self, command: str) -> None:
         self.command = command
         self._numbers = count(1)
-        self._busy = Lock()
+        self._lock = Lock()
         try:
             self._process = subprocess.Popen(
                 shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
         except OSError as error:
-            raise EnvError(f"the MCP server {command!r} cannot be started: {error}") from error
-        about = {"name": "rollick", "version": "1"}
-        self.ask(
-            "initialize", {"protocolVersion": PROTOCOL, "capabilities": {}, "clientInfo": about}
-        )
-        self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
+            raise EnvError(f"cannot start the MCP server {command!r}: {error}") from error
+        client = {"capabilities": {}, "clientInfo": {"name": "rollick", "version": "1"}}
+        self.request("initialize", {"protocolVersion": PROTOCOL, **client})
+        self._send({"method": "notifications/initialized"})
 
     def tools(self) -> list[Tool]:
-        """What it offers."""
-        return [self._tool(entry) for entry in self.ask("tools/list", {})["tools"]]
+        return [self._tool(entry) for entry in self.request("tools/list", {})["tools"]]
 
-    def ask(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of a call. EnvError where the server is gone or answers with an error."""
-        with self._busy:
+    def request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of a request. Raises EnvError if the server is gone or returns an error."""
+        with self._lock:
             number = next(self._numbers)
-            self._send(
-                {"jsonrpc": "2.0", "id": number, "method": method, "params": dict(parameters)}
-            )
-            answer = self._receive(number)
-        if "error" in answer:
-            raise EnvError(f"the MCP server refuses {method}: {answer['error'].get('message')}")
-        return answer["result"]
+            self._send({"id": number, "method": method, "params": dict(parameters)})
+            response = self._receive(number)
+        if "error" in response:
+            text = response["error"].get("message")
+            raise EnvError(f"the MCP server returned an error for {method}: {text}")
+        return response["result"]
 
     def close(self) -> None:
-        """End the server."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -73,7 +66,7 @@ class McpServer:
         return Tool(name, str(entry.get("description", "")), about, partial(self._call, name))
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        result = self.ask("tools/call", {"name": name, "arguments": dict(arguments)})
+        result = self.request("tools/call", {"name": name, "arguments": dict(arguments)})
         parts = [part["text"] for part in result.get("content", ()) if part.get("type") == "text"]
         text = "\n".join(parts)
         return f"error: {text}" if result.get("isError") else text
@@ -81,13 +74,13 @@ class McpServer:
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
             self._process.stdin.flush()
         except OSError as error:
-            raise EnvError(f"the MCP server {self.command!r} is gone") from error
+            raise EnvError(f"the MCP server {self.command!r} exited") from error
 
     def _receive(self, number: int) -> dict[str, Any]:
-        """The answer to a call; what the server says meanwhile of its own accord is passed over."""
+        """The response to a request; ignores the server's other messages."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
@@ -96,10 +89,7 @@ class McpServer:
                 continue
             if isinstance(message, dict) and message.get("id") == number:  # pyright: ignore[reportUnknownMemberType]
                 return message  # pyright: ignore[reportUnknownVariableType]
-        raise EnvError(f"the MCP server {self.command!r} ended without an answer")
+        raise EnvError(f"the MCP server {self.command!r} exited before it responded")
 
 
-@lru_cache(16)
-def mcp_server(command: str) -> McpServer:
-    """The server of a command, started once in this process."""
-    return McpServer(command)
+mcp_server = lru_cache(16)(McpServer)

@@ -1,45 +1,43 @@
-"""The native engine: the asyncio side of generation on Hugging Face modules.
-
-Owns the requests' futures, the engine's one thread, and who may touch the runner when. Does not
-own how tokens are made (runner.py, forward.py, sampler.py).
+"""The native engine: generates with Hugging Face modules. This file is its asyncio side.
 
     generate() --submit--> Runner <--step, in the engine's thread-- driver task --> futures
 
-A lock is held during each step and by everything that changes weights, version or cache: so
-these happen between two steps, and each forward uses exactly one committed version.
+A lock is held during each step and each change of weights, version or cache. So changes happen
+between two steps, and each forward uses exactly one committed version.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter, time
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineError, RollickError
-from rollick.infer.engine import Capability, Delta, VerifiedWeights, WeightStream
-from rollick.infer.native.endings import Decode, Stops
-from rollick.infer.native.intake import take_weights
-from rollick.infer.native.merging import Merging
-from rollick.infer.native.rows import Job
-from rollick.infer.native.runner import Finished
-from rollick.infer.native.runners import AnyRunner, runner_for
-from rollick.infer.numbers import check_request, vocabulary_of
-from rollick.infer.stream import Feeds
-from rollick.models.adapter import adapted_weights, base_parameters
-from rollick.models.cached_attention import CACHED
-from rollick.models.fingerprint import fingerprint
-from rollick.models.fused import fuse_storage
-from rollick.models.load import empty_model, load_model, share_parameters
+from rollick.infer.cancellation import run_to_completion
+from rollick.infer.engine import Capability, Delta, StopRules, WeightStream
+from rollick.infer.native.gpu.forward import ForwardOptions
+from rollick.infer.native.gpu.runner import PagedRunner
+from rollick.infer.native.runner import FinishedRequest, Runner
+from rollick.infer.native.sequence_table import EngineRequest
+from rollick.infer.native.slot_runner import SlotRunner
+from rollick.infer.native.weight_update import EngineWeights
+from rollick.infer.request_validation import RequestLimits, vocabulary_size
+from rollick.infer.stream import StreamSubscribers
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.attention.varlen import unsupported_layer_types
+from rollick.models.decoder.fused_linear import fuse_storage
+from rollick.models.loading.load import load_model
+from rollick.models.loading.probe import PREFILLED, check_engine
+from rollick.models.loading.rope import fix_rope
 from rollick.types import (
     Completion,
     EngineLoad,
@@ -53,42 +51,32 @@ from rollick.types import (
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    job: Job
-    done: asyncio.Future[Completion]
-    started: float
-
-
 class NativeEngine:
-    """Implements Engine with nothing but torch and transformers. Close it when done."""
+    """Implements Engine with torch and transformers only."""
 
     def __init__(
         self,
-        module: nn.Module,
+        weights: EngineWeights,
         infer: InferConfig,
         *,
-        runner: AnyRunner,
-        device: str,
-        shared: bool,
+        stops: StopRules,
+        deterministic: bool = False,
     ) -> None:
-        self.module = module
-        self.runner = runner
-        self._infer = infer
-        self._device = device
-        self._shared = shared
-        self.merging = Merging(module)
-        """The weights that adapters are added to; a sharing engine's are the learner's."""
-        self._vocabulary = vocabulary_of(module)
+        _check_module(weights.module)
+        fix_rope(weights.module, infer.max_length)
+        self.weights, self._infer = weights, infer
+        self.runner = _create_runner(weights, infer, stops, deterministic=deterministic)
+        _run_in_new_thread(self._probe)
+        self._limits = RequestLimits(infer.max_length, vocabulary_size(weights.module), stops)
         self._paused = False
         self._asleep = False
         self._closed = False
-        self._pending: dict[SampleId, _Pending] = {}
-        self._feeds = Feeds()
+        self._pending: dict[SampleId, tuple[EngineRequest, asyncio.Future[Completion]]] = {}
+        self._subscribers = StreamSubscribers()
         self._lock = asyncio.Lock()
-        self._work = asyncio.Event()
+        self._has_work = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
-        self._steps: deque[StepRecord] | None = None
+        self._step_records: deque[StepRecord] = deque(maxlen=0)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollick-engine")
 
     @classmethod
@@ -100,98 +88,47 @@ class NativeEngine:
         device: str = "cpu",
         deterministic: bool = False,
         shared: nn.Module | None = None,
-        stop_ids: Sequence[int],
-        decode: Decode | None = None,
-        version: int = 0,
+        stops: StopRules,
     ) -> NativeEngine:
-        """Load the model, or borrow the parameters of `shared`, a learner's module.
-
-        A sharing engine has a module tree of its own (with its own attention) over the learner's
-        storage; of weights that have adapters there, it has sums of its own. `decode` turns drawn
-        ids into text; only stop strings need it.
-        """
+        """Load the model, or share the parameters of `shared`, a learner's module. A sharing engine
+        has its own modules, with its own attention, over the learner's storage. Weights that have
+        adapters in the learner are copied, not shared."""
         if shared is None:
-            module = _apart(lambda: load_model(model, device=device, attention=CACHED))
+            module = _run_in_new_thread(lambda: load_model(model, device=device, attention=CACHED))
+            weights = EngineWeights(module, device=device)
         else:
-            config: Any = shared.config
-            if device.startswith("cuda"):
-                fuse_storage(shared)
-            module = empty_model(config, attention=CACHED)
-            share_parameters(module, shared)
-            if adapted_weights(shared) and device.startswith("cuda"):
-                fuse_storage(module)
-        engine = cls.around(
-            module,
-            infer,
-            device=device,
-            deterministic=deterministic,
-            shared=shared is not None,
-            stops=Stops(tuple(stop_ids), decode),
-            version=version,
-        )
-        if shared is not None and (adapted := adapted_weights(shared)):
-            lent = [(n, value.detach()) for n, value in base_parameters(shared) if n in adapted]
-            engine.merging = Merging(module, lent)
-        return engine
+            weights = EngineWeights.share(shared, device=device)
+        return cls(weights, infer, stops=stops, deterministic=deterministic)
 
-    @classmethod
-    def around(
-        cls,
-        module: nn.Module,
-        infer: InferConfig,
-        *,
-        device: str = "cpu",
-        deterministic: bool = False,
-        shared: bool = False,
-        stops: Stops,
-        version: int = 0,
-    ) -> NativeEngine:
-        """An engine around a module that was built with the attention CACHED."""
-        runner = runner_for(
-            module,
-            infer,
-            device=device,
-            deterministic=deterministic,
-            shared=shared,
-            stops=stops,
-            version=version,
-        )
-        return cls(module, infer, runner=runner, device=device, shared=shared)
+    @property
+    def module(self) -> nn.Module:
+        return self.weights.module
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        # The addresses of parameters on a GPU are part of captured graphs, so there they stay.
-        adopts = {Capability.ADOPTS_WEIGHTS} if self._owns_cpu_weights else set[Capability]()
-        # Over a learner with adapters: what it publishes has to be added first.
-        shares = set[Capability]() if self.merging.lent else {Capability.SHARED_WEIGHTS}
-        return frozenset(
-            {
-                Capability.SLEEP,
-                Capability.DETERMINISTIC,
-                Capability.CUT_SUPPORT,
-                Capability.KEEP_CACHE,
-                Capability.MERGES_ADAPTERS,
-                *adopts,
-                *shares,
-            }
-        )
-
-    @property
-    def _owns_cpu_weights(self) -> bool:
-        return not self._shared and self._device.startswith("cpu")
+        absent: set[Capability] = set()
+        if not self.weights.can_adopt:
+            absent.add(Capability.ADOPT_WEIGHTS)
+        if self.weights.learner_base:
+            # The learner's adapters must be merged into a copy, so its storage cannot be shared.
+            absent.add(Capability.SHARED_WEIGHTS)
+        return frozenset(Capability) - absent
 
     async def generate(self, request: Request) -> Completion:
-        """Waits until the request stops or is aborted; cancelling the call aborts it too."""
-        self._check(request)
-        loop = asyncio.get_running_loop()
-        pending = _Pending(Job(request), loop.create_future(), perf_counter())
-        self._pending[request.uid] = pending
-        self.runner.submit(pending.job)
+        self._check_open()
+        self._limits.check(request, pending=self._pending)
+        queued = EngineRequest(request)
+        stop = self._limits.stop_before_start(request)
+        if stop is not None:
+            return _with_times(queued.completion_without_tokens(stop), queued)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        pending = self._pending[request.uid] = (queued, future)
+        self.runner.queue.submit(queued)
         self._wake_driver()
         try:
-            return await pending.done
+            return await future
         except asyncio.CancelledError:
-            self.runner.drop(pending.job)
+            self.runner.queue.drop(queued)
             self._wake_driver()
             raise
         finally:
@@ -199,8 +136,7 @@ class NativeEngine:
                 del self._pending[request.uid]
 
     def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """The same, with the tokens of each step as soon as it is over."""
-        return self._feeds.stream(request, self.generate)
+        return self._subscribers.stream(request, self.generate)
 
     async def abort(self, uid: SampleId) -> None:
         if uid not in self._pending:
@@ -228,19 +164,20 @@ class NativeEngine:
         keep_cache: bool = False,
     ) -> Fingerprint:
         self._check_open()
-        if self._shared and not (self.merging.lent and _adapters(weights)):
-            raise EngineError(
-                "this engine shares the learner's parameters and cannot take weights of its own",
-                fix="write the shared parameters in place, then call commit_shared",
-            )
+        if not self.weights.can_take(weights):
+            text = "this engine shares the learner's parameters and cannot take weights of its own"
+            raise EngineError(text, fix="write the parameters in place, then call commit_shared")
+
+        def update_and_commit() -> Fingerprint:
+            written = self.weights.update(weights, version, expected)
+            self.runner.commit(version, keep_cache=keep_cache)
+            return written
+
         async with self._lock:
             if self._asleep:
-                raise EngineError(
-                    "the engine sleeps and has no weights to update", fix="call wake first"
-                )
+                raise EngineError("the engine sleeps without its weights", fix="call wake first")
             await self._settle()
-            take = partial(self._take, weights, version, expected, keep_cache=keep_cache)
-            return await self._in_thread(take)
+            return await self._in_thread(update_and_commit)
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         async with self._lock:
@@ -248,54 +185,51 @@ class NativeEngine:
             self.runner.commit(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
-        """Running requests survive: they wait, and compute their cache anew after `wake`.
-
-        Weights that are not shared move from a GPU to the host. On the CPU they already are in
-        the cheapest place there is, so only the cache is freed. With infer.free_cache=false an
-        engine that shares them keeps its cache too.
-        """
+        """Running requests wait, and recompute their cache after `wake`. Weights that are not
+        shared are offloaded to host memory. Frees the cache, unless the weights are shared and
+        infer.free_cache is false."""
         async with self._lock:
             self._asleep = True
             await self._settle()
-            # Captured graphs hold the addresses of weights: those that move take them along.
-            if self._infer.free_cache or not self._shared:
+            # `free` also drops CUDA graphs: they hold the addresses of weights that move now.
+            if self._infer.free_cache or not self.weights.shared:
                 self.runner.free()
-            if not self._shared:
-                await self._in_thread(lambda: self._move("cpu"))
+            if not self.weights.shared:
+                await self._in_thread(lambda: self.weights.move("cpu"))
 
     async def wake(self) -> None:
         async with self._lock:
-            if not self._shared:
-                await self._in_thread(lambda: self._move(self._device))
+            if not self.weights.shared:
+                await self._in_thread(lambda: self.weights.move(self.weights.device))
             self._asleep = False
         self._wake_driver()
 
     def load(self) -> EngineLoad:
+        stats = self.runner.stats
         return EngineLoad(
-            running=self.runner.rows.running,
-            waiting=self.runner.waiting_count,
+            running=self.runner.table.running,
+            waiting=len(self.runner.queue),
             slots=self._infer.slots,
-            generated_tokens=self.runner.generated_tokens,
-            busy_seconds=self.runner.busy_seconds,
+            generated_tokens=stats.generated_tokens,
+            busy_seconds=stats.busy_seconds,
             version=self.runner.version,
             kv_tokens=self.runner.kv_tokens,
             kv_capacity=self.runner.kv_capacity,
-            preempted=self.runner.preempted,
+            preempted=stats.preempted,
         )
 
-    def record_steps(self, most: int) -> None:
-        """Keep a record of each step from now on, the newest `most`, for `take_steps`."""
-        self._steps = deque(maxlen=most)
+    def record_steps(self, limit: int) -> None:
+        self._step_records = deque(maxlen=limit)
 
     def take_steps(self) -> list[StepRecord]:
-        """The steps since the last call, oldest first."""
-        taken = list(self._steps or ())
-        if self._steps is not None:
-            self._steps.clear()
+        taken = list(self._step_records)
+        self._step_records.clear()
         return taken
 
+    def fingerprint(self) -> Fingerprint:
+        return self.weights.fingerprint()
+
     async def close(self) -> None:
-        """Pending requests fail; the thread ends. Closing twice does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -305,150 +239,122 @@ class NativeEngine:
             self._driver.cancel()
             with suppress(asyncio.CancelledError):
                 await self._driver
-        # No step runs any more, so this returns at once.
+        # No step is running, so this returns immediately.
         self._thread.shutdown()
+
+    def _probe(self) -> None:
+        """Raises if the runner does not compute what the model's own forward does."""
+        compute = partial(self.runner.probe_logits, prefilled=PREFILLED)
+        check_engine(self.module, compute, max_length=self._infer.max_length)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine is closed", fix="make a new one")
-
-    def _check(self, request: Request) -> None:
-        self._check_open()
-        check_request(
-            request,
-            max_length=self._infer.max_length,
-            vocabulary=self._vocabulary,
-            reads_text=self.runner.reads_text,
-            pending=self._pending,
-        )
+            raise EngineError("the engine is closed", fix="create a new one")
 
     def _wake_driver(self) -> None:
         if self._driver is None and not self._closed:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
-        self._work.set()
+        self._has_work.set()
 
     async def _drive(self) -> None:
-        """Consumes submitted requests, produces completions; waits for work and for the lock."""
+        """Run steps while there is work; the driver task. Waits while paused or asleep."""
         while True:
-            await self._work.wait()
+            await self._has_work.wait()
             async with self._lock:
                 if self._paused or self._asleep or not self.runner.has_work:
-                    self._work.clear()
+                    self._has_work.clear()
                     continue
                 await self._step()
 
     async def _settle(self) -> None:
-        """No forward runs any more: neither a step nor what steps have left to the device."""
-        await self._finish(self.runner.settle)
+        """Wait for the forwards in flight on the device, and resolve requests that they ended."""
+        await self._run_and_resolve(self.runner.settle)
 
     async def _step(self) -> None:
-        begun, at = perf_counter(), time()
-        await self._finish(self.runner.step)
-        if self._steps is not None and self.runner.work.batch:
-            # With the way to the thread and back: the next step begins when this one is here.
-            decodes = self.runner.decodes
-            seconds = (perf_counter() - begun) / decodes
-            for number in range(decodes):
-                begins = at + number * seconds
-                self._steps.append(replace(self.runner.work, seconds=seconds, at=begins))
+        started, started_at = perf_counter(), time()
+        await self._run_and_resolve(self.runner.step)
+        stats = self.runner.stats
+        if self._step_records.maxlen and stats.last_step.batch:
+            # Includes the switches between threads, which the next step waits for.
+            seconds = (perf_counter() - started) / stats.last_step_decodes
+            for number in range(stats.last_step_decodes):
+                at = started_at + number * seconds
+                self._step_records.append(replace(stats.last_step, seconds=seconds, at=at))
 
-    async def _finish(self, work: Callable[[], Finished]) -> None:
+    async def _run_and_resolve(self, work: Callable[[], list[FinishedRequest]]) -> None:
         try:
             finished = await self._in_thread(work)
-        except Exception as error:  # the engine thread is a boundary: its errors are the callers'
+        except Exception as error:  # every pending request gets the error
             self._fail_all(error)
             return
-        for job, completion in finished:
-            self._resolve(job, completion)
-        self._tell_listeners()
+        for request, completion in finished:
+            self._resolve(request, completion)
+        table = self.runner.table
+        for uid, sent in self._subscribers:
+            request, _ = self._pending.get(uid, (None, None))
+            if request is not None and request in table.requests:
+                new = table.tokens_since(table.requests.index(request), sent)
+                self._subscribers.publish(uid, *new)
 
-    def _tell_listeners(self) -> None:
-        for uid, told in self._feeds.listening():
-            pending = self._pending.get(uid)
-            if pending is not None:
-                self._feeds.tell(uid, *self.runner.rows.drawn(pending.job, told))
-
-    def _resolve(self, job: Job, completion: Completion) -> None:
-        pending = self._pending.get(job.request.uid)
-        if pending is not None and pending.job is job and not pending.done.done():
-            pending.done.set_result(_timed(completion, job, pending.started))
+    def _resolve(self, request: EngineRequest, completion: Completion) -> None:
+        pending, future = self._pending.get(request.request.uid, (None, None))
+        if pending is request and future is not None and not future.done():
+            future.set_result(_with_times(completion, request))
 
     def _fail_all(self, error: Exception) -> None:
         self.runner.clear()
-        for pending in list(self._pending.values()):
-            if not pending.done.done():
+        for _, future in list(self._pending.values()):
+            if not future.done():
                 failure = _as_engine_error(error)
-                failure.__cause__ = error if failure is not error else None
-                pending.done.set_exception(failure)
+                failure.__cause__ = error
+                future.set_exception(failure)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run in the engine's thread. A cancelled caller still waits for the end of the work,
-        because it holds the lock that keeps others out."""
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
-
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights without adapters."""
-        return fingerprint(list(self.merging.base()))
-
-    def _take(
-        self,
-        weights: WeightStream,
-        version: PolicyVersion,
-        expected: Fingerprint | None,
-        *,
-        keep_cache: bool,
-    ) -> Fingerprint:
-        adapters = _adapters(weights)
-        if adapters is not None:
-            self.merging.take(adapters)
-            found = adapters.fingerprint
-        else:
-            found = take_weights(
-                self.module,
-                weights,
-                version=version,
-                expected=expected,
-                adopt=Capability.ADOPTS_WEIGHTS in self.capabilities,
-            )
-            self.merging.forget()
-        self.runner.commit(version, keep_cache=keep_cache)
-        return found
-
-    def _move(self, device: str) -> None:
-        self.module.to(device)
-        self.merging.move(device)
-        if device.startswith("cuda"):
-            fuse_storage(self.module)
-        if self._device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        loop = asyncio.get_running_loop()
+        return await run_to_completion(loop.run_in_executor(self._thread, work))
 
 
-def _adapters(weights: WeightStream) -> VerifiedWeights | None:
-    """The weights if they are adapters, which always come verified."""
-    return weights if isinstance(weights, VerifiedWeights) and weights.scale is not None else None
+def _create_runner(
+    weights: EngineWeights, infer: InferConfig, stops: StopRules, *, deterministic: bool
+) -> Runner:
+    """PagedRunner (pages, CUDA graphs) on a GPU; SlotRunner on CPU and in deterministic runs."""
+    module, device = weights.module, weights.device
+    if deterministic or not device.startswith("cuda"):
+        return SlotRunner(module, infer, device=device, deterministic=deterministic, stops=stops)
+    if not weights.shared:
+        # A learner fuses the storage of parameters before it shares them.
+        fuse_storage(module)
+    options = ForwardOptions.zero_mismatch() if infer.zero_mismatch else ForwardOptions()
+    return PagedRunner(module, infer, device=device, stops=stops, options=options)
 
 
-def _timed(completion: Completion, job: Job, started: float) -> Completion:
-    """With the seconds since `started`, and where they went."""
-    now = perf_counter()
-    placed = now if job.placed_at is None else job.placed_at
-    first = now if job.first_at is None else job.first_at
-    return replace(
-        completion, seconds=now - started, queued_s=placed - started, prefill_s=first - placed
-    )
+def _check_module(module: nn.Module) -> None:
+    config: Any = module.config
+    if kinds := unsupported_layer_types(config):
+        raise EngineError(
+            f"{type(module).__name__} has layers of kind {kinds}, which the native engine's cache "
+            "does not support",
+            fix="use another engine for this model",
+        )
+    if config._attn_implementation != CACHED:
+        message = f"the module was built with attention {config._attn_implementation!r}"
+        raise EngineError(message, fix=f"build it with attention={CACHED!r}")
 
 
-def _apart(work: Callable[[], Result]) -> Result:
-    """Run in a thread that ends with the work.
+def _with_times(completion: Completion, request: EngineRequest) -> Completion:
+    now, arrived = perf_counter(), request.arrived_at
+    admitted = now if request.admitted_at is None else request.admitted_at
+    first = now if request.first_token_at is None else request.first_token_at
+    queued_s, prefill_s = admitted - arrived, first - admitted
+    return replace(completion, seconds=now - arrived, queued_s=queued_s, prefill_s=prefill_s)
 
-    A thread that computed in parallel keeps its helpers for as long as it lives. Once there are
-    more of them than cores, none waits for work awake any more: each kernel of the engine would
-    first wake a sleeping one (counted: 660 times a step of SmolLM2-135M instead of 8).
+
+def _run_in_new_thread(work: Callable[[], Result]) -> Result:
+    """Run `work` in a temporary thread, so that its OpenMP workers end with it.
+
+    Otherwise they would stay beside those of the engine's thread. With more workers than cores,
+    OpenMP stops spinning, and most kernels would first wake sleeping workers (660 wake-ups in a
+    step of SmolLM2-135M instead of 8).
     """
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(work).result()

@@ -1,8 +1,8 @@
-"""The model's forwards, with the cache: prefill whole sequences, decode one token for every row.
+"""The model's forwards over the slot cache: prefill sequences, decode one token per row.
 
-Two ways behind one protocol. BatchedForward is fast. TiledForward feeds the model nothing but
-tiles of one constant height and lets every token attend alone, so that a token's bits follow
-from its sequence and the weights, whether it was prefilled or decoded, and beside whom.
+BatchedForward is fast. TiledForward is deterministic: it feeds the model tiles of one constant
+height, and each token attends separately, so that a token's bits depend only on its sequence and
+the weights, not on the batch or on whether it was prefilled or decoded. The cache must have room.
 
 Dims: R rows, V vocabulary.
 """
@@ -11,28 +11,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from rollick.infer.native.cache import SlotCache
-from rollick.infer.native.packed import PackedHead, can_pack, pack_linears
-from rollick.infer.native.plain import plain_decoder
-from rollick.models.cached_attention import AttentionStep, DecodeStep, PrefillStep, RowStep, Span
-from rollick.models.deterministic import ROWS, tile_linears
-from rollick.models.head import exact_logits, head_logits, is_plain_float32, output_head
+from rollick.infer.native.cpu_decoder import cpu_decoder
+from rollick.infer.native.packed_linear import PackedHead, can_pack, pack_linears
+from rollick.infer.native.slot_cache import SlotCache
+from rollick.models.attention.slot_cache import (
+    AttentionStep,
+    DecodeStep,
+    PrefillSpan,
+    PrefillStep,
+    TiledStep,
+)
+from rollick.models.decoder.tiled_linear import TILE_ROWS, tile_linears
+from rollick.models.head.logprobs import exact_logits, head_logits, needs_exact_logits, output_head
 
 Ids = npt.NDArray[np.integer[Any]]
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """Tokens whose keys and values are to be computed into a row of the cache, which already holds
-    the `start` tokens before them."""
+class PrefillChunk:
+    """Tokens to compute into a row of the cache, which already holds the `start` tokens before."""
 
     row: int
     token_ids: Ids
@@ -43,70 +48,52 @@ class Prefix:
         return np.arange(self.start, self.start + len(self.token_ids))
 
 
-class Forward(Protocol):
-    """Runs the model. The cache must have room for what is asked."""
-
-    def prefill(self, prefixes: Sequence[Prefix]) -> None: ...
-
-    def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
-        """Logits [R, V] after feeding one token to each of the rows 0..R-1."""
-        ...
-
-    def exact(self, token_R: Ids) -> Floats | None:
-        """The logit of one token a row after the last `decode`, in float64; None where the logits
-        that `decode` gave count as they are."""
-        ...
-
-    def invalidate(self) -> None:
-        """The weights changed, or memory is to be freed: what was derived from them is dropped."""
-        ...
-
-
 class BatchedForward:
-    """All tokens of a step in one forward."""
-
     def __init__(self, module: nn.Module, cache: SlotCache, *, device: str) -> None:
         self._module = module
         self._cache = cache
         self._device = device
         self._packed = pack_linears(module) if can_pack(module) else None
-        self._plain = None if self._packed is None else plain_decoder(module)
+        self._decoder = None if self._packed is None else cpu_decoder(module)
         self._head = PackedHead()
         self._last_RD: Tensor | None = None
 
-    def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        ordered = sorted(prefixes, key=lambda prefix: (prefix.start > 0, len(prefix.token_ids)))
-        spans = [Span(p.row, p.start, len(p.token_ids)) for p in ordered]
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        ordered = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.token_ids)))
+        spans = [PrefillSpan(p.row, p.start, len(p.token_ids)) for p in ordered]
         step = PrefillStep(self._cache, spans)
-        token_ids = np.concatenate([prefix.token_ids for prefix in ordered])
-        positions = np.concatenate([prefix.positions for prefix in ordered])
+        token_ids = np.concatenate([chunk.token_ids for chunk in ordered])
+        positions = np.concatenate([chunk.positions for chunk in ordered])
         self._hidden(token_ids[None], positions[None], step)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
+        """Feed one token to each of the rows 0..R-1; returns logits [R, V]."""
         step = DecodeStep(self._cache, positions=position_R.tolist(), device=self._device)
         hidden_R1D = self._hidden(token_R[:, None], position_R[:, None], step)
         head = output_head(self._module)
         self._last_RD = hidden_R1D[:, 0]
         if self._packed is None:
-            return head_logits(self._last_RD, *head)
-        return self._head.logits(self._last_RD, *head)
+            return head_logits(self._last_RD, head)
+        return self._head.logits(self._last_RD, head)
 
-    def exact(self, token_R: Ids) -> Floats | None:
+    def exact_logits(self, token_R: Ids) -> Floats | None:
+        """The float64 logit of one token per row after the last `decode`; None if those that
+        `decode` returned are exact enough."""
         hidden_RD = self._last_RD
-        if hidden_RD is None or not is_plain_float32(hidden_RD):
+        if hidden_RD is None or not needs_exact_logits(hidden_RD):
             return None
-        weight_VD, bias_V = output_head(self._module)
-        token_R1 = torch.from_numpy(token_R.astype(np.int64))[:, None]
+        head = output_head(self._module)
         with torch.no_grad():
-            return exact_logits(hidden_RD, weight_VD, token_R1, bias_V)[:, 0].numpy()
+            logits_R1 = exact_logits(hidden_RD, head, _int64(token_R)[:, None])
+        return logits_R1[:, 0].numpy()
 
     def _hidden(self, token_ids: Ids, positions: Ids, step: AttentionStep) -> Tensor:
-        if self._plain is None:
+        if self._decoder is None:
             return _hidden(self._module, self._device, token_ids, positions, step=step)
-        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
-        return self._plain.hidden(ids, places, step)
+        return self._decoder.hidden(_int64(token_ids), _int64(positions), step)
 
     def invalidate(self) -> None:
+        """Drop what is derived from the weights: they changed, or memory is freed."""
         self._last_RD = None
         self._head.drop()
         if self._packed is not None:
@@ -114,7 +101,7 @@ class BatchedForward:
 
 
 class TiledForward:
-    """ROWS tokens at a time, filled up with padding: every kernel always sees the same shape."""
+    """TILE_ROWS tokens at a time, padded: every kernel always sees the same shape."""
 
     def __init__(self, module: nn.Module, cache: SlotCache, *, device: str) -> None:
         tile_linears(module)
@@ -122,47 +109,54 @@ class TiledForward:
         self._cache = cache
         self._device = device
 
-    def prefill(self, prefixes: Sequence[Prefix]) -> None:
-        row_N = np.concatenate([np.full(len(p.token_ids), p.row) for p in prefixes])
-        position_N = np.concatenate([p.positions for p in prefixes])
-        token_N = np.concatenate([p.token_ids for p in prefixes])
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        row_N = np.concatenate([np.full(len(p.token_ids), p.row) for p in chunks])
+        position_N = np.concatenate([p.positions for p in chunks])
+        token_N = np.concatenate([p.token_ids for p in chunks])
         self._tiles(token_N, position_N, row_N)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
         hidden_RD = torch.cat(self._tiles(token_R, position_R, np.arange(len(token_R))))
-        return head_logits(hidden_RD, *output_head(self._module), tiled=True)[: len(token_R)]
+        logits_RV = head_logits(hidden_RD, output_head(self._module), batch_invariant=True)
+        return logits_RV[: len(token_R)]
 
-    def exact(self, token_R: Ids) -> None:
-        """What is drawn with has the learner's bits."""
+    def exact_logits(self, token_R: Ids) -> None:
+        """The logits of `decode` have the learner's bits."""
 
     def invalidate(self) -> None:
         """Nothing is derived from the weights."""
 
     def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
-        """Hidden states of ROWS tokens at a time, the filler of the last tile included."""
+        """Hidden states of tiles of TILE_ROWS tokens; the last tile includes its padding."""
         hidden: list[Tensor] = []
-        for start in range(0, len(token_N), ROWS):
-            here = slice(start, start + ROWS)
-            step = RowStep(
-                self._cache, rows=row_N[here].tolist(), positions=position_N[here].tolist()
-            )
-            tile = _tile(token_N[here]), _tile(position_N[here])
-            hidden.append(_hidden(self._module, self._device, *tile, step=step)[0])
+        for start in range(0, len(token_N), TILE_ROWS):
+            tile = slice(start, start + TILE_ROWS)
+            rows, positions = row_N[tile].tolist(), position_N[tile].tolist()
+            step = TiledStep(self._cache, rows=rows, positions=positions)
+            ids_1T, positions_1T = _pad_tile(token_N[tile]), _pad_tile(position_N[tile])
+            hidden.append(_hidden(self._module, self._device, ids_1T, positions_1T, step=step)[0])
         return hidden
 
 
-def _tile(values: Ids) -> Ids:
-    return np.pad(values, (0, ROWS - len(values)))[None]
+Forward = BatchedForward | TiledForward
+
+
+def _int64(values: Ids) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _pad_tile(values: Ids) -> Ids:
+    return np.pad(values, (0, TILE_ROWS - len(values)))[None]
 
 
 def _hidden(
     module: nn.Module, device: str, token_ids: Ids, positions: Ids, *, step: AttentionStep
 ) -> Tensor:
-    """The last hidden state of every token; fills the cache on the way."""
+    """The last hidden state of every token; writes keys and values to the cache."""
     decoder: Any = module.base_model
     return decoder(
-        input_ids=torch.from_numpy(token_ids.astype(np.int64)).to(device),
-        position_ids=torch.from_numpy(positions.astype(np.int64)).to(device),
+        input_ids=_int64(token_ids).to(device),
+        position_ids=_int64(positions).to(device),
         use_cache=False,
         step=step,
     ).last_hidden_state

@@ -1,8 +1,7 @@
-"""Counter-based random numbers: Philox4x32-10 for whole arrays of keys and counters.
+"""Counter-based random numbers: Philox4x32-10 for arrays of keys and counters.
 
-A number is a function of (key, counter) alone, so a sample's draws depend neither on its
-neighbours nor on how often it was interrupted (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011).
+A number is a function of (key, counter) alone, so a sample's tokens depend neither on the rest of
+the batch nor on interruptions (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What runs inside a box.
+"""Code that runs inside boxes.
 
-Every box is a fresh interpreter, so what these modules import is paid for by every verdict:
-`typing`, `collections` and `struct` together cost as much processor time as the interpreter's own
-start. So they import what it has loaded anyway, and two small modules of C; types are for the
-checker alone, behind a TYPE_CHECKING of their own, as even the name would import `typing`.
+Every box is a new interpreter, so the imports of these modules cost time in every run: `typing`,
+`collections` and `struct` together take as much as starting the interpreter. These modules import
+only what the interpreter has already loaded, and two small C modules. Types are for the type
+checker, behind a TYPE_CHECKING of their own, as importing the real one would import `typing`.
 """

@@ -1,11 +1,11 @@
-"""The first code in a box: waits for its program, lowers the limits, and becomes what it is told.
+"""The first code in a box: waits for its program, sets the limits and starts the box's role.
 
     control socket:  parent --code of these modules--> box --"R"--> parent
                      parent --message (role, code, limits) and pipes--> box --"T"--> parent
 
-This file and its neighbours never run outside a box. They import nothing of rollick by name: their
-code comes through the control socket, compiled, as modules named `rollick_` and the
-file's name.
+This package never runs outside a box and imports nothing of rollick by name: its compiled code
+arrives through the control socket, as modules named `rollick_` and the file's name. Those that only
+pytest files need arrive with the message.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from _socket import CMSG_SPACE, SCM_RIGHTS, SOL_SOCKET, socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import CodeType
     from typing import Any
 
 HIGHEST_FD = 1 << 16
+SCRIPT = "program.py"
+NO_CORE_DUMP = 1
+"""The kernel ignores a limit of 0 if it pipes core dumps into a program; a limit of 1 stops it."""
 READY, TAKEN = b"R", b"T"
-"""It waits for its program; it has it, and the limits are set: the rest is the program's doing."""
+"""The box waits for its program; it has the program and has set the limits."""
 
 
-def main(control: int, codes: dict[str, CodeType]) -> None:
-    # Descriptors that bubblewrap was started with lead out of the box.
+def main(control: int, codes: dict[str, CodeType], read_code: Callable[[bytes], CodeType]) -> None:
+    # Inherited descriptors of bubblewrap would lead out of the box.
     os.closerange(3, control)
     os.closerange(control + 1, HIGHEST_FD)
     os.write(control, READY)
@@ -39,12 +43,15 @@ def main(control: int, codes: dict[str, CodeType]) -> None:
     role = message["role"]
     if role in ("program", "candidate"):
         os.close(control)
-    # The site module, which boxes do without, would have made these.
+    # The site module, which boxes do not load, defines these.
     builtins.exit = builtins.quit = sys.exit  # pyright: ignore[reportAttributeAccessIssue]
-    if role == "shared":
-        load_module("rollick_tests", codes)
-    harness = load_module(f"rollick_{role}", codes)
-    harness.main(message, pipes, control)
+    if role == "program":
+        run_script(message["code"])
+        return
+    program = load_module(f"rollick_{role}", codes)
+    for name, code in message["modules"].items():
+        load_module(name, {name: read_code(code)})
+    program.main(message, pipes, control)
 
 
 def load_module(name: str, codes: dict[str, CodeType]) -> Any:
@@ -55,28 +62,26 @@ def load_module(name: str, codes: dict[str, CodeType]) -> Any:
 
 
 def receive(control: int) -> tuple[bytes, list[int]]:
-    """The message and the descriptors that came with it."""
+    """The message and the descriptors sent with it."""
     link = socket(fileno=control)
     first, ancillary, _, _ = link.recvmsg(1 << 16, CMSG_SPACE(2 * 4))
     link.detach()
     pipes: list[int] = []
     for level, kind, content in ancillary:
         if (level, kind) == (SOL_SOCKET, SCM_RIGHTS):
-            pipes += [
-                int.from_bytes(content[at : at + 4], sys.byteorder)
-                for at in range(0, len(content) - 3, 4)
-            ]
+            complete = len(content) - len(content) % 4
+            pipes += memoryview(content[:complete]).cast("i").tolist()
     body = bytearray(first)
     while len(body) < 8 or len(body) < 8 + int.from_bytes(body[:8], "little"):
         chunk = os.read(control, 1 << 20)
         if not chunk:
-            os._exit(0)  # the sandbox is closed: this box is not needed
+            os._exit(0)  # the sandbox was closed
         body += chunk
     return bytes(body[8:]), pipes
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Soft and hard: no process of the box can raise them again."""
+    """Set soft and hard limits, so that no process of the box can raise them."""
     memory = limits["memory_mb"] << 20
     for kind, value in (
         (resource.RLIMIT_AS, memory),
@@ -85,10 +90,36 @@ def set_limits(limits: dict[str, int]) -> None:
         (resource.RLIMIT_FSIZE, limits["file_mb"] << 20),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, NO_CORE_DUMP),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         hard = resource.getrlimit(kind)[1]
-        wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (wanted, wanted))
+        limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def run_script(code: str) -> None:
+    """Run it as `__main__`, connected to the box's standard streams."""
+    module = type(sys)("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    sys.argv = [SCRIPT]
+    try:
+        exec(compile(code, SCRIPT, "exec"), module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        print_traceback(error, code)
+        sys.exit(1)
+
+
+def print_traceback(error: BaseException, code: str) -> None:
+    """Print the traceback as `python script.py` would, without the frame of this file."""
+    import linecache
+    import traceback
+
+    linecache.cache[SCRIPT] = (len(code), None, code.splitlines(keepends=True), SCRIPT)
+    sys.stdout.flush()
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    traceback.print_exception(type(error), error, frames)

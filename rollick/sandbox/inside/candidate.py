@@ -1,89 +1,77 @@
-"""Role of a box: hold the candidate and answer calls; it never sees a test.
+"""Box program: loads the candidate and executes calls; the tests are in another box.
 
     requests: ["describe", names] | ["call", name, args, kwargs]
     replies:  ["value", value] | ["raise", type of the exception, message]
 
-Whoever controls this process can answer what it likes: that is all a candidate can do anyway.
+For pytest files exports.py serves the requests: their values may be objects.
+
+The candidate can take over this process and forge replies. It gains nothing: its functions may
+return any value anyway.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-MESSAGE_CHARACTERS = 500
+MAX_MESSAGE = 500
+MAX_REQUEST = 1 << 32
 
 
 def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
     requests, replies = pipes
     module = type(sys)("candidate")
     sys.modules["candidate"] = module
-    failure: list[Any] | None = None
+    failure: BaseException | None = None
     try:
         exec(compile(message["code"], "candidate.py", "exec"), module.__dict__)
     except BaseException as error:
-        failure = describe(error)
-    while (request := read_frame(requests)) is not None:
-        answer = failure or reply(request, module.__dict__)
-        write_frame(replies, answer)
+        failure = error
+    if message["module"]:
+        sys.modules["rollick_exports"].Exports(module.__dict__, requests, replies).serve(failure)
+        return
+    failed = failure and describe_error(failure)
+    wire = sys.modules["rollick_wire"]
+    while (request := wire.read_frame(requests, MAX_REQUEST)) is not None:
+        wire.write_frame(replies, encode_reply(failed or execute(request, module.__dict__)))
 
 
-def reply(request: bytes, namespace: dict[str, Any]) -> list[Any]:
+def execute(request: bytes, namespace: dict[str, Any]) -> list[Any]:
     try:
-        what, *rest = sys.modules["rollick_wire"].decode(request)
-        if what == "describe":
-            return ["value", {name: kind_of(name, namespace) for name in rest[0]}]
-        name, args, kwargs = rest
+        kind, *arguments = sys.modules["rollick_wire"].decode(request)
+        if kind == "describe":
+            return ["value", {name: describe_name(name, namespace) for name in arguments[0]}]
+        name, args, kwargs = arguments
         return ["value", namespace[name](*args, **kwargs)]
     except BaseException as error:
-        return describe(error)
+        return describe_error(error)
 
 
-def kind_of(name: str, namespace: dict[str, Any]) -> list[Any]:
+def encode_reply(reply: list[Any]) -> bytes:
+    """Encode the reply; if its value is not plain data, encode a TypeError instead."""
+    wire = sys.modules["rollick_wire"]
+    try:
+        return wire.encode(reply)
+    except BaseException as error:
+        return wire.encode(["raise", "TypeError", f"the returned value is not plain data: {error}"])
+
+
+def describe_name(name: str, namespace: dict[str, Any]) -> list[Any]:
     if name not in namespace:
         return ["absent"]
     value = namespace[name]
     return ["function"] if callable(value) else ["data", value]
 
 
-def describe(error: BaseException) -> list[Any]:
+def describe_error(error: BaseException) -> list[Any]:
     try:
         text = str(error)
     except BaseException:
         text = "(an exception that cannot be printed)"
-    kind = next(
-        (base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"), ""
-    )
-    named = text if kind == type(error).__name__ else f"{type(error).__name__}: {text}"
-    return ["raise", kind, named[:MESSAGE_CHARACTERS]]
-
-
-def write_frame(descriptor: int, value: Any) -> None:
-    """The value, or if it is not data, an exception that says so."""
-    wire = sys.modules["rollick_wire"]
-    try:
-        body = wire.encode(value)
-    except BaseException as error:
-        body = wire.encode(["raise", "TypeError", f"returned what is not data: {error}"])
-    view = memoryview(len(body).to_bytes(4, "little") + body)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def read_frame(descriptor: int) -> bytes | None:
-    header = read_exactly(descriptor, 4)
-    return None if header is None else read_exactly(descriptor, int.from_bytes(header, "little"))
-
-
-def read_exactly(descriptor: int, count: int) -> bytes | None:
-    content = bytearray()
-    while len(content) < count:
-        chunk = os.read(descriptor, count - len(content))
-        if not chunk:
-            return None
-        content += chunk
-    return bytes(content)
+    kind = type(error)
+    builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
+    named = text if builtin == kind.__name__ else f"{kind.__name__}: {text}"
+    return ["raise", builtin, named[:MAX_MESSAGE]]

@@ -1,10 +1,17 @@
-"""Role of a box: run the tests; what they call is in another box, behind two pipes.
+"""Box program: runs the tests; the candidate is in another box, connected by two pipes.
 
-The names that the candidate defines are stand-ins here: a call sends its arguments as data and
-returns, as plain data, what came back. Each outcome goes to the parent as it is known, in a frame
-with the nonce that only this box was told.
+The candidate's names are proxies here: a call sends its arguments as plain data and returns the
+result as plain data. Each outcome is sent to the parent immediately, in a frame with a nonce that
+only this box knows.
 
-    tests -> Remote.__call__ -> pipe -> candidate's box -> pipe -> plain data -> assert -> outcome
+    tests -> RemoteFunction -> pipe -> candidate's box -> pipe -> plain data -> assert -> outcome
+
+If the tests fail before the first one starts, they run again up to there with stand-ins for the
+candidate's names. Only if they fail without using a stand-in, no candidate can pass, and the tests
+are invalid: a candidate must not be able to choose this.
+
+With the message's `code`, candidate and tests share this box instead, for tests whose arguments are
+not plain data. The candidate could then forge a pass, so the parent reports isolation `shared`.
 """
 
 from __future__ import annotations
@@ -16,174 +23,220 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
     from typing import Any
-else:
-    ModuleType = type(sys)
 
 MAX_REPLY = 16 << 20
-"""Bytes of one answer of the candidate."""
-MESSAGE_CHARACTERS = 500
+"""Bytes of one reply of the candidate."""
+MAX_DATA = 1 << 20
+"""Bytes of the candidate's constants."""
+MAX_MESSAGE = 500
+END_OF_ITERATION = (StopIteration, StopAsyncIteration)
+USES = (
+    *("call", "iter", "next", "len", "bool", "contains", "getitem", "setitem", "delitem"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format", "bytes", "round"),
+    *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "reversed", "enter"),
+    *("exit", "await", "aiter", "anext", "aenter", "aexit", "setattr", "delattr", "dir"),
+    *("mro_entries", "instancecheck", "subclasscheck"),
+    *(
+        prefix + operation
+        for operation in (
+            *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+            *("lshift", "rshift", "and", "or", "xor"),
+        )
+        for prefix in ("", "r", "i")
+    ),
+)
+"""Special methods without their underscores: what can be done with an object."""
 
 
 class CandidateError(Exception):
-    """The candidate raised what has no builtin type, broke the protocol, or is gone."""
+    """The candidate raised a non-builtin exception, violated the protocol, or died."""
 
 
-class Broken(Exception):
-    """The tests themselves cannot run; the candidate has no part in it."""
+class TestsInvalid(Exception):
+    """The tests cannot run with any candidate."""
 
 
 class Candidate:
-    """The other box, as the tests see it. One call at a time."""
+    """The candidate's box as the tests see it. One call at a time."""
 
     def __init__(self, requests: int, replies: int) -> None:
         self.requests, self.replies = requests, replies
-        self.asked = False
-        """Whether a test has called it: what goes wrong before that is not its doing."""
 
-    def ask(self, *request: Any) -> Any:
-        wire = sys.modules["rollick_wire"]
-        body = wire.encode(list(request))
-        self.asked = self.asked or request[0] == "call"
+    def bind(self, names: list[str]) -> dict[str, Any]:
+        """A proxy for each function that the candidate defines, and the value of each constant. A
+        name that it does not define (or every name, if it failed to load) raises on use, so that
+        the failure is the candidate's and not the tests'."""
         try:
-            view = memoryview(len(body).to_bytes(4, "little") + body)
-            while view:
-                view = view[os.write(self.requests, view) :]
-            size = int.from_bytes(self._read(4), "little")
-            if size > MAX_REPLY:
-                raise CandidateError(f"the answer has {size} bytes; {MAX_REPLY} are allowed")
-            reply = wire.decode(self._read(size))
-        except (OSError, MemoryError, RecursionError, ValueError) as error:
-            raise CandidateError(f"no answer of the candidate: {error}") from None
-        return self._open(reply)
+            kinds = self.request("describe", names, max_bytes=MAX_DATA)
+        except Exception as error:
+            return {name: StandIn(make_raiser(error)) for name in names}
+        bound: dict[str, Any] = {}
+        for name in names:
+            kind = kinds.get(name) if type(kinds) is dict else None
+            if kind == ["function"]:
+                bound[name] = RemoteFunction(self, name)
+            elif type(kind) is list and len(kind) == 2 and kind[0] == "data":
+                bound[name] = kind[1]
+            else:
+                error = NameError(f"the candidate does not define {name!r}")
+                bound[name] = StandIn(make_raiser(error))
+        return bound
 
-    def _read(self, count: int) -> bytes:
-        content = bytearray()
-        while len(content) < count:
-            chunk = os.read(self.replies, min(count - len(content), 1 << 20))
-            if not chunk:
+    def request(self, *request: Any, max_bytes: int = MAX_REPLY) -> Any:
+        return self.read_reply(self.exchange(list(request), max_bytes))
+
+    def exchange(self, request: list[Any], max_bytes: int) -> Any:
+        wire = sys.modules["rollick_wire"]
+        body = wire.encode(request)
+        try:
+            wire.write_frame(self.requests, body)
+            content = wire.read_frame(self.replies, max_bytes)
+            if content is None:
                 raise CandidateError("the candidate's process ended")
-            content += chunk
-        return bytes(content)
+            return wire.decode(content)
+        except (OSError, MemoryError, RecursionError, ValueError) as error:
+            raise CandidateError(f"no reply from the candidate: {error}") from None
 
-    def _open(self, reply: Any) -> Any:
+    def read_reply(self, reply: Any) -> Any:
         if type(reply) is list and len(reply) == 2 and reply[0] == "value":
             return reply[1]
         if type(reply) is list and len(reply) == 3 and reply[0] == "raise":
-            raise exception_of(str(reply[1]), str(reply[2]))
-        raise CandidateError("the answer is neither a value nor an exception")
+            raise make_exception(str(reply[1]), str(reply[2]))
+        raise CandidateError("the reply is neither a value nor an exception")
 
 
-class Remote:
+class RemoteFunction:
     """A function of the candidate."""
 
     def __init__(self, candidate: Candidate, name: str) -> None:
         self._candidate, self.__name__ = candidate, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._candidate.ask("call", self.__name__, list(args), kwargs)
+        return self._candidate.request("call", self.__name__, list(args), kwargs)
 
 
-class RemoteModule(ModuleType):
-    """What a pytest file imports as the candidate; names are looked up when they are used."""
+class StandIn:
+    """Stands for a name of the candidate; every use calls `on_use`, which raises."""
 
-    def __init__(self, candidate: Candidate, name: str) -> None:
-        super().__init__(name)
-        self.__dict__["_candidate"] = candidate
+    def __init__(self, on_use: Callable[[], None]) -> None:
+        self.__dict__["_on_use"] = on_use
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):  # pytest looks for its own marks on every object of a module
             raise AttributeError(name)
-        return bind(self.__dict__["_candidate"], [name])[name]
+        self.__dict__["_on_use"]()
+
+    def _use(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_on_use"]()
+
+
+for _name in USES:
+    setattr(StandIn, f"__{_name}__", StandIn.__dict__["_use"])
+
+
+class Probe:
+    """Binds every name to a stand-in and records whether one was used."""
+
+    was_used = False
+
+    def bind(self, names: list[str]) -> dict[str, Any]:
+        return {name: StandIn(self.use) for name in names}
+
+    def use(self) -> None:
+        self.was_used = True
+        raise CandidateError("the tests use the candidate")
 
 
 class Reporter:
-    """Writes frames to the parent: nonce, test, passed, message."""
+    """Writes frames to the parent (outcomes.py): nonce, kind, test, passed, message."""
 
     def __init__(self, control: int, nonce: bytes) -> None:
         self.control, self.nonce = control, nonce
 
-    def tell(self, kind: str, number: int = 0, passed: bool = False, message: str = "") -> None:
+    def send(self, kind: str, number: int = 0, passed: bool = False, message: str = "") -> None:
         wire = sys.modules["rollick_wire"]
-        body = wire.encode([self.nonce, kind, number, passed, message[:MESSAGE_CHARACTERS]])
-        view = memoryview(len(body).to_bytes(4, "little") + body)
-        while view:
-            view = view[os.write(self.control, view) :]
+        fields = [self.nonce, kind, number, passed, message[:MAX_MESSAGE]]
+        wire.write_frame(self.control, wire.encode(fields))
 
 
 def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
-    replies, requests = pipes
-    candidate = Candidate(requests, replies)
     reporter = Reporter(control, message["nonce"])
     try:
         if message["module"]:
-            sys.modules[message["module"]] = RemoteModule(candidate, message["module"])
-            run_pytest(message, reporter)
+            sys.modules["rollick_pytest_file"].run(message, pipes, reporter)
+        elif "code" in message:
+            run_shared(message, reporter)
         else:
-            run_cases(message, candidate, reporter)
-    except Broken as error:
-        reporter.tell("broken", message=str(error))
+            replies, requests = pipes
+            run_cases(message, Candidate(requests, replies), reporter)
+    except TestsInvalid as error:
+        reporter.send("invalid", message=str(error))
     except BaseException as error:
-        kind = "ended" if candidate.asked else "broken"
-        reporter.tell(kind, message=explain(error))
+        reporter.send("ended", message=explain(error))
     else:
-        reporter.tell("ended")
-    # Nothing that the tests registered for the end of the process may change the verdict.
+        reporter.send("ended")
+    # Exit handlers of the tests must not change the outcome.
     os._exit(0)
 
 
+def run_shared(message: dict[str, Any], reporter: Reporter) -> None:
+    imports = {name: __import__(name) for name in message["imports"]}
+    namespace: dict[str, Any] = {"__name__": "candidate", **imports}
+    exec(compile(message["code"], "candidate.py", "exec"), namespace)
+    exec(compile(message["setup"], "<setup>", "exec"), namespace)
+    for number, case in enumerate(message["cases"]):
+        code = case if isinstance(case, list) else compile(case, f"<test {number}>", "exec")
+        report_case(number, code, namespace, reporter)
+
+
 def run_cases(message: dict[str, Any], candidate: Candidate, reporter: Reporter) -> None:
-    namespace: dict[str, Any] = {"__name__": "tests"}
-    for name in message["imports"]:
-        namespace[name] = __import__(name)
-    setup = prepare(message["setup"], "the set-up")
+    setup = compile_test(message["setup"], "setup")
     cases = [
-        case if isinstance(case, list) else prepare(case, f"test {number}")
+        case if isinstance(case, list) else compile_test(case, f"test {number}")
         for number, case in enumerate(message["cases"])
     ]
-    bound = bind(candidate, message["entries"])
-    namespace |= bound
-    exec(setup, namespace)
-    # What the set-up defines must not hide the candidate (a prompt has a stub of that name).
-    namespace |= bound
+    try:
+        imports = {name: __import__(name) for name in message["imports"]}
+    except Exception as error:
+        raise TestsInvalid(f"an import of the tests failed: {explain(error)}") from None
+    try:
+        namespace = run_setup(setup, imports, candidate.bind(message["entries"]))
+    except BaseException as error:
+        check_setup(setup, imports, message["entries"])
+        raise error
     for number, case in enumerate(cases):
         report_case(number, case, namespace, reporter)
 
 
-def prepare(code: str, what: str) -> Any:
+def run_setup(setup: Any, imports: dict[str, Any], bound: dict[str, Any]) -> dict[str, Any]:
+    """The namespace for the cases."""
+    namespace = {"__name__": "tests", **imports, **bound}
+    exec(setup, namespace)
+    # Definitions of the setup must not hide the candidate's (a prompt has a stub of that name).
+    namespace |= bound
+    return namespace
+
+
+def check_setup(setup: Any, imports: dict[str, Any], entries: list[str]) -> None:
+    """Raise TestsInvalid if the setup fails with every candidate."""
+    probe = Probe()
     try:
-        return compile(code, f"<{what}>", "exec")
+        run_setup(setup, imports, probe.bind(entries))
+    except BaseException as error:
+        if not probe.was_used:
+            raise TestsInvalid(f"the setup failed: {explain(error)}") from None
+
+
+def compile_test(code: str, name: str) -> Any:
+    try:
+        return compile(code, f"<{name}>", "exec")
     except (SyntaxError, ValueError) as error:
-        raise Broken(f"{what} cannot be compiled: {error}") from None
+        raise TestsInvalid(f"{name} cannot be compiled: {error}") from None
 
 
-def bind(candidate: Candidate, names: list[str]) -> dict[str, Any]:
-    """A stand-in for each function that the candidate defines, the value of each constant.
-
-    What it does not define, or all if it did not load, raises when it is used: that is the
-    candidate's failure, and not one of the tests.
-    """
-    try:
-        kinds = candidate.ask("describe", names)
-    except Exception as error:
-        return {name: raiser(candidate, error) for name in names}
-    bound: dict[str, Any] = {}
-    for name in names:
-        kind = kinds.get(name) if type(kinds) is dict else None
-        if kind == ["function"]:
-            bound[name] = Remote(candidate, name)
-        elif type(kind) is list and len(kind) == 2 and kind[0] == "data":
-            bound[name] = kind[1]
-        else:
-            missing = NameError(f"the candidate does not define {name!r}")
-            bound[name] = raiser(candidate, missing)
-    return bound
-
-
-def raiser(candidate: Candidate, error: Exception) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        candidate.asked = True
+def make_raiser(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
         raise type(error)(*error.args)
 
     return fail
@@ -196,30 +249,48 @@ def report_case(number: int, case: Any, namespace: dict[str, Any], reporter: Rep
         else:
             exec(case, namespace)
     except BaseException as error:
-        reporter.tell("outcome", number, False, explain(error))
+        reporter.send("outcome", number, False, explain(error))
     else:
-        reporter.tell("outcome", number, True)
+        reporter.send("outcome", number, True)
 
 
 def check_call(case: list[Any], namespace: dict[str, Any]) -> None:
     entry, args, kwargs, expected = case
     value = namespace[entry](*args, **kwargs)
-    if type(value) is not type(expected) and not is_number_pair(value, expected):
+    numbers = type(value) in (int, float) and type(expected) in (int, float)
+    if type(value) is not type(expected) and not numbers:
         raise AssertionError(f"{value!r} is a {type(value).__name__}, not {expected!r}")
-    if value != expected:
+    if with_types(value) != with_types(expected):
         raise AssertionError(f"{value!r} is not {expected!r}")
 
 
-def is_number_pair(value: Any, expected: Any) -> bool:
-    return type(value) in (int, float) and type(expected) in (int, float)
+def with_types(value: Any) -> Any:
+    """The value with the type of each part, for `==`: [True] is not [1]. An int and a float of the
+    same value are equal."""
+    kind = type(value)
+    if kind in (int, float):
+        return value
+    if kind in (list, tuple):
+        return kind, tuple([with_types(part) for part in value])
+    if kind in (set, frozenset):
+        return kind, frozenset([with_types(part) for part in value])
+    if kind is dict:
+        return kind, {with_types(key): with_types(part) for key, part in value.items()}
+    return kind, value
 
 
-def exception_of(kind: str, message: str) -> Exception:
-    """A builtin exception of that name; the candidate cannot choose any other class."""
-    found = getattr(builtins, kind, None)
-    if isinstance(found, type) and issubclass(found, Exception):
+def make_exception(kind: str, message: str) -> Exception:
+    """The builtin exception of that name; the candidate cannot choose another class.
+
+    An exception that ends an iteration becomes a RuntimeError, as in a generator (PEP 479): it
+    would end `all(map(f, values))` early, with all values right so far.
+    """
+    cls = getattr(builtins, kind, None)
+    if isinstance(cls, type) and issubclass(cls, END_OF_ITERATION):
+        return RuntimeError(f"the candidate raised {kind}: {message}".rstrip(": "))
+    if isinstance(cls, type) and issubclass(cls, Exception):
         try:
-            return found(message)
+            return cls(message)
         except Exception:
             pass
     return CandidateError(f"{kind}: {message}")
@@ -231,42 +302,3 @@ def explain(error: BaseException) -> str:
     except BaseException:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def run_pytest(message: dict[str, Any], reporter: Reporter) -> None:
-    sys.path[:0] = message["paths"]
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    import pytest
-
-    (source,) = message["cases"]
-    path = "/tmp/test_candidate.py"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(source)
-    outcomes: dict[str, tuple[bool, str]] = {}
-
-    class Recorder:
-        def pytest_collection_finish(self, session: Any) -> None:
-            for item in session.items:
-                outcomes[item.nodeid] = (False, "it was not run")
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            former = outcomes.get(report.nodeid, (False, "it was not run"))
-            if report.when == "call":
-                passed = report.passed
-            else:
-                passed = former[0] and report.passed
-            text = "" if report.passed else last_line(report)
-            if report.when == "call" or not report.passed:
-                outcomes[report.nodeid] = (passed, text)
-
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir=/tmp", "-c", "/dev/null", path]
-    code = pytest.main(options, plugins=[Recorder()])
-    if not outcomes:
-        raise Broken(f"pytest found no test in the file (exit code {int(code)})")
-    for number, (name, (passed, text)) in enumerate(outcomes.items()):
-        reporter.tell("outcome", number, passed, f"{name.partition('::')[2]}: {text}".rstrip(": "))
-
-
-def last_line(report: Any) -> str:
-    lines = str(report.longrepr).strip().splitlines()
-    return lines[-1] if lines else "failed"

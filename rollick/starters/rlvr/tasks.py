@@ -1,7 +1,7 @@
-"""Rows of three domains that a small instruct model can start on: math, code, instructions.
+"""Rows of three domains for a small instruct model: math, code, instructions.
 
-Every row follows from numbers alone, so that a resumed run finds the same ones. Of each domain
-every fifth row is held out. Put your own functions here, or name files in the recipe instead.
+The rows are deterministic, so a resumed run has the same ones. Every fifth row is held out. Replace
+these functions with your own, or name files in the recipe.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def held_out_math() -> Rows:
 
 
 def code() -> Rows:
-    """Functions of one line, with calls that they must answer."""
+    """One-line functions, with test calls."""
     return _training(_code())
 
 
@@ -67,7 +67,7 @@ def held_out_code() -> Rows:
 
 
 def instructions() -> Rows:
-    """A sentence about something, with a rule that can be checked."""
+    """A sentence on a topic, with a rule that can be checked."""
     return _training(_instructions())
 
 
@@ -106,9 +106,9 @@ def _code() -> Iterator[Row]:
 def _instructions() -> Iterator[Row]:
     tasks = [(topic, rule) for topic in TOPICS for rule in RULES]
     random.Random(3).shuffle(tasks)
-    for topic, (said, name, arguments) in tasks:
+    for topic, (rule, name, arguments) in tasks:
         yield {
-            "prompt": f"Write one short sentence about {topic}. {said}",
+            "prompt": f"Write one short sentence about {topic}. {rule}",
             "instruction_id_list": [name],
             "kwargs": [arguments],
         }

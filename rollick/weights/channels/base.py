@@ -1,17 +1,18 @@
-"""What a channel is: a sender in the learner's process, a receiver in each generator's.
+"""The protocols of a weight channel: a sender in the learner, a receiver in each generator.
 
-    begin     Sender.offer     -> WeightManifest, which travels to the receivers
-    transfer  Sender.send      and Receiver.open, side by side
-    verify    by whoever called open, with the manifest's fingerprint
+    offer     Sender.offer     -> WeightManifest, sent to the receivers
+    transfer  Sender.send      and Receiver.open, concurrently
+    verify    by the caller of open, with the manifest's fingerprint
     commit    by the engine
-    end       Sender.release   with how it went
+    release   Sender.release   with the outcome
 
-Both ends are called from one thread at a time.
+Each end is called from one thread at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollick.types import PolicyVersion
@@ -19,45 +20,43 @@ from rollick.weights.manifest import Pairs, WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a publish ended. `committed` is None if some engines may have committed it."""
+class PublishOutcome:
+    """How a publish ended. `committed` is None if only some engines may have committed."""
 
     committed: bool | None
-    held: bool | None = False
-    """Whether engines use the offered memory itself from now on; None if they use what they did."""
+    held: Mapping[int, bool] = field(default_factory=dict[int, bool])
+    """By rank: whether the engine now uses the offered memory itself. The engines of all other
+    ranks use the memory that they used before the publish."""
 
 
 class Sender(Protocol):
-    """The learner's end."""
+    """The learner's end of a channel."""
 
     def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
-        """Make the tensors available to these generators; they stay as they are until release."""
+        """Make the tensors available to these generators. They must not change until release."""
         ...
 
     def send(self) -> None:
-        """The sender's part of the transfer: returns when all receivers have the bytes. Channels
-        whose receivers help themselves do nothing."""
+        """Return when all receivers have the bytes; at once if they read the sender's memory."""
         ...
 
-    def release(self, outcome: Outcome) -> None:
-        """The offer is over."""
-        ...
+    def release(self, outcome: PublishOutcome) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """A generator's end."""
+    """A generator's end of a channel."""
 
     @property
-    def lasting(self) -> bool:
-        """Whether what `open` gives stays until the next committed version replaces it."""
+    def persistent(self) -> bool:
+        """Whether the tensors of `open` stay valid until the next commit."""
         ...
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
-        """The tensors of the manifest, as they arrived here; not yet verified."""
+        """The tensors of the manifest as they arrived, not yet verified."""
         ...
 
     def forget(self) -> None:
-        """Drop what is kept from one offer to the next: what arrived was wrong."""
+        """Drop all state that is kept between offers, after a failed verification."""
         ...

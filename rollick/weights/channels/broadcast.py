@@ -1,22 +1,18 @@
-"""Weights between machines: torch.distributed broadcasts them from the learner, bucket by bucket.
+"""Weights between machines: torch.distributed broadcasts them from the learner in buckets.
 
-The learner is rank 0 of a process group of its own (not torch's default one, which belongs to
-training), the receivers follow in the order of the offer. A group lives as long as its members:
-after any failure both ends drop it, and the next offer opens another one.
+The learner is rank 0 of a separate process group; the receivers follow in the order of the offer.
+After a failure both sides discard the group, and the next offer creates a new one.
 
-    offer  a store for the rendezvous -> manifest (address, key, ranks)
-    send   join, then a broadcast of each bucket       open  join, then take each bucket
-
-The backend is gloo, through host memory. Which network it takes is torch's choice, or
-GLOO_SOCKET_IFNAME. The store listens on all interfaces of the learner's machine: it carries the
-addresses of the members, not weights, and belongs into a cluster's own network.
+The backend is gloo, through host memory; set GLOO_SOCKET_IFNAME to choose the network. The store
+listens on all interfaces of the learner's machine. It carries the addresses of the members and no
+weights; keep it inside the cluster's network.
 """
 
 from __future__ import annotations
 
 import socket
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,19 +21,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rollick.errors import WeightError
-from rollick.models.fingerprint import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
-from rollick.weights.manifest import Pairs, TensorPlace, WeightManifest, lay_out, views_of
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_layout, views_of
 
 BUCKET_BYTES = 64 << 20
 JOIN_S = 60.0
-"""How long a member waits for the others to join, and for each bucket."""
+"""Timeout for all members to join, and for each bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastSource:
-    """Where to join, and who takes part: generator ranks, in the order of the group's ranks 1..."""
+    """Rendezvous address, and the generators in the order of their group ranks 1, 2, …"""
 
     host: str
     port: int
@@ -48,7 +44,7 @@ class BroadcastSource:
 
 
 class BroadcastSender:
-    """Rank 0 of the group."""
+    """Rank 0 of the process group."""
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = JOIN_S) -> None:
         self.bucket_bytes = bucket_bytes
@@ -57,65 +53,56 @@ class BroadcastSender:
         self.group: Any = None
         self.source: BroadcastSource | None = None
         self.pairs: Pairs = ()
-        self.places: tuple[TensorPlace, ...] = ()
+        self.layout: tuple[TensorLayout, ...] = ()
 
     def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
         self.pairs = pairs
-        self.places, size = lay_out(pairs)
+        self.layout, size = plan_layout(pairs)
         if self.source is None or self.source.ranks != ranks:
-            self._listen(ranks)
-        assert self.source is not None
-        host, port, key = self.source.host, self.source.port, self.source.key
-        self.source = BroadcastSource(host, port, key, ranks, size, self.bucket_bytes)
-        return WeightManifest(version, fingerprint(list(pairs)), self.places, self.source)
+            self.source = self._listen(ranks)
+        self.source = replace(self.source, size=size)
+        return WeightManifest(version, fingerprint(list(pairs)), self.layout, self.source)
 
     def send(self) -> None:
-        assert self.source is not None, "send follows an offer"
+        source = self.source
+        assert source is not None, "send follows an offer"
         try:
             if self.group is None:
-                self.group = _join(self.store, self.source, 0, timeout_s=self.timeout_s)
-            buffer = torch.empty(min(self.source.size, self.bucket_bytes), dtype=torch.uint8)
-            for start in range(0, self.source.size, self.bucket_bytes):
-                bucket = buffer[: min(self.bucket_bytes, self.source.size - start)]
-                _fill(bucket, start, self.places, self.pairs)
-                self.group.broadcast([bucket], _from_learner()).wait()
+                self.group = _join(self.store, source, 0, timeout_s=self.timeout_s)
+            buffer = torch.empty(min(source.size, self.bucket_bytes), dtype=torch.uint8)
+            for start in range(0, source.size, self.bucket_bytes):
+                bucket = buffer[: min(self.bucket_bytes, source.size - start)]
+                _fill(bucket, start, self.layout, self.pairs)
+                _broadcast(self.group, bucket)
         except RuntimeError as error:
             self.close()
             raise WeightError(
-                f"the broadcast to generators {self.source_ranks} broke: {first_line(error)}",
-                fix="a generator died or cannot be reached; nothing was committed",
+                f"the broadcast to generators {source.ranks} failed: {_first_line(error)}",
+                fix="a generator died or is unreachable; nothing was committed",
             ) from error
 
-    @property
-    def source_ranks(self) -> tuple[int, ...]:
-        return self.source.ranks if self.source else ()
-
-    def release(self, outcome: Outcome) -> None:
-        self.pairs, self.places = (), ()
+    def release(self, outcome: PublishOutcome) -> None:
+        self.pairs, self.layout = (), ()
         if not outcome.committed:
             self.close()
 
     def close(self) -> None:
         self.group = self.store = self.source = None
 
-    def _listen(self, ranks: tuple[int, ...]) -> None:
+    def _listen(self, ranks: tuple[int, ...]) -> BroadcastSource:
         self.close()
+        limit = timedelta(seconds=self.timeout_s)
         self.store = dist.TCPStore(
-            "0.0.0.0",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self.timeout_s),
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit
         )
-        key = uuid.uuid4().hex
-        self.source = BroadcastSource(own_address(), self.store.port, key, ranks, 0, 0)
+        address = own_address(), self.store.port, uuid.uuid4().hex
+        return BroadcastSource(*address, ranks, size=0, bucket_bytes=self.bucket_bytes)
 
 
 class BroadcastReceiver:
-    """A further rank, and the memory that the bytes arrive in."""
+    """A generator's rank in the process group, and its receive buffer."""
 
-    # The memory is written again at the next offer.
-    lasting = False
+    persistent = False  # the next offer overwrites the buffer
 
     def __init__(self, *, timeout_s: float = JOIN_S) -> None:
         self.timeout_s = timeout_s
@@ -131,14 +118,14 @@ class BroadcastReceiver:
             self._join(source, rank)
             for start in range(0, source.size, source.bucket_bytes):
                 bucket = self.memory[start : min(start + source.bucket_bytes, source.size)]
-                self.group.broadcast([bucket], _from_learner()).wait()
+                _broadcast(self.group, bucket)
         except RuntimeError as error:
             self.forget()
             raise WeightError(
-                f"the broadcast of version {manifest.version} broke: {first_line(error)}",
+                f"the broadcast of version {manifest.version} failed: {_first_line(error)}",
                 fix="the learner or another generator died; nothing was committed",
             ) from error
-        return views_of(self.memory, manifest.places)
+        return views_of(self.memory, manifest.layout)
 
     def forget(self) -> None:
         self.group, self.key = None, ""
@@ -149,45 +136,44 @@ class BroadcastReceiver:
         self.forget()
         limit = timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(source.host, source.port, is_master=False, timeout=limit)
-        number = 1 + source.ranks.index(rank)
-        self.group = _join(store, source, number, timeout_s=self.timeout_s)
+        group_rank = 1 + source.ranks.index(rank)
+        self.group = _join(store, source, group_rank, timeout_s=self.timeout_s)
         self.key = source.key
 
 
 def own_address() -> str:
-    """The address by which other machines reach this one; loopback where there is no network."""
+    """This machine's address on its network; loopback if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # No packet is sent: connecting a datagram socket only chooses the way out.
+            # Sends no packet: connecting a datagram socket only selects the interface.
             probe.connect(("10.255.255.255", 1))
             return probe.getsockname()[0]
         except OSError:
             return "127.0.0.1"
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _join(store: Any, source: BroadcastSource, number: int, *, timeout_s: float) -> Any:
-    """Waits until every member has joined."""
+def _join(store: Any, source: BroadcastSource, group_rank: int, *, timeout_s: float) -> Any:
+    """Join the process group; returns when every member has joined."""
     members = 1 + len(source.ranks)
     limit = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore(source.key, store), number, members, limit)
+    return dist.ProcessGroupGloo(dist.PrefixStore(source.key, store), group_rank, members, limit)
 
 
-def _from_learner() -> Any:
+def _broadcast(group: Any, bucket: Tensor) -> None:
     options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return options
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([bucket], options).wait()
 
 
-def _fill(bucket: Tensor, start: int, places: tuple[TensorPlace, ...], pairs: Pairs) -> None:
-    """Copy the bytes from `start` on; a tensor may lie in several buckets."""
+def _fill(bucket: Tensor, start: int, layout: tuple[TensorLayout, ...], pairs: Pairs) -> None:
+    """Fill the bucket with the weights' bytes from `start` on. Tensors may span buckets."""
     end = start + bucket.numel()
-    for place, (_, tensor) in zip(places, pairs, strict=True):
-        low, high = max(start, place.offset), min(end, place.offset + place.size)
+    for spec, (_, tensor) in zip(layout, pairs, strict=True):
+        low, high = max(start, spec.offset), min(end, spec.offset + spec.size)
         if low < high:
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            bucket[low - start : high - start].copy_(flat[low - place.offset : high - place.offset])
+            bucket[low - start : high - start].copy_(flat[low - spec.offset : high - spec.offset])

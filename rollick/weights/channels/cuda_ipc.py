@@ -1,9 +1,9 @@
-"""Weights from one process to another on GPUs of a machine: receivers map the learner's memory.
+"""Weights between processes on GPUs of one machine: receivers map the learner's memory.
 
-Parameters stay at fixed addresses, so handles to them are made once for each receiver and opened
-once; after that a publish is a fingerprint on either side and the engine's own copy, on the GPU. A
-parameter that moved (the learner slept) makes new handles for all. Handles are torch's own
-(torch.multiprocessing): torch keeps the memory of a learner alive while a receiver has it mapped.
+Parameters stay at fixed addresses, so each receiver opens their handles once; afterwards a publish
+costs a fingerprint on both sides and the engine's copy on the GPU. If a parameter moves (after the
+learner was offloaded), all handles are exported again. torch.multiprocessing makes the handles and
+keeps the learner's memory alive while a receiver maps it.
 """
 
 from __future__ import annotations
@@ -17,46 +17,45 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rollick.errors import WeightError
-from rollick.models.fingerprint import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
-from rollick.weights.manifest import Pairs, TensorPlace, WeightManifest, lay_out
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_layout
 
 
 @dataclass(frozen=True, slots=True)
 class IpcSource:
-    """The arguments with which torch rebuilds each tensor, for each receiver its own. They are
-    plain data; those of an export that a receiver has opened are not looked at again."""
+    """The arguments from which torch rebuilds each tensor, by rank; opened once per `export`."""
 
     export: int
     handles: dict[int, tuple[tuple[Any, ...], ...]]
 
 
 class IpcSender:
-    """Exports the learner's own parameters."""
+    """Exports handles to the learner's parameters."""
 
     def __init__(self) -> None:
         self.source: IpcSource | None = None
         self.exported: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
-        places, _ = lay_out(pairs)
+        layout, _ = plan_layout(pairs)
         for name, tensor in pairs:
-            _demand_mappable(name, tensor)
+            _check_mappable(name, tensor)
         addresses = tuple(tensor.data_ptr() for _, tensor in pairs)
         if self.source is None or self.exported != (addresses, ranks):
             handles = {rank: tuple(_export(tensor) for _, tensor in pairs) for rank in ranks}
             self.source = IpcSource(next(_NUMBERS), handles)
             self.exported = (addresses, ranks)
-        found = fingerprint(list(pairs))
+        digest = fingerprint(list(pairs))
         torch.cuda.synchronize()
-        return WeightManifest(version, found, places, self.source)
+        return WeightManifest(version, digest, layout, self.source)
 
     def send(self) -> None: ...
 
-    def release(self, outcome: Outcome) -> None:
+    def release(self, outcome: PublishOutcome) -> None:
         if not outcome.committed:
-            # A receiver that forgot what it opened cannot open the same handles once more.
+            # A receiver cannot open the same handles twice.
             self.close()
 
     def close(self) -> None:
@@ -64,10 +63,9 @@ class IpcSender:
 
 
 class IpcReceiver:
-    """Keeps the tensors that it has opened."""
+    """Opens the handles of each export once and caches the tensors."""
 
-    # They are the learner's parameters, which change at its next step.
-    lasting = False
+    persistent = False  # the learner's next step changes the tensors
 
     def __init__(self) -> None:
         self.export: int | None = None
@@ -77,12 +75,10 @@ class IpcReceiver:
         source: IpcSource = manifest.source
         if self.export != source.export:
             self.forget()
-            self.opened = [
-                _open(place, handle)
-                for place, handle in zip(manifest.places, source.handles[rank], strict=True)
-            ]
+            handles = zip(manifest.layout, source.handles[rank], strict=True)
+            self.opened = [_open(spec, handle) for spec, handle in handles]
             self.export = source.export
-        names = [place.name for place in manifest.places]
+        names = [spec.name for spec in manifest.layout]
         return list(zip(names, self.opened, strict=True))
 
     def forget(self) -> None:
@@ -93,26 +89,26 @@ class IpcReceiver:
 _NUMBERS = count()
 
 
-def _demand_mappable(name: str, tensor: Tensor) -> None:
+def _check_mappable(name: str, tensor: Tensor) -> None:
     if not tensor.is_cuda or not tensor.is_contiguous():
+        state = f"on {tensor.device}, contiguous: {tensor.is_contiguous()}"
         raise WeightError(
-            f"{name} is on {tensor.device}, contiguous: {tensor.is_contiguous()}; only contiguous "
-            "GPU memory can be mapped",
+            f"{name} cannot be mapped: it must be contiguous and on a GPU, and is {state}",
             fix="use weights.channel=host",
         )
 
 
 def _export(tensor: Tensor) -> tuple[Any, ...]:
     _, arguments = reductions.reduce_tensor(tensor.detach())
-    # The first says which class to build, which is always a plain tensor.
+    # The first argument is the class, which is always torch.Tensor.
     return tuple(arguments[1:])
 
 
-def _open(place: TensorPlace, handle: tuple[Any, ...]) -> Tensor:
+def _open(spec: TensorLayout, handle: tuple[Any, ...]) -> Tensor:
     try:
         return reductions.rebuild_cuda_tensor(torch.Tensor, *handle)
     except RuntimeError as error:
         raise WeightError(
-            f"the GPU memory of {place.name} cannot be mapped: {error}",
-            fix="the GPUs may not reach each other; use weights.channel=host",
+            f"the GPU memory of {spec.name} cannot be mapped: {error}",
+            fix="if the GPUs have no peer access, use weights.channel=host",
         ) from error

@@ -1,40 +1,40 @@
-"""Weights inside one process: the learner's own tensors are the offer."""
+"""The channel within one process: the receiver gets references to the learner's tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollick.models.fingerprint import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
-from rollick.weights.manifest import Pairs, WeightManifest, lay_out
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.manifest import Pairs, WeightManifest, plan_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectSource:
-    """The tensors themselves; it never leaves the process."""
+    """References to the tensors. Never sent to another process."""
 
     pairs: Pairs
 
 
 class DirectSender:
-    """Nothing is copied here: the engine's own copy is the only one."""
+    """Offers references to the tensors. Only the engine copies them."""
 
     def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
-        places, _ = lay_out(pairs)
-        return WeightManifest(version, fingerprint(pairs), places, DirectSource(tuple(pairs)))
+        layout, _ = plan_layout(pairs)
+        return WeightManifest(version, fingerprint(pairs), layout, DirectSource(tuple(pairs)))
 
     def send(self) -> None: ...
 
-    def release(self, outcome: Outcome) -> None: ...
+    def release(self, outcome: PublishOutcome) -> None: ...
 
     def close(self) -> None: ...
 
 
 class DirectReceiver:
-    """The tensors change with the learner's next step, so that they do not last."""
+    """Returns the learner's tensors. The next optimizer step changes them."""
 
-    lasting = False
+    persistent = False
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         return manifest.source.pairs

@@ -1,17 +1,17 @@
-"""Weights through host memory: the learner writes them once, every receiver maps them.
+"""Weights through host memory: the learner writes them once, and every receiver maps them (mmap).
 
-The memory is a memfd: it has no name in any folder, receivers open it through the sender's entry in
-/proc, and the kernel frees it when the last process that maps it ends, however that happens. It is
-made once and written again at each publish, so that only the first one pays for its pages. An
-engine may live in the memory itself (`held`): then the next offer goes into another buffer, and two
-take turns.
-
-Where there is no memfd (not Linux), a file in the folder for temporary files does the same; its
-name has the sender's process id, and files of processes that are gone are swept.
+The memory is a memfd: receivers open it through the sender's entry in /proc; the kernel frees it
+when the last process that maps it ends. Publishes reuse it, so only the first one allocates pages.
+If an engine uses the memory in place (`held`), the next offer uses a second buffer, and the two
+alternate. Engines may be published to at different times (a restarted one gets its first weights
+alone), so the sender tracks the buffers of each engine. Without memfd, or without memory for it, a
+temporary file replaces it, whose name contains the sender's process id, so that files of dead
+processes can be removed.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import tempfile
@@ -25,117 +25,143 @@ import torch
 from torch import Tensor
 
 from rollick.errors import WeightError
-from rollick.models.fingerprint import copy_and_fingerprint
-from rollick.train.strategy import ShardedWeights
+from rollick.models.loading.fingerprint import copy_and_fingerprint
+from rollick.trainer.strategy import ShardedWeights
 from rollick.types import PolicyVersion
-from rollick.weights.channels.base import Outcome
-from rollick.weights.manifest import Pairs, TensorPlace, WeightManifest, lay_out, view_at, views_of
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_layout, views_of
+
+LOG = logging.getLogger("rollick")
 
 PREFIX = "rollick-weights-"
 LARGE_PAGE = 2 << 20
-"""To sum memory in pages of this size is about half as fast again as in small ones."""
+"""Fingerprints are about 1.5 times as fast on pages of this size as on small ones."""
 MADV_POPULATE_READ, MADV_COLLAPSE = 22, 25
 """Linux 5.14 and 6.1; the mmap module has no names for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSource:
-    """Which memory to map. `identity` (device and inode) tells it from one that took its place."""
+    """The shared memory to map. `identity` (device, inode) detects a path that was reused."""
 
     path: str
     size: int
     identity: tuple[int, int]
     live: tuple[tuple[int, int], ...]
-    """All buffers that the sender has; a receiver lets go of any other."""
+    """Identities of the sender's current buffers; a receiver unmaps all others."""
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
-    """Memory of the sender that others can map."""
+class SharedBuffer:
+    """Memory of the sender that receivers can map."""
 
     path: str
     descriptor: int
     identity: tuple[int, int]
     memory: Tensor
     named: bool
-    places: tuple[TensorPlace, ...] = ()
+    layout: tuple[TensorLayout, ...] = ()
     targets: tuple[Tensor, ...] = ()
-    """Views of the memory at the places of the last offer, which mostly are those of the next."""
+    """Views of the memory, cached because the layout rarely changes between offers."""
 
     @classmethod
-    def create(cls, size: int) -> Buffer:
-        descriptor, path, named = _create_file()
+    def create(cls, size: int) -> SharedBuffer:
+        """Allocate memory; without room for it, a file in the temporary folder."""
+        try:
+            return cls._create(size, in_memory=hasattr(os, "memfd_create"))
+        except OSError as error:
+            if not hasattr(os, "memfd_create"):
+                raise _no_room(size, error) from error
+            reason = error
+        folder = tempfile.gettempdir()
+        text = (
+            "no memory for %.2f GB of weights (%s): they go through a file in %s, which is slower"
+        )
+        LOG.warning(text, size / 1e9, reason.strerror, folder)
+        try:
+            return cls._create(size, in_memory=False)
+        except OSError as error:
+            raise _no_room(size, error) from reason
+
+    @classmethod
+    def _create(cls, size: int, *, in_memory: bool) -> SharedBuffer:
+        descriptor, path = _create_memory_file() if in_memory else _create_named_file()
         try:
             memory = _make_memory(descriptor, size)
-        except OSError as error:
+        except OSError:
             os.close(descriptor)
-            if named:
+            if not in_memory:
                 Path(path).unlink()
-            raise WeightError(
-                f"no host memory for {size / 1e9:.2f} GB of weights: {error}",
-                fix="free memory, or choose another weights.channel",
-            ) from error
-        return cls(path, descriptor, _identity(descriptor), memory, named)
+            raise
+        return cls(path, descriptor, _identity(descriptor), memory, named=not in_memory)
 
     def close(self) -> None:
-        """Maps of it live on; nobody can make a new one."""
+        """Close the file. Existing maps stay valid; new ones cannot be created."""
         os.close(self.descriptor)
         if self.named:
             Path(self.path).unlink(missing_ok=True)
 
 
 class HostSender:
-    """Keeps the buffers, and knows which of them engines live in."""
+    """Owns the shared buffers and tracks which ones each engine uses in place."""
 
     def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
-        self.held: list[Buffer] = []
-        self.offered: Buffer | None = None
+        self.buffers: list[SharedBuffer] = []
+        self.held: dict[int, list[SharedBuffer]] = {}
+        """By rank: the buffers that its engine uses, or may use after an unclear commit."""
+        self.offered: SharedBuffer | None = None
+        self.offered_to: tuple[int, ...] = ()
 
     def offer(
         self, pairs: Pairs | ShardedWeights, version: PolicyVersion, ranks: tuple[int, ...]
     ) -> WeightManifest:
-        """Weights of a sharded learner are written one by one as they come."""
-        places, size = lay_out(pairs.shapes if isinstance(pairs, ShardedWeights) else pairs)
+        """Copy the tensors into a free buffer; sharded tensors are gathered one by one."""
+        layout, size = plan_layout(pairs.shapes if isinstance(pairs, ShardedWeights) else pairs)
         buffer = self._free_buffer(max(size, 1))
-        self.offered = buffer
-        if buffer.places != places:
-            buffer.targets = tuple(view_at(buffer.memory, place) for place in places)
-            buffer.places = places
-        found = copy_and_fingerprint(pairs, buffer.targets)
+        self.offered, self.offered_to = buffer, ranks
+        if buffer.layout != layout:
+            buffer.targets = tuple(view for _, view in views_of(buffer.memory, layout))
+            buffer.layout = layout
+        digest = copy_and_fingerprint(pairs, buffer.targets)
         live = tuple(buffer.identity for buffer in self.buffers)
         source = HostSource(buffer.path, buffer.memory.numel(), buffer.identity, live)
-        return WeightManifest(version, found, places, source)
+        return WeightManifest(version, digest, layout, source)
 
     def send(self) -> None: ...
 
-    def release(self, outcome: Outcome) -> None:
+    def release(self, outcome: PublishOutcome) -> None:
         offered, self.offered = self.offered, None
         if offered is None:
             return
         if outcome.committed:
-            if outcome.held is not None:
-                self.held = [offered] if outcome.held else []
-            free = [buffer for buffer in self.buffers if buffer not in self.held]
-            self._keep([*self.held, *free[:1]])
+            for rank, holds in outcome.held.items():
+                self.held[rank] = [offered] if holds else []
+            used, free = self._used_and_free()
+            self._keep([*used, *free[:1]])
         elif outcome.committed is None:
-            self.held.append(offered)
+            for rank in self.offered_to:
+                self.held.setdefault(rank, []).append(offered)
 
     def close(self) -> None:
         self._keep([])
         self.held.clear()
 
-    def _free_buffer(self, size: int) -> Buffer:
-        free = [buffer for buffer in self.buffers if buffer not in self.held]
+    def _free_buffer(self, size: int) -> SharedBuffer:
+        used, free = self._used_and_free()
         fitting = [buffer for buffer in free if buffer.memory.numel() >= size]
         if fitting:
             return fitting[0]
-        self._keep(self.held)
-        buffer = Buffer.create(size)
+        self._keep(used)
+        buffer = SharedBuffer.create(size)
         self.buffers.append(buffer)
         return buffer
 
-    def _keep(self, kept: list[Buffer]) -> None:
+    def _used_and_free(self) -> tuple[list[SharedBuffer], list[SharedBuffer]]:
+        held = [buffer for buffers in self.held.values() for buffer in buffers]
+        used = [buffer for buffer in self.buffers if buffer in held]
+        return used, [buffer for buffer in self.buffers if buffer not in held]
+
+    def _keep(self, kept: list[SharedBuffer]) -> None:
         for buffer in self.buffers:
             if buffer not in kept:
                 buffer.close()
@@ -143,24 +169,24 @@ class HostSender:
 
 
 class HostReceiver:
-    """Keeps what it has mapped for as long as the sender has it."""
+    """Caches the maps of the sender's buffers."""
 
-    lasting = True
+    persistent = True
 
     def __init__(self) -> None:
         self.mapped: dict[tuple[int, int], Tensor] = {}
-        self.opened: dict[tuple[int, int], tuple[tuple[TensorPlace, ...], Pairs]] = {}
-        """The tensors of the last offer in each memory, which mostly are those of the next."""
+        self.opened: dict[tuple[int, int], tuple[tuple[TensorLayout, ...], Pairs]] = {}
+        """(layout, tensors) of the last offer in each buffer, reused if the layout is the same."""
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: HostSource = manifest.source
         key = source.identity
-        self.mapped = {key: held for key, held in self.mapped.items() if key in source.live}
-        self.opened = {key: held for key, held in self.opened.items() if key in source.live}
+        self.mapped = {key: tensor for key, tensor in self.mapped.items() if key in source.live}
+        self.opened = {key: entry for key, entry in self.opened.items() if key in source.live}
         if key not in self.mapped:
             self.mapped[key] = _map(source, manifest.version)
-        if key not in self.opened or self.opened[key][0] != manifest.places:
-            self.opened[key] = (manifest.places, views_of(self.mapped[key], manifest.places))
+        if key not in self.opened or self.opened[key][0] != manifest.layout:
+            self.opened[key] = (manifest.layout, views_of(self.mapped[key], manifest.layout))
         return self.opened[key][1]
 
     def forget(self) -> None:
@@ -168,22 +194,31 @@ class HostReceiver:
         self.opened.clear()
 
 
-def sweep(folder: Path | None = None) -> None:
-    """Remove the files of senders that are gone."""
+def remove_stale_files(folder: Path | None = None) -> None:
+    """Remove the files of senders whose process has ended."""
     for file in (folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
         process = file.name.removeprefix(PREFIX).split("-")[0]
         if process.isdigit() and not _is_alive(int(process)):
             file.unlink(missing_ok=True)
 
 
-def _create_file() -> tuple[int, str, bool]:
-    """A descriptor, the path for others to open it, and whether that path is a name of its own."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(f"{PREFIX}{next(_NUMBERS)}")
-        return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", False
-    sweep()
-    descriptor, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-")
-    return descriptor, path, True
+def _create_memory_file() -> tuple[int, str]:
+    """(descriptor, path for receivers) of a memfd."""
+    descriptor = os.memfd_create(f"{PREFIX}{next(_NUMBERS)}")
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _create_named_file() -> tuple[int, str]:
+    """(descriptor, path) of a file that its owner must delete."""
+    remove_stale_files()
+    return tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-")
+
+
+def _no_room(size: int, error: OSError) -> WeightError:
+    return WeightError(
+        f"cannot allocate {size / 1e9:.2f} GB of host memory for weights: {error}",
+        fix="free memory, or choose another weights.channel",
+    )
 
 
 _NUMBERS = count()
@@ -197,38 +232,36 @@ def _map(source: HostSource, version: PolicyVersion) -> Tensor:
     try:
         if _identity(descriptor) != source.identity:
             raise _unreachable(source, version)
-        # Copy-on-write: torch wants writable memory, and a receiver never alters what others read.
+        # Copy-on-write: torch needs writable memory, and a receiver must not change shared pages.
         mapped, start = _map_file(descriptor, source.size, mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
-    with suppress(OSError):  # An older kernel: the pages come one by one as they are read.
+    with suppress(OSError):  # Older kernels load pages on first read.
         mapped.madvise(MADV_POPULATE_READ, start, source.size)
     return _tensor_of(mapped, start, source.size)
 
 
 def _make_memory(descriptor: int, size: int) -> Tensor:
-    """Memory of this size behind an empty file, in large pages as far as the system has them."""
+    """Allocate `size` bytes in an empty file, in large pages if available, and map them."""
     os.ftruncate(descriptor, 2 * LARGE_PAGE + size)
     mapped, start = _map_file(descriptor, size, mmap.ACCESS_WRITE)
     large = size // LARGE_PAGE * LARGE_PAGE
     if large and hasattr(mapped, "madvise"):
-        for place in range(0, large, LARGE_PAGE):
-            # Only where something is can be collapsed into a large page.
-            os.pwrite(descriptor, b"\0", LARGE_PAGE + place)
-        with suppress(OSError):  # An older kernel, or memory in pieces: small pages do.
+        for offset in range(0, large, LARGE_PAGE):
+            # Only allocated pages can be collapsed into a large page.
+            os.pwrite(descriptor, b"\0", LARGE_PAGE + offset)
+        with suppress(OSError):  # Older kernels and fragmented memory keep small pages.
             mapped.madvise(MADV_COLLAPSE, start, large)
     if hasattr(os, "posix_fallocate"):
-        # Reserved, not only sized: writing into a map of full memory would kill the process.
+        # Reserve the memory: writing to an unreserved map when memory is full kills the process.
         os.posix_fallocate(descriptor, LARGE_PAGE, size)
     return _tensor_of(mapped, start, size)
 
 
 def _map_file(descriptor: int, size: int, access: int) -> tuple[mmap.mmap, int]:
-    """A map, and where in it the memory begins, which is at LARGE_PAGE in the file.
-
-    A large page has to begin at a multiple of its size in the file and in the map alike. The kernel
-    says where a map begins; asked once more it says the same, so we move the file's part.
-    """
+    """(map, offset of the weights in it). In the file, they start at LARGE_PAGE. A large page
+    must start at a multiple of its size both in the file and in the address space. The kernel
+    chooses the address, so an unaligned map is replaced by one with a shifted file offset."""
     mapped = mmap.mmap(descriptor, LARGE_PAGE + size, access=access)
     shift = np.frombuffer(mapped, np.uint8).ctypes.data % LARGE_PAGE
     if shift:
@@ -239,18 +272,18 @@ def _map_file(descriptor: int, size: int, access: int) -> tuple[mmap.mmap, int]:
 
 def _unreachable(source: HostSource, version: PolicyVersion) -> WeightError:
     return WeightError(
-        f"the weights of version {version} are not to be found at {source.path}",
-        fix="the learner is gone or on another machine; there, use weights.channel=broadcast",
+        f"the weights of version {version} are not available at {source.path}",
+        fix="the learner has ended, or is on another machine: then use weights.channel=broadcast",
     )
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    facts = os.fstat(descriptor)
-    return facts.st_dev, facts.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _tensor_of(mapped: mmap.mmap, start: int, size: int) -> Tensor:
-    """The tensor keeps the map alive."""
+    """A uint8 tensor view of the map; it keeps the map alive."""
     return torch.from_numpy(np.frombuffer(mapped, np.uint8, size, start))
 
 

@@ -1,25 +1,20 @@
-"""The model's forwards on a GPU: prefill packed prompts, decode all rows as one captured graph.
+"""The model's forwards on a GPU: prefill packed prompts, decode all rows as one CUDA graph.
 
-Owns the memory of keys and values, the graphs and the compiled layers. Does not decide who is
-computed. On the CPU everything runs too, without graphs and with the references of the kernels,
-which is how it is tested.
-
-    decode(bucket) -> the graph of the bucket -> replay
-                      (captured when it is first wanted: embed, layers, head, draw)
+Owns the memory of the KV cache, the graphs and the compiled layers. For tests it also runs on the
+CPU, without graphs and with the kernels' references.
 
 Graphs hold addresses: of the rows' state, of the cache, and of the parameters, which an optimizer
-writes in place. `free` drops graphs and cache together. A plain decoder is computed without its
-modules (paged_decoder.py). The layers of others are compiled one by one, which is one compilation
-for the first number of rows and one for all others. A module that cannot be compiled runs as a
-graph, and one that cannot be captured runs as it is: slower, with a warning.
+writes in place. `free` drops graphs and cache together. A decoder of a known architecture is
+computed directly, without its modules (models/decoder/paged.py). The layers of others are compiled
+one by one: once for the first number of rows and once for all other numbers. A module that cannot
+be compiled runs as a graph, and one that cannot be captured runs eagerly: slower, with a warning.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -29,76 +24,74 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from rollick.infer.native.gpu.draw import DeviceRows, Field, draw
-from rollick.infer.native.sampler import Bias
-from rollick.models.fixed import fix_arithmetic
-from rollick.models.fused import use_alone, use_fused
-from rollick.models.head import head_logits, output_head
-from rollick.models.paged_attention import (
+from rollick.infer.native.gpu.device_sampler import DeviceState, StateField, sample_on_device
+from rollick.infer.native.sampler import LogitBias
+from rollick.models.attention.paged import (
     PAGE,
     PagedDecode,
     PagedPrefill,
     PagedStep,
     attach_cache,
-    running,
     to_device,
+    use_step,
 )
-from rollick.models.paged_decoder import PlainDecoder, plain_decoder
+from rollick.models.decoder.batch_invariant import use_batch_invariant_kernels
+from rollick.models.decoder.fused_linear import fuse_linears, unfuse_linears
+from rollick.models.decoder.paged import PagedDecoder, paged_decoder
+from rollick.models.head.logprobs import head_logits, output_head
+from rollick.models.loading.probe import cache_shape
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("rollick")
 
-_COPY_TOGETHER = 64
-"""Pages that are copied in one go: a copy passes through memory of its own."""
+_COPY_BATCH = 64
+"""Pages that are copied at once: each copy goes through temporary memory."""
 
-
-_REFUSALS = (RuntimeError, AssertionError, NotImplementedError, TypeError)
-"""What compilers and captures raise about modules that they cannot take."""
+_UNSUPPORTED = (RuntimeError, AssertionError, NotImplementedError, TypeError)
+"""Errors of the compiler, or of graph capture, for modules that it does not support."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """How forwards are run; what a device lacks is off."""
-
-    graphs: bool = True
-    compiled: bool = True
-    kernels: bool = True
-    fused: bool = True
-    """Query, key and value as one product, gate and up too, where their weights are neighbours."""
-    fixed: bool = False
-    """Compute with the learner's kernels (models/fixed.py): slower, and log-probs agree."""
-    plain: bool = True
-    """Decoders of the plain kind without their modules, and so without a compiler; needs `fused`.
-    Others are computed as if this were off."""
+class ForwardOptions:
+    cuda_graphs: bool = True
+    compile_layers: bool = True
+    triton_kernels: bool = True
+    fused_linears: bool = True
+    """One product for query, key and value, and one for gate and up, where their weights are
+    adjacent in memory."""
+    batch_invariant: bool = False
+    """Compute with the learner's kernels (models/decoder/batch_invariant.py): slower, but the
+    log-probs are equal."""
+    direct_decoder: bool = True
+    """Compute decoders of a known architecture without their modules, and so without the compiler.
+    Needs `fused_linears`."""
 
     @classmethod
-    def zero_mismatch(cls) -> Ways:
-        """A compiler would round in other places than the learner does."""
-        return cls(compiled=False, fused=False, fixed=True, plain=False)
+    def zero_mismatch(cls) -> ForwardOptions:
+        """Log-probs equal to the learner's: no compiler, which rounds elsewhere."""
+        return cls(
+            compile_layers=False, fused_linears=False, batch_invariant=True, direct_decoder=False
+        )
 
 
-class Ending(Enum):
+class LogitUse(Enum):
     """What a captured decode does with its logits."""
 
-    DRAW = "from all tokens"
-    CUT = "from those that the rows' cuts leave"
-    LEAVE = "nothing: they are changed before somebody draws"
+    SAMPLE = "sample from all tokens"
+    TRUNCATE = "apply top-k, top-p and min-p, then sample"
+    RETURN = "only return them: a bias is added before sampling"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Positions [start, stop) of a sequence, to be computed into its pages."""
+class PagedChunk:
+    """Tokens of a sequence, from position `start` on, to compute into its pages."""
 
     pages: Sequence[int]
     token_ids: npt.NDArray[np.int32]
     start: int
 
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.start, self.start + len(self.token_ids)
 
-
-def buckets_of(slots: int) -> list[int]:
-    """Numbers of rows that graphs are captured for: steps of an eighth to a half."""
+def graph_buckets(slots: int) -> list[int]:
+    """Numbers of rows that graphs are captured for."""
     sizes: list[int] = []
     size = 8
     while size < slots:
@@ -107,41 +100,36 @@ def buckets_of(slots: int) -> list[int]:
     return [*sizes, max(8, slots)]
 
 
-class PagedForward:
-    """Runs the module over a paged cache."""
+def decoder_layers(module: nn.Module, count: int) -> Sequence[nn.Module]:
+    """The layers of a language model, alone or inside a multimodal one, by any name; none if they
+    are not in one list."""
+    decoder: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList))
+    return list(next((part for part in lists if len(part) == count), ()))
 
+
+class PagedForward:
     def __init__(
-        self, module: nn.Module, *, device: str, ways: Ways, positions: int | None = None
+        self, module: nn.Module, *, device: str, options: ForwardOptions, max_length: int
     ) -> None:
-        """`positions` is how long a sequence may get; as long as the model allows by default."""
+        shape = cache_shape(module)
         config: Any = module.config
+        text: Any = config.get_text_config()
         self._module = module
         self._device = device
-        self._ways = ways
-        self._layers = int(config.num_hidden_layers)
-        heads = int(config.num_attention_heads)
-        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        self._group = heads // self._kv_heads
-        self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        self._positions = positions or int(config.max_position_embeddings)
-        self._store: Tensor | None = None
-        self._plain: PlainDecoder | None = None
-        self._graphs: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: Any = None
+        self.options = options
+        """Options that the module turns out not to support are switched off."""
+        self._layers = int(text.num_hidden_layers)
+        self._kv_heads, self._group, self._dim = shape.kv_heads, shape.group, shape.key_dim
+        self._max_length = max_length
+        self.cache: Tensor | None = None
+        self._decoder: PagedDecoder | None = None
+        self._graphs: dict[tuple[int, LogitUse], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graph_pool: Any = None
         self._compiled = False
         self._on_gpu = device.startswith("cuda")
-        if ways.fixed:
-            fix_arithmetic(module)
-
-    @property
-    def ways(self) -> Ways:
-        """What is left of the ways that were asked for."""
-        return self._ways
-
-    @property
-    def bytes(self) -> int:
-        """Memory of keys and values."""
-        return 0 if self._store is None else self._store.nbytes
+        if options.batch_invariant:
+            use_batch_invariant_kernels(module)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,193 +140,201 @@ class PagedForward:
         return 2 * self._layers * self._kv_heads * PAGE * self._dim * self.dtype.itemsize
 
     def reserve(self, pages: int) -> None:
-        """Take the memory of the cache, if it is not held."""
-        if self._store is not None:
+        if self.cache is not None:
             return
         shape = (self._layers, 2, pages, self._kv_heads, PAGE, self._dim)
-        self._store = torch.zeros(shape, dtype=self.dtype, device=self._device)
-        if self._ways.fused:
-            # Anew each time: parameters that moved while there was no cache may have parted.
-            use_fused(self._module)
-        caches = [(layer[0], layer[1]) for layer in self._store]
+        self.cache = torch.zeros(shape, dtype=self.dtype, device=self._device)
+        if self.options.fused_linears:
+            # Repeated at each call: the parameters may no longer be adjacent.
+            fuse_linears(self._module)
+        caches = [(layer[0], layer[1]) for layer in self.cache]
         attach_cache(self._module, caches)
-        if self._ways.plain and not self._ways.fixed:
-            self._plain = plain_decoder(
-                self._module, caches, positions=self._positions, kernels=self._ways.kernels
+        if self.options.direct_decoder and not self.options.batch_invariant:
+            kernels = self.options.triton_kernels
+            self._decoder = paged_decoder(
+                self._module, caches, positions=self._max_length, kernels=kernels
             )
 
     def free(self) -> None:
-        """Give the memory of cache and graphs back."""
         self._graphs.clear()
-        self._pool = None
-        self._store = None
-        self._plain = None
+        self._graph_pool = None
+        self.cache = None
+        self._decoder = None
         attach_cache(self._module, None)
-        use_alone(self._module)
+        unfuse_linears(self._module)
         if self._on_gpu:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
+    def prefill(self, chunks: Sequence[PagedChunk]) -> None:
         queries = 64
-        if self._ways.kernels:
-            from rollick.models.paged_kernels import prefill_queries
+        if self.options.triton_kernels:
+            from rollick.models.attention.paged_kernels import prefill_queries
 
             queries = prefill_queries(self._group)
         step = PagedPrefill.of(
             [chunk.pages for chunk in chunks],
-            [chunk.span for chunk in chunks],
+            [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks],
             queries=queries,
             device=self._device,
-            kernels=self._ways.kernels,
+            kernels=self.options.triton_kernels,
         )
         token_ids = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64)
         token_N = to_device(token_ids, self._device)
-        if self._plain is not None:
-            self._plain.hidden(token_N, step)
-            return
         with torch.compiler.set_stance("force_eager"):
             self._hidden(token_N, step.position_N, step)
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Pages into others, in all layers; a target is no source of the same call."""
-        assert self._store is not None
-        for start in range(0, len(pairs), _COPY_TOGETHER):
-            some = np.asarray(pairs[start : start + _COPY_TOGETHER], np.int64)
-            source, target = to_device(np.ascontiguousarray(some.T), self._device)
-            self._store[:, :, target] = self._store[:, :, source]
+        """Copy (source, target) pages in all layers; no target may be a source of the same call."""
+        assert self.cache is not None
+        for start in range(0, len(pairs), _COPY_BATCH):
+            batch = np.asarray(pairs[start : start + _COPY_BATCH], np.int64)
+            source, target = to_device(np.ascontiguousarray(batch.T), self._device)
+            self.cache[:, :, target] = self.cache[:, :, source]
 
     def decode(
-        self, rows: DeviceRows, *, bucket: int, cuts: bool = False, bias: Bias | None = None
+        self, rows: DeviceState, *, bucket: int, truncate: bool, bias: LogitBias | None
     ) -> None:
-        """One more token for the rows below `bucket`."""
-        ending = Ending.LEAVE if bias is not None else Ending.CUT if cuts else Ending.DRAW
-        graph = self._graph(rows, bucket, ending) if self._on_gpu else None
+        """Sample one more token for the rows below `bucket`."""
+        use = LogitUse.TRUNCATE if truncate else LogitUse.SAMPLE
+        if bias is not None:
+            use = LogitUse.RETURN
+        graph = self._graph(rows, bucket, use) if self._on_gpu else None
         if graph is None:
-            logits_RV = self._decode(rows, bucket, ending)
+            logits_RV = self._decode(rows, bucket, use)
         else:
             graph[0].replay()
             logits_RV = graph[1]
         if bias is not None:
-            place = (to_device(bias.row_B, self._device), to_device(bias.token_B, self._device))
+            index = (to_device(bias.row_B, self._device), to_device(bias.token_B, self._device))
             value_B = to_device(bias.value_B, self._device)
-            logits_RV.index_put_(place, value_B, accumulate=True)
-            draw(logits_RV, rows, cuts=cuts, kernels=self._ways.kernels)
+            logits_RV.index_put_(index, value_B, accumulate=True)
+            self._sample(logits_RV, rows, truncate=truncate)
 
-    def _decode(self, rows: DeviceRows, bucket: int, ending: Ending) -> Tensor:
-        length_R = rows.state[Field.LENGTH, :bucket]
+    def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
+        """As `Runner.probe_logits`. One page for each sequence, and an unused row beside them."""
+        logits: list[list[Tensor]] = [[] for _ in sequences]
+        count = len(sequences)
+        rows = DeviceState.empty(rows=count + 1, pages=1, stop_ids=[], device=self._device)
+        rows.page_table[:count, 0] = torch.arange(1, count + 1)
+        with torch.inference_mode():
+            self.reserve(count + 1)
+            beginnings = [np.asarray(ids[:prefilled], np.int32) for ids in sequences]
+            self.prefill([PagedChunk([row + 1], ids, 0) for row, ids in enumerate(beginnings)])
+            for position in range(prefilled, len(sequences[0])):
+                tokens = [ids[position] for ids in sequences if len(ids) > position]
+                rows.state.zero_()
+                rows.state[StateField.TOKEN, : len(tokens)] = torch.tensor(tokens).to(self._device)
+                rows.state[StateField.LENGTH, : len(tokens)] = position + 1
+                logits_RV = self._decode(rows, len(tokens) + 1, LogitUse.RETURN)
+                for row, logits_V in enumerate(logits_RV[: len(tokens)]):
+                    logits[row].append(logits_V)
+            self.free()
+        return torch.stack([logits_V for of_row in logits for logits_V in of_row])
+
+    def _sample(self, logits_RV: Tensor, rows: DeviceState, *, truncate: bool) -> None:
+        sample_on_device(logits_RV, rows, truncate=truncate, kernels=self.options.triton_kernels)
+
+    def _decode(self, rows: DeviceState, bucket: int, use: LogitUse) -> Tensor:
+        length_R = rows.state[StateField.LENGTH, :bucket]
         step = PagedDecode(
-            rows.table[:bucket],
+            rows.page_table[:bucket],
             length_R,
             splits=self._splits(bucket),
-            kernels=self._ways.kernels,
-            fixed=self._ways.fixed,
+            kernels=self.options.triton_kernels,
+            batch_invariant=self.options.batch_invariant,
         )
-        token_R = rows.state[Field.TOKEN, :bucket]
-        if self._plain is not None:
-            hidden_RD = self._plain.hidden(token_R, step)
-        else:
-            hidden_RD = self._hidden(token_R, length_R - 1, step)
-        logits_RV = head_logits(hidden_RD, *output_head(self._module), tiled=self._ways.fixed)
-        if ending is not Ending.LEAVE:
-            draw(logits_RV, rows, cuts=ending is Ending.CUT, kernels=self._ways.kernels)
+        # An unused row has no last token; its position only has to exist.
+        position_R = (length_R - 1).clamp(min=0)
+        hidden_RD = self._hidden(rows.state[StateField.TOKEN, :bucket], position_R, step)
+        logits_RV = head_logits(
+            hidden_RD, output_head(self._module), batch_invariant=self.options.batch_invariant
+        )
+        if use is not LogitUse.RETURN:
+            self._sample(logits_RV, rows, truncate=use is LogitUse.TRUNCATE)
         return logits_RV
 
     def _hidden(self, token_N: Tensor, position_N: Tensor, step: PagedStep) -> Tensor:
+        if self._decoder is not None:
+            return self._decoder.hidden(token_N, step)
         decoder: Any = self._module.base_model
-        with running(step):
+        with use_step(step):
             return decoder(
                 input_ids=token_N[None], position_ids=position_N[None], use_cache=False
             ).last_hidden_state[0]
 
     def _splits(self, bucket: int) -> int:
-        """Parts that each row's keys are cut into, so that few rows still fill the device."""
+        """Splits of each row's keys, so that a few rows still occupy the device."""
         programs = bucket * self._kv_heads
         return 1 if programs >= 256 else min(8, 1 << (256 // programs).bit_length() - 1)
 
     def _graph(
-        self, rows: DeviceRows, bucket: int, ending: Ending
+        self, rows: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """The captured decode; None where there can be none."""
-        key = bucket, ending
-        while self._ways.graphs and key not in self._graphs:
+        """The captured decode; None if the module cannot be captured."""
+        key = bucket, use
+        while self.options.cuda_graphs and key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(rows, bucket, ending)
+                self._graphs[key] = self._capture(rows, bucket, use)
             except torch.OutOfMemoryError:
                 raise
-            except _REFUSALS as error:
-                self._step_down(error)
+            except _UNSUPPORTED as error:
+                self._disable_option(error)
         return self._graphs.get(key)
 
-    def _step_down(self, error: BaseException) -> None:
-        """Go on with less of what makes decoding fast."""
-        lost = (
-            "computed without its modules"
-            if self._plain is not None
-            else "compiled"
-            if self._ways.compiled
-            else "captured as a graph"
-        )
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        _log.warning(
-            "%s cannot be %s and generates more slowly: %s",
-            type(self._module).__name__,
-            lost,
-            first,
-        )
-        if self._plain is not None:
-            self._plain = None
-            self._ways = replace(self._ways, plain=False)
-            return
-        if not self._ways.compiled:
-            self._ways = replace(self._ways, graphs=False)
-            return
-        self._ways = replace(self._ways, compiled=False)
-        for layer in self._decoder_layers:
-            layer._compiled_call_impl = None
+    def _disable_option(self, error: BaseException) -> None:
+        """Continue without the fastest option that is still on."""
+        name = type(self._module).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if self._decoder is not None:
+            failed = "computed without its modules"
+            self._decoder = None
+            self.options = replace(self.options, direct_decoder=False)
+        elif self.options.compile_layers:
+            failed = "compiled"
+            self.options = replace(self.options, compile_layers=False)
+            for layer in self._decoder_layers:
+                layer._compiled_call_impl = None
+        else:
+            failed = "captured as a CUDA graph"
+            self.options = replace(self.options, cuda_graphs=False)
+        _log.warning("%s cannot be %s and generates more slowly: %s", name, failed, reason)
 
     @property
     def _decoder_layers(self) -> Sequence[Any]:
-        decoder: Any = self._module.base_model
-        return decoder.layers
+        return decoder_layers(self._module, self._layers)
 
-    def _warm(self, rows: DeviceRows, bucket: int, ending: Ending) -> None:
-        """Run twice to compile what has to be; the first time also another number of rows, so that
-        no compilation is left for later."""
+    def _warm(self, rows: DeviceState, bucket: int, use: LogitUse) -> None:
+        """Run twice to compile. The first bucket also runs with another number of rows, so that
+        nothing is compiled later."""
         sizes = [bucket, bucket]
-        if self._ways.compiled and self._plain is None and not self._compiled:
+        if self.options.compile_layers and self._decoder is None and not self._compiled:
             self._compiled = True
             for layer in self._decoder_layers:
                 layer.compile()
             sizes.append(max(2, bucket // 2))
-        with _no_advice():
+        with warnings.catch_warnings():
+            # The compiler recommends TF32 with a warning, which some users turn into an error.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             for size in sizes:
-                self._decode(rows, size, ending)
+                self._decode(rows, size, use)
 
     def _capture(
-        self, rows: DeviceRows, bucket: int, ending: Ending
+        self, rows: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Warm up, then capture. The rows' state stays as it was."""
+        """Restores the rows' state, which warming up changes."""
         before = rows.state.clone()
         side: Any = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                self._warm(rows, bucket, ending)
+                self._warm(rows, bucket, use)
         finally:
             torch.cuda.current_stream().wait_stream(side)
             rows.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
-        # Another thread, such as a learner's, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_RV = self._decode(rows, bucket, ending)
-        self._pool = graph.pool()
+        # Another thread, such as the learner's, may use the device at the same time.
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            logits_RV = self._decode(rows, bucket, use)
+        self._graph_pool = graph.pool()
         return graph, logits_RV
-
-
-@contextmanager
-def _no_advice() -> Generator[None]:
-    """The compiler advises less precise products, as a warning, which some make an error of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        yield

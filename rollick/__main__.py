@@ -1,0 +1,5 @@
+"""`python -m rollick`."""
+
+from rollick.cli import main
+
+main()

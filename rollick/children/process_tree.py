@@ -1,0 +1,129 @@
+"""The descendants of this process, also those whose parent has died.
+
+    adopt_orphans()    the kernel gives orphaned descendants to this process, not to init
+    find_descendants() every process below one; find_stopped(): those that SIGSTOP holds
+    kill_processes()   SIGKILL, again and again, until none is left or the time is up
+
+Reads /proc. On a system without it, no process is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+POLL_S = 0.05
+
+
+class ProcessId(NamedTuple):
+    """A process. The start time distinguishes it from a later process with the same pid."""
+
+    pid: int
+    started: int
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of descendants whose own parent dies. False where there is no prctl."""
+    return _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_on_parent_death(number: signal.Signals) -> bool:
+    """The kernel sends `number` to this process when its parent dies; kept across exec."""
+    return _prctl(PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: int) -> bool:
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    return prctl is not None and prctl(option, ctypes.c_ulong(value), 0, 0, 0) == 0
+
+
+def find_descendants(root: int | None = None) -> set[ProcessId]:
+    """The processes below `root` (default: this process), without zombies and without `root`."""
+    children: dict[int, list[tuple[ProcessId, bool]]] = {}
+    for name in _listdir("/proc"):
+        if name.isdigit() and (fields := _read_stat(int(name))):
+            process = ProcessId(int(name), int(fields[19]))
+            children.setdefault(int(fields[1]), []).append((process, fields[0] in "ZX"))
+    descendants: set[ProcessId] = set()
+    pending = [os.getpid() if root is None else root]
+    while pending:
+        for process, has_ended in children.get(pending.pop(), []):
+            pending.append(process.pid)
+            if not has_ended:
+                descendants.add(process)
+    return descendants
+
+
+def find_stopped(programs: Collection[str]) -> list[ProcessId]:
+    """Descendants of this process that run one of the programs and are stopped (SIGSTOP)."""
+    return [
+        process
+        for process in find_descendants()
+        if read_name(process.pid) in programs and _read_stat(process.pid)[:1] == ["T"]
+    ]
+
+
+def kill_processes(
+    find: Callable[[], Collection[ProcessId]], *, timeout_s: float
+) -> list[ProcessId]:
+    """Kill what `find` returns until it returns nothing; returns what is left after the time.
+    Repeated, because a process may fork while its siblings are killed."""
+    deadline = time.monotonic() + timeout_s
+    while processes := find():
+        for process in processes:
+            send_kill(process)
+        if time.monotonic() > deadline:
+            return sorted(processes)
+        time.sleep(POLL_S)
+    return []
+
+
+def send_kill(process: ProcessId) -> None:
+    if is_running(process):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def reap_orphans(keep: int = 0) -> None:
+    """Collect the exit codes of ended children, except that of `keep`."""
+    with contextlib.suppress(ChildProcessError):
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == keep:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def is_running(process: ProcessId) -> bool:
+    fields = _read_stat(process.pid)
+    return bool(fields) and int(fields[19]) == process.started and fields[0] not in "ZX"
+
+
+def _read_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on (state, parent, …); empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def read_name(pid: int) -> str:
+    """The name of its program, at most 15 characters; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def _listdir(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

@@ -1,0 +1,201 @@
+"""Starts, replaces and stops the children of a pool; all run one program with the same user code.
+
+    ChildSupervisor.run() --LOAD--> child <-- READY or LOAD_FAILED
+           +--> one task of the pool for each child; watchdog.py kills them if this process dies
+
+Ensures that no process outlives the pool, and raises an error with the reason if a child cannot
+load. The pool decides what the children do and when to replace one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import uuid
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+
+from rollick.children import watchdog
+from rollick.children.child_loop import ChildSetup
+from rollick.children.process import EXIT_SECONDS, Child, ChildLost, FrameKind, pickle_callable
+from rollick.errors import RollickError
+from rollick.observe.faults import FaultKind, FaultLog
+
+START_SECONDS = 120.0
+"""Time for a child to load; user code may import large libraries."""
+MAX_FAILED_STARTS = 3
+"""Failed starts in a row before `replace` raises."""
+
+
+def pickle_definitions(
+    what: str, definitions: Mapping[str, Callable[..., Any] | str], error: type[RollickError]
+) -> dict[str, str | bytes]:
+    """Pickle functions and classes; references are kept. Raises `error` if pickling fails."""
+    pickled: dict[str, str | bytes] = {}
+    for name, value in definitions.items():
+        try:
+            pickled[name] = value if isinstance(value, str) else pickle_callable(value)
+        except Exception as reason:
+            message = f"the {what} {name!r} cannot be sent to another process: {reason}"
+            fix = "keep locks, files and models out of it, or name it as file.py:name"
+            raise error(message, fix=fix) from reason
+    return pickled
+
+
+@dataclass(slots=True, eq=False)
+class ChildSupervisor:
+    """The children of a pool. `what` (reward, environment) is a noun for error messages."""
+
+    program: str
+    what: str
+    setup: ChildSetup
+    error: type[RollickError]
+    output: Path | None = None
+    """File for the output of user code; default: the standard error of this process."""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Additional environment variables of the children."""
+    faults: FaultLog | None = None
+    """Records each child that is replaced."""
+    ready_body: bytes = b""
+    """Body of the last READY frame."""
+    _children: set[Child] = field(default_factory=set[Child])
+    _log: IO[bytes] | None = None
+    _watchdog: Process | None = None
+    _mark: str = field(default_factory=lambda: f"{uuid.uuid4().hex}.")
+    """Prefix of the mark of each child, which all processes that it starts inherit."""
+    _marks: dict[Child, str] = field(default_factory=dict[Child, str])
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    @asynccontextmanager
+    async def run(
+        self,
+        count: int,
+        serve: Callable[[Child, int], Coroutine[Any, Any, None]],
+        stop_pool: Callable[[RollickError], None],
+    ) -> AsyncGenerator[None, None]:
+        """Start `count` children and a task `serve(child, rank)` for each; on exit, stop all.
+        `stop_pool` is called with the error of a failed task and, on exit, with one for those that
+        are still waiting."""
+        tasks: list[asyncio.Task[None]] = []
+
+        def on_task_end(task: asyncio.Task[None]) -> None:
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if not isinstance(error, RollickError):
+                error = self.error(f"the task for the {self.what} process failed: {error!r}")
+            stop_pool(error)
+
+        with contextlib.ExitStack() as files:
+            if self.output is not None:
+                self._log = files.enter_context(self.output.open("ab"))
+            try:
+                for rank, child in enumerate(await self._start_all(count)):
+                    tasks.append(asyncio.create_task(serve(child, rank)))
+                    tasks[-1].add_done_callback(on_task_end)
+                yield
+            finally:
+                for child in self._children:
+                    child.kill()
+                for task in tasks:
+                    task.cancel()
+                stop_pool(self.error(f"the {self.what} pool is closed", fix="use it in its `with`"))
+                try:
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                finally:
+                    await self._close()
+
+    async def _start_all(self, count: int) -> list[Child]:
+        """Start the watchdog and the first children. Waits for all; raises the first error."""
+        command = (sys.executable, "-I", "-S", watchdog.__file__, self._mark)
+        self._watchdog = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=DEVNULL, start_new_session=True
+        )
+        starts = [asyncio.create_task(self._start()) for _ in range(count)]
+        await asyncio.gather(*starts, return_exceptions=True)
+        return [start.result() for start in starts]
+
+    async def _start(self) -> Child:
+        """Start a child and wait until it has loaded the user code."""
+        mark = f"{self._mark}{next(self._numbers)}."
+        variables = {**self.secrets, watchdog.VARIABLE: mark}
+        child = await Child.spawn(self.program, self._log, secrets=variables)
+        self._children.add(child)
+        self._marks[child] = mark
+        self._notify_watchdog("+", child)
+        try:
+            await self._load(child)
+        except RollickError:
+            await self.end(child)
+            raise
+        return child
+
+    async def replace(self, child: Child, *, rank: int, timed_out: bool, cause: str) -> Child:
+        """Start a new child in place of one that hung or died; `rank` is its number in the pool."""
+        kind: FaultKind = "hung" if timed_out or child.was_stopped else "killed"
+        fault = self.faults and self.faults.begin(f"{self.what}s", rank, kind=kind, cause=cause)
+        await self.end(child)
+        replacement = await self._start_again()
+        if fault is not None:
+            fault.restarted()
+            fault.rejoined()
+        return replacement
+
+    async def _start_again(self) -> Child:
+        for _ in range(MAX_FAILED_STARTS - 1):
+            with contextlib.suppress(RollickError):
+                return await self._start()
+        return await self._start()
+
+    async def end(self, child: Child) -> None:
+        """Kill a child and all processes that it started, and wait until they are gone."""
+        child.kill()
+        await child.wait()
+        if mark := self._marks.pop(child, None):
+            await asyncio.to_thread(watchdog.kill_marked, mark)
+        self._notify_watchdog("-", child)
+        self._children.discard(child)
+
+    async def _close(self) -> None:
+        """Wait until all processes are gone, the watchdog last."""
+        try:
+            await asyncio.gather(*(self.end(child) for child in list(self._children)))
+        finally:
+            if self._watchdog is not None and self._watchdog.stdin is not None:
+                self._watchdog.stdin.close()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EXIT_SECONDS):
+                        await self._watchdog.wait()
+
+    def _notify_watchdog(self, sign: str, child: Child) -> None:
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        self._watchdog.stdin.write(f"{sign}{child.process.pid}\n".encode())
+
+    async def _load(self, child: Child) -> None:
+        deadline = asyncio.get_running_loop().time() + START_SECONDS
+        what, names = self.what, ", ".join(self.setup.definitions)
+        try:
+            await child.send(FrameKind.LOAD, cloudpickle.dumps(self.setup), deadline=deadline)
+            [(kind, body)] = await child.receive(deadline=deadline)
+        except TimeoutError:
+            message = f"the {what} process did not load {names} within {START_SECONDS:g} s"
+            fix = f"look for slow imports or downloads at the top of the {what}'s file"
+            raise self.error(message, fix=fix) from None
+        except (ChildLost, ConnectionError):
+            await child.wait()
+            message = f"the {what} process died while loading {names} ({child.exit_text})"
+            fix = f"import the {what}'s file in a plain Python to see why"
+            raise self.error(message, fix=fix) from None
+        if kind == FrameKind.LOAD_FAILED:
+            problem = json.loads(body)
+            raise self.error(f"cannot load {names}: {problem['message']}", fix=problem["fix"])
+        self.ready_body = body

@@ -1,0 +1,5 @@
+"""`python -m rollick.cli`."""
+
+from rollick.cli import main
+
+main()

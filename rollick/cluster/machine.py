@@ -1,0 +1,90 @@
+"""What this machine has: GPUs, memory, open files. Reads files, asks nvidia-smi; no torch."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import re
+import resource
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from rollick.errors import OpenFilesExhausted
+
+MAX_OPEN_FILES = 65_536
+"""More is not wanted: some programs close every number up to the limit when they start another."""
+GPU_NODE = re.compile(r"nvidia[0-9]+")
+NVIDIA_SMI_TIMEOUT_S = 5.0
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def raise_open_files_limit() -> None:
+    """Raise this process's limit of open files as far as it may; worker processes inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_files_exhausted(error: OSError) -> OpenFilesExhausted | None:
+    """The error for a user if `error` means that no more files can be opened."""
+    if error.errno == errno.ENFILE:
+        message, fix = "this machine has no more open files", "raise fs.file-max (sysctl)"
+        return OpenFilesExhausted(f"{message}: {error}", fix=fix)
+    if error.errno != errno.EMFILE:
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    message = f"no more files can be opened: the limit of this process is {soft} (hard: {hard})"
+    fix = f"raise it with `ulimit -n {MAX_OPEN_FILES}`, or use fewer environments and rewards"
+    return OpenFilesExhausted(f"{message}: {error}", fix=fix)
+
+
+def torch_supports_cuda() -> bool:
+    """Whether the installed torch can use a GPU, by its version: CPU builds end in +cpu."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return not importlib.metadata.version("torch").endswith("+cpu")
+    return False
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that a process started here would see (CUDA_VISIBLE_DEVICES)."""
+    count = len(_gpu_nodes()) or len(query_gpu_memory())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+def _gpu_nodes() -> list[str]:
+    with suppress(OSError):
+        return [name for name in os.listdir("/dev") if GPU_NODE.fullmatch(name)]
+    return []
+
+
+def query_gpu_memory() -> list[int]:
+    """Bytes of each GPU of the machine; empty if nvidia-smi is missing or does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+        return [int(line) << 20 for line in answer.stdout.splitlines() if line.strip()]
+    return []
+
+
+def memory_bytes() -> int | None:
+    """Bytes of memory that processes of this machine or container may use; None if unknown."""
+    limits: list[int] = []
+    with suppress(OSError, ValueError, AttributeError):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # Without a limit the file holds `max`.
+            limits.append(int(Path(path).read_text("ascii")))
+    return min(limits, default=None)

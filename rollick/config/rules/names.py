@@ -1,0 +1,263 @@
+"""Rules about the names in a recipe: table entries, the user's functions, files, columns.
+
+Nothing is imported: tables are static and files are read (references.py). `import_everything`,
+for `check --deep`, is the exception.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollick.config import schema
+from rollick.config.names import NAMES, find, is_reference, resolve
+from rollick.config.problems import KeyPath, did_you_mean, show
+from rollick.config.references import Definition, read_reference
+from rollick.config.rules.context import Context, Problems, rule
+from rollick.config.wording import unknown_name
+from rollick.errors import ConfigError
+
+FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+FROM_THE_SAMPLE = ("prompt", "completion", "sample", "row", "domain", "truncated")
+"""Arguments of a reward that are always filled from the sample."""
+
+
+@rule()
+def _check_table_names(context: Context) -> Problems:
+    for path, kind, name in _table_names(context.recipe):
+        if context.is_sound(path):
+            yield from _check_known(context, path, kind, name)
+
+
+def _check_known(
+    context: Context, path: KeyPath, kind: str, name: str, *, own: bool = False
+) -> Problems:
+    """Checks a name of the table or of an installed package; with `own`, of the user's code too."""
+    try:
+        target = find(kind, name)
+    except ConfigError as error:
+        yield context.problem(path, error.message, error.fix)
+        return
+    if target is None or (is_reference(name) and not own):
+        yield context.problem(path, *unknown_name(kind, name, own=own))
+
+
+@rule()
+def _check_algorithm_parts(context: Context) -> Problems:
+    for path, kind, name in _algorithm_names(context):
+        if not context.is_sound(path):
+            continue
+        where = context.name_path(path)
+        if name.startswith("object:"):
+            message = f"{name!r} is not possible here"
+            fix = "put the function into a file and name it as file.py:name"
+            yield context.problem(where, message, fix)
+        elif is_reference(name):
+            yield from _check_function(context, where, name)
+        else:
+            yield from _check_known(context, where, kind, name, own=True)
+
+
+def _table_names(recipe: schema.Recipe) -> Iterator[tuple[KeyPath, str, str]]:
+    yield ("pipeline",), "pipelines", recipe.pipeline
+    yield ("infer", "engine"), "engines", recipe.infer.engine
+    yield ("train", "strategy"), "train_strategies", recipe.train.strategy
+    for index, name in enumerate(recipe.observe.sinks):
+        yield ("observe", "sinks", index), "sinks", name
+
+
+def _algorithm_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+    recipe = context.recipe
+    if isinstance(recipe, schema.SftRecipe | schema.DistillRecipe):
+        yield ("algorithm", "aggregation"), "aggregations", recipe.algorithm.aggregation
+    if isinstance(recipe, schema.RlRecipe):
+        yield from _part_names(recipe.algorithm, ("algorithm",))
+    for path, domain in context.domains_of(schema.RlvrDomain):
+        if domain.algorithm is not None:
+            yield from _part_names(domain.algorithm, (*path, "algorithm"))
+
+
+def _part_names(
+    algorithm: schema.AlgorithmConfig, path: KeyPath
+) -> Iterator[tuple[KeyPath, str, str]]:
+    yield (*path, "advantage"), "advantages", algorithm.advantage.name
+    yield (*path, "loss"), "losses", algorithm.loss.name
+    yield (*path, "correction"), "corrections", algorithm.correction.name
+    yield (*path, "aggregation"), "aggregations", algorithm.aggregation
+
+
+def _check_function(context: Context, path: KeyPath, name: str) -> Problems:
+    definition = _read(context, name)
+    if isinstance(definition, ConfigError):
+        yield context.problem(path, definition.message, definition.fix)
+    elif definition.kind == "class":
+        yield context.problem(path, f"{name} is a class", "a function is needed")
+
+
+def _read(context: Context, name: str) -> Definition | ConfigError:
+    try:
+        return read_reference(name, context.base)
+    except ConfigError as error:
+        return error
+
+
+@rule()
+def _check_rewards(context: Context) -> Problems:
+    for path, domain in context.domains():
+        for index, reward in enumerate(schema.rewards_of(domain)):
+            section = (*path, "rewards", index)
+            yield from _check_reward(context, reward, section)
+        yield from _check_duplicate_rewards(context, path, domain)
+
+
+def _check_reward(context: Context, reward: schema.RewardSpec, section: KeyPath) -> Problems:
+    where = context.name_path(section)
+    kind, _, rest = reward.name.partition(":")
+    if kind == "object":
+        if rest not in context.objects:
+            yield context.problem(where, *_unknown_object(context, rest))
+        return
+    if not is_reference(reward.name):
+        wrong = list(_check_known(context, where, "rewards", reward.name, own=True))
+        yield from wrong
+        # Only the metadata of a package is read; the run checks its reward.
+        if wrong or reward.name not in NAMES["rewards"]:
+            return
+    target = NAMES["rewards"].get(reward.name, reward.name)
+    definition = _read(context, target)
+    if isinstance(definition, ConfigError) or definition.kind == "class":
+        yield from _check_function(context, where, target)
+    else:
+        yield from _check_parameters(context, reward, definition, section)
+
+
+def _check_parameters(
+    context: Context, reward: schema.RewardSpec, definition: Definition, section: KeyPath
+) -> Problems:
+    parameters = definition.parameters
+    if parameters is None:
+        return
+    if parameters.unfillable:
+        message = f"{reward.name} takes {', '.join(parameters.unfillable)} by position only"
+        fix = "rewards are called by name: remove the `/`"
+        yield context.problem(context.name_path(section), message, fix)
+    for option in reward.options:
+        path = (*section, "options", option)
+        if option in FROM_THE_SAMPLE:
+            message = f"{option!r} is always filled from the sample"
+            yield context.problem(path, message, "give the option another name")
+        elif option not in parameters.names and not parameters.takes_any:
+            free = [name for name in parameters.names if name not in FROM_THE_SAMPLE]
+            advice = did_you_mean(option, free) or f"it takes {', '.join(free) or 'no option'}"
+            yield context.problem(path, f"{reward.name} has no parameter {option!r}", advice)
+
+
+def _check_duplicate_rewards(context: Context, path: KeyPath, domain: schema.Domain) -> Problems:
+    names = [reward.name for reward in schema.rewards_of(domain)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"{name!r} is already a reward of this domain"
+            yield context.problem((*path, "rewards", index), message, "name each reward once")
+
+
+def _unknown_object(context: Context, name: str) -> tuple[str, str]:
+    if context.objects:
+        known = ", ".join(f"object:{known}" for known in context.objects)
+        return f"there is no object:{name}", f"there are: {known}"
+    fix = "in a recipe, name your own as file.py:name"
+    return f"object:{name} only works for objects given to rollick.train", fix
+
+
+@rule()
+def _check_sources(context: Context) -> Problems:
+    for path, domain in context.domains():
+        if not domain.source:
+            continue
+        kind, _, name = domain.source.partition(":")
+        where = (*path, "source")
+        if kind == "object":
+            if name not in context.objects:
+                yield context.problem(where, *_unknown_object(context, name))
+        elif kind == "hub":
+            if not name:
+                yield context.problem(where, "has no dataset name", "write it as hub:NAME")
+        elif kind == "reasoning_gym":
+            task = name.partition("?")[0]
+            if task not in NAMES["gym_tasks"]:
+                advice = did_you_mean(task, list(NAMES["gym_tasks"])) or "see `rollick list`"
+                yield context.problem(where, f"reasoning-gym has no task {show(task)}", advice)
+        elif is_reference(domain.source):
+            yield from _check_function(context, where, domain.source)
+        else:
+            yield from _check_file(context, where, domain.source)
+
+
+@rule()
+def _check_environment_names(context: Context) -> Problems:
+    for path, domain in context.domains():
+        environment = schema.environment_of(domain)
+        if environment is None:
+            continue
+        name, where = environment.name, context.name_path((*path, "environment"))
+        if not is_reference(name):
+            yield from _check_known(context, where, "environments", name, own=True)
+        elif isinstance(problem := _read(context, name), ConfigError):
+            yield context.problem(where, problem.message, problem.fix)
+
+
+def _check_file(context: Context, where: KeyPath, source: str) -> Problems:
+    if not source.endswith(FILE_KINDS):
+        message = f"{show(source)} is not a source of prompts"
+        fix = f"use a file ({', '.join(FILE_KINDS)}), hub:NAME or file.py:function"
+        yield context.problem(where, message, fix)
+    elif not any((folder / source).is_file() for folder in (context.base, Path.cwd())):
+        folder = (context.base / source).parent
+        siblings = [item.name for item in folder.glob("*") if item.name.endswith(FILE_KINDS)]
+        advice = did_you_mean(Path(source).name, siblings)
+        fix = advice or "paths are relative to the recipe, then to the working directory"
+        yield context.problem(where, f"there is no file {source!r}", fix)
+
+
+@rule()
+def _check_prompt_formats(context: Context) -> Problems:
+    for path, domain in context.domains():
+        if domain.prompt_format is not None and (message := _format_problem(domain.prompt_format)):
+            fix = 'name columns in braces, such as "What is {a} + {b}?"; a brace itself is {{'
+            yield context.problem((*path, "prompt"), message, fix)
+
+
+def _format_problem(text: str) -> str:
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        return f"{show(text)} is not a format: {str(error).lower()}"
+    if not fields:
+        return f"{show(text)} names no column, so all prompts would be the same"
+    bad = [name for name in fields if not name or name.isdecimal() or set(".[") & set(name)]
+    return f"{show('{' + bad[0] + '}')} is not the name of a column" if bad else ""
+
+
+def import_everything(context: Context) -> Problems:
+    for path, kind, name in _all_names(context):
+        try:
+            resolve(kind, name, base=context.base)
+        except ConfigError as error:
+            yield context.problem(path, error.message, error.fix)
+        except Exception as error:  # Importing runs the user's code, which may raise anything.
+            message = f"importing {name} failed: {type(error).__name__}: {error}"
+            yield context.problem(path, message)
+
+
+def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+    yield from _table_names(context.recipe)
+    yield from _algorithm_names(context)
+    for path, domain in context.domains():
+        kind = domain.source.partition(":")[0]
+        if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
+            yield (*path, "source"), "rewards", domain.source
+        if (environment := schema.environment_of(domain)) is not None:
+            yield (*path, "environment"), "environments", environment.name
+        for index, reward in enumerate(schema.rewards_of(domain)):
+            if not reward.name.startswith("object:"):
+                yield (*path, "rewards", index), "rewards", reward.name

@@ -1,0 +1,181 @@
+"""Rules about settings that nothing reads.
+
+IgnoredWith in the schema marks a key that only some variants of its section read; one rule covers
+all of them. The other rules here depend on devices, roles, data or several sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from rollick.config import schema
+from rollick.config.model_sizes import ModelSizes
+from rollick.config.problems import KeyPath, Problem, show
+from rollick.config.rules.algorithm import blind_part, changes_scores, looks_at_scores
+from rollick.config.rules.context import Context, Problems, rule
+from rollick.config.schema.section import IgnoredWith, Section
+
+
+def _no_effect(
+    context: Context, path: KeyPath | str, value: str, reason: str, fix: str = "remove it"
+) -> Problem:
+    return context.problem(path, f"{value} has no effect: {reason}".lstrip(), fix)
+
+
+@rule()
+def _check_ignored_keys(context: Context) -> Problems:
+    for path, section in _sections(context.recipe, ()):
+        fields = type(section).model_fields if context.is_sound(path) else {}
+        for key, field in fields.items():
+            value = getattr(section, key)
+            marks = [item for item in field.metadata if isinstance(item, IgnoredWith)]
+            ignored = next((m for m in marks if getattr(section, m.key) in m.values), None)
+            if ignored is None or value == field.default:
+                continue
+            chosen = getattr(section, ignored.key)
+            reason = f"{ignored.key} is {chosen if isinstance(chosen, str) else f'{chosen:g}'}"
+            shown = "" if isinstance(value, Section) else show(value)
+            fix = f"{_values_that_use_key(type(section), ignored)}, or remove it"
+            yield _no_effect(context, (*path, key), shown, reason, fix)
+
+
+def _sections(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Section]]:
+    """Every section of a recipe with its path."""
+    if isinstance(value, Section):
+        yield path, value
+        value = dict(value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
+            yield from _sections(item, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _values_that_use_key(section: type[Section], ignored: IgnoredWith) -> str:
+    """The values of the other key with which this one is read."""
+    annotation = section.model_fields[ignored.key].annotation
+    if get_origin(annotation) is Literal:
+        others = [str(value) for value in get_args(annotation) if value not in ignored.values]
+        return f"set {ignored.key} to {' or '.join(others)}"
+    return f"change {ignored.key}"
+
+
+@rule("rollout", "infer.engine")
+def _check_staleness_settings(context: Context) -> Problems:
+    if context.rl is None or context.rl.rollout.max_staleness > 0:
+        return
+    rollout = context.rl.rollout
+    if rollout.staleness_rule == "long_rounds" and not rollout.surplus_groups:
+        reason = "with max_staleness 0 and no surplus no group is late"
+        fix = "set rollout.surplus_groups, such as a quarter of groups_per_step"
+        yield _no_effect(context, "rollout.staleness_rule", "long_rounds", reason, fix)
+    if rollout.at_publish == "keep":
+        reason = "with max_staleness 0 no sample runs at a publish"
+        fix = "raise rollout.max_staleness, or remove it"
+        yield _no_effect(context, "rollout.at_publish", "keep", reason, fix)
+
+
+@rule("evaluate", "data.validation")
+def _check_validation_data(context: Context) -> Problems:
+    evaluate, fix = context.recipe.evaluate, "add a domain to data.validation, or remove it"
+    for key, value in (("every", evaluate.every), ("at_start", evaluate.at_start)):
+        if value and not context.recipe.data.validation:
+            reason = "there is no validation data"
+            yield _no_effect(context, f"evaluate.{key}", show(value), reason, fix)
+
+
+@rule("evaluate")
+def _check_greedy_sampling(context: Context) -> Problems:
+    sampling, fix = context.recipe.evaluate.sampling, "set evaluate.sampling.temperature above 0"
+    for key, off in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value = getattr(sampling, key)
+        if not sampling.temperature and value not in (None, off):
+            message = f"{value:g} has no effect at temperature 0, which is greedy"
+            yield context.problem(f"evaluate.sampling.{key}", message, f"{fix}, or remove it")
+
+
+@rule("algorithm", "data.domains", "devices", "critic", "teacher", "judge", "reward_model")
+def _check_unused_roles(context: Context) -> Problems:
+    for path, reason, fix in _unused_roles(context):
+        yield _no_effect(context, path, "", reason, f"{fix}, or remove it")
+
+
+def _unused_roles(context: Context) -> Iterator[tuple[str, str, str]]:
+    """(key, why it is not used, what would use it) of each role that is set and not used."""
+    recipe, teacher = context.recipe, schema.teacher_of(context.recipe)
+    has_critic = context.rl is not None and context.rl.critic != schema.CriticConfig()
+    distils = recipe.needs("teacher") or recipe.needs("teacher_top")
+    distil = "use pipeline distill, the advantage opd or the loss distillation"
+    no_values, no_reward = "no advantage reads values", "no reward uses it"
+    ask_model = "add the reward model to a domain"
+    ask_judge = "add the reward judge (without a url) to a domain"
+    roles = (
+        ("reference", False, recipe.needs("reference"), "nothing reads a reference", "add a KL"),
+        ("critic", has_critic, recipe.needs("values"), no_values, "use advantage gae"),
+        ("teacher", teacher, distils, "nothing is distilled", distil),
+        ("reward_model", recipe.reward_model, recipe.asks_reward_model, no_reward, ask_model),
+        ("judge", recipe.judge, recipe.asks_judge, no_reward, ask_judge),
+    )
+    for role, section, is_used, reason, fix in roles:
+        if section and not is_used:
+            yield role, reason, fix
+        if recipe.devices.of(role) is not None and not is_used:
+            yield f"devices.{role}", reason, fix
+    is_set = teacher is not None and teacher.top_k != schema.TeacherConfig(path=teacher.path).top_k
+    if is_set and recipe.needs("teacher") and not recipe.needs("teacher_top"):
+        yield "teacher.top_k", "only the loss distillation reads it", "use that loss"
+
+
+@rule("train", "infer", "devices")
+def _check_gpu_settings(context: Context) -> Problems:
+    train, infer = context.recipe.train, context.recipe.infer
+    policy, generators = set(context.devices("policy")), set(context.devices("generators"))
+    share = infer.vllm.gpu_memory_utilization
+    has_share = infer.engine == "vllm" and share != schema.VllmConfig().gpu_memory_utilization
+    offload = train.strategy != "local" and train.parallel.offload
+    not_shared, on_cpu = "the policy shares no GPU with generators", "the policy is on the CPU"
+    no_gpu = "the generators are on the CPU (use kv_cache_gb)"
+    settings = (
+        ("train.sleep", train.sleep, policy & generators, not_shared),
+        ("train.parallel.offload", offload, policy, on_cpu),
+        ("infer.vllm.gpu_memory_utilization", has_share and share, generators, no_gpu),
+    )
+    for path, value, devices, reason in settings:
+        on_gpu = any(device.kind == "cuda" for device in devices)
+        if value and policy and generators and not on_gpu:
+            yield _no_effect(context, path, show(value), reason)
+
+
+@rule("train.lora", "weights.changes_only")
+def _check_lora_changes_only(context: Context) -> Problems:
+    if context.recipe.train.lora is not None and context.recipe.weights.changes_only:
+        yield _no_effect(
+            context, "weights.changes_only", "true", "adapters are always sent in full"
+        )
+
+
+@rule("train.expert_balance", "model.path")
+def _check_expert_balance(context: Context) -> Problems:
+    sizes = ModelSizes.read(context.recipe.model.path)
+    balance = context.recipe.train.expert_balance
+    if balance and sizes is not None and not sizes.experts:
+        yield _no_effect(
+            context, "train.expert_balance", f"{balance:g}", "the model has no experts"
+        )
+
+
+@rule("pipeline")
+def _check_shaped_scores(context: Context) -> Problems:
+    for path, algorithm in context.algorithms("advantage", "loss", "shaping"):
+        if changes_scores(algorithm) and not looks_at_scores(algorithm):
+            reason = f"{blind_part(algorithm)} reads no score"
+            yield _no_effect(context, (*path, "shaping"), "", reason)
+
+
+@rule("pipeline")
+def _check_sft_summaries(context: Context) -> Problems:
+    for path, domain in context.domains_of(schema.TrainingDomain):
+        environment = schema.environment_of(domain)
+        window = environment.window if environment else None
+        if window and window.summary and isinstance(context.recipe, schema.SftRecipe):
+            where = (*path, "environment", "window", "summary")
+            yield _no_effect(context, where, "", "solvers write no summaries to imitate")

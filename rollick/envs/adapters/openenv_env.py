@@ -1,0 +1,205 @@
+"""Adapter for OpenEnv: environments on a server, called over a WebSocket.
+
+    reply --format--> a field of the action, a JSON object, or a tool call --> server
+    server --> one field of the observation as text, or all of it as JSON
+
+The server's schema defines an action. If it has one required field, the reply is its value. If
+actions are tool calls (MCP), the policy gets the server's tools. Each episode has its own
+connection and environment; the server limits their number.
+
+Written for openenv 0.10. Start the server separately.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, cast
+from urllib.request import urlopen
+
+from rollick.envs.adapters.uninstalled import import_optional, mapping_option
+from rollick.envs.base import Reset, Step, TextEnv
+from rollick.envs.formats import Format, describe_format, read_reply
+from rollick.envs.tools.calls import (
+    STYLES,
+    BadCall,
+    CallStyle,
+    describe_tools,
+    first_parameters,
+    read_calls,
+)
+from rollick.envs.tools.kit import function_schema
+from rollick.errors import EnvError
+from rollick.types import Turn, stable_hash
+
+TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
+"""Titles of action schemas that are tool calls."""
+INVALID_ACTION = "VALIDATION_ERROR"
+"""The server's error code for an action that does not match its schema."""
+SCHEMA_S = 10.0
+Action = Mapping[str, Any]
+
+
+class RemoteEnv(TextEnv):
+    """One episode on the server at `url`."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        field: str = "",
+        show: str = "",
+        reset: str | Mapping[str, Any] = "",
+        style: Format = "plain",
+        calls: CallStyle = "hermes",
+        role: str = "tool",
+        max_steps: int = 200,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """`field`: the action's field that holds the reply; default: its only required field.
+        `show`: the observation's field that the policy reads; default: all of it. `reset`:
+        further arguments of the server's reset, as a mapping or as JSON. `calls` and `role`: if
+        the server has tools, the style of calls and the role of their results."""
+        if calls not in STYLES or max_steps < 1:
+            fix = f"use calls {', '.join(STYLES)}, and a positive max_steps"
+            raise EnvError(f"invalid options: calls={calls!r}, max_steps={max_steps}", fix=fix)
+        self.url = url.rstrip("/")
+        self.show = show
+        self.arguments = mapping_option("reset", reset)
+        self.style: Format = style
+        self.calls: CallStyle = calls
+        self.role = role
+        self.max_steps = max_steps
+        self.timeout_s = timeout_s
+        self.steps = 0
+        self.client: Any = None
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.schema: Mapping[str, Any] = {}
+        self.field = field
+
+    def reset(self, seed: int) -> Reset:
+        self.schema = action_schema(self.url)
+        self.field = self.field or _only_field(self.schema)
+        openenv = import_optional("openenv", "openenv>=0.10", older="mcp and pillow")
+        client = openenv.GenericEnvClient(base_url=self.url, message_timeout_s=self.timeout_s)
+        self.client = client.sync()
+        number = stable_hash("openenv", seed) % 2**31
+        try:
+            result = self.client.connect().reset(seed=number, **self.arguments)
+            if self.schema.get("title") in TOOL_ACTIONS:
+                listed = self.client.step({"type": "list_tools"}).observation["tools"]
+                self.tools = [_as_schema(tool) for tool in listed]
+        except (OSError, RuntimeError) as error:
+            raise EnvError(f"the server at {self.url} failed to reset: {error}") from error
+        text = self._text(result.observation)
+        if self.tools:
+            system = Turn("system", describe_tools(self.tools, self.calls))
+            return (system, Turn("user", text)), {}
+        return f"{text}\n{describe_format(self.style, self._action_hint())}", {}
+
+    def step(self, action: str) -> Step:
+        self.steps += 1
+        out_of_steps = self.steps >= self.max_steps
+        parsed = self._parse_action(action)
+        if isinstance(parsed, str):
+            return (
+                self._observation(parsed),
+                0.0,
+                False,
+                out_of_steps,
+                {"valid": False, "effective": False},
+            )
+        try:
+            result = self.client.step(parsed)
+        except RuntimeError as error:
+            if INVALID_ACTION not in str(error):
+                raise
+            error_text = self._observation(f"That is no action: {error}")
+            return error_text, 0.0, False, out_of_steps, {"valid": False, "effective": False}
+        done, reward = bool(result.done), float(result.reward or 0.0)
+        observation = self._observation(self._text(result.observation))
+        return observation, reward, done, out_of_steps and not done, {"valid": True}
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+
+    def _parse_action(self, action: str) -> Action | str:
+        """The action of the reply, or an error text for the policy."""
+        if self.tools:
+            return self._parse_call(action)
+        answer = read_reply(action, self.style)
+        if answer is None:
+            return f"That is no action. {describe_format(self.style, self._action_hint())}"
+        if self.field:
+            field_schema = self.schema.get("properties", {}).get(self.field, {})
+            return {self.field: _typed(answer, field_schema)}
+        try:
+            parsed = json.loads(answer)
+        except (ValueError, RecursionError) as error:
+            return f"That is no action: it is not JSON ({error})."
+        if not isinstance(parsed, dict):
+            return "That is no action: no object."
+        return cast("Action", parsed)
+
+    def _parse_call(self, action: str) -> Action | str:
+        calls = read_calls(action, self.calls, first_parameters(self.tools))
+        if isinstance(calls, BadCall):
+            return f"error: {calls.reason}"
+        if len(calls) != 1:
+            return "error: call one tool at a time" if calls else "error: call a tool"
+        [call] = calls
+        return {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+
+    def _action_hint(self) -> str:
+        properties: Mapping[str, Any] = self.schema.get("properties", {})
+        if self.field:
+            return str(properties.get(self.field, {}).get("description") or self.field)
+        shown = {key: of.get("type", "...") for key, of in properties.items() if key != "metadata"}
+        return f"a JSON object like {json.dumps(shown)}"
+
+    def _observation(self, text: str) -> str | tuple[Turn, ...]:
+        return (Turn(self.role, text),) if self.tools else text
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self.show:
+            if self.show not in observation:
+                known = ", ".join(observation)
+                raise EnvError(f"the observation has no {self.show!r}", fix=f"show one of {known}")
+            return str(observation[self.show])
+        shown = {key: value for key, value in observation.items() if key != "metadata"}
+        return json.dumps(shown, ensure_ascii=False)
+
+
+@lru_cache(64)
+def action_schema(url: str) -> Mapping[str, Any]:
+    """The server's action schema, requested once per process."""
+    address = f"http{url.removeprefix('http').removeprefix('ws')}/schema"
+    try:
+        with urlopen(address, timeout=SCHEMA_S) as response:
+            schemas: dict[str, Any] = json.load(response)
+    except (OSError, ValueError) as error:
+        fix = "start it (`openenv serve`, uvicorn or docker), and set url to its address"
+        raise EnvError(f"no OpenEnv server responds at {url}: {error}", fix=fix) from error
+    return cast("Mapping[str, Any]", schemas["action"])
+
+
+def _only_field(schema: Mapping[str, Any]) -> str:
+    """The only required field of an action, if there is exactly one."""
+    required: Sequence[str] = schema.get("required", ())
+    return required[0] if len(required) == 1 else ""
+
+
+def _typed(answer: str, schema: Mapping[str, Any]) -> Any:
+    """The text converted to the field's type; unchanged if that fails."""
+    if schema.get("type") in ("integer", "number", "boolean", "array", "object"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(answer)
+    return answer
+
+
+def _as_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    about, parameters = tool.get("description", ""), tool.get("input_schema", {})
+    return function_schema(tool["name"], about, parameters)

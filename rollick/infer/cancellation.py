@@ -1,0 +1,27 @@
+"""Cancellation: work that must finish although its caller is cancelled, and tasks to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+async def run_to_completion(work: Awaitable[Result]) -> Result:
+    """Waits for the work. A cancelled caller waits too, and is cancelled afterwards: it may hold a
+    lock that protects the work."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+async def cancel_tasks(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels the tasks and waits until they have ended. Drops their errors."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,189 @@
+"""The weights of a native engine: updates, adapters, and moves between devices.
+
+A plain stream is staged, compared with the expected fingerprint, and then copied into the module.
+Verified weights are not staged; if their memory persists, the parameters become views of it.
+
+Adapters are merged into the module. A merge cannot be undone without rounding, so the base weights
+that have adapters are kept, and each new version is merged into them. For an engine that shares
+the learner's parameters the learner keeps them.
+
+    update(weights)  -> check everything -> module = weights
+    update(adapters) -> check everything -> module = base + scale * B A
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollick.infer.engine import VerifiedWeights, WeightStream
+from rollick.infer.weight_checks import check_fingerprint, check_shapes, stage_weights
+from rollick.models.attention.slot_cache import CACHED
+from rollick.models.decoder.fused_linear import fuse_storage
+from rollick.models.loading.adapter import adapted_weights, adapters_of, base_parameters
+from rollick.models.loading.fingerprint import SHARES, fingerprint
+from rollick.models.loading.load import empty_model, share_parameters
+from rollick.types import Fingerprint, PolicyVersion
+
+
+class EngineWeights:
+    """A module's parameters. `learner_base` are base weights that a learner keeps, unchanged."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        device: str = "cpu",
+        shared: bool = False,
+        learner_base: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        self.module = module
+        self.device = device
+        self.shared = shared
+        self.learner_base = dict(learner_base)
+        self._base: dict[str, Tensor] = {}
+        """The base weights of the parameters that have adapters merged."""
+
+    @classmethod
+    def share(cls, learner: nn.Module, *, device: str) -> EngineWeights:
+        """A module of its own over the learner's storage; weights with adapters are copies."""
+        on_gpu, adapted = device.startswith("cuda"), adapted_weights(learner)
+        config: Any = learner.config
+        if on_gpu:
+            fuse_storage(learner)
+        module = empty_model(config, attention=CACHED)
+        share_parameters(module, learner)
+        if adapted and on_gpu:
+            fuse_storage(module)
+        base = [(name, value.detach()) for name, value in base_parameters(learner)]
+        kept = [(name, weight) for name, weight in base if name in adapted]
+        return cls(module, device=device, shared=True, learner_base=kept)
+
+    @property
+    def can_adopt(self) -> bool:
+        """Captured CUDA graphs hold the addresses of parameters, so on a GPU these must stay."""
+        return not self.shared and self.device.startswith("cpu")
+
+    def can_take(self, weights: WeightStream) -> bool:
+        """An engine that shares the learner's parameters takes only adapters to its own copies."""
+        return not self.shared or (bool(self.learner_base) and _are_adapters(weights))
+
+    def update(
+        self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None
+    ) -> Fingerprint:
+        if isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None:
+            self._merge(weights, weights.adapter_scale)
+            return weights.fingerprint
+        adopt = self.can_adopt
+        written = write_weights(self.module, weights, version, expected=expected, adopt=adopt)
+        self._base.clear()
+        return written
+
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the weights without adapters."""
+        return fingerprint(list(self._base_weights()))
+
+    def move(self, device: str) -> None:
+        self.module.to(device)
+        self._base = {name: weight.to(device) for name, weight in self._base.items()}
+        if device.startswith("cuda"):
+            fuse_storage(self.module)
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _merge(self, weights: VerifiedWeights, scale: float) -> None:
+        """A parameter that had an adapter and has none now gets its base weight back."""
+        targets = dict(self.module.named_parameters())
+        adapters = adapters_of(weights.pairs, targets)
+        with torch.no_grad():
+            for name in self._base.keys() - {adapter.name for adapter in adapters}:
+                targets[name].copy_(self._base.pop(name))
+            for adapter in adapters:
+                name, target = adapter.name, targets[adapter.name]
+                if name not in self._base:
+                    kept = self.learner_base.get(name)
+                    self._base[name] = target.detach().clone() if kept is None else kept
+                adapter.merged(self._base[name], scale=scale, out=_own_memory(target))
+
+    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights without adapters, tied ones once."""
+        kept = self.learner_base | self._base
+        for name, parameter in self.module.named_parameters():
+            yield name, kept.get(name, parameter.detach())
+
+
+def _are_adapters(weights: WeightStream) -> bool:
+    return isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None
+
+
+def write_weights(
+    module: nn.Module,
+    weights: WeightStream,
+    version: PolicyVersion,
+    *,
+    expected: Fingerprint | None,
+    adopt: bool,
+) -> Fingerprint:
+    """Write the weights into the module and return their fingerprint; on an error nothing changes.
+    With `adopt`, parameters become views of persistent memory instead of copies."""
+    if not isinstance(weights, VerifiedWeights):
+        weights = VerifiedWeights(*stage_weights(weights))
+    check_fingerprint(weights.fingerprint, expected, version=version)
+    targets = dict(module.named_parameters(remove_duplicate=False))
+    check_shapes(weights.pairs, targets, partial=weights.base_fingerprint is not None)
+    adopt = adopt and weights.persistent
+    with torch.no_grad():
+        _copy([(targets[n], t) for n, t in weights if not _replace_memory(targets[n], t, adopt)])
+    return weights.fingerprint
+
+
+def _replace_memory(target: nn.Parameter, tensor: Tensor, adopt: bool) -> bool:
+    """Adopt the tensor's memory, or leave adopted memory, which is not the engine's to write.
+    False if the parameter keeps its memory and the caller must write it."""
+    parameter: Any = target
+    if adopt and tensor.dtype == target.dtype and tensor.device == target.device:
+        parameter.data, parameter.is_adopted = tensor, True
+        return True
+    if getattr(parameter, "is_adopted", False):
+        parameter.data, parameter.is_adopted = tensor.to(target, copy=True), False
+        return True
+    return False
+
+
+def _own_memory(target: nn.Parameter) -> Tensor:
+    """Memory of the parameter that may be written; replaces adopted memory."""
+    parameter: Any = target
+    if getattr(parameter, "is_adopted", False):
+        parameter.data, parameter.is_adopted = torch.empty_like(target), False
+    return parameter.data
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write each tensor into its target. On the CPU it uses its own threads: torch's wait for each
+    other after every tensor, which is slow while other processes use the cores."""
+    contiguous = [pair for pair in pairs if _is_contiguous_cpu(*pair)]
+    for target, tensor in pairs:
+        if not _is_contiguous_cpu(target, tensor):
+            target.copy_(tensor)
+    threads = torch.get_num_threads()
+    shares = min(SHARES * threads, len(contiguous))
+    if shares:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_copy_bytes, [contiguous[first::shares] for first in range(shares)]))
+
+
+def _is_contiguous_cpu(target: Tensor, tensor: Tensor) -> bool:
+    on_cpu = target.device.type == "cpu" and tensor.device.type == "cpu"
+    contiguous = target.is_contiguous() and tensor.is_contiguous()
+    return on_cpu and contiguous and target.dtype == tensor.dtype
+
+
+def _copy_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for pair in pairs:
+        written, read = (part.detach().reshape(-1).view(torch.uint8).numpy() for part in pair)
+        np.copyto(written, read)

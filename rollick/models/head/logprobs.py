@@ -1,0 +1,344 @@
+"""Log-probs and entropy of tokens, without materialising all logits.
+
+Row t is a hidden state; softmax(h_t W' / temperature) is the distribution of the next token. Some
+models scale or cap their logits (OutputHead).
+
+    token_logprobs    of one token per row, with the entropy    sampled tokens
+    chosen_logprobs   of K given tokens per row                 a student at its teacher's tokens
+    top_logprobs      of the top K tokens, no gradient          a teacher
+
+The product with the vocabulary is computed for `chunk` rows at a time, in the forward and again in
+the backward, so at most chunk x V logits (and as many gradients) exist at once. The backward reuses
+those of the last chunk.
+
+Legend: T rows, D hidden size, V vocabulary, C rows of a chunk, K tokens of a row. All log-probs are
+float32 (float64 for float64 hidden states), for any dtype of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rollick.errors import ModelError
+from rollick.models.decoder.batch_invariant import batch_invariant_product
+from rollick.models.decoder.tiled_linear import tiled_linear
+
+
+class OutputHead(NamedTuple):
+    """From hidden states to logits: softcap * tanh(scale * (h W' + b) / softcap)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def first(self, tokens: int) -> OutputHead:
+        """The head of the first tokens of the vocabulary."""
+        bias_V = None if self.bias_V is None else self.bias_V[:tokens]
+        return self._replace(weight_VD=self.weight_VD[:tokens], bias_V=bias_V)
+
+    def finish(self, product: Tensor) -> Tensor:
+        """The logits from h W' + b, in its memory."""
+        if self.scale != 1.0:
+            product.mul_(self.scale)
+        if self.softcap is not None:
+            product.div_(self.softcap).tanh_().mul_(self.softcap)
+        return product
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of finished logits with respect to h W' + b."""
+        if self.softcap is None:
+            return self.scale
+        return (logits / self.softcap).square_().neg_().add_(1).mul_(self.scale)
+
+
+def output_head(model: nn.Module) -> OutputHead:
+    head: Any = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    if getattr(head, "weight", None) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no output head",
+            fix="use a decoder whose logits are the product of its head",
+        )
+    config: Any = model.config
+    text: Any = config.get_text_config()
+    divisor, factor = (getattr(text, name, None) for name in ("logits_scaling", "logit_scale"))
+    softcap = getattr(text, "final_logit_softcapping", None)
+    scale = float(factor or 1.0) / float(divisor or 1.0)
+    return OutputHead(head.weight, getattr(head, "bias", None), scale, softcap or None)
+
+
+def head_logits(hidden_TD: Tensor, head: OutputHead, *, batch_invariant: bool = False) -> Tensor:
+    """Logits [T, V] in float32 (float64 for float64 inputs), without gradient.
+
+    A half-precision product is not rounded to half: a bfloat16 logit of 20 is off by up to 0.06,
+    and so would be its log-prob. Engine and learner both compute their logits here.
+    """
+    with torch.no_grad():
+        return head.finish(_head_product(hidden_TD, head, batch_invariant))
+
+
+def _head_product(hidden_TD: Tensor, head: OutputHead, batch_invariant: bool) -> Tensor:
+    wide, weight_VD, bias_V = _result_dtype(hidden_TD), head.weight_VD, head.bias_V
+    if hidden_TD.is_cuda and batch_invariant:
+        return batch_invariant_product(hidden_TD, weight_VD, bias_V, dtype=wide)
+    if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
+        logits_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
+        return logits_TV if bias_V is None else logits_TV.add_(bias_V)
+    product = tiled_linear if batch_invariant else linear
+    bias_V = None if bias_V is None else bias_V.to(wide)
+    return product(hidden_TD.to(wide), weight_VD.to(wide), bias_V)
+
+
+def exact_logits(hidden_TD: Tensor, head: OutputHead, ids_TK: Tensor) -> Tensor:
+    """Logits [T, K] of K tokens per row, in float64.
+
+    A float32 product over the hidden size is off by some 5e-6, differently in each kernel, and most
+    of the error of a log-prob is that of the token's own logit, which is cheap to compute exactly.
+    """
+    weight_TKD = head.weight_VD[ids_TK].double()
+    logits_TK = torch.matmul(weight_TKD, hidden_TD.double()[:, :, None])[..., 0]
+    if head.bias_V is not None:
+        logits_TK += head.bias_V[ids_TK].double()
+    return head.finish(logits_TK)
+
+
+def token_logprobs(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    targets_T: Tensor,
+    temperature_T: Tensor,
+    *,
+    chunk: int,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of each target, entropy of its distribution), differentiable; an unused entropy
+    costs nothing. `batch_invariant`: a row's bits do not depend on the other rows."""
+    tensors = hidden_TD, *head[:2]
+    options = ChunkOptions(chunk, *head[2:], batch_invariant=batch_invariant)
+    if hidden_TD.is_cuda and not batch_invariant and hidden_TD.dtype is not torch.float64:
+        from rollick.models.head.fused import FusedLogprobs
+
+        fused: Any = FusedLogprobs.apply(*tensors, targets_T, temperature_T.float(), options)
+        return fused
+    result: Any = _HeadLogprobs.apply(*tensors, targets_T[:, None], temperature_T, options)
+    logprobs_T1, entropy_T = result
+    return logprobs_T1[:, 0], entropy_T
+
+
+def chosen_logprobs(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    ids_TK: Tensor,
+    temperature_T: Tensor,
+    *,
+    chunk: int,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Log-probs [T, K] of K given tokens per row; differentiable."""
+    options = ChunkOptions(chunk, *head[2:], batch_invariant=batch_invariant, entropy=False)
+    result: Any = _HeadLogprobs.apply(hidden_TD, *head[:2], ids_TK, temperature_T, options)
+    return result[0]
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    temperature_T: Tensor,
+    *,
+    k: int,
+    chunk: int,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(ids, log-probs), both [T, K], of the k most likely tokens of each row, descending."""
+    if not 1 <= k <= len(head.weight_VD):
+        raise ModelError(
+            f"cannot take the {k} likeliest tokens of a vocabulary of {len(head.weight_VD)}",
+            fix=f"request 1 to {len(head.weight_VD)} tokens",
+        )
+    logprobs_TK = hidden_TD.new_empty(len(hidden_TD), k, dtype=_result_dtype(hidden_TD))
+    ids_TK = torch.empty_like(logprobs_TK, dtype=torch.int64)
+    options = ChunkOptions(chunk, *head[2:], batch_invariant=batch_invariant, entropy=False)
+    for chunk_logprobs in _chunks(hidden_TD, head, temperature_T, options=options):
+        rows = chunk_logprobs.rows
+        logprobs_TK[rows], ids_TK[rows] = chunk_logprobs.logprobs_CV.topk(k, dim=-1)
+    return ids_TK, logprobs_TK
+
+
+class ChunkOptions(NamedTuple):
+    """What the autograd functions need beside tensors; `scale` and `softcap` are the head's."""
+
+    chunk: int
+    scale: float
+    softcap: float | None
+    batch_invariant: bool = False
+    entropy: bool = True
+    needs_gradient: bool = False
+
+
+class _Chunk(NamedTuple):
+    """A chunk's log-softmax [C, V], which the reader may overwrite, and `OutputHead.slope`."""
+
+    rows: slice
+    logprobs_CV: Tensor
+    slope: Tensor | float
+
+
+def _chunks(
+    hidden_TD: Tensor,
+    head: OutputHead,
+    temperature_T: Tensor,
+    *,
+    options: ChunkOptions,
+    ids_TK: Tensor | None = None,
+    kept: list[_Chunk] | None = None,
+) -> Iterator[_Chunk]:
+    """Chunk by chunk. If there is one id per row (sampled tokens), their logits are computed in
+    float64. A backward passes what the forward `kept`: the last chunk, which then comes first, or
+    nothing."""
+    temperature_T = temperature_T.to(_result_dtype(hidden_TD))
+    starts = list(range(0, len(hidden_TD), options.chunk))
+    for start in starts if kept is None else [*starts[-1:], *starts[:-1]]:
+        rows = slice(start, start + options.chunk)
+        if kept:
+            yield kept.pop()
+            continue
+        exact_ids_CK = ids_TK[rows] if ids_TK is not None and ids_TK.shape[1] == 1 else None
+        # No local variable: the generator must not keep the chunk alive after the caller drops it.
+        yield _Chunk(
+            rows,
+            *_chunk_logprobs(
+                hidden_TD[rows],
+                head,
+                temperature_T[rows],
+                batch_invariant=options.batch_invariant,
+                exact_ids_CK=exact_ids_CK,
+                with_slope=kept is not None or options.needs_gradient,
+            ),
+        )
+
+
+def _chunk_logprobs(
+    hidden_CD: Tensor,
+    head: OutputHead,
+    temperature_C: Tensor,
+    *,
+    batch_invariant: bool,
+    exact_ids_CK: Tensor | None,
+    with_slope: bool,
+) -> tuple[Tensor, Tensor | float]:
+    """(Log-softmax of a chunk, [C, V]; slope); the division by the temperature is in float32."""
+    logits_CV = head_logits(hidden_CD, head, batch_invariant=batch_invariant)
+    if exact_ids_CK is not None and not batch_invariant and needs_exact_logits(hidden_CD):
+        exact_CK = exact_logits(hidden_CD, head, exact_ids_CK)
+        logits_CV.scatter_(1, exact_ids_CK, exact_CK.to(logits_CV.dtype))
+    slope = head.slope(logits_CV) if with_slope else 1.0
+    logits_CV.div_(temperature_C[:, None])
+    if batch_invariant or logits_CV.is_cuda:
+        return torch.log_softmax(logits_CV, dim=-1), slope
+    # On the CPU log_softmax sums sequentially: for 50,000 tokens the log-probs are 7e-6 too large.
+    # sum() uses pairwise summation, in an order that depends on the number of rows.
+    logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
+    return logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope
+
+
+def needs_exact_logits(hidden: Tensor) -> bool:
+    """Whether `exact_logits` improves accuracy: only for float32 on the CPU."""
+    return hidden.dtype is torch.float32 and not hidden.is_cuda
+
+
+def _result_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype is torch.float64 else torch.float32
+
+
+def _logit_gradient(
+    logprobs_CV: Tensor, ids_CK: Tensor, *, chosen_CK: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Gradient [C, V] of the logits after the temperature, written over `logprobs_CV`.
+
+    `chosen_CK` is the gradient of the log-probs of `ids_CK`, `entropy` the (gradient, value) [C, 1]
+    of the entropy H. d log p_k = 1[k] - p and dH = -p (log p + H): the factors of p are summed
+    first, so at most two arrays of [C, V] exist.
+    """
+    chosen_C1 = chosen_CK.sum(1, keepdim=True)
+    if entropy is None:
+        grad_CV = logprobs_CV.exp_().neg_().mul_(chosen_C1)
+    else:
+        gradient_C1, value_C1 = entropy
+        probs_CV = logprobs_CV.exp()
+        grad_CV = logprobs_CV.add_(value_C1).mul_(gradient_C1).add_(chosen_C1)
+        grad_CV.mul_(probs_CV).neg_()
+    return grad_CV.scatter_add_(1, ids_CK, chosen_CK)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        ids_TK: Tensor,
+        temperature_T: Tensor,
+        options: ChunkOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        head = OutputHead(weight_VD, bias_V, options.scale, options.softcap)
+        logprobs_TK = hidden_TD.new_empty(ids_TK.shape, dtype=_result_dtype(hidden_TD))
+        entropy_T = logprobs_TK.new_empty(len(ids_TK)) if options.entropy else None
+        options = options._replace(needs_gradient=any(ctx.needs_input_grad))
+        ctx.kept = []
+        for chunk in _chunks(hidden_TD, head, temperature_T, options=options, ids_TK=ids_TK):
+            rows, all_CV, _ = chunk
+            logprobs_TK[rows] = all_CV.gather(1, ids_TK[rows])
+            if entropy_T is not None:
+                entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)
+            if rows.stop >= len(hidden_TD) and options.needs_gradient:
+                ctx.kept.append(chunk)
+        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T)
+        ctx.options = options
+        # An unused entropy then has the gradient None instead of zeros.
+        ctx.set_materialize_grads(False)
+        return logprobs_TK, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        chosen_TK, by_entropy_T = gradients
+        hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T = ctx.saved_tensors
+        head = OutputHead(weight_VD, bias_V, ctx.options.scale, ctx.options.softcap)
+        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
+        wide = _result_dtype(hidden_TD)
+        temperature_T1 = temperature_T.to(wide)[:, None]
+        if chosen_TK is None:
+            chosen_TK = torch.zeros_like(ids_TK, dtype=wide)
+        hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
+        # Summed over chunks in float32, so that the result hardly depends on the chunk size.
+        weight_grad = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
+        bias_grad = torch.zeros_like(bias_V, dtype=wide) if for_bias else None
+        inputs: Any = {"options": ctx.options, "ids_TK": ids_TK, "kept": ctx.kept}
+        for rows, all_CV, slope in _chunks(hidden_TD, head, temperature_T, **inputs):
+            by_entropy = None
+            if by_entropy_T is not None:
+                by_entropy = by_entropy_T[rows, None] / temperature_T1[rows], entropy_T[rows, None]
+            chosen_CK = chosen_TK[rows] / temperature_T1[rows]
+            grad_CV = _logit_gradient(all_CV, ids_TK[rows], chosen_CK=chosen_CK, entropy=by_entropy)
+            grad_CV = times_slope(grad_CV, slope)
+            narrow_CV = grad_CV.to(hidden_TD.dtype)
+            if hidden_grad is not None:
+                hidden_grad[rows] = narrow_CV @ weight_VD
+            if weight_grad is not None:
+                weight_grad += narrow_CV.t() @ hidden_TD[rows]
+            if bias_grad is not None:
+                bias_grad += grad_CV.sum(0)
+        weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        bias_grad = None if bias_grad is None else bias_grad.to(bias_V.dtype)
+        return hidden_grad, weight_grad, bias_grad, None, None, None
+
+
+def times_slope(gradient_CV: Tensor, slope: Tensor | float) -> Tensor:
+    """In place, unless the slope is 1."""
+    return gradient_CV if isinstance(slope, float) and slope == 1.0 else gradient_CV.mul_(slope)

@@ -1,0 +1,164 @@
+"""Comparison of runs: their curves in one picture, and first, best and last values in a table.
+
+groups of runs (one line of the table and one colour each; seeds of one recipe are one group)
+    -> summarise -> GroupSummary -> table, JSON
+    -> draw_comparison -> PNG
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from rich.table import Table
+
+from rollick.observe.diagnosis import duration
+from rollick.observe.report import LOSS, with_plain_text
+
+Rows = Sequence[Mapping[str, float]]
+
+DEFAULT_METRICS = ("eval/pass@1", "score/mean", LOSS)
+"""Metrics that show whether a run learns; the first one that all runs have is compared."""
+TITLES = {"eval/pass@1": "held-out prompts, pass@1", "score/mean": "training, mean score"}
+SMOOTHED_PARTS = 20
+"""A thick line averages over this part of a training curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCurves:
+    name: str
+    seed: int
+    rows: Rows
+
+    def points(self, metric: str) -> dict[float, float]:
+        """The metric's values by step."""
+        return {row["step"]: row[metric] for row in self.rows if metric in row}
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Runs that differ only in their seeds."""
+
+    label: str
+    runs: Sequence[RunCurves]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean over the runs of a group, and the standard deviation if there are several."""
+
+    mean: float
+    deviation: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None)
+
+    def __str__(self) -> str:
+        deviation = "" if self.deviation is None else f" ± {self.deviation:.2g}"
+        return f"{self.mean:.3g}{deviation}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    label: str
+    runs: Sequence[str]
+    seeds: Sequence[int]
+    steps: int
+    """Steps that every run of the group has made."""
+    first: Spread
+    best: Spread
+    last: Spread
+    seconds: float
+    """Mean duration of a run."""
+
+
+def common_metric(groups: Sequence[RunGroup]) -> str | None:
+    """The default metric that every run has; None if they have none in common."""
+    runs = [run for group in groups for run in group.runs]
+    return next((name for name in DEFAULT_METRICS if all(run.points(name) for run in runs)), None)
+
+
+def summarise(group: RunGroup, metric: str) -> GroupSummary:
+    """First, best and last value of a metric, over the runs of a group."""
+    curves = [list(run.points(metric).values()) for run in group.runs]
+    best = min if metric == LOSS else max
+    seconds = [sum(row.get("time/step", 0.0) for row in run.rows) for run in group.runs]
+    return GroupSummary(
+        label=group.label,
+        runs=[run.name for run in group.runs],
+        seeds=[run.seed for run in group.runs],
+        steps=min(int(run.rows[-1]["step"]) for run in group.runs),
+        first=Spread.of([values[0] for values in curves]),
+        best=Spread.of([best(values) for values in curves]),
+        last=Spread.of([values[-1] for values in curves]),
+        seconds=fmean(seconds),
+    )
+
+
+def comparison_table(summaries: Sequence[GroupSummary], metric: str) -> Table:
+    table = Table(title=f"{metric}, mean ± standard deviation over seeds")
+    for name in ("runs", "seeds", "steps", "first", "best", "last", "time"):
+        table.add_column(name, justify="left" if name == "runs" else "right", overflow="fold")
+    for each in summaries:
+        seeds = ", ".join(str(seed) for seed in each.seeds)
+        values = [str(spread) for spread in (each.first, each.best, each.last)]
+        table.add_row(each.label, seeds, str(each.steps), *values, duration(each.seconds))
+    return table
+
+
+@with_plain_text
+def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[str]) -> Path:
+    """Plot the metrics of all runs over the steps: a thin line for each run, a thick one for the
+    mean of a group, and the range between its runs."""
+    from matplotlib.figure import Figure
+
+    shown = [metric for metric in metrics if _has(groups, metric)]
+    figure = Figure(figsize=(6 * len(shown), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, metric in zip(panels, shown, strict=True):
+        for number, group in enumerate(groups):
+            _plot_group(axes, group, metric, color=f"C{number % 10}")
+        axes.set(title=TITLES.get(metric, metric), xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    lines, labels = panels[0].get_legend_handles_labels()
+    if lines:
+        columns = max(1, min(3, len(labels)))
+        figure.legend(lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _has(groups: Sequence[RunGroup], metric: str) -> bool:
+    return any(run.points(metric) for group in groups for run in group.runs)
+
+
+def _plot_group(axes: Any, group: RunGroup, metric: str, *, color: str) -> None:
+    curves = [points for run in group.runs if (points := run.points(metric))]
+    if not curves:
+        axes.plot([], [], color=color, lw=2, label=group.label)
+        return
+    steps = sorted(set.intersection(*(set(points) for points in curves)))
+    values = [[points[step] for points in curves] for step in steps]
+    width = 1 if metric.startswith("eval/") else max(1, len(steps) // SMOOTHED_PARTS)
+    mean = _smooth([fmean(each) for each in values], width)
+    for points in curves:
+        if width > 1 or len(curves) > 1:
+            axes.plot(list(points), list(points.values()), color=color, lw=0.7, alpha=0.35)
+    if len(curves) > 1:
+        low = _smooth([min(each) for each in values], width)
+        high = _smooth([max(each) for each in values], width)
+        axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
+    marker = "o" if metric.startswith("eval/") or len(steps) == 1 else ""
+    axes.plot(steps, mean, color=color, lw=2, marker=marker, markersize=4, label=group.label)
+
+
+def _smooth(values: Sequence[float], width: int) -> list[float]:
+    """Means over `width` neighbours; fewer at both ends."""
+    half = width // 2
+    return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]

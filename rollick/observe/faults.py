@@ -1,0 +1,129 @@
+"""faults.jsonl: every fault of a run, with the times at which it was noticed and repaired.
+
+    fault = faults.begin("generators", 1, kind="killed", cause="...")     # writes a row
+    fault.restarted()                                                    # a new process answers
+    fault.rejoined()                                                     # it works again; a row
+
+A fault has two rows with the same id; the later one counts, so a crash between them loses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+FAULTS = "faults.jsonl"
+
+FaultKind = Literal["killed", "hung", "raised", "corrupt", "not_finite", "slow", "disk", "node"]
+
+LOG = logging.getLogger("rollick")
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault. Times are seconds since the epoch; None if that did not happen."""
+
+    id: str
+    role: str
+    rank: int
+    kind: FaultKind
+    cause: str
+    step: int
+    """Steps that were done when it was noticed."""
+    failed_at: float
+    """When it happened, if known, else when it was noticed."""
+    detected_at: float
+    restarted_at: float | None = None
+    rejoined_at: float | None = None
+    gave_up: str | None = None
+    """Why it was not repaired."""
+    redone_steps: int = 0
+    _write: Callable[[Fault], None] = field(default=lambda fault: None, repr=False, compare=False)
+
+    def restarted(self) -> None:
+        """A new process has replaced the lost one."""
+        self.restarted_at = time.time()
+
+    def rejoined(self, *, redone_steps: int = 0) -> None:
+        """The role takes part in the run again. `redone_steps`: steps whose work was repeated."""
+        self.rejoined_at, self.redone_steps = time.time(), redone_steps
+        self._write(self)
+
+    def give_up(self, reason: str) -> None:
+        self.gave_up = reason
+        self._write(self)
+
+
+class FaultLog:
+    """Writes the faults of a run. A disk that cannot be written never stops the run."""
+
+    def __init__(self, folder: Path, *, step: Callable[[], int] = lambda: 0) -> None:
+        self._path = folder / FAULTS
+        self._step = step
+        self._process = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count()
+        self.faults: list[Fault] = []
+        """Of this process, in order."""
+
+    def begin(
+        self,
+        role: str,
+        rank: int,
+        *,
+        kind: FaultKind,
+        cause: str,
+        failed_at: float | None = None,
+    ) -> Fault:
+        now, number = time.time(), next(self._numbers)
+        fault = Fault(
+            id=f"{self._process}-{number}",
+            role=role,
+            rank=rank,
+            kind=kind,
+            cause=cause,
+            step=self._step(),
+            failed_at=failed_at or now,
+            detected_at=now,
+            _write=self._append,
+        )
+        self.faults.append(fault)
+        self._append(fault)
+        return fault
+
+    def _append(self, fault: Fault) -> None:
+        names = [column.name for column in fields(fault) if not column.name.startswith("_")]
+        row = {name: getattr(fault, name) for name in names}
+        try:
+            with self._path.open("a+b") as file:
+                # A process that was killed while it wrote may have left half a line.
+                end = file.seek(0, os.SEEK_END)
+                torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+                file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+        except OSError as error:
+            LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def read_faults(folder: Path) -> list[Fault]:
+    """The faults of a run in order, of all its processes. Skips incomplete lines."""
+    path = folder / FAULTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    by_id: dict[str, Fault] = {}
+    for row in _rows(lines):
+        by_id[row["id"]] = Fault(**row)
+    return list(by_id.values())
+
+
+def _rows(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue

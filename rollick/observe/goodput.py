@@ -1,0 +1,354 @@
+"""Where the time of a run went: every second belongs to exactly one state.
+
+    TimeAccount, one per process --> goodput.jsonl --> read_goodput --> metrics, report, doctor
+
+    start     workers and models start
+    train     the step computes: annotates, trains, and everything without another state
+    generate  the step waits for samples, and an engine generates
+    wait      the step waits for samples, and no engine generates: rewards or environments work
+    publish   the new weights are sent to the engines
+    save      training waits for a checkpoint
+    validate  held-out prompts are sampled and scored
+    recover   the step, or the whole run, waits for the repair of a fault
+    redo      the work was lost and is done again: steps after the restored checkpoint, and the
+              time from the last finished step to a crash
+
+The account is always in one state, so the states sum to the wall time. The wall time of a run that
+crashed includes the time until it was resumed (recover). The time between an orderly end (finished,
+stopped by a signal or run.max_minutes) and a resume belongs to no run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Literal, get_args
+
+from rollick.observe.diagnosis import read_situation
+from rollick.observe.faults import Fault, FaultKind
+
+GOODPUT = "goodput.jsonl"
+
+State = Literal[
+    "start", "train", "generate", "wait", "publish", "save", "validate", "recover", "redo"
+]
+Event = Literal["opened", "begun", "step", "restored", "stopped", "failed"]
+STATES: tuple[State, ...] = get_args(State)
+PROGRESS: frozenset[State] = frozenset({"train", "generate", "wait", "publish", "validate"})
+"""States in which the run makes progress, if it is not lost later."""
+NEVER_REDONE: frozenset[State] = frozenset({"start", "recover", "redo"})
+"""States that keep their time if their step is lost."""
+NO_REPAIR: frozenset[FaultKind] = frozenset({"not_finite"})
+"""Faults that end immediately: they have no recovery time."""
+PHASE_STATES: Mapping[str, State] = {
+    "generate": "generate",
+    "publish": "publish",
+    "validate": "validate",
+}
+"""The state of a phase; `train` for all others."""
+
+LOG = logging.getLogger("rollick")
+
+Seconds = dict[State, float]
+
+
+def no_time() -> Seconds:
+    return dict.fromkeys(STATES, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRow:
+    """A row of goodput.jsonl. Its `seconds` sum to the time since the previous row, unless the run
+    was not running in between."""
+
+    at: float
+    """Seconds since the epoch."""
+    step: int | None = None
+    """The step that the time was spent for; None if it cannot be lost with a step."""
+    seconds: Mapping[State, float] = field(default_factory=no_time)
+    event: Event = "step"
+    """`restored`: the steps after `step` were lost. The last two end a process; after a crash they
+    are missing."""
+
+
+@dataclass(slots=True)
+class Goodput:
+    """The time of a run by state, over all its processes."""
+
+    seconds: Seconds = field(default_factory=no_time)
+    processes: int = 0
+    redone_steps: int = 0
+    last: TimeRow | None = None
+    _by_step: dict[int, Seconds] = field(default_factory=dict[int, Seconds])
+    _finished: set[int] = field(default_factory=set[int])
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio: time of progress that was not lost / wall time."""
+        return sum(self.seconds[state] for state in PROGRESS) / self.wall_s if self.wall_s else 1.0
+
+    @property
+    def shares(self) -> dict[State, float]:
+        """The share of each state that occurred, in the order of STATES."""
+        wall_s = self.wall_s
+        return {state: spent / wall_s for state, spent in self.seconds.items() if spent > 0}
+
+    def add(self, row: TimeRow) -> None:
+        if row.event == "restored":
+            self._lose_steps_after(row.step)
+        else:
+            self._add_time(row)
+        self.processes += row.event == "opened"
+        self.last = row
+
+    def _add_time(self, row: TimeRow) -> None:
+        by_step = no_time() if row.step is None else self._by_step.setdefault(row.step, no_time())
+        for state, seconds in row.seconds.items():
+            self.seconds[state] += seconds
+            by_step[state] += seconds
+        if row.event == "step" and row.step is not None:
+            self._finished.add(row.step)
+
+    def _lose_steps_after(self, step: int | None) -> None:
+        """The time of these steps becomes `redo`, because they are done again."""
+        assert step is not None, "a restored run has a step"
+        for lost in [number for number in self._by_step if number > step]:
+            for state, seconds in self._by_step.pop(lost).items():
+                if state not in NEVER_REDONE:
+                    self.seconds[state] -= seconds
+                    self.seconds["redo"] += seconds
+            self.redone_steps += lost in self._finished and lost > 0
+            self._finished.discard(lost)
+
+
+def read_goodput(folder: Path) -> Goodput:
+    """The time of a run so far. Skips the incomplete last line of a process that was killed."""
+    path, goodput = folder / GOODPUT, Goodput()
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = TimeRow(**json.loads(line))
+            except json.JSONDecodeError:
+                continue
+            goodput.add(row)
+    return goodput
+
+
+class TimeAccount:
+    """Records the time of this process by state. Open it with `TimeAccount.open`."""
+
+    def __init__(
+        self,
+        path: Path,
+        totals: Goodput,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.totals = totals
+        self.waiting_state: Callable[[], State] = lambda: "generate"
+        """The state while a step waits for samples; call `refresh` when it may have changed."""
+        self._path = path
+        self._clock = clock
+        self._since = clock()
+        self._epoch = now() - self._since
+        self._base: State = "start"
+        self._state: State = "start"
+        self._recoveries = 0
+        self._unwritten = no_time()
+        self._step = no_time()
+        """Since the last row of metrics."""
+        self._is_open = True
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        *,
+        resume: bool,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> TimeAccount:
+        """Continue the account of a run, or begin a new one. If the run's last process crashed, the
+        time since its last finished step is lost, and the time from the crash to the first step is
+        recovery."""
+        if not resume:
+            (folder / GOODPUT).unlink(missing_ok=True)
+        totals = read_goodput(folder)
+        account, last = cls(folder / GOODPUT, totals, clock=clock, now=now), totals.last
+        if last is not None and last.event != "stopped":
+            died_at = min(_crash_time(folder, last), account.at)
+            is_step_lost = last.event in ("begun", "step")
+            account._unwritten["redo" if is_step_lost else "recover"] += died_at - last.at
+            account._unwritten["recover"] += account.at - died_at
+            account._base = account._state = "recover"
+        account._write(None, "opened")
+        return account
+
+    @property
+    def at(self) -> float:
+        """Seconds since the epoch, up to which the time is recorded."""
+        return self._epoch + self._since
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    def refresh(self) -> None:
+        """Add the time since the last call to the current state, and determine the state again."""
+        if not self._is_open:
+            return
+        now = self._clock()
+        for seconds in (self._unwritten, self._step):
+            seconds[self._state] += now - self._since
+        self._since = now
+        self._state = self._find_state()
+
+    def _find_state(self) -> State:
+        if self._recoveries:
+            return "recover"
+        return self.waiting_state() if self._base == "generate" else self._base
+
+    def begin_steps(self) -> None:
+        """The run has started: from now on it trains."""
+        self._base = "train"
+        self._write(None, "begun")
+
+    @contextmanager
+    def during(self, state: State) -> Generator[None]:
+        """The run is in this state while the block runs."""
+        before, self._base = self._base, state
+        self.refresh()
+        try:
+            yield
+        finally:
+            self._base = before
+            self.refresh()
+
+    @contextmanager
+    def recovering(self, *, lost_s: float = 0.0) -> Generator[None]:
+        """The step waits for the repair of a fault while the block runs. `lost_s`: seconds before
+        the block whose work is done again, such as those of a call that failed."""
+        self.refresh()
+        # A repair within a repair loses no work of the step.
+        moved = 0.0 if self._recoveries else min(lost_s, self._unwritten[self._state])
+        for seconds in (self._unwritten, self._step):
+            seconds[self._state] -= moved
+            seconds["redo"] += moved
+        self._recoveries += 1
+        self.refresh()
+        try:
+            yield
+        finally:
+            self._recoveries -= 1
+            self.refresh()
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Record the step. Returns its time by state as metrics, and the totals of the run."""
+        self._write(step, "step")
+        spent, self._step = self._step, no_time()
+        named = {name: spent[name] for name, total in self.totals.seconds.items() if total > 0}
+        metrics = {f"time/goodput/{name}": seconds for name, seconds in named.items()}
+        metrics["time/goodput/ettr"] = self.totals.ettr
+        return metrics | {"time/goodput/redone_steps": float(self.totals.redone_steps)}
+
+    def drop_rows_after(self, step: int) -> None:
+        """The steps after `step` were lost: the run does them again."""
+        self._append(TimeRow(self.at, step, event="restored"))
+
+    def close(self, step: int, *, failed: bool = False) -> None:
+        """Record the rest. `step`: finished steps. A failed step is lost if the run is resumed."""
+        if self._is_open:
+            self._write(step + 1 if failed else step, "failed" if failed else "stopped")
+            self._is_open = False
+
+    def _write(self, step: int | None, event: Event) -> None:
+        self.refresh()
+        seconds: Seconds = {state: spent for state, spent in self._unwritten.items() if spent}
+        self._unwritten = no_time()
+        self._append(TimeRow(self.at, step, seconds, event))
+
+    def _append(self, row: TimeRow) -> None:
+        self.totals.add(row)
+        # The last line of a killed process may be incomplete; blank lines are skipped.
+        begin = "\n" if row.event == "opened" else ""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{begin}{json.dumps(asdict(row))}\n")
+        except OSError as error:
+            LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def _crash_time(folder: Path, last: TimeRow) -> float:
+    """When a process was last seen alive; its error if it failed with one."""
+    snapshot = read_situation(folder)
+    if last.event == "failed" or snapshot is None:
+        return last.at
+    return max(last.at, snapshot.written_at)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFaults:
+    """The faults of a role."""
+
+    role: str
+    kinds: Mapping[FaultKind, int]
+    gave_up: int
+    """Faults that were not repaired because a budget was spent."""
+    redone_steps: int
+    recovery_s: Sequence[float]
+    """From each fault to its repair."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def median_s(self) -> float | None:
+        return median(self.recovery_s) if self.recovery_s else None
+
+    @property
+    def longest_s(self) -> float | None:
+        return max(self.recovery_s, default=None)
+
+
+def summarise_faults(faults: Iterable[Fault]) -> list[RoleFaults]:
+    """The faults by role, in the order of each role's first fault."""
+    by_role: dict[str, list[Fault]] = {}
+    for fault in faults:
+        by_role.setdefault(fault.role, []).append(fault)
+    return [
+        RoleFaults(
+            role=role,
+            kinds=Counter(fault.kind for fault in its),
+            gave_up=sum(fault.gave_up is not None for fault in its),
+            redone_steps=sum(fault.redone_steps for fault in its),
+            recovery_s=[
+                fault.rejoined_at - fault.failed_at
+                for fault in its
+                if fault.rejoined_at is not None and fault.kind not in NO_REPAIR
+            ],
+        )
+        for role, its in by_role.items()
+    ]
+
+
+def fault_metrics(faults: Iterable[Fault]) -> dict[str, float]:
+    """Faults and the median time to recover, by role."""
+    metrics: dict[str, float] = {}
+    for role in summarise_faults(faults):
+        metrics[f"time/goodput/faults/{role.role}"] = float(role.count)
+        if role.median_s is not None:
+            metrics[f"time/goodput/recovery/{role.role}"] = role.median_s
+    return metrics

@@ -1,0 +1,65 @@
+"""A .jsonl file of a run that survives a full disk: rows wait in memory until there is room.
+
+A write that fails half-way continues at the same byte, so no row is torn or written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+LOG = logging.getLogger("rollick")
+
+MAX_WAITING_BYTES = 64 << 20
+
+
+class RowFile:
+    """Appends rows. Opened for each write, because a resumed run replaces the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0
+        """Rows dropped because both the disk and the buffer in memory were full."""
+        self._waiting = bytearray()
+        self._failing = False
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append rows. If the disk cannot be written, logs this once and does not raise."""
+        for row in rows:
+            if len(self._waiting) > MAX_WAITING_BYTES:
+                self.lost += 1
+            else:
+                self._waiting += json.dumps(row).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failing:
+                text = "%s cannot be written: %s; the run continues, its rows wait in memory"
+                LOG.error(text, self.path, error.strerror)
+            self._failing = True
+            return
+        if self._failing:
+            self._failing = False
+            LOG.warning("%s can be written again; %d rows were lost", self.path, self.lost)
+
+    def close(self) -> None:
+        self.flush()
+        if self._waiting:
+            LOG.error("%s: the last %d bytes were lost", self.path, len(self._waiting))
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            while self._waiting:
+                del self._waiting[: os.write(descriptor, self._waiting)]
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,103 @@
+"""Typed calls to the workers of a role: the base class of all handles.
+
+Pass a method as the Protocol's function (`call_collective(PolicyRole.train, batch)`), so that its
+arguments and its result are type-checked. The WorkerGroup gets the function's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+
+from rollick.cluster.dispatch import SplitPlan, split_batch
+from rollick.cluster.group import WorkerGroup
+from rollick.data.batch import Batch
+from rollick.roles.protocols import Role
+from rollick.types import RoleName
+
+W = TypeVar("W", bound=Role)
+A = TypeVar("A")
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Recovery(Protocol):
+    """Repairs the workers of a role, so that a failed call can be made again."""
+
+    async def run(
+        self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
+    ) -> T:
+        """The result of `attempt`, which is made again after each repair. `others`: it calls other
+        roles too, so a failure may not be that of this role."""
+        ...
+
+    def trained(self, role: RoleName, batch: Batch) -> None:
+        """The role was trained on the batch."""
+
+
+class RoleHandle(Generic[W]):
+    """The workers of one role, whose Protocol is W. Without `recovery`, a lost worker is an error
+    of the call."""
+
+    def __init__(
+        self, group: WorkerGroup, role: RoleName, recovery: Recovery | None = None
+    ) -> None:
+        self.group = group
+        self.role: RoleName = role
+        self.recovery = recovery
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]], *, others: bool = False) -> T:
+        """Make the call; make it again if a lost worker could be repaired."""
+        if self.recovery is None:
+            return await attempt()
+        return await self.recovery.run(self.role, attempt, others=others)
+
+    @property
+    def ranks(self) -> int:
+        """Number of workers; 0 if the run does not have the role."""
+        return self.group.device_map.ranks(self.role)
+
+    async def sleep(self, rank: int) -> None:
+        await self.retry(lambda: self.call_rank(rank, Role.sleep))
+
+    async def wake(self, rank: int) -> None:
+        await self.retry(lambda: self.call_rank(rank, Role.wake))
+
+    async def peak_memory(self, rank: int) -> int:
+        """Peak bytes of the worker's process since the role's construction began."""
+        return await self.retry(lambda: self.call_rank(rank, Role.peak_memory))
+
+    async def call_rank(
+        self,
+        rank: int,
+        method: Callable[[W, *Ts], Awaitable[T] | T],
+        *args: *Ts,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Call one rank, within `timeout_s` if given, else within the group's deadline."""
+        name = method.__name__
+        return await self.group.call(self.role, name, *args, rank=rank, timeout_s=timeout_s)
+
+    async def call_all(self, method: Callable[[W], Awaitable[T] | T]) -> list[T]:
+        return await self.group.broadcast(self.role, method.__name__)
+
+    async def call_collective(self, method: Callable[[W, *Ts], Awaitable[T] | T], *args: *Ts) -> T:
+        """Call all ranks of a sharded role with the same arguments. Returns rank 0's result."""
+        return await self.group.call_collective(self.role, method.__name__, *args)
+
+    async def scatter(
+        self, method: Callable[[W, A, *Ts], Awaitable[T] | T], parts: Sequence[A | None], *args: *Ts
+    ) -> list[T | None]:
+        """Call rank i with part i; a rank whose part is None is not called, its result is None."""
+        return await self.group.scatter(self.role, method.__name__, parts, *args)
+
+    async def split(
+        self, method: Callable[[W, Batch], Awaitable[T] | T], batch: Batch
+    ) -> tuple[list[T | None], SplitPlan]:
+        """Call each rank with its part of the batch. Returns the results (None for an empty part),
+        and the plan that restores the order of the batch."""
+        parts, plan = split_batch(batch, self.ranks)
+        return await self.scatter(method, [part if part.samples else None for part in parts]), plan
+
+
+AnyHandle = RoleHandle[Any]

@@ -1,0 +1,162 @@
+"""Role handles: the API that the controller and custom training loops call.
+
+    roles = Roles(group)
+    report = await roles.policy.train(batch)
+    batch = replace(batch, old_logprobs_N=await roles.policy.logprobs(batch))
+
+A batch is divided over the ranks of a role, and results come back in the order of the batch. The
+ranks of a sharded policy divide it among themselves. A role that the run does not have has 0 ranks;
+calling it raises PlacementError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rollick.cluster.dispatch import gather_samples, gather_tokens
+from rollick.cluster.group import WorkerGroup
+from rollick.data.batch import Batch, TokenValues, TopTokens
+from rollick.roles.calls import AnyHandle, Recovery, RoleHandle
+from rollick.roles.engines import Generators, Judge
+from rollick.roles.protocols import (
+    CriticRole,
+    PolicyRole,
+    RewardModelRole,
+    ScorerRole,
+    TrainedRole,
+)
+from rollick.roles.reports import CriticReport, TrainReport
+from rollick.trainer.snapshot import SnapshotRecord
+from rollick.trainer.strategy import LossReport, OptimReport
+from rollick.types import FloatArray, PolicyVersion, RoleName
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.manifest import WeightManifest
+from rollick.weights.plan import Channel, ProcessLocation, Route
+
+Trained = TypeVar("Trained", bound=TrainedRole)
+
+
+class TrainedHandle(RoleHandle[Trained]):
+    """A role with state. Collective calls run on all ranks, one call at a time."""
+
+    async def save(self, path: Path) -> None:
+        """Write weights, optimizer state and random state into a folder."""
+        await self.retry(lambda: self.call_collective(TrainedRole.save, path))
+
+    async def load(self, path: Path) -> None:
+        await self.call_collective(TrainedRole.load, path)
+
+    async def write_snapshots(self, paths: Sequence[str]) -> list[SnapshotRecord]:
+        """Each rank copies its state into the memory at its path."""
+        records = await self.scatter(TrainedRole.write_snapshot, paths)
+        return [record for record in records if record is not None]
+
+    async def restore_snapshots(self, records: Sequence[SnapshotRecord]) -> None:
+        """Each rank takes over the state of its snapshot."""
+        await self.scatter(TrainedRole.restore_snapshot, records)
+
+
+class Policy(TrainedHandle[PolicyRole]):
+    """The trained model."""
+
+    async def train(self, batch: Batch) -> TrainReport:
+        """Train on one batch: all its epochs and mini-batches."""
+        report = await self.retry(lambda: self.call_collective(PolicyRole.train, batch))
+        if self.recovery is not None:
+            self.recovery.trained(self.role, batch)
+        return report
+
+    async def forward_backward(self, batch: Batch) -> LossReport:
+        """Add the gradient of the batch's loss to the accumulated gradient."""
+        return await self.call_collective(PolicyRole.forward_backward, batch)
+
+    async def optimizer_step(self) -> OptimReport:
+        """Clip the accumulated gradient, update the weights, clear the gradient."""
+        return await self.call_collective(PolicyRole.optimizer_step)
+
+    async def logprobs(self, batch: Batch) -> FloatArray:
+        """[N]: log-prob of each token at the sample's temperature."""
+        return await self.retry(lambda: self.call_collective(PolicyRole.logprobs, batch))
+
+    async def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """[N]: like `logprobs`, but of the base model, with the LoRA adapters disabled."""
+        return await self.retry(lambda: self.call_collective(PolicyRole.reference_logprobs, batch))
+
+    async def process_location(self) -> ProcessLocation:
+        """Location of rank 0, the rank that sends the weights."""
+        return await self.call_rank(0, PolicyRole.process_location)
+
+    async def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest:
+        """Begin a publish: the weights must not change until `release_weights`."""
+        manifest = await self.call_collective(PolicyRole.offer_weights, version, route)
+        assert manifest is not None, "rank 0 must return a manifest"
+        return manifest
+
+    async def send_weights(self, channel: Channel) -> None:
+        await self.call_rank(0, PolicyRole.send_weights, channel)
+
+    async def release_weights(self, outcome: PublishOutcome) -> None:
+        await self.call_rank(0, PolicyRole.release_weights, outcome)
+
+
+class Critic(TrainedHandle[CriticRole]):
+    """The model that estimates returns."""
+
+    async def values(self, batch: Batch) -> TokenValues:
+        """The critic's value before each token, and after the last token of each sample."""
+        results, plan = await self.retry(lambda: self.split(CriticRole.values, batch))
+        values = [None if result is None else result.values_N for result in results]
+        last = [None if result is None else result.last_values_B for result in results]
+        return TokenValues(gather_tokens(values, batch, plan), gather_samples(last, batch, plan))
+
+    async def train(self, batch: Batch) -> CriticReport:
+        """Train on one batch, on rank 0: all its epochs and mini-batches."""
+        report = await self.retry(lambda: self.call_rank(0, CriticRole.train, batch))
+        if self.recovery is not None:
+            self.recovery.trained(self.role, batch)
+        return report
+
+
+class Scorer(RoleHandle[ScorerRole]):
+    """A frozen language model: the reference or the teacher."""
+
+    async def logprobs(self, batch: Batch) -> FloatArray:
+        """[N]: log-prob of each token at the sample's temperature."""
+        results, plan = await self.retry(lambda: self.split(ScorerRole.logprobs, batch))
+        return gather_tokens(results, batch, plan)
+
+    async def top_logprobs(self, batch: Batch) -> TopTokens:
+        """The top-k tokens and their log-probs at each position of the loss mask."""
+        results, plan = await self.retry(lambda: self.split(ScorerRole.top_logprobs, batch))
+        ids = [None if result is None else result.ids_NK for result in results]
+        logprobs = [None if result is None else result.logprobs_NK for result in results]
+        return TopTokens(gather_tokens(ids, batch, plan), gather_tokens(logprobs, batch, plan))
+
+
+class RewardModel(RoleHandle[RewardModelRole]):
+    """A frozen model that computes one score per sample."""
+
+    async def scores(self, batch: Batch) -> FloatArray:
+        """[B]: one score per sample."""
+        results, plan = await self.retry(lambda: self.split(RewardModelRole.scores, batch))
+        return gather_samples(results, batch, plan)
+
+
+class Roles:
+    """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
+    calls to lost workers are made again after a repair. Engines have their own way to do that."""
+
+    def __init__(self, group: WorkerGroup, recovery: Recovery | None = None) -> None:
+        self.device_map = group.device_map
+        self.policy = Policy(group, "policy", recovery)
+        self.critic = Critic(group, "critic", recovery)
+        self.reference = Scorer(group, "reference", recovery)
+        self.teacher = Scorer(group, "teacher", recovery)
+        self.reward_model = RewardModel(group, "reward_model", recovery)
+        self.judge = Judge(group, "judge")
+        self.generators = Generators(group, "generators")
+
+    def handle(self, role: RoleName) -> AnyHandle:
+        return getattr(self, role)

@@ -1,0 +1,154 @@
+"""Publishing: every engine starts to sample the policy's newest version.
+
+    offer     the policy offers its weights, once for each channel of the plan; not if every engine
+              shares the policy's storage
+    transfer  every engine that needs a copy receives the weights
+    verify    each engine compares the fingerprint; a difference stops the publish, and no engine
+              changes
+    commit    every engine switches to the new version between two of its decode steps
+
+An engine that shares the policy's storage only commits the version. It must be paused from before
+the optimizer step until the commit; the residency plan ensures that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence, Set
+from contextlib import suppress
+
+from rollick.config.schema import WeightsConfig
+from rollick.errors import EngineLost, RollickError, WeightError, WorkerError
+from rollick.roles.handles import Roles
+from rollick.types import PolicyVersion
+from rollick.weights.channels.base import PublishOutcome
+from rollick.weights.plan import ProcessLocation, PublishPlan, Route, plan_publish
+
+LOG = logging.getLogger("rollick")
+
+
+class Publisher:
+    def __init__(self, roles: Roles, config: WeightsConfig | None = None) -> None:
+        self.config = config or WeightsConfig()
+        self.transferred_bytes = 0
+        """Bytes that the policy offered at the last publish, summed over the channels."""
+        self._policy = roles.policy
+        self._generators = roles.generators
+        self._device_map = roles.device_map
+        self._policy_location: ProcessLocation | None = None
+        self._locations: dict[int, ProcessLocation] = {}
+        """Where each generator runs."""
+
+    async def publish(
+        self, version: PolicyVersion, *, without: Set[int] = frozenset(), keep_cache: bool = False
+    ) -> None:
+        """Returns when every engine samples `version`; if one cannot verify it, no engine does.
+        `without` are generators to leave out, such as lost ones. Publishing a version again is
+        harmless. With `keep_cache`, running samples continue on their KV cache (see
+        Engine.update)."""
+        await self._policy.retry(
+            lambda: self._publish(version, without=without, keep_cache=keep_cache), others=True
+        )
+
+    async def _publish(
+        self, version: PolicyVersion, *, without: Set[int], keep_cache: bool
+    ) -> None:
+        plan = await self.plan(without=without)
+        routes = plan.routes()
+        if routes:
+            await self._copy(routes, version, keep_cache)
+        if plan.shared:
+            await self._generators.commit_shared(plan.shared, version, keep_cache=keep_cache)
+
+    async def publish_to_alive(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
+        """Publish to the engines that are not lost; one that is lost meanwhile is left out."""
+        generators = self._generators
+        lost = generators.lost_ranks
+        try:
+            await self.publish(version, without=lost, keep_cache=keep_cache)
+        except (WorkerError, EngineLost):
+            # If all engines pass a health check, the failure is not that of a lost engine.
+            await generators.health_check()
+            known, lost = lost, generators.lost_ranks
+            if lost == known or len(lost) == generators.ranks:
+                raise
+            await self.publish(version, without=lost, keep_cache=keep_cache)
+        if lost:
+            named = ", ".join(str(rank) for rank in sorted(lost))
+            LOG.warning("version %d was published without the lost generators %s", version, named)
+
+    async def plan(self, *, without: Set[int] = frozenset()) -> PublishPlan:
+        """The channels of all generators but `without`. Their locations are cached."""
+        ranks = [rank for rank in range(self._generators.ranks) if rank not in without]
+        if not ranks:
+            return PublishPlan({})
+        if self._policy_location is None:
+            self._policy_location = await self._policy.process_location()
+        for rank in ranks:
+            if rank not in self._locations:
+                self._locations[rank] = await self._generators.process_location(rank)
+        return plan_publish(
+            self._device_map,
+            policy=self._policy_location,
+            generators={rank: self._locations[rank] for rank in ranks},
+            config=self.config,
+        )
+
+    def forget(self, rank: int) -> None:
+        """Drop the cached location of a generator whose host was restarted."""
+        self._locations.pop(rank, None)
+
+    def forget_policy(self) -> None:
+        """Drop the cached location of a policy whose hosts were restarted."""
+        self._policy_location = None
+
+    async def _copy(
+        self, routes: Sequence[Route], version: PolicyVersion, keep_cache: bool
+    ) -> None:
+        try:
+            await self._copy_once(routes, version, keep_cache)
+        except WeightError as error:
+            full = [route.full for route in routes]
+            if full == list(routes):
+                raise
+            if any(route.adapters for route in routes):
+                message = "version %d: sending all weights instead of adapters; reason: %s"
+                LOG.warning(message, version, error.message)
+            # Such as a receiver without the version that the delta is to, or without the model
+            # that the adapters are for. All weights always fit.
+            await self._copy_once(full, version, keep_cache)
+
+    async def _copy_once(
+        self, routes: Sequence[Route], version: PolicyVersion, keep_cache: bool
+    ) -> None:
+        committed: bool | None = False
+        try:
+            self.transferred_bytes = 0
+            for route in routes:
+                await self._transfer(route, version)
+            committed = None
+            ranks = [rank for route in routes for rank in route.ranks]
+            results = await self._generators.commit_weights(ranks, version, keep_cache=keep_cache)
+        except BaseException:
+            # Report the first error: a policy that died has nothing to release.
+            with suppress(RollickError):
+                await self._policy.release_weights(PublishOutcome(committed))
+            raise
+        # None if only a part of the weights was sent: the engine then uses the memory as before.
+        pairs = zip(ranks, results, strict=True)
+        held = {rank: result for rank, result in pairs if result is not None}
+        # A lost engine never samples again: the memory that it used is free.
+        lost = dict.fromkeys(self._generators.lost_ranks, False)
+        await self._policy.release_weights(PublishOutcome(True, held=lost | held))
+
+    async def _transfer(self, route: Route, version: PolicyVersion) -> None:
+        manifest = await self._policy.offer_weights(version, route)
+        self.transferred_bytes += manifest.transferred_bytes
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._policy.send_weights(route.channel))
+                tasks.create_task(self._generators.receive_weights(route.ranks, manifest))
+        except BaseExceptionGroup as failures:
+            # The error of a worker that died, not those of the workers it was connected to.
+            raise min(failures.exceptions, key=lambda e: isinstance(e, WeightError)) from None

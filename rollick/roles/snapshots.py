@@ -1,0 +1,112 @@
+"""The snapshots of a trained role, and the batches that it was trained on since the newest one.
+
+    train -> trained(batch) -> take() -> restore() in a new process:
+                                         the newest snapshot, then the later batches again
+
+Two memories alternate, so that one complete snapshot exists while the next is written. A snapshot
+counts when all ranks have written it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
+
+from rollick.data.batch import Batch
+from rollick.errors import CheckpointError
+from rollick.roles.handles import Critic, Policy
+from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
+
+LOG = logging.getLogger("rollick")
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Memory for one snapshot of all ranks."""
+
+    memories: list[SnapshotMemory]
+    records: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
+    in_use: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RoleSnapshots:
+    """`handle` must not repair the role itself: `restore` is a part of its repair."""
+
+    def __init__(self, handle: Policy | Critic) -> None:
+        self.handle = handle
+        self.untaken: list[Batch] = []
+        """Batches that the newest snapshot does not contain."""
+        self.seconds = 0.0
+        """Time of the newest snapshot."""
+        self.is_enabled = True
+        self._slots = [self._new_slot(name) for name in "ab"]
+        self._newest: _Slot | None = None
+
+    def _new_slot(self, name: str) -> _Slot:
+        role, ranks = self.handle.role, range(self.handle.ranks)
+        return _Slot([SnapshotMemory.create(f"{role}-{rank}-{name}") for rank in ranks])
+
+    @property
+    def can_restore(self) -> bool:
+        return self._newest is not None
+
+    @property
+    def bytes(self) -> int:
+        """Of the newest snapshot, over all ranks."""
+        return sum(record.bytes for record in self._newest.records) if self._newest else 0
+
+    def trained(self, batch: Batch) -> None:
+        self.untaken.append(batch)
+
+    async def take(self) -> None:
+        """Write a snapshot of the current state. Without memory for it, the run goes on without
+        snapshots."""
+        if not self.is_enabled:
+            return
+        now = asyncio.get_running_loop().time
+        slot = next(slot for slot in self._slots if slot is not self._newest)
+        async with slot.in_use:
+            begun, contained = now(), len(self.untaken)
+            try:
+                slot.records = await self.handle.write_snapshots([m.path for m in slot.memories])
+            except CheckpointError as error:
+                text = "no snapshots from now on, so the loss of the %s ends the run: %s"
+                LOG.warning(text, self.handle.role, error)
+                self.is_enabled, self._newest = False, None
+                return
+            self._newest, self.seconds = slot, now() - begun
+            del self.untaken[:contained]
+
+    async def restore(self) -> int:
+        """Restore the state in new processes; returns how many batches were trained on again."""
+        assert self._newest is not None, "there is a snapshot to restore"
+        await self.handle.restore_snapshots(self._newest.records)
+        for batch in self.untaken:
+            await self.handle.train(batch)
+        return len(self.untaken)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncGenerator[tuple[SnapshotMemory, SnapshotRecord] | None]:
+        """The newest snapshot, which does not change while the block runs. None if it does not
+        contain all training, or if the role has several ranks."""
+        slot = self._newest
+        if slot is None or self.untaken or len(slot.records) > 1:
+            yield None
+            return
+        async with slot.in_use:
+            yield slot.memories[0], slot.records[0]
+
+    def close(self) -> None:
+        for slot in self._slots:
+            for memory in slot.memories:
+                memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,274 @@
+"""Repairs lost workers, so that the calls to them can be made again.
+
+    a call fails, or a process ends -> its hosts are replaced -> trained roles get their snapshot,
+    and the batches since -> the call is made again
+
+Hosts that share a sharded role are replaced together, because its ranks form one process group. All
+roles of a host are rebuilt. Its generators are lost with it: EngineRestarter connects to the new
+ones. A budget limits the repairs of a role between two finished steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from typing import TypeVar
+
+from rollick.cluster.devices import HostSpec
+from rollick.cluster.group import WorkerGroup
+from rollick.cluster.worker import RoleSpec
+from rollick.data.batch import Batch
+from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
+from rollick.infer.cancellation import cancel_tasks
+from rollick.observe.faults import Fault, FaultKind, FaultLog
+from rollick.observe.goodput import TimeAccount
+from rollick.roles.handles import Roles
+from rollick.roles.protocols import Role
+from rollick.roles.snapshots import RoleSnapshots
+from rollick.types import RoleName
+
+LOG = logging.getLogger("rollick")
+
+T = TypeVar("T")
+
+PING_TIMEOUT_S = 10.0
+"""How long a role may take to answer when another role's call failed."""
+SNAPSHOT_SHARE = 0.05
+"""Largest share of the time that snapshots may take in a run that does not generate."""
+BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "teacher"})
+"""Roles whose calls a step waits for; the others are called while it generates."""
+
+
+class RoleRestarts:
+    """Restarts of each role between two finished steps."""
+
+    def __init__(self, restarts: int) -> None:
+        self._restarts = restarts
+        self._spent: Counter[RoleName] = Counter()
+
+    def is_spent(self, role: RoleName) -> bool:
+        return self._spent[role] >= self._restarts
+
+    def spend(self, role: RoleName) -> None:
+        self._spent[role] += 1
+
+    def refill(self) -> None:
+        self._spent.clear()
+
+
+class WorkerRecovery:
+    """Implements rollick.roles.calls.Recovery. Create it with `open`."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        make_specs: Callable[[], Sequence[RoleSpec]],
+        *,
+        faults: FaultLog,
+        goodput: TimeAccount,
+        restarts: int,
+    ) -> None:
+        self.snapshots: dict[RoleName, RoleSnapshots] = {}
+        self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
+        """Called for each new host, when its roles have their state."""
+        self._group = group
+        self._make_specs = make_specs
+        self._faults = faults
+        self._goodput = goodput
+        self._budget = RoleRestarts(restarts)
+        self._repairs: Counter[int] = Counter()
+        """How often each host was replaced, by index."""
+        self._lock = asyncio.Lock()
+        self._direct = Roles(group)
+        """Handles without recovery."""
+        self._taking: asyncio.Task[None] | None = None
+        self._taken_at = 0.0
+
+    @asynccontextmanager
+    async def open(self, *, snapshots: bool) -> AsyncGenerator[WorkerRecovery]:
+        """Watches all hosts but those of engines alone, until the block ends."""
+        async with AsyncExitStack() as stack:
+            for handle in (self._direct.policy, self._direct.critic) if snapshots else ():
+                if handle.ranks:
+                    self.snapshots[handle.role] = stack.enter_context(RoleSnapshots(handle))
+            watched = [host for host in self._group.device_map.hosts() if main_role(host)]
+            tasks = [asyncio.create_task(self._watch(host), name=str(host)) for host in watched]
+            stack.push_async_callback(cancel_tasks, tasks)
+            stack.push_async_callback(self.settle)
+            yield self
+
+    async def run(
+        self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
+    ) -> T:
+        now, hosts = asyncio.get_running_loop().time, self._hosts_of(role)
+        raised = 0
+        while True:
+            begun, before = now(), self._repaired(hosts)
+            try:
+                return await attempt()
+            except WorkerError as error:
+                if self._group.is_closed or (others and await self._answers(role)):
+                    raise
+                raised += not isinstance(error, WorkerLost)
+                if raised > 1:  # It is not the process that fails, but what it is given.
+                    raise
+                is_waiting = role in BLOCKS_STEP
+                lost_s = now() - begun
+                with self._goodput.recovering(lost_s=lost_s) if is_waiting else nullcontext():
+                    await self._repair(role, error, before)
+
+    def trained(self, role: RoleName, batch: Batch) -> None:
+        if role in self.snapshots:
+            self.snapshots[role].trained(batch)
+
+    async def take_snapshots(self) -> None:
+        """Write a snapshot of each trained role. A loss meanwhile is repaired."""
+        for role, snapshots in self.snapshots.items():
+            await self.run(role, snapshots.take)
+
+    def finish_step(self, *, amortise: bool = False) -> None:
+        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
+        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them."""
+        self._budget.refill()
+        if not self.snapshots:
+            return
+        now, took_s = time.monotonic(), sum(taken.seconds for taken in self.snapshots.values())
+        if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:
+            return
+        self._taken_at = now
+        if self._taking is None or self._taking.done():
+            self._taking = asyncio.create_task(self._take_or_warn(), name="snapshots")
+
+    async def settle(self) -> None:
+        """Waits until the snapshots in the background are written."""
+        if self._taking is not None:
+            await asyncio.wait({self._taking})
+
+    async def _take_or_warn(self) -> None:
+        try:
+            await self.take_snapshots()
+        except RollickError as error:
+            LOG.warning("a snapshot was not written: %s", error)
+
+    def can_repair(self, host: HostSpec) -> bool:
+        """Whether a loss of the host's process would not end the run."""
+        role = main_role(host)
+        return role is not None and not self._refusal(role, self._hosts_of(role))
+
+    def repairs_of(self, host: HostSpec) -> int:
+        """How often the host was replaced."""
+        return self._repairs[host.index]
+
+    async def repair_host(self, host: HostSpec, error: RollickError, *, repairs: int) -> None:
+        """Replace the host, unless that was done since it had been replaced `repairs` times."""
+        role = main_role(host)
+        assert role is not None, "engines alone are restarted by EngineRestarter"
+        others = [each for each in self._hosts_of(role) if each != host]
+        await self._repair(role, error, {host.index: repairs} | self._repaired(others))
+
+    async def _watch(self, host: HostSpec) -> None:
+        """Repair the host as soon as its process ends, not only when it is called next."""
+        while True:
+            repairs = self.repairs_of(host)
+            await self._group.wait_lost(host)
+            if not self.can_repair(host):
+                return  # The next call to it raises.
+            try:
+                await self.repair_host(host, WorkerLost(f"{host} was lost"), repairs=repairs)
+            except RollickError as error:
+                LOG.warning("%s is not replaced: %s", host, error)
+                return  # The next call to it raises.
+
+    async def _answers(self, role: RoleName) -> bool:
+        handle = self._direct.handle(role)
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                for rank in range(handle.ranks):
+                    await handle.call_rank(rank, Role.peak_memory)
+        except (TimeoutError, RollickError):
+            return False
+        return True
+
+    async def _repair(self, role: RoleName, error: RollickError, before: Mapping[int, int]) -> None:
+        """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
+        that is not possible."""
+        async with self._lock:
+            hosts = self._hosts_of(role)
+            if self._repaired(hosts) != before:
+                return
+            fault = self._faults.begin(role, 0, kind=_kind(error), cause=error.message)
+            while not (refusal := self._refusal(role, hosts)):
+                self._budget.spend(role)
+                LOG.warning("the %s gets a new process; reason: %s", role, error.message)
+                try:
+                    redone = await self._replace(hosts, fault)
+                except WorkerError as failed:
+                    error = failed
+                except RollickError as failed:
+                    fault.give_up(failed.message)
+                    raise
+                else:
+                    fault.rejoined(redone_steps=redone)
+                    LOG.warning("the %s works again", role)
+                    return
+            fault.give_up(refusal)
+            raise error
+
+    def _refusal(self, role: RoleName, hosts: Sequence[HostSpec]) -> str:
+        """Why a loss of these hosts cannot be repaired; empty if it can."""
+        if self._budget.is_spent(role):
+            return "the restarts are used up (cluster.restarts)"
+        for name in _trained_on(hosts):
+            if name not in self.snapshots:
+                return "there are no snapshots (checkpoint.snapshot)"
+            if not self.snapshots[name].can_restore:
+                return f"there is no snapshot of the {name} yet"
+        return ""
+
+    async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
+        """Returns how many batches were trained on again."""
+        await self._group.restart_hosts(hosts, self._make_specs())
+        fault.restarted()
+        for host in hosts:
+            self._repairs[host.index] += 1
+        redone = sum([await self.snapshots[name].restore() for name in _trained_on(hosts)])
+        for host in hosts:
+            await self.on_replaced(host)
+        return redone
+
+    def _repaired(self, hosts: Sequence[HostSpec]) -> dict[int, int]:
+        return {host.index: self._repairs[host.index] for host in hosts}
+
+    def _hosts_of(self, role: RoleName) -> list[HostSpec]:
+        """The hosts that must be replaced together if the role is lost."""
+        every = self._group.device_map.hosts()
+        hosts = [host for host in every if role in host.roles]
+        is_sharded = self._group.device_map.ranks("policy") > 1
+        if is_sharded and any("policy" in host.roles for host in hosts):
+            return [host for host in every if host in hosts or "policy" in host.roles]
+        return hosts
+
+
+def main_role(host: HostSpec) -> RoleName | None:
+    """The role that stands for the host in records; None for hosts of engines alone."""
+    return next((name for name in host.roles if name not in ("generators", "judge")), None)
+
+
+def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
+    """The roles on these hosts that have state."""
+    names = {name for host in hosts for name in host.roles}
+    trained: tuple[RoleName, ...] = ("policy", "critic")
+    return [name for name in trained if name in names]
+
+
+def _kind(error: RollickError) -> FaultKind:
+    if isinstance(error, WorkerHung):
+        return "hung"
+    return "killed" if isinstance(error, WorkerLost) else "raised"
+
+
+async def _nothing(host: HostSpec) -> None: ...

@@ -1,0 +1,264 @@
+"""The samples in flight: what each of them is doing, since when, and the task that runs it.
+
+The scheduler owns the tasks. A sample is in flight from its submission to the fleet until it is
+scored, cancelled or deferred; a deferred one is submitted again when its first task has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+from rollick.observe.sample_stage import (
+    CANCELLED,
+    DEFERRED,
+    WAITING_FOR_ENGINE,
+    SampleActivity,
+    SampleStage,
+    on_engine,
+)
+from rollick.rollout.deps import RecordSpan
+from rollick.rollout.fleet import Fleet
+from rollick.rollout.ledger.ledger import Ledger
+from rollick.rollout.lengths import LengthPredictor
+from rollick.rollout.request_queue import RequestNeeds
+from rollick.types import Completion, Prompt, Request, SampleId
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long engines have to end aborted requests before the tasks are cancelled."""
+MAX_NAMED = 4
+"""Samples that a message about a wait names; the others are counted."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightSample:
+    """One sample in flight; the tracker of its access (see engine_access.SampleTracker)."""
+
+    uid: SampleId
+    prompt: Prompt
+    _samples: InFlightSamples
+    since: float
+    task: asyncio.Task[None] | None = None
+    activity: SampleActivity = WAITING_FOR_ENGINE
+    ends_by: float = 0.0
+    """When its activity ends by itself, if it has a limit."""
+    generate_s: float = 0.0
+    tokens: int = 0
+    has_begun: bool = False
+    """Whether its task has run its first statement."""
+    is_cancelled: bool = False
+    """Deferred samples are cancelled too."""
+    is_deferred: bool = False
+    _completion: Completion | None = None
+    _lost_engine: bool = False
+
+    @property
+    def should_continue(self) -> bool:
+        return not (self._samples.closing or self.is_cancelled)
+
+    def set_activity(self, activity: SampleActivity, ends_by: float = 0.0) -> None:
+        now, record_span = self._samples.now(), self._samples.record_span
+        if self.activity.stage is SampleStage.GENERATING:
+            self.generate_s += now - self.since
+        if record_span is not None:
+            self._record_spans(record_span, now)
+        self.activity = activity
+        self.since = now
+        self.ends_by = ends_by
+
+    def assigned(self, engine: int) -> None:
+        """An engine is reserved for it."""
+        if self._lost_engine and not self.is_cancelled:
+            self._lost_engine = False
+            self._samples.ledger.sample_started(self.uid)
+        self.set_activity(on_engine(SampleStage.GENERATING, engine))
+
+    def engine_lost(self) -> None:
+        if not self.is_cancelled:
+            self._lost_engine = True
+            self._samples.ledger.sample_lost(self.uid)
+
+    def completed(self, request: Request, completion: Completion) -> None:
+        earlier = request.continue_from
+        self.tokens += len(completion.token_ids) - (len(earlier.token_ids) if earlier else 0)
+        self._completion = completion
+
+    def needs_of(self, request: Request) -> RequestNeeds:
+        """What a request needs. Its KV cache is where the last one was, unless that was aborted:
+        then its tokens are prefilled again on any engine with room."""
+        tokens = len(request.token_ids) + self._samples.predict(self.prompt)
+        session = str(self.uid) if request.continue_from is None else None
+        return RequestNeeds(self._samples.ledger.deadline(self.uid.group), tokens, session)
+
+    def _record_spans(self, record: RecordSpan, now: float) -> None:
+        """Record the activity that ends now; a generation in the parts that its engine reports."""
+        activity, begin = self.activity, self.since
+        completion, self._completion = self._completion, None
+        if completion is not None and activity.stage is SampleStage.GENERATING:
+            assert activity.engine is not None
+            queued = (SampleStage.QUEUED_ON_ENGINE, completion.queued_s)
+            prefill = (SampleStage.PREFILLING, completion.prefill_s)
+            for stage, seconds in (queued, prefill):
+                end = min(begin + seconds, now)
+                if end > begin:
+                    record(self.uid, on_engine(stage, activity.engine), begin, end)
+                begin = end
+        record(self.uid, activity, begin, now)
+
+
+class InFlightSamples:
+    """All samples in flight, by id."""
+
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, lengths: LengthPredictor, record_span: RecordSpan | None
+    ) -> None:
+        self.ledger = ledger
+        self.record_span = record_span
+        self.closing = False
+        self._progress_at = 0.0
+        self._generated_tokens = 0
+        self._fleet = fleet
+        self._lengths = lengths
+        self._clock = asyncio.get_running_loop().time
+        self._samples: dict[SampleId, InFlightSample] = {}
+        # Deferred samples of each group whose task has not ended.
+        self._stopping: Counter[int] = Counter()
+        self._deferred_since: dict[SampleId, float] = {}
+        self.now()
+
+    def __getitem__(self, uid: SampleId) -> InFlightSample:
+        return self._samples[uid]
+
+    def now(self) -> float:
+        """Returns the current time, which becomes that of the last progress."""
+        self._progress_at = self._clock()
+        return self._progress_at
+
+    def last_progress(self) -> float:
+        """When a sample last changed its activity, or when the engines were last seen to have
+        generated tokens."""
+        engines = self._fleet.engines.values()
+        tokens = sum(engine.load().generated_tokens for engine in engines)
+        if tokens != self._generated_tokens:
+            self._generated_tokens = tokens
+            self.now()
+        return self._progress_at
+
+    def stuck_at(self, uids: Iterable[SampleId], *, limit_s: float) -> float:
+        """When a wait for these samples is stuck: `limit_s` after the last progress, but not
+        before an activity with a limit of its own has ended."""
+        ends = (self._samples[uid].ends_by for uid in uids if uid in self._samples)
+        return max([self.last_progress() + limit_s, *ends])
+
+    def predict(self, prompt: Prompt) -> float:
+        return self._lengths.predict(prompt.uid, prompt.domain)
+
+    def submit(self, uids: Iterable[SampleId], prompt: Prompt) -> None:
+        tokens = self.predict(prompt)
+        now = self.now()
+        for uid in uids:
+            self._samples[uid] = InFlightSample(uid, prompt, self, now)
+            since = self._deferred_since.pop(uid, None)
+            if since is not None and self.record_span is not None:
+                self.record_span(uid, DEFERRED, since, now)
+            self._fleet.submit(uid, RequestNeeds(self.ledger.deadline(uid.group), tokens, str(uid)))
+
+    def end(self, sample: InFlightSample) -> None:
+        """Its task ends; the fleet releases what it still holds."""
+        if self._samples.get(sample.uid) is sample:
+            del self._samples[sample.uid]
+        self._fleet.end_sample(sample.uid)
+        if sample.is_deferred:
+            self._stopping -= Counter([sample.uid.group])  # drops groups at 0
+
+    def cancel(self, uids: Iterable[SampleId]) -> None:
+        """Remove these from the queue, or cancel their tasks."""
+        removed = [self._samples.pop(uid) for uid in uids if uid in self._samples]
+        # Queued ones first: a release by the others must not dispatch one of them.
+        for sample in sorted(removed, key=lambda sample: sample.task is not None):
+            sample.is_cancelled = True
+            sample.set_activity(CANCELLED)
+            if sample.task is not None:
+                sample.task.cancel()
+            # A task that is cancelled before its first statement never runs, nor its `finally`.
+            if not sample.has_begun:
+                self._fleet.end_sample(sample.uid)
+
+    def defer(self, uids: Iterable[SampleId]) -> list[InFlightSample]:
+        """Remove these from the queue, or stop them. Returns those on engines, for
+        `abort_deferred`: so their tokens are counted."""
+        on_engines: list[InFlightSample] = []
+        removed = [self._samples.pop(uid) for uid in uids]
+        for sample in sorted(removed, key=lambda sample: sample.task is not None):
+            sample.is_cancelled = True
+            sample.set_activity(DEFERRED)
+            self._deferred_since[sample.uid] = sample.since
+            if sample.task is None:
+                self._fleet.end_sample(sample.uid)
+                continue
+            sample.is_deferred = True
+            self._stopping[sample.uid.group] += 1
+            # A task that is cancelled before its first statement never runs, nor its `finally`.
+            if sample.uid not in self._fleet.engine_of and sample.has_begun:
+                sample.task.cancel()
+            else:
+                on_engines.append(sample)
+        return on_engines
+
+    async def abort_deferred(self, samples: Iterable[InFlightSample]) -> None:
+        """Aborts these on their engines and waits for their tasks; then cancels what is left."""
+        tasks = {sample.uid: sample.task for sample in samples if sample.task is not None}
+        engine_of = {uid: n for uid, n in self._fleet.engine_of.items() if uid in tasks}
+        await self._abort(engine_of, list(tasks.values()))
+
+    async def close(self) -> None:
+        """Aborts all requests, cancels the other tasks, and waits for those of the requests."""
+        self.closing = True
+        engine_of = dict(self._fleet.engine_of)
+        tasks = {uid: sample.task for uid, sample in self._samples.items() if sample.task}
+        for uid, task in tasks.items():
+            if uid not in engine_of:
+                task.cancel()
+        await self._abort(engine_of, list(tasks.values()))
+
+    async def _abort(
+        self, engine_of: Mapping[SampleId, int], tasks: Sequence[asyncio.Task[None]]
+    ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._fleet.abort(engine_of)
+                if tasks:
+                    await asyncio.wait(tasks)
+        for task in tasks:
+            task.cancel()
+
+    @property
+    def stopping(self) -> int:
+        """Deferred samples whose task has not ended."""
+        return self._stopping.total()
+
+    def has_stopped(self, group: int) -> bool:
+        """Whether all tasks of a deferred group have ended."""
+        return not self._stopping[group]
+
+    def activities(self, uids: Iterable[SampleId]) -> dict[SampleId, tuple[SampleActivity, float]]:
+        samples = (self._samples[uid] for uid in uids if uid in self._samples)
+        return {sample.uid: (sample.activity, sample.since) for sample in samples}
+
+
+def describe_activities(
+    activities: Mapping[SampleId, tuple[SampleActivity, float]], *, now: float
+) -> str:
+    """`group 37: sample 3 in tool search for 310 s, sample 5 being scored for 12 s`."""
+    groups: defaultdict[int, list[str]] = defaultdict(list)
+    for uid, (activity, since) in islice(activities.items(), MAX_NAMED):
+        seconds = f"{now - since:.3g}" if now - since < 100 else f"{now - since:.0f}"
+        groups[uid.group].append(f"sample {uid.index} {activity.text} for {seconds} s")
+    parts = [f"group {group}: {', '.join(samples)}" for group, samples in groups.items()]
+    if len(activities) > MAX_NAMED:
+        parts.append(f"and {len(activities) - MAX_NAMED} more samples")
+    return "; ".join(parts)

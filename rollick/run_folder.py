@@ -1,0 +1,103 @@
+"""The files of a run: its lock, its recipe and code, its samples, its checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollick.checkpoint import CheckpointStore, run_lock
+from rollick.config.load import LoadedRecipe, load_recipe
+from rollick.config.recipe_record import record_recipe
+from rollick.config.schema import Recipe
+from rollick.errors import CheckpointError, ConfigError
+from rollick.observe.metrics import read_metrics, rewrite
+from rollick.observe.row_file import RowFile
+
+LOG = logging.getLogger("rollick")
+
+ENGINE_STEPS = "engine_steps.jsonl"
+"""Measured engine steps (observe.engine_steps) for simulator/calibrate.py."""
+
+
+class RunFolder:
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path = path
+        self.dumps = path / "dumps"
+        self._files: dict[str, RowFile] = {}
+        self.checkpoints = CheckpointStore(
+            path / "checkpoints",
+            keep_last=recipe.checkpoint.keep_last,
+            keep_best=recipe.checkpoint.keep_best,
+        )
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the folder already holds a run."""
+        return (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
+
+    def drop_rows_after(self, step: int) -> None:
+        """Remove the rows of later steps, which a resumed run writes again."""
+        for name in ("samples.jsonl", "validation.jsonl", ENGINE_STEPS):
+            if (self.path / name).exists():
+                rows = read_metrics(self.path / name)
+                rewrite(self.path / name, [row for row in rows if row["step"] <= step])
+
+    def write_recipe(self, loaded: LoadedRecipe) -> None:
+        """Write the recipe with a copy of the code that it names in files."""
+        record_recipe(loaded, self.path).write(self.path)
+
+    def changed_settings(self, loaded: LoadedRecipe) -> list[str]:
+        """How the recipe and its code differ from those that the folder holds, one line each."""
+        try:
+            earlier = load_recipe(self.path / "recipe.yaml", check=False)
+        except ConfigError as error:  # Written by another version.
+            return [f"recipe.yaml cannot be compared: {error.message}"]
+        # The earlier names may be relative to the same base, if an older version wrote them.
+        before = record_recipe(replace(earlier, base=loaded.base), self.path)
+        return record_recipe(loaded, self.path).changes(before, self.path)
+
+    def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Add rows to a .jsonl file of the run. On a full disk they wait for room."""
+        if name not in self._files:
+            self._files[name] = RowFile(self.path / name)
+        self._files[name].append(rows)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+@contextmanager
+def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
+    """Lock the run's folder. Raises if `resume` is true without a run, or false with one.
+
+    A resumed run logs how its recipe differs from the one in the folder.
+    """
+    recipe = loaded.recipe
+    path = Path(recipe.run.folder) / recipe.run.name
+    if resume and not (path / "recipe.yaml").exists():
+        raise CheckpointError(f"{path} holds no run to resume", fix="start without --resume")
+    path.mkdir(parents=True, exist_ok=True)
+    with run_lock(path):
+        folder = RunFolder(path, recipe)
+        if not resume:
+            refuse_existing_run(folder)
+            folder.write_recipe(loaded)
+        elif changes := folder.changed_settings(loaded):
+            LOG.warning("resuming with other settings:\n  %s", "\n  ".join(changes))
+        try:
+            yield folder
+        finally:
+            folder.close()
+
+
+def refuse_existing_run(folder: RunFolder) -> None:
+    if folder.has_run:
+        raise ConfigError(
+            f"{folder.path} already holds a run",
+            fix="continue it with --resume, or choose another run.name",
+        )

@@ -1,0 +1,124 @@
+"""Checks code with assert statements, or a script by its input and output.
+
+    candidate and tests -> Program(s) -> Sandbox.run -> Result: passed tests, isolation
+
+A candidate that crashes, hangs or exceeds its memory has failed its tests. If the sandbox refused
+or failed, the result is not conclusive and must not count as a failed candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from rollick.sandbox import base
+from rollick.sandbox.base import Limits, Program, Result, Sandbox, Status, TestOutcome
+from rollick.sandbox.tested_names import find_names
+
+DEFAULT_LIMITS = Limits()
+RELATIVE_ERROR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCase:
+    stdin: str
+    expected: str
+
+
+async def check_asserts(
+    sandbox: Sandbox,
+    code: str,
+    *,
+    asserts: Sequence[str],
+    setup: str = "",
+    reference: str = "",
+    entries: Sequence[str] = (),
+    limits: Limits = DEFAULT_LIMITS,
+) -> Result:
+    """Each text of `asserts` is one test, run after `setup`.
+
+    The names that the candidate must define are found by parsing the tests and the `reference`
+    solution, or given as `entries`. If the tests create objects of the reference's classes, their
+    arguments are not plain data: tests and candidate share a box, with isolation `shared`.
+    """
+    try:
+        tests = plan_asserts(asserts, setup=setup, reference=reference, entries=entries)
+    except (SyntaxError, ValueError) as error:
+        return Result.not_run(f"the tests cannot be parsed: {error}")
+    return await sandbox.run(Program(code, limits=limits, tests=tests))
+
+
+def plan_asserts(
+    asserts: Sequence[str], *, setup: str = "", reference: str = "", entries: Sequence[str] = ()
+) -> base.Tests:
+    """Decide which names come from the candidate, and whether the box is shared. Pure."""
+    names = find_names(asserts, setup=setup, reference=reference)
+    shared = bool(names.classes)
+    return base.Tests(
+        cases=tuple(asserts),
+        setup=f"{names.imports}\n{setup}" if names.imports and not shared else setup,
+        entries=tuple(dict.fromkeys([*names.entries, *entries])),
+        shared=shared,
+    )
+
+
+async def check_scripts(
+    sandbox: Sandbox, code: str, *, cases: Sequence[ScriptCase], limits: Limits = DEFAULT_LIMITS
+) -> Result:
+    """Run the script on each input in a new box; the output is compared in this process.
+
+    All cases share `limits.wall_s`: they run one after another, each with the time that is left. A
+    slow script could otherwise multiply its time limit by the number of its cases.
+    """
+    if not cases:
+        return Result.not_run("there are no cases")
+    results: list[Result] = []
+    seconds = 0.0
+    for case in cases:
+        left = replace(limits, wall_s=limits.wall_s - seconds)
+        if left.wall_s <= 0:
+            break
+        result = await sandbox.run(Program(code, stdin=case.stdin, limits=left))
+        if not result.status.is_conclusive:
+            return result
+        results.append(result)
+        seconds += result.seconds
+    outcomes = [compare_output(case, result) for case, result in zip(cases, results, strict=False)]
+    skipped = TestOutcome(False, f"not reached: {Status.TIMEOUT}")
+    outcomes += [skipped] * (len(cases) - len(results))
+    worst = next((result for result in results if result.status is not Status.OK), results[0])
+    status = Status.TIMEOUT if len(results) < len(cases) else worst.status
+    return replace(worst, status=status, outcomes=tuple(outcomes), seconds=seconds)
+
+
+def compare_output(case: ScriptCase, result: Result) -> TestOutcome:
+    if result.status is not Status.OK:
+        last = result.stderr.strip().rpartition("\n")[2]
+        return TestOutcome(False, f"{result.status}: {last}".rstrip(": "))
+    if is_same_output(result.stdout, case.expected):
+        return TestOutcome(True)
+    return TestOutcome(False, f"printed {result.stdout[:200]!r}, not {case.expected[:200]!r}")
+
+
+def is_same_output(printed: str, expected: str) -> bool:
+    """Compare lines word by word, ignoring white space between words and at the end. Numbers with a
+    decimal point may differ by 1e-6 of their size."""
+    lines = [line.split() for line in printed.rstrip().splitlines()]
+    expected_lines = [line.split() for line in expected.rstrip().splitlines()]
+    return len(lines) == len(expected_lines) and all(
+        len(words) == len(others) and all(map(_is_same_word, words, others))
+        for words, others in zip(lines, expected_lines, strict=True)
+    )
+
+
+def _is_same_word(word: str, expected: str) -> bool:
+    if word == expected or "." not in expected:
+        return word == expected
+    try:
+        number, other = float(word), float(expected)
+    except ValueError:
+        return False
+    if not (isfinite(number) and isfinite(other)):
+        return False  # beyond what a float holds, only equal texts are equal
+    return abs(number - other) <= RELATIVE_ERROR * max(1.0, abs(other))

@@ -1,0 +1,351 @@
+"""Proxies in the test box for objects that live in the candidate's box, for pytest files.
+
+    Box(3).size  ->  use: lookup "Box", call, getattr "size"  ->  plain data
+
+A proxy forwards operations to the object. A class of the candidate is a class here too, so that
+`type(x) is Box`, `isinstance` and `except` work.
+
+A function that should return a number must not pass by returning an object that is equal to
+everything, and must not learn what the tests expect. So a proxy is equal to plain data only if the
+*content* of its object is; objects are compared with each other only if the tests named their
+class; and only objects that the tests have built support operators with plain data.
+
+Runs inside boxes: see inside/__init__.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+FORWARDED = ("__name__", "__qualname__", "__dict__")
+"""Attributes with underscores that are those of the object; the others are the proxy's own."""
+SINGLE_ITEMS, CHUNK = 64, 512
+"""The values of an iterator are requested one by one at first, then in chunks."""
+OPERATORS = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
+    *("lshift", "rshift"),
+)
+COMPARISONS = ("lt", "le", "gt", "ge")
+UNARY = ("neg", "pos", "abs", "invert", "index", "int", "float", "complex", "round", "bytes")
+
+
+def number_of(value: Any) -> int | None:
+    """The number of the object, class or exception of the candidate that a value stands for."""
+    if isinstance(value, RemoteObject):
+        return value.rollick_number
+    if isinstance(value, type):
+        return vars(value).get("rollick_class")
+    if isinstance(value, BaseException):
+        _, number = vars(value).get("_rollick_error", (None, None))
+        return number
+    return None
+
+
+def is_check(error: BaseException) -> bool:
+    """Whether an exception is a failed check of the tests: an assert, or pytest's own."""
+    return isinstance(error, AssertionError) or not isinstance(error, Exception)
+
+
+def error_text(self: Any) -> str:
+    return self.__dict__.get("_rollick_text", "")
+
+
+def error_attribute(self: Any, name: str) -> Any:
+    candidate, _ = self.__dict__.get("_rollick_error", (None, None))
+    if candidate is None or name.startswith("_"):
+        raise AttributeError(name)
+    return candidate.use("getattr", self, name)
+
+
+ERROR_METHODS = {"__str__": error_text, "__getattr__": error_attribute}
+"""Of the local classes of the candidate's exceptions."""
+
+
+def tuple_attribute(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(self).rollick_owner.use("getattr", self, name)
+
+
+def may_suppress(candidate: Any, error: BaseException, traceback: Any) -> bool:
+    """Whether a context manager of the candidate may suppress an exception of the tests.
+
+    It could otherwise end a block before its checks and pass. So only an exception that does not
+    depend on the candidate is suppressed: of a `raise`, or of a statement without names (`1 / 0`),
+    directly in the block.
+    """
+    if is_check(error) or traceback is None or traceback.tb_next is not None:
+        return False
+    ast = __import__("ast")
+    blocks = (node for node in ast.walk(ast.parse(candidate.source)) if isinstance(node, ast.With))
+    for statement in (each for block in blocks for each in block.body):
+        if statement.lineno <= traceback.tb_lineno <= statement.end_lineno:
+            names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+            is_constant = isinstance(statement, ast.Expr) and all(
+                hasattr(builtins, name) for name in names
+            )
+            if is_constant or isinstance(statement, ast.Raise):
+                return True
+    return False
+
+
+class RemoteObject:
+    """An object of the candidate: its attributes, calls, items and text."""
+
+    __slots__ = ("rollick_built", "rollick_candidate", "rollick_number")
+    rollick_class = -1
+    rollick_content = ""
+
+    def __init__(self, candidate: Any, number: int, built: bool = False) -> None:
+        object.__setattr__(self, "rollick_candidate", candidate)
+        object.__setattr__(self, "rollick_number", number)
+        object.__setattr__(self, "rollick_built", built)
+
+    def __getattr__(self, name: str) -> Any:
+        # pytest looks for its own marks on every object.
+        if name.startswith(("__", "pytest")) and name not in FORWARDED:
+            raise AttributeError(name)
+        return self.rollick_candidate.name_class(name, use(self, "getattr", name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        use(self, "setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        use(self, "delattr", name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = use(self, "call", *args, **kwargs)
+        self.rollick_candidate.apply_changes(args)
+        return value
+
+    def __len__(self) -> int:
+        return use(self, "len")
+
+    def __bool__(self) -> bool:
+        return use(self, "bool") is True
+
+    def __iter__(self) -> Any:
+        return use(self, "iter")
+
+    def __next__(self) -> Any:
+        items, ended = use(self, "take", 1)
+        if ended is True:
+            raise StopIteration
+        return items[0]
+
+    def __reversed__(self) -> Any:
+        return use(self, "reversed")
+
+    def __getitem__(self, key: Any) -> Any:
+        return use(self, "getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        use(self, "setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        use(self, "delitem", key)
+
+    def __contains__(self, value: Any) -> bool:
+        if self.rollick_built:
+            return use(self, "contains", value) is True
+        return any(item is value or item == value for item in self)
+
+    def __str__(self) -> str:
+        return str(use(self, "str"))
+
+    def __repr__(self) -> str:
+        return str(use(self, "repr"))
+
+    def __format__(self, spec: str) -> str:
+        return str(use(self, "format", spec))
+
+    def __copy__(self) -> Any:
+        return same_standing(self, use(self, "copy"))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return same_standing(self, use(self, "deepcopy"))
+
+    def __hash__(self) -> int:
+        if is_comparable(self):
+            return use(self, "hash")
+        return hash(self.rollick_number)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RemoteObject):
+            if is_comparable(self) and is_comparable(other):
+                return use(self, "eq", other) is True
+            return self.rollick_number == other.rollick_number
+        return bool(type(self).rollick_content) and use(self, "content") == other
+
+    def __enter__(self) -> Any:
+        value = use(self, "enter")
+        return self if number_of(value) == self.rollick_number else value
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        suppressed = use(self, "exit", error) is True
+        if error is None or not suppressed:
+            return False
+        if not may_suppress(self.rollick_candidate, error, traceback):
+            error.add_note(
+                "The candidate's context manager suppressed this exception; see "
+                "docs/sandbox.md for the exceptions that it may suppress."
+            )
+            return False
+        return True
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, RemoteObject) and use(self, "has_instance", instance) is True
+
+    def __subclasscheck__(self, cls: Any) -> bool:
+        return number_of(cls) is not None and use(self, "is_subclass", cls) is True
+
+
+class RemoteIterator(RemoteObject):
+    """A generator or another iterator of the standard library."""
+
+    __slots__ = ("rollick_state",)
+
+    def __init__(self, candidate: Any, number: int, built: bool = False) -> None:
+        super().__init__(candidate, number, built)
+        object.__setattr__(self, "rollick_state", {"items": [], "taken": 0, "ended": False})
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        state = self.rollick_state
+        if not state["items"] and not state["ended"]:
+            count = CHUNK if state["taken"] >= SINGLE_ITEMS else 1
+            items, state["ended"] = use(self, "take", count)
+            state["items"] = items[::-1]
+            state["taken"] += len(items)
+        if not state["items"]:
+            raise StopIteration
+        return state["items"].pop()
+
+
+class RemoteMeta(type):
+    """The type of the local classes that stand for classes of the candidate."""
+
+    def __new__(
+        cls, name: str, bases: tuple[Any, ...], body: dict[str, Any], **options: Any
+    ) -> Any:
+        """For a class of the tests; `make_class` does not call this."""
+        base = next(base for base in bases if type(base) is RemoteMeta)
+        return base.rollick_owner.share(f"a class of the tests derives from {base.__name__}")
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.rollick_owner.build(cls, args, kwargs)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith(("__", "pytest")):
+            raise AttributeError(name)
+        return cls.rollick_owner.name_class(name, use(cls, "getattr", name))
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        use(cls, "setattr", name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        use(cls, "delattr", name)
+
+    def __bool__(cls) -> bool:
+        return True
+
+    def __len__(cls) -> int:
+        return use(cls, "len")
+
+    def __iter__(cls) -> Any:
+        return use(cls, "iter")
+
+    def __getitem__(cls, key: Any) -> Any:
+        return use(cls, "getitem", key)
+
+    def __contains__(cls, value: Any) -> bool:
+        return any(item is value or item == value for item in cls)
+
+    def __repr__(cls) -> str:
+        return str(use(cls, "repr"))
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if (
+            isinstance(type(instance), RemoteMeta)
+            and type(instance).rollick_class == cls.rollick_class
+        ):
+            return True
+        return isinstance(instance, RemoteObject) and use(cls, "has_instance", instance) is True
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        if subclass is cls:
+            return True
+        return number_of(subclass) is not None and use(cls, "is_subclass", subclass) is True
+
+
+def use(proxy: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
+    is_class = isinstance(proxy, RemoteMeta)
+    candidate = proxy.rollick_owner if is_class else proxy.rollick_candidate
+    return candidate.use(operation, proxy, *args, **kwargs)
+
+
+def is_comparable(proxy: RemoteObject) -> bool:
+    """Whether the tests expect such an object: they have built it, or named its class."""
+    candidate = proxy.rollick_candidate
+    return proxy.rollick_built or type(proxy).rollick_class in candidate.named
+
+
+def same_standing(proxy: RemoteObject, value: Any) -> Any:
+    """A result of an operation with an object that counts as built counts as built too."""
+    if not (isinstance(value, RemoteObject) and proxy.rollick_built):
+        return value
+    if value.rollick_number == proxy.rollick_number:
+        return proxy
+    return proxy.rollick_candidate.proxy(value.rollick_number, type(value), built=True)
+
+
+def allows_operators(proxy: RemoteObject, others: tuple[Any, ...]) -> bool:
+    return proxy.rollick_built or all(
+        isinstance(each, RemoteObject) and is_comparable(each) for each in (proxy, *others)
+    )
+
+
+def _operator(operation: str, *, is_reflected: bool = False) -> Any:
+    def operate(self: RemoteObject, *others: Any) -> Any:
+        if not allows_operators(self, others):
+            return NotImplemented
+        args = (*others, self) if is_reflected else (self, *others)
+        return same_standing(self, self.rollick_candidate.use(operation, *args))
+
+    return operate
+
+
+def _unary(operation: str) -> Any:
+    def operate(self: RemoteObject, *options: Any) -> Any:
+        return same_standing(self, use(self, operation, *options))
+
+    return operate
+
+
+def _comparison(operation: str) -> Any:
+    compare_content = getattr(__import__("_operator"), operation)
+
+    def compare(self: RemoteObject, other: Any) -> Any:
+        if isinstance(other, RemoteObject) and is_comparable(self) and is_comparable(other):
+            return use(self, operation, other) is True
+        if type(self).rollick_content and not isinstance(other, RemoteObject):
+            return compare_content(use(self, "content"), other)
+        return NotImplemented
+
+    return compare
+
+
+for _name in OPERATORS:
+    setattr(RemoteObject, f"__{_name}__", _operator(_name))
+    setattr(RemoteObject, f"__r{_name}__", _operator(_name, is_reflected=True))
+    setattr(RemoteObject, f"__i{_name}__", _operator(f"i{_name}"))
+for _name in COMPARISONS:
+    setattr(RemoteObject, f"__{_name}__", _comparison(_name))
+for _name in UNARY:
+    setattr(RemoteObject, f"__{_name}__", _unary(_name))

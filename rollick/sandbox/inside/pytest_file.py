@@ -1,0 +1,147 @@
+"""In the test box: runs a pytest file.
+
+    tests_file -> pytest -> RemoteModule -> proxies (objects.py) -> the candidate's box
+                         -> Recorder -> one outcome for each test
+
+With the message's `code` the candidate is a module in this box instead, for files that need more of
+it than proxies give. Without pipes there is no candidate: the file is only collected, to find out
+whether it is broken.
+
+Runs inside boxes: see inside/__init__.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+else:
+    ModuleType = type(sys)
+
+tests = sys.modules["rollick_tests"]
+FLAG_ASYNC = 0x80
+
+
+class RemoteModule(ModuleType):
+    """The module that a pytest file imports as the candidate; names are looked up on use."""
+
+    def __init__(self, candidate: Any, message: dict[str, Any]) -> None:
+        super().__init__(message["module"])
+        self.__dict__.update(_candidate=candidate, _message=message)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            return star_names(self.__dict__["_message"])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self.__dict__["_message"]["star_standard"]:
+            return __import__(name)
+        return self.__dict__["_candidate"].bind([name])[name]
+
+
+def star_names(message: dict[str, Any]) -> list[str]:
+    """What `from solution import *` gives: only names that the file uses and that nothing else
+    defines. A candidate must not replace `len` or `sqrt`."""
+    others = set(dir(builtins))
+    for name in message["star_modules"]:
+        module = __import__(name, fromlist=["*"])
+        others |= set(getattr(module, "__all__", dir(module)))
+    return [name for name in message["star_names"] if name not in others]
+
+
+class Recorder:
+    """A plugin of pytest that keeps the outcome of each test."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, tuple[bool, str]] = {}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            self.outcomes[item.nodeid] = (False, "not run")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        # Set-up and tear-down have reports of their own; they count only if they fail.
+        if report.when == "call" or not report.passed:
+            text = "" if report.passed else last_line(report)
+            self.outcomes[report.nodeid] = (report.passed, text)
+
+    def pytest_pyfunc_call(self, pyfuncitem: Any) -> bool | None:
+        """Run a test that is a coroutine function, which pytest alone does not."""
+        code = getattr(pyfuncitem.obj, "__code__", None)
+        if code is None or not code.co_flags & FLAG_ASYNC:
+            return None
+        import asyncio
+
+        names = pyfuncitem._fixtureinfo.argnames
+        asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+        return True
+
+
+def run(message: dict[str, Any], pipes: list[int], reporter: Any) -> None:
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    (source,) = message["cases"]
+    module: Any = load_candidate(message) if "code" in message else None
+    sys.path[:0] = message["paths"]  # after the candidate, which has only the standard library
+    if module is None and not pipes:
+        check_file(message, source)
+        return
+    module = module or RemoteModule(connect(source, pipes, reporter), message)
+    recorder = Recorder()
+    call_pytest(module, "candidate", source, recorder)
+    if not recorder.outcomes:
+        if "code" not in message:
+            check_file(message, source)
+        raise tests.CandidateError("pytest found no test in the file with this candidate")
+    reporter.send("count", len(recorder.outcomes))
+    for number, (name, (passed, text)) in enumerate(recorder.outcomes.items()):
+        reporter.send("outcome", number, passed, f"{name.partition('::')[2]}: {text}".rstrip(": "))
+
+
+def connect(source: str, pipes: list[int], reporter: Any) -> Any:
+    replies, requests = pipes
+
+    def share(reason: str) -> None:
+        reporter.send("share", message=reason)
+        os._exit(0)
+
+    return sys.modules["rollick_imports"].ObjectCandidate(requests, replies, share, source)
+
+
+def load_candidate(message: dict[str, Any]) -> Any:
+    """Import the candidate from a file, which the tests may reload or read the source of."""
+    name = message["module"]
+    path = f"/tmp/{name.replace('.', '/')}.py"
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(message["code"])
+    sys.path.insert(0, "/tmp")
+    return __import__(name, fromlist=["*"])
+
+
+def check_file(message: dict[str, Any], source: str) -> None:
+    """Raise TestsInvalid if the file has no tests with any candidate."""
+    probe = tests.Probe()
+    code = call_pytest(RemoteModule(probe, message), "probe", source, None, "--collect-only")
+    if code and not probe.was_used:
+        raise tests.TestsInvalid(f"pytest found no test in the file (exit code {code})")
+
+
+def call_pytest(module: Any, name: str, source: str, plugin: Any, *options: str) -> int:
+    import pytest
+
+    sys.modules[module.__name__] = module
+    path = f"/tmp/test_{name}.py"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(source)
+    always = ["-q", "-p", "no:cacheprovider", "--rootdir=/tmp", "-c", "/dev/null", path]
+    return int(pytest.main([*always, *options], plugins=[plugin] if plugin else []))
+
+
+def last_line(report: Any) -> str:
+    lines = str(report.longrepr).strip().splitlines()
+    return lines[-1] if lines else "failed"

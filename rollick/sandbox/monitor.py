@@ -1,0 +1,168 @@
+"""Watches the boxes of one program until it ends or exceeds a limit.
+
+stdout, stderr of each box --+
+exit of the last box      ---+--> BoxMonitor.wait() -> StopCause, with output and outcomes
+frames of the test box    ---+                         (local.py makes a Result)
+wall clock, memory        ---+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollick.sandbox.base import Limits
+from rollick.sandbox.box import Box
+from rollick.sandbox.memory import measure_memory
+from rollick.sandbox.outcomes import ReportEnd, TestReports
+
+CHECK_SECONDS = 0.1
+"""Between two checks of a box's memory."""
+MAX_FILES = 20_000
+"""In a box: an empty file takes kernel memory that no size limit counts."""
+
+
+class StopCause(StrEnum):
+    EXIT = "exit"
+    TESTS_ENDED = "tests_ended"
+    TESTS_INVALID = "tests_invalid"
+    """The tests cannot run with any candidate."""
+    REPORTS_INVALID = "reports_invalid"
+    """The candidate, in one box with the tests, wrote something else than outcomes."""
+    TIMEOUT = "timeout"
+    OUTPUT = "output"
+    MEMORY = "memory"
+
+
+@dataclass(slots=True, eq=False)
+class BoxMonitor:
+    """Output and outcomes so far. `boxes[0]` runs the program or the candidate."""
+
+    boxes: Sequence[Box]
+    limits: Limits
+    stdin: bytes = b""
+    reports: TestReports | None = None
+    """What the last box reports, if it runs tests."""
+    stdout: bytearray = field(default_factory=bytearray)
+    stderr: bytearray = field(default_factory=bytearray)
+    _stopped: asyncio.Future[StopCause] | None = None
+
+    async def wait(self) -> StopCause:
+        """Wait for the first cause to stop. The caller ends the boxes."""
+        loop = asyncio.get_running_loop()
+        self._stopped = loop.create_future()
+        readers, last = self._output_ends(), self.boxes[-1]
+        for end in readers:
+            loop.add_reader(end, self._on_output, end)
+        if self.reports is None:
+            watched = last.exit_fd
+            loop.add_reader(watched, self._stop, StopCause.EXIT)
+        else:
+            watched = last.control.fileno()
+            loop.add_reader(watched, self._on_report, self.reports)
+        self._write_stdin()
+        check = asyncio.create_task(self._check_memory(), name="memory of a box")
+        try:
+            async with asyncio.timeout(self.limits.wall_s):
+                return await self._stopped
+        except TimeoutError:
+            return StopCause.TIMEOUT
+        finally:
+            check.cancel()
+            for end in (*readers, watched):
+                loop.remove_reader(end)
+            if self.boxes[0].stdin >= 0:
+                loop.remove_writer(self.boxes[0].stdin)
+
+    def drain(self) -> None:
+        """After the boxes ended: read the rest of the pipes, up to the limit."""
+        for end in self._output_ends():
+            while self._remaining_bytes > 0 and self._read(end):
+                pass
+
+    def _output_ends(self) -> list[int]:
+        return [end for box in self.boxes for end in (box.stdout, box.stderr)]
+
+    @property
+    def _remaining_bytes(self) -> int:
+        return self.limits.output_bytes - len(self.stdout) - len(self.stderr)
+
+    def _stop(self, cause: StopCause) -> None:
+        if self._stopped is not None and not self._stopped.done():
+            self._stopped.set_result(cause)
+
+    def _on_output(self, end: int) -> None:
+        if not self._read(end):
+            asyncio.get_running_loop().remove_reader(end)
+        if self._remaining_bytes <= 0:
+            self._stop(StopCause.OUTPUT)
+
+    def _read(self, end: int) -> bool:
+        """Whether there was output. Output of the test box counts as error output."""
+        try:
+            chunk = os.read(end, max(1, min(1 << 16, self._remaining_bytes)))
+        except OSError:
+            return False
+        (self.stdout if end == self.boxes[0].stdout else self.stderr).extend(chunk)
+        return bool(chunk)
+
+    def _write_stdin(self) -> None:
+        """Write the program's input as it reads it, then close the pipe."""
+        box, loop = self.boxes[0], asyncio.get_running_loop()
+        try:
+            while self.stdin:
+                self.stdin = self.stdin[os.write(box.stdin, self.stdin[: 1 << 16]) :]
+        except BlockingIOError:
+            loop.add_writer(box.stdin, self._write_stdin)
+            return
+        except OSError:
+            self.stdin = b""
+        loop.remove_writer(box.stdin)
+        os.close(box.stdin)
+        box.stdin = -1
+
+    def _on_report(self, reports: TestReports) -> None:
+        """Read reports of the test box; stop at the last one, or when it closes the socket."""
+        try:
+            chunk = self.boxes[-1].control.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        try:
+            reports.feed(chunk)
+        except ValueError:  # ReportError, or bytes that are not an encoded value
+            self._stop(StopCause.REPORTS_INVALID)
+        if reports.end is not None:
+            invalid = reports.end is ReportEnd.INVALID
+            self._stop(StopCause.TESTS_INVALID if invalid else StopCause.TESTS_ENDED)
+        elif not chunk:
+            self._stop(StopCause.EXIT)
+
+    async def _check_memory(self) -> None:
+        """Check the total memory of a box, which no rlimit bounds."""
+        max_bytes = self.limits.memory_mb << 20
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            if self.out_of_memory:
+                self._stop(StopCause.MEMORY)
+            for pid in (box.init_pid for box in self.boxes if box.init_pid):
+                if measure_memory(pid, max_bytes) > max_bytes or count_files(pid) > MAX_FILES:
+                    self._stop(StopCause.MEMORY)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process at the limit of its memory cgroup."""
+        return any(box.group is not None and box.group.is_exhausted for box in self.boxes)
+
+
+def count_files(pid: int) -> int:
+    """Files on the disk of a box; 0 if the kernel does not permit to count them."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(f"/proc/{pid}/root/tmp")
+        return disk.f_files - disk.f_ffree
+    return 0

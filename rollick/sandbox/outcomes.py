@@ -1,0 +1,110 @@
+"""Reads the frames in which a test box reports its outcomes.
+
+    frame: [nonce, kind, number, passed, message]
+
+    count     how many tests a pytest file has; the first frame of such a file
+    outcome   of test `number`, once for each test
+    ended     the last frame: all tests were run; without it nothing has passed completely
+    invalid   the last frame: the tests cannot run with any candidate
+    share     the last frame: the tests need one box for them and the candidate
+
+With isolation `shared` the candidate runs in the test box and can write frames. So everything is
+bounded: the size of a frame, the number of tests, and one outcome for each test. A frame outside of
+these bounds raises ReportError, and the caller ends the box.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rollick.sandbox import wire
+from rollick.sandbox.base import TestOutcome
+
+MAX_FRAME = 1 << 12
+"""Bytes; a test box cuts its messages to 500 characters."""
+MAX_TESTS = 10_000
+"""Tests of a pytest file."""
+
+
+class ReportError(ValueError):
+    """A frame that a test box never sends."""
+
+
+class ReportEnd(StrEnum):
+    """The last frame of a test box."""
+
+    ENDED = "ended"
+    INVALID = "invalid"
+    SHARE = "share"
+
+
+REMARKS = (ReportEnd.INVALID, ReportEnd.SHARE)
+"""What a test box may say about its tests."""
+
+
+@dataclass(slots=True, eq=False)
+class TestReports:
+    """The outcomes that a test box has reported so far."""
+
+    __test__ = False
+
+    nonce: bytes
+    count: int = 0
+    """Number of tests; 0 if the box announces it."""
+    from_candidate: bool = False
+    """The candidate runs in the test box, so it may not say more about the tests than outcomes."""
+    outcomes: dict[int, TestOutcome] = field(default_factory=dict[int, TestOutcome])
+    end: ReportEnd | None = None
+    message: str = ""
+    _unread: bytearray = field(default_factory=bytearray)
+
+    def feed(self, chunk: bytes) -> None:
+        """Read all complete frames. Frames after the last one are ignored."""
+        self._unread += chunk
+        while self.end is None and len(self._unread) >= wire.COUNT_BYTES:
+            size = int.from_bytes(self._unread[: wire.COUNT_BYTES], "little")
+            if size > MAX_FRAME:
+                raise ReportError(f"a frame has {size} bytes; {MAX_FRAME} are allowed")
+            stop = wire.COUNT_BYTES + size
+            if len(self._unread) < stop:
+                return
+            self._read(wire.decode(bytes(self._unread[wire.COUNT_BYTES : stop])))
+            del self._unread[:stop]
+
+    def _read(self, frame: Any) -> None:
+        try:
+            nonce, kind, number, passed, message = frame
+        except (TypeError, ValueError):
+            raise ReportError("a frame does not have five fields") from None
+        types = (type(nonce), type(kind), type(number), type(passed), type(message))
+        if types != (bytes, str, int, bool, str) or nonce != self.nonce:
+            raise ReportError("a frame has wrong fields")
+        if kind == "count":
+            self._set_count(number)
+        elif kind == "outcome":
+            self._add_outcome(number, TestOutcome(passed, message))
+        elif kind == ReportEnd.ENDED or (kind in REMARKS and not self.from_candidate):
+            self.end, self.message = ReportEnd(kind), message
+        else:
+            raise ReportError(f"a frame has the unknown kind {kind[:20]!r}")
+
+    def _set_count(self, number: int) -> None:
+        if self.count or not 0 < number <= MAX_TESTS:
+            raise ReportError(f"a test box announces from 1 to {MAX_TESTS} tests, once")
+        self.count = number
+
+    def _add_outcome(self, number: int, outcome: TestOutcome) -> None:
+        if not 0 <= number < self.count or number in self.outcomes:
+            raise ReportError("an outcome does not belong to a test, or comes twice")
+        self.outcomes[number] = outcome
+
+    def complete(self, count: int, reason: str) -> tuple[TestOutcome, ...]:
+        """An outcome for each of `count` tests. A test without one has failed, and so has the last
+        test if everything passed but the box did not say that it had ended."""
+        missing = TestOutcome(False, self.message or reason)
+        outcomes = [self.outcomes.get(number, missing) for number in range(count)]
+        if self.end is None and all(outcome.passed for outcome in outcomes):
+            outcomes[-1:] = [missing]
+        return tuple(outcomes)

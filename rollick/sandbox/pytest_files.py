@@ -1,0 +1,255 @@
+"""Finds what a pytest file needs of the candidate. Only parses code, never runs it. Pure.
+
+    find_star_names     names that `from solution import *` must define
+    shared_box_reason   what the file does that needs the candidate in the same box
+
+Only the row's file is parsed, never the untrusted candidate: a candidate must not be able to choose
+in which box it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from rollick.sandbox.tested_names import parse
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FIXTURES = _words(
+    "capsys capfd capsysbinary capfdbinary caplog monkeypatch mocker recwarn tmp_path tmpdir "
+    "tmp_path_factory tmpdir_factory"
+)
+"""Fixtures that act on the process or the disk of the tests, which the candidate does not share."""
+MODULES = _words(
+    "abc builtins concurrent doctest gc importlib inspect logging mock multiprocessing pickle "
+    "tempfile threading types unittest.mock warnings weakref"
+)
+"""Modules that look into objects, replace parts of the process or start threads."""
+FUNCTIONS = _words(
+    "contextlib.redirect_stderr contextlib.redirect_stdout os.chdir os.environ os.getenv os.putenv "
+    "pytest.MonkeyPatch pytest.deprecated_call pytest.warns random.seed sys.getrefcount sys.stderr "
+    "sys.stdin sys.stdout typing.get_type_hints unittest.mock"
+)
+"""Names in modules that do the same."""
+BUILTINS = frozenset({"dir", "id", "open"})
+"""Builtin functions that do not see the candidate's objects or disk."""
+ALLOWED = {"asyncio": {"run", "sleep"}, "dataclasses": {"dataclass", "field"}}
+"""Names in modules that work with proxies; all others do not."""
+METHODS = _words("assertIs assertIsNot assertLogs assertNoLogs assertWarns assertWarnsRegex")
+SPECIAL_NAMES = _words(
+    "__name__ __qualname__ __class__ __dict__ __init__ __call__ __len__ __iter__ __next__ __file__ "
+    "__contains__ __getitem__ __setitem__ __delitem__ __bool__ __str__ __repr__ __eq__ __ne__ "
+    "__hash__ __enter__ __exit__"
+)
+"""Attributes with underscores that proxies have."""
+
+
+@dataclass(frozen=True, slots=True)
+class StarNames:
+    """Of a file with `from solution import *`."""
+
+    names: tuple[str, ...] = ()
+    """Names that the file reads and does not define; builtins are among them."""
+    standard: tuple[str, ...] = ()
+    """Those of them that are modules of the standard library: `math` in `math.sqrt`."""
+    modules: tuple[str, ...] = ()
+    """Modules that the file also imports with a star."""
+
+
+@lru_cache(maxsize=256)
+def find_star_names(source: str, module: str) -> StarNames:
+    """Empty if the file does not import the candidate with a star, or cannot be parsed."""
+    try:
+        tree, table = parse(source), symtable.symtable(source, "tests", "exec")
+    except (SyntaxError, ValueError, RecursionError):
+        return StarNames()
+    stars = [
+        node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and not node.level
+    ]
+    if module not in stars:
+        return StarNames()
+    defined = {each.get_name() for each in table.get_symbols() if _is_bound(each)}
+    read = dict.fromkeys(_global_names(table))
+    names = tuple(name for name in read if name not in defined and name.isidentifier())
+    loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    bare = {id(node): node.id for node in loaded}
+    for owner in owners:
+        bare.pop(id(owner), None)
+    # A candidate's `math` could say that everything is close to everything.
+    standard = (sys.stdlib_module_names | {"pytest"}) - set(bare.values())
+    return StarNames(
+        names,
+        tuple(name for name in names if name in standard),
+        tuple(dict.fromkeys(name for name in stars if name != module)),
+    )
+
+
+def _is_bound(symbol: symtable.Symbol) -> bool:
+    return symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+
+
+def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """The module's names that a scope and its inner scopes read."""
+    is_module = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (is_module or symbol.is_global()):
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _global_names(inner)
+
+
+@lru_cache(maxsize=256)
+def shared_box_reason(source: str, module: str) -> str:
+    """What needs tests and candidate in one box; empty if proxies of its objects suffice."""
+    try:
+        tree = parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    star = set(find_star_names(source, module).names) - set(dir(builtins))
+    return next(_Reader(tree, module, star).reasons(), "")
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one file."""
+
+    tree: ast.Module
+    module: str
+    candidate: set[str]
+    """Names of the candidate's functions, classes and data in the file."""
+    aliases: set[str] = field(default_factory=set[str])
+    """Names of the candidate's module."""
+    imported: dict[str, str] = field(default_factory=dict[str, str])
+    """Dotted names of other modules and their parts, by the name in the file."""
+    modules: list[str] = field(default_factory=list[str])
+    """All dotted names that the file imports from elsewhere."""
+
+    def reasons(self) -> Iterator[str]:
+        nodes = list(ast.walk(self.tree))
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self._read_import(node)
+        for name in self.modules:
+            if reason := _imported_reason(name):
+                yield reason
+        for node in nodes:
+            yield from self._of(node)
+
+    def _read_import(self, node: ast.Import | ast.ImportFrom) -> None:
+        origin = node.module if isinstance(node, ast.ImportFrom) else None
+        for alias in node.names:
+            name = f"{origin}.{alias.name}" if origin else alias.name
+            bound = alias.asname or (alias.name if origin else alias.name.partition(".")[0])
+            if origin == self.module:
+                self.candidate.add(bound)
+            elif name == self.module:
+                self.aliases.add(alias.asname or alias.name)
+            else:
+                # `import os.path` binds `os`.
+                self.imported[bound] = name if origin or alias.asname else bound
+                self.modules.append(name)
+
+    def _of(self, node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.ClassDef():
+                for base in (*node.bases, *(each.value for each in node.keywords)):
+                    if self._is_of_candidate(base):
+                        yield f"the class {node.name} of the tests derives from {ast.unparse(base)}"
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                for argument in (*node.args.args, *node.args.kwonlyargs):
+                    if argument.arg in FIXTURES:
+                        yield f"the tests use the fixture {argument.arg}"
+            case ast.Compare():
+                yield from self._of_comparison(node)
+            case ast.Attribute():
+                yield from self._of_attribute(node)
+            case ast.Call():
+                yield from self._of_call(node)
+            case ast.AsyncFor() | ast.AsyncWith():
+                yield "the tests use `async for` or `async with`"
+            case ast.comprehension(is_async=1):
+                yield "the tests use `async for`"
+            case _:
+                pass
+
+    def _of_comparison(self, node: ast.Compare) -> Iterator[str]:
+        operands = [node.left, *node.comparators]
+        for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
+            if isinstance(operator, ast.Is | ast.IsNot) and not (
+                self._has_one_identity(left) or self._has_one_identity(right)
+            ):
+                yield f"the tests compare identities: {ast.unparse(node)}"
+
+    def _has_one_identity(self, node: ast.expr) -> bool:
+        """Constants, types and attributes of the candidate's classes (members of an Enum)."""
+        if isinstance(node, ast.Call):
+            return isinstance(node.func, ast.Name) and node.func.id == "type"
+        if isinstance(node, ast.Attribute):
+            return node.attr == "__class__" or (
+                self._is_of_candidate(node.value) and _last_name(node.value)[:1].isupper()
+            )
+        if isinstance(node, ast.Name):
+            return node.id == "NotImplemented"
+        return isinstance(node, ast.Constant)
+
+    def _of_attribute(self, node: ast.Attribute) -> Iterator[str]:
+        owner = ast.unparse(node.value)
+        stored = not isinstance(node.ctx, ast.Load)
+        if owner in self.aliases and stored:
+            yield f"the tests replace {owner}.{node.attr}"
+        if owner in self.imported and (
+            reason := _imported_reason(f"{self.imported[owner]}.{node.attr}")
+        ):
+            yield reason
+        if _is_special(node.attr) and node.attr not in SPECIAL_NAMES:
+            yield f"the tests use the attribute {node.attr}"
+        if node.attr in METHODS:
+            yield f"the tests use {node.attr}"
+
+    def _of_call(self, node: ast.Call) -> Iterator[str]:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name in BUILTINS and name not in self.candidate:
+            yield f"the tests use {name}()"
+        if name == "setattr" and node.args and ast.unparse(node.args[0]) in self.aliases:
+            yield f"the tests replace parts of {ast.unparse(node.args[0])}"
+        if name in ("hasattr", "getattr") and len(node.args) > 1:
+            asked = node.args[1]
+            if isinstance(asked, ast.Constant) and _is_special(str(asked.value)):
+                yield f"the tests use the attribute {asked.value}"
+
+    def _is_of_candidate(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Subscript):
+            return self._is_of_candidate(node.value)
+        if isinstance(node, ast.Attribute):
+            return ast.unparse(node.value) in self.aliases or self._is_of_candidate(node.value)
+        return isinstance(node, ast.Name) and node.id in self.candidate
+
+
+def _imported_reason(name: str) -> str:
+    module, _, part = name.rpartition(".")
+    top = name.partition(".")[0]
+    if name in FUNCTIONS or (module in ALLOWED and part not in ALLOWED[module]):
+        return f"the tests use {name}"
+    if {name, module, top} & MODULES:
+        return f"the tests use {name}"
+    return ""
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _last_name(node: ast.expr) -> str:
+    return ast.unparse(node).rpartition(".")[2]

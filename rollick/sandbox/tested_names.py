@@ -1,0 +1,102 @@
+"""Finds the names of the candidate that tests use. Only parses code, never runs it. Pure.
+
+The result decides in which box code runs, so only the row's code is parsed, never the untrusted
+candidate.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TestedNames:
+    """Names that tests use and do not define."""
+
+    entries: tuple[str, ...]
+    """Functions and constants that the candidate must define."""
+    classes: tuple[str, ...]
+    """Classes of the reference solution that the tests instantiate; not plain data."""
+    imports: str
+    """Import statements of the reference that the tests need."""
+
+
+def find_names(tests: Iterable[str], *, setup: str = "", reference: str = "") -> TestedNames:
+    """Raises SyntaxError if the tests cannot be parsed; ignores an invalid reference."""
+    used, bound = _names_of([setup, *tests])
+    defined, classes, imported = _definitions(reference)
+    provided = set(dir(builtins)) | sys.stdlib_module_names | imported.keys()
+    free = [name for name in used if name not in bound]
+    entries = [name for name in free if name in defined or name not in provided]
+    return TestedNames(
+        entries=tuple(name for name in entries if name not in classes),
+        classes=tuple(name for name in entries if name in classes),
+        imports="\n".join(dict.fromkeys(imported[name] for name in used if name in imported)),
+    )
+
+
+def modules_used(texts: Iterable[str]) -> set[str]:
+    """Standard-library modules that the tests use without importing them."""
+    try:
+        used, bound = _names_of(texts)
+    except (SyntaxError, ValueError):
+        return set()
+    return (set(used) - bound) & (sys.stdlib_module_names - set(dir(builtins)))
+
+
+def parse(code: str) -> ast.Module:
+    """Parse without the compiler's warnings (such as for "\\w")."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
+
+
+def _names_of(texts: Iterable[str]) -> tuple[list[str], set[str]]:
+    """(names that are read, in order of first use; names that are bound)."""
+    used: dict[str, None] = {}
+    bound: set[str] = set()
+    for text in texts:
+        for node in ast.walk(parse(text)):
+            if isinstance(node, ast.Name):
+                if isinstance(node.ctx, ast.Load):
+                    used[node.id] = None
+                else:
+                    bound.add(node.id)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                bound.add(node.name)
+            elif isinstance(node, ast.arg):
+                bound.add(node.arg)
+            elif isinstance(node, ast.alias):
+                bound.add((node.asname or node.name).partition(".")[0])
+            elif isinstance(node, ast.ExceptHandler) and node.name:
+                bound.add(node.name)
+    return list(used), bound
+
+
+def _definitions(code: str) -> tuple[set[str], set[str], dict[str, str]]:
+    """Top-level names of a solution: all definitions, classes, and imports by name."""
+    defined: set[str] = set()
+    classes: set[str] = set()
+    imported: dict[str, str] = {}
+    try:
+        body = parse(code).body
+    except (SyntaxError, ValueError):
+        return defined, classes, imported
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                name = (alias.asname or alias.name).partition(".")[0]
+                imported[name] = ast.unparse(node)
+        else:
+            names = (item for item in ast.walk(node) if isinstance(item, ast.Name))
+            defined |= {item.id for item in names if isinstance(item.ctx, ast.Store)}
+    return defined, classes, {name: text for name, text in imported.items() if name not in defined}

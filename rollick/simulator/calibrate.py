@@ -1,0 +1,283 @@
+"""Calibration: from a recorded run to a scenario with the run's lengths and times.
+
+    engine_steps.jsonl  the engines' steps, lengths, training   -+
+    trace.jsonl         phases, rewards, calls to the engines   -+-> Calibration -> Scenario
+    metrics.jsonl       groups without signal, failed scores    -+
+
+A recipe gives batch, staleness and devices; the run, with single-turn samples, gives the times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+from rollick.config.devices import parse_devices
+from rollick.config.load import load_recipe
+from rollick.config.schema import Recipe
+from rollick.errors import DataError
+from rollick.observe.metrics import read_metrics
+from rollick.observe.timeline import RunTimeline, build_timeline
+from rollick.observe.trace import read_trace
+from rollick.simulator.run import simulate
+from rollick.simulator.run_records import (
+    Row,
+    StepPhases,
+    engine_steps,
+    read_rows,
+    step_phases,
+    training_share,
+)
+from rollick.simulator.scenario import (
+    DeviceConfig,
+    LatencyConfig,
+    LengthConfig,
+    Scenario,
+    StepTimeConfig,
+    WorkConfig,
+    build_scenario,
+    recipe_scenario,
+)
+from rollick.simulator.step_time import (
+    StepTimeFit,
+    TrainRecord,
+    TrainTimeFit,
+    estimate_group_share,
+    fit_step_time,
+    fit_train_time,
+)
+from rollick.types import SampleId, StepRecord
+
+MAX_LATENCIES = 1000
+"""Recorded latencies of a scenario; of more, evenly spaced quantiles."""
+
+MIN_STEPS_TO_COMPARE = 50
+"""Engine steps with and without a training learner that are needed to compare them."""
+
+CONTENTION_FITS = 6
+"""Fits of the engine's steps until their contention has converged to a per cent."""
+
+CHECK_STEPS = 30
+"""Simulated steps when the run itself is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The lengths and times of a run."""
+
+    run: Path
+    recipe: Recipe
+    steps: int
+    """Training steps that it uses."""
+    step_s: float
+    """Measured seconds of a step."""
+    engine: StepTimeFit
+    """While the learner does not train."""
+    train: TrainTimeFit
+    """While no engine computes."""
+    devices: DeviceConfig
+    """Only the values measured in the run: mean times of its steps, and the contention."""
+    work: WorkConfig
+    """Only the values measured in the run."""
+
+    def apply(self, scenario: Scenario) -> Scenario:
+        sections = {"work": self.work, "devices": self.devices}
+        values = {name: part.model_dump(exclude_unset=True) for name, part in sections.items()}
+        return build_scenario(values, origin=str(self.run), base=scenario)
+
+    def simulate_run(self) -> float:
+        """Simulated seconds of a step of the run's own recipe: shows the error of the fit."""
+        scenario = self.apply(recipe_scenario(self.recipe))
+        return simulate(scenario.change(steps=CHECK_STEPS)).step_s
+
+    def describe(self) -> list[tuple[str, str]]:
+        time, simulated = self.engine.step_time, self.simulate_run()
+        work, devices, train = self.work, self.devices, self.train
+        lengths = work.lengths.trace
+        return [
+            ("calibrated on", f"{self.run}: {self.steps} steps of {self.step_s:.4g} s"),
+            ("  itself", f"{simulated:.4g} s simulated, {simulated / self.step_s - 1:+.1%}"),
+            (
+                "  engine step",
+                f"{time.base_s:.3g} s + {time.per_sequence_s:.3g} a sequence + "
+                f"{time.per_kv_token_s:.3g} a cached token, a prefill {time.prefill_base_s:.3g} + "
+                f"{time.per_prefill_token_s:.3g} a token; {_errors(self.engine)} of "
+                f"{self.engine.records} steps",
+            ),
+            ("  training", f"{train.base_s:.3g} s + {train.token_s:.3g} a token; {_errors(train)}"),
+            (
+                "  other times",
+                f"publish {devices.transfer_s + devices.publish_s:.3g} s, during which an engine "
+                f"pauses {devices.publish_s:.3g}, controller {devices.controller_s:.3g}, "
+                f"a call {devices.call_s:.3g}, a reward {fmean(work.reward.trace):.3g}; "
+                f"engine and learner at once: {devices.contention:.3g} times as long",
+            ),
+            (
+                "  responses",
+                f"{fmean(lengths):.4g} tokens, at most {max(lengths)}; "
+                f"{work.lengths.prompt_share:.0%} of the variance is the prompt's",
+            ),
+        ]
+
+
+def _errors(fit: StepTimeFit | TrainTimeFit) -> str:
+    return f"mean error {fit.mean_error:.1%}, worst {fit.worst_error:.1%}"
+
+
+def calibrate_run(run: Path) -> Calibration:
+    """Read a run's records and fit them; raises with the missing option if it has none."""
+    if not (run / "recipe.yaml").is_file():
+        raise DataError(f"{run} is not a run's folder", fix="give a folder with recipe.yaml")
+    recipe = load_recipe(run / "recipe.yaml", check=False).recipe
+    rows = read_rows(run)
+    trace = read_trace(run)
+    if not trace:
+        raise DataError(f"{run} has no trace", fix="run with observe.trace_mb=64")
+    phases = step_phases(trace, rows)
+    timeline = build_timeline(trace)
+    _check_single_turn(timeline, run)
+    used = [rows[step.step] for step in phases]
+    steps = engine_steps(used, run)
+    contention = _fit_contention(steps, phases)
+    engine = fit_step_time(_without_contention(steps, phases, contention), keep_total=True)
+    train = fit_train_time(_train_records(phases, rows, steps, contention=contention))
+    pause_s = _pause_s(steps, phases, engine)
+    devices = DeviceConfig(
+        step_time=StepTimeConfig(**asdict(engine.step_time)),
+        train_base_s=train.base_s,
+        train_token_s=train.token_s * len(parse_devices(recipe.devices.policy)),
+        transfer_s=max(0.0, fmean(step.publish_s for step in phases) - pause_s),
+        publish_s=pause_s,
+        controller_s=median(step.rest_s for step in phases),
+        call_s=_call_s(timeline, used),
+        contention=contention,
+    )
+    return Calibration(
+        run=run,
+        recipe=recipe,
+        steps=len(phases),
+        step_s=fmean(step.step_s for step in phases),
+        engine=engine,
+        train=train,
+        devices=devices,
+        work=_recorded_work(used, timeline, read_metrics(run / "metrics.jsonl")),
+    )
+
+
+def _recorded_work(
+    rows: Sequence[Row], timeline: RunTimeline, metrics: Sequence[Mapping[str, float]]
+) -> WorkConfig:
+    samples: list[Sequence[int]] = [sample for row in rows for sample in row["samples"]]
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for group, _, _, sampled in samples:
+        groups[group].append(sampled)
+    flat = sum(row.get("rollout/dropped/no_signal", 0.0) for row in metrics)
+    trained = sum(row.get("rollout/groups", 0.0) for row in metrics)
+    lengths = tuple(max(1, sampled) for _, _, _, sampled in samples)
+    share = estimate_group_share(list(groups.values()))
+    return WorkConfig(
+        lengths=LengthConfig(trace=lengths, prompt_share=share),
+        prompt_tokens=round(fmean(prompt for _, _, prompt, _ in samples)),
+        reward=LatencyConfig(trace=_reward_times(timeline)),
+        flat=flat / (flat + trained) if flat else 0.0,
+        failed_scores=fmean(row.get("rollout/failed_scores", 0.0) for row in metrics),
+    )
+
+
+def _fit_contention(steps: Sequence[StepRecord], phases: Sequence[StepPhases]) -> float:
+    """How many times longer an engine's step takes while the learner trains; 1: not known.
+    The work of a step differs between the phases too: so the measured time of each kind is compared
+    with a fit of all steps, again with the new contention until it converges."""
+    shares = [(step, training_share(step, phases)) for step in steps]
+    while_training = [step for step, share in shares if share is not None and share > 0.99]
+    alone = [step for step, share in shares if share is not None and share < 0.01]
+    contention = 1.0
+    if min(len(while_training), len(alone)) < MIN_STEPS_TO_COMPARE:
+        return contention
+    for _ in range(CONTENTION_FITS):
+        corrected = _without_contention(steps, phases, contention)
+        fitted = fit_step_time(corrected, keep_total=True).step_time
+        slower, usual = (
+            sum(step.seconds for step in kind) / sum(map(fitted.predict, kind))
+            for kind in (while_training, alone)
+        )
+        contention = max(1.0, slower / usual)
+    return contention
+
+
+def _without_contention(
+    steps: Sequence[StepRecord], phases: Sequence[StepPhases], contention: float
+) -> list[StepRecord]:
+    """The steps as if the learner had not trained at the same time."""
+    shares = [(step, training_share(step, phases) or 0.0) for step in steps]
+    extra = contention - 1
+    return [replace(step, seconds=step.seconds / (1 + extra * share)) for step, share in shares]
+
+
+def _pause_s(steps: Sequence[StepRecord], phases: Sequence[StepPhases], fit: StepTimeFit) -> float:
+    """Mean time that an engine pauses during a publish: the publish time minus the predicted time
+    of the engine's steps, over publishes with a busy engine. The full publish time if there are
+    none."""
+    lost: list[float] = []
+    predict = fit.step_time.predict
+    for phase in phases:
+        inside = [s for s in steps if s.at < phase.published and s.at + s.seconds > phase.trained]
+        busy = sum(step.at <= phase.trained for step in inside)
+        if busy:
+            worked = sum(predict(s) * phase.publish_overlap(s) / s.seconds for s in inside)
+            lost.append(max(0.0, phase.publish_s - worked / busy))
+    return fmean(lost) if lost else fmean(phase.publish_s for phase in phases)
+
+
+def _train_records(
+    phases: Sequence[StepPhases],
+    rows: Mapping[int, Row],
+    steps: Sequence[StepRecord],
+    *,
+    contention: float,
+) -> list[TrainRecord]:
+    """Training steps as if no engine had computed; the learner slows down as much as engines do."""
+    records: list[TrainRecord] = []
+    for phase in phases:
+        row = rows[phase.step]
+        tokens = sum(prompt + sampled for _, _, prompt, sampled in row["samples"])
+        inside = (min(phase.trained, s.at + s.seconds) - max(phase.taken, s.at) for s in steps)
+        busy_s = sum(max(0.0, seconds) for seconds in inside)
+        slowdown = 1 + (contention - 1) * min(1.0, busy_s / phase.train_s)
+        fixed_s = min(row["train"][1], phase.train_s)
+        records.append(TrainRecord(tokens, phase.train_s / slowdown, fixed_s / slowdown))
+    return records
+
+
+def _check_single_turn(timeline: RunTimeline, run: Path) -> None:
+    if any(part.stage == "environment" for sample in timeline.samples for part in sample.spans):
+        text = f"the samples of {run} have several turns, which a calibration cannot model"
+        raise DataError(text, fix="describe its work in a file and give it with --load")
+
+
+def _call_s(timeline: RunTimeline, rows: Sequence[Row]) -> float:
+    """A sample's mean time on its engine as the controller measures it, less the engine's time."""
+    on_engine: defaultdict[SampleId, float] = defaultdict(float)
+    for row in rows:
+        for group, index, seconds in row["answers"]:
+            on_engine[SampleId(group, index)] += seconds
+    calls: list[float] = []
+    for life in timeline.samples:
+        measured = sum(part.end - part.begin for part in life.spans if part.engine is not None)
+        # Samples of a validation have the same ids; a longer time on the engine shows them.
+        if 0 < on_engine.get(life.uid, 0.0) <= measured / 1e6:
+            calls.append(measured / 1e6 - on_engine[life.uid])
+    return fmean(calls) if calls else 0.0
+
+
+def _reward_times(timeline: RunTimeline) -> tuple[float, ...]:
+    """Seconds in the rewards; of many, quantiles."""
+    spans = (span for life in timeline.samples for span in life.spans)
+    seconds = sorted((span.end - span.begin) / 1e6 for span in spans if span.stage == "reward")
+    if len(seconds) <= MAX_LATENCIES:
+        return tuple(seconds) or (0.0,)
+    count = len(seconds)
+    return tuple(seconds[int((n + 0.5) / MAX_LATENCIES * count)] for n in range(MAX_LATENCIES))

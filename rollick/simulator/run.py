@@ -1,0 +1,333 @@
+"""A simulated run: the real Rollout with simulated engines, environments, rewards and trainer.
+
+    Scenario -> Rollout (scheduler.py, as in a real run) <-> SimulatedEngine x generators
+                   | take                                       ^ pause, commit, resume
+                   v                                            |
+                 SimulatedTrainer ---- trained -------------> publish      on the virtual clock
+
+Owns the loop over the steps and what it measures. Deterministic: the same scenario gives the same
+report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from rollick.algorithms.selection import group_drop_reason
+from rollick.episodes.base import EngineAccess
+from rollick.errors import ConfigError, EngineLost
+from rollick.infer.engine import Engine
+from rollick.rollout.deps import RolloutDeps
+from rollick.rollout.ledger.events import Event, GroupDropped
+from rollick.rollout.scheduler import Rollout
+from rollick.simulator.batching import total_usage
+from rollick.simulator.engine import SimulatedEngine, constant_array
+from rollick.simulator.report import (
+    LengthBias,
+    PhaseSnapshot,
+    Report,
+    SlotTimeline,
+    TrainerPhase,
+    WaitAttribution,
+    make_report,
+)
+from rollick.simulator.scenario import Scenario
+from rollick.simulator.trainer import SimulatedReward, SimulatedTrainer
+from rollick.simulator.virtual_clock import run_virtual
+from rollick.simulator.workload import SampleWork
+from rollick.types import (
+    NOT_SAMPLED,
+    BoolArray,
+    Completion,
+    Group,
+    IntArray,
+    PolicyVersion,
+    Prompt,
+    Request,
+    Sample,
+    SampleId,
+    Sampling,
+    frozen_array,
+)
+
+STUCK_AFTER_S = 1e7
+"""Virtual seconds without any event before a run counts as stuck."""
+
+SYNCHRONOUS_SHARE = 0.7
+"""Share of a synchronous step that is rollout, if the scenario does not give training costs."""
+
+
+def simulate(scenario: Scenario) -> Report:
+    return run_virtual(Simulation(scenario).run())
+
+
+def simulate_timeline(scenario: Scenario) -> tuple[Report, SlotTimeline]:
+    """The same, with the timeline that observe/report.py draws."""
+    timeline = SlotTimeline()
+    return run_virtual(Simulation(scenario, timeline).run()), timeline
+
+
+def make_synchronous(scenario: Scenario) -> Scenario:
+    """The synchronous run of the same work: all devices generate, then all of them train."""
+    count = scenario.devices.count
+    devices = {"generators": count, "trainers": count, "colocated": True}
+    rollout = {"max_staleness": 0, "staleness_rule": "must_take", "surplus_groups": 0}
+    return scenario.change(devices=devices, rollout=rollout, failures=())
+
+
+def set_rollout_share(scenario: Scenario, share: float) -> Scenario:
+    """Sets the training cost so that rollout is this share of a synchronous step."""
+    devices = {"train_token_s": 0.0, "train_base_s": 0.0, "transfer_s": 0.0, "publish_s": 0.0}
+    report = simulate(make_synchronous(scenario).change(devices=devices))
+    train_s = report.seconds * (1 - share) / share
+    each = train_s * scenario.devices.count / report.tokens
+    return scenario.change(devices={"train_token_s": each, "train_base_s": 0.0})
+
+
+def add_training_cost(scenario: Scenario) -> Scenario:
+    """Without a training cost, add one: rollout is then SYNCHRONOUS_SHARE of a synchronous step."""
+    has_cost = scenario.devices.train_token_s or scenario.devices.train_base_s
+    return scenario if has_cost else set_rollout_share(scenario, SYNCHRONOUS_SHARE)
+
+
+class Simulation:
+    """One simulated run; run it once."""
+
+    def __init__(self, scenario: Scenario, timeline: SlotTimeline | None = None) -> None:
+        self.scenario = scenario
+        self.work = SampleWork(scenario.work, scenario.seed)
+        self.waits = WaitAttribution()
+        config = scenario.rollout
+        self.bias = LengthBias(self.work, size=config.group_size + config.spare_samples)
+        self.timeline = timeline
+        self.snapshots: list[PhaseSnapshot] = []
+        self.engines: list[SimulatedEngine] = []
+        self.sampling = Sampling(max_tokens=scenario.work.lengths.max_tokens)
+        self._groups = 0
+
+    async def run(self) -> Report:
+        scenario, devices, work = self.scenario, self.scenario.devices, self.scenario.work
+        token_s = devices.train_token_s / devices.trainers
+        slowdown = self._slowdown if devices.contention > 1 else None
+        self.trainer = SimulatedTrainer(token_s, devices.train_base_s, slowdown)
+        flat, failed = work.flat, work.failed_scores
+        reward = SimulatedReward(self.work.reward, seed=scenario.seed, flat=flat, failed=failed)
+        engines = [self._make_engine(number) for number in range(devices.generators)]
+        async with AsyncExitStack() as stack:
+            opening = Rollout.open(self._deps(reward), engines)
+            self.rollout = await stack.enter_async_context(opening)
+            self._train_length_predictor()
+            self._plan_failures(engines)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            recorder = tasks.create_task(self._record_timeline()) if self.timeline else None
+            for _ in range(scenario.warmup_steps + scenario.steps):
+                await self._step()
+            if recorder is not None:
+                recorder.cancel()
+            # Started and not trained on, so they count in the bias.
+            self.bias.ended(group.uid for group in self.rollout.ledger.deferred_groups())
+        return make_report(self.scenario, self.snapshots, work=self.work, bias=self.bias)
+
+    def _deps(self, reward: SimulatedReward) -> RolloutDeps:
+        config = self.scenario.rollout
+        select = partial(group_drop_reason, min_spread=config.min_spread)
+        return RolloutDeps(
+            config=config,
+            next_prompt=self._next_prompt,
+            episode=self._episode,
+            score=reward.score,
+            stuck_after_s=STUCK_AFTER_S,
+            drop_reason=None if config.drop_no_signal is False else select,
+            record_event=self._record,
+            record_span=self.waits.add_span,
+        )
+
+    def _make_engine(self, number: int, version: int = 0) -> SimulatedEngine:
+        devices = self.scenario.devices
+        engine = SimulatedEngine(
+            devices.step_time.model(),
+            self._length_of,
+            slots=devices.slots,
+            kv_capacity=devices.kv_tokens,
+            speed=devices.speeds[number % len(devices.speeds)],
+            call_s=devices.call_s,
+            version=version,
+        )
+        self.engines.append(engine)
+        return engine
+
+    def _length_of(self, request: Request) -> int:
+        """The requests of `_episode` have the turn as their random stream."""
+        return self.work.lengths.tokens(request.uid, request.stream)
+
+    def _next_prompt(self) -> Prompt:
+        uid = self.work.prompt_uid(self._groups)
+        self._groups += 1
+        return Prompt(uid, "simulated", ())
+
+    def _train_length_predictor(self) -> None:
+        """Feed the samples of earlier epochs, with ids of their own, to the length predictor. The
+        first groups have started before; they belong to the warm-up."""
+        config = self.scenario.work
+        for prompt in range(config.prompts if config.seen_before else 0):
+            for index in range(config.seen_before):
+                uid = SampleId(prompt, -1 - index)
+                tokens = sum(self.work.tokens(uid))
+                self.rollout.lengths.update(self.work.prompt_uid(prompt), "simulated", tokens)
+
+    async def _episode(self, uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
+        """Turns on engines, and the environment between them."""
+        config = self.scenario.work
+        turns, context = self.work.turns(uid), config.prompt_tokens
+        parts: list[IntArray] = [constant_array(NOT_SAMPLED, context, np.int32)]
+        kept: list[tuple[int, BoolArray]] = []
+        completion: Completion | None = None
+        for turn in range(turns):
+            if turn:
+                with access.activity("environment"):
+                    await asyncio.sleep(self.work.environment.seconds(uid, turn))
+                context += config.observation_tokens
+                parts.append(constant_array(NOT_SAMPLED, config.observation_tokens, np.int32))
+            group = None if turn else uid.group
+            tokens = constant_array(0, context, np.int32)
+            request = Request(uid, tokens, self.sampling, turn, group=group)
+            completion = await access.generate(request)
+            if completion.kept_cache is not None:
+                kept.append((context, completion.kept_cache))
+            context += len(completion.token_ids)
+            parts.append(completion.versions)
+        assert completion is not None
+        sample = _sample(uid, prompt, completion, np.concatenate(parts))
+        if not kept:
+            return sample
+        flags = np.zeros(context, np.bool_)
+        for start, turn_flags in kept:
+            flags[start : start + len(turn_flags)] = turn_flags
+        return replace(sample, kept_cache=frozen_array(flags, np.bool_))
+
+    async def _step(self) -> None:
+        """One training step: wait for a batch, train, publish."""
+        self._snapshot("generate")
+        groups = await self.rollout.take()
+        self.waits.add_wait(self._now() - self.rollout.stats.wait_seconds, self._now())
+        self._snapshot("train")
+        if self.scenario.devices.colocated:
+            below = self.scenario.devices.trainers
+            await self._call_engines(lambda engine: engine.pause(), below=below)
+        await self._train(groups)
+        self._snapshot("publish")
+        version = PolicyVersion(self.rollout.version + 1)
+        await self._publish(version)
+        if self.scenario.devices.controller_s:
+            await asyncio.sleep(self.scenario.devices.controller_s)
+        self.rollout.trained(groups, version)
+        self.rollout.published(version)
+        self.waits.forget(group.uid for group in groups)
+        self.bias.trained(sample.uid for group in groups for sample in group.samples)
+        self._snapshot("done", groups=groups)
+
+    async def _train(self, groups: Sequence[Group]) -> None:
+        """Engines that share cores or memory with the trainer are slower while it trains."""
+        contention = self.scenario.devices.contention
+        for engine in self.engines if contention > 1 else ():
+            engine.slow_down(contention)
+        await self.trainer.train(groups)
+        for engine in self.engines if contention > 1 else ():
+            engine.slow_down(1.0)
+
+    def _slowdown(self) -> float:
+        computing = any(engine.load().running for engine in self.engines)
+        return self.scenario.devices.contention if computing else 1.0
+
+    async def _publish(self, version: PolicyVersion) -> None:
+        """As in a real run, engines continue during the transfer and pause to load the weights."""
+        await asyncio.sleep(self.scenario.devices.transfer_s)
+        if self.scenario.rollout.at_publish == "move":
+            await self.rollout.interrupt()
+        await self._call_engines(lambda engine: engine.pause())
+        await asyncio.sleep(self.scenario.devices.publish_s)
+        keep = self.scenario.rollout.at_publish == "keep"
+        await self._call_engines(lambda engine: engine.commit_shared(version, keep_cache=keep))
+        await self._call_engines(lambda engine: engine.resume())
+        if self.scenario.rollout.at_publish == "move":
+            self.rollout.resume_admission()
+
+    async def _call_engines(
+        self, call: Callable[[Engine], Awaitable[None]], *, below: int | None = None
+    ) -> None:
+        """Calls all engines, or those numbered below `below`; removes lost ones."""
+        fleet = self.rollout.fleet
+        numbers = [number for number in fleet.engines if below is None or number < below]
+        calls = [call(cast(Engine, fleet.engines[number])) for number in numbers]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for number, result in zip(numbers, results, strict=True):
+            if isinstance(result, EngineLost):
+                fleet.remove(number)
+            elif isinstance(result, BaseException):
+                raise result
+
+    def _plan_failures(self, engines: Sequence[SimulatedEngine]) -> None:
+        for failure in self.scenario.failures:
+            if failure.engine >= len(engines):
+                text = f"engine {failure.engine} cannot fail: there are {len(engines)} engines"
+                raise ConfigError(text, fix="count engines from 0")
+            engines[failure.engine].fail_at(failure.at_s)
+            if failure.back_s:
+                call_at = asyncio.get_running_loop().call_at
+                call_at(failure.back_s, self._add_engine, failure.engine)
+
+    def _add_engine(self, number: int) -> None:
+        self.rollout.fleet.add(self._make_engine(number, self.rollout.version))
+
+    def _record(self, event: Event) -> None:
+        if isinstance(event, GroupDropped):
+            self.bias.ended([event.group])
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _snapshot(self, phase: TrainerPhase, groups: Iterable[Group] = ()) -> None:
+        """Record all sums at the beginning of a phase."""
+        samples = [sample for group in groups for sample in group.samples]
+        snapshot = PhaseSnapshot(
+            phase,
+            self._now(),
+            usage=total_usage(engine.usage() for engine in self.engines),
+            trainer_busy_s=self.trainer.busy_s,
+            trained=tuple(sample.uid for sample in samples),
+            tokens=sum(sample.length for sample in samples),
+            stats=self.rollout.stats,
+            waited=dict(self.waits.waits),
+        )
+        self.snapshots.append(snapshot)
+        if self.timeline is not None:
+            self.timeline.phases.append((self._now(), phase))
+
+    async def _record_timeline(self) -> None:
+        assert self.timeline is not None
+        while True:
+            running = sum(engine.load().running for engine in self.engines)
+            self.timeline.add(self._now(), running=running, waiting=len(self.rollout.fleet.queue))
+            await asyncio.sleep(self.timeline.every_s)
+
+
+def _sample(uid: SampleId, prompt: Prompt, last: Completion, versions: IntArray) -> Sample:
+    length = len(versions)
+    return Sample(
+        uid=uid,
+        prompt=prompt,
+        token_ids=constant_array(0, length, np.int32),
+        logprobs=constant_array(0, length, np.float32),
+        versions=frozen_array(versions, np.int32),
+        loss_mask=frozen_array(versions != NOT_SAMPLED, np.bool_),
+        temperature=1.0,
+        stop=last.stop,
+        text="",
+    )

@@ -1,0 +1,135 @@
+"""The records of a run that a calibration reads: its engines' steps and its phases.
+
+Owns the lines of engine_steps.jsonl (observe.engine_steps), which the RL pipeline writes. A line
+holds a training step:
+
+    {"step", "engines": [[engine, the fields of a StepRecord]],
+     "answers": [[group, sample, seconds on the engine]],
+     "samples": [[group, sample, prompt tokens, sampled tokens]], "train": [seconds, fixed seconds]}
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rollick.errors import DataError
+from rollick.observe.metrics import read_metrics
+from rollick.roles.reports import EngineRecord, TrainReport
+from rollick.run_folder import ENGINE_STEPS
+from rollick.types import Group, StepRecord
+
+WARMUP_STEPS = 2
+"""Training steps at the beginning that are ignored: they allocate memory, compile and tune."""
+
+Row = Mapping[str, Any]
+
+
+def record_row(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    train: TrainReport | None,
+    engines: Sequence[EngineRecord],
+) -> dict[str, Any]:
+    """A training step as a line of engine_steps.jsonl."""
+    steps = [(number, one) for number, record in enumerate(engines) for one in record.steps]
+    answers = [answer for record in engines for answer in record.answers]
+    samples = [sample for group in groups for sample in group.samples]
+    return {
+        "step": step,
+        "engines": [[number, *astuple(one)] for number, one in steps],
+        "answers": [[*uid, round(seconds, 6)] for uid, seconds in answers],
+        "samples": [[*s.uid, s.length - s.response_length, s.response_length] for s in samples],
+        "train": [train.seconds, train.optimizer_seconds] if train else None,
+    }
+
+
+def read_rows(run: Path) -> dict[int, Row]:
+    """The lines of engine_steps.jsonl by step; those without training are left out."""
+    path = run / ENGINE_STEPS
+    if not path.exists():
+        fix = "make a run with observe.engine_steps=true"
+        raise DataError(f"{run} has no record of its engines' steps", fix=fix)
+    rows: list[Row] = [*read_metrics(path)]
+    return {row["step"]: row for row in rows if row["train"] and row["samples"]}
+
+
+def engine_steps(rows: Sequence[Row], run: Path) -> list[StepRecord]:
+    steps = [StepRecord(*step) for row in rows for _, *step in row["engines"]]
+    if not steps:
+        fix = "calibrate on a run with infer.engine=native"
+        raise DataError(f"the engines of {run} recorded no steps", fix=fix)
+    return steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhases:
+    """When the phases of a training step began, in seconds of the wall clock."""
+
+    step: int
+    started: float
+    """It waits for its batch."""
+    taken: float
+    """It has its batch, and trains."""
+    trained: float
+    """It publishes."""
+    published: float
+    rest_s: float
+    """After that, until the next step; without a validation."""
+
+    @property
+    def train_s(self) -> float:
+        return self.trained - self.taken
+
+    @property
+    def publish_s(self) -> float:
+        return self.published - self.trained
+
+    @property
+    def step_s(self) -> float:
+        return self.published - self.started + self.rest_s
+
+    def publish_overlap(self, step: StepRecord) -> float:
+        """Seconds of an engine's step inside the publish phase."""
+        return min(step.at + step.seconds, self.published) - max(step.at, self.trained)
+
+
+def step_phases(trace: Sequence[Row], rows: Mapping[int, Row]) -> list[StepPhases]:
+    """The steps after the warm-up that the trace has completely, up to the next step's batch."""
+    phases: defaultdict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for line in trace:
+        for step, name, begin, end in line.get("phases", ()):
+            phases[step][name] = (begin / 1e6 + line["zero"], end / 1e6 + line["zero"])
+    steps: list[StepPhases] = []
+    for step, after in pairwise(sorted(phases)):
+        parts, following = phases[step], phases[after]
+        is_complete = {"generate", "train", "publish"} <= parts.keys() and after == step + 1
+        is_complete = is_complete and "generate" in following
+        if step <= WARMUP_STEPS or step not in rows or not is_complete:
+            continue
+        (started, taken), (trained, published) = parts["generate"], parts["publish"]
+        # A validation is counted to the step after the one that it belongs to.
+        validated = following.get("validate", (0.0, 0.0))
+        rest = following["generate"][0] - published - (validated[1] - validated[0])
+        steps.append(StepPhases(step, started, taken, trained, published, max(0.0, rest)))
+    if not steps:
+        message = f"of {len(rows)} recorded steps none is complete after the first {WARMUP_STEPS}"
+        raise DataError(message, fix=f"calibrate on a run of {WARMUP_STEPS + 2} steps or more")
+    return steps
+
+
+def training_share(record: StepRecord, steps: Sequence[StepPhases]) -> float | None:
+    """The share of an engine's step in which the learner trained; None: published, or unknown."""
+    index = bisect(steps, record.at, key=lambda step: step.started) - 1
+    if index < 0:
+        return None
+    step, end = steps[index], record.at + record.seconds
+    if end > step.trained:
+        return None
+    return max(0.0, end - max(step.taken, record.at)) / record.seconds

@@ -1,0 +1,291 @@
+"""The scenario of a simulation: work, devices, failures. Read from YAML, checked, frozen.
+
+Owns the keys of a load file (`rollick simulate --load FILE`, benchmarks/scheduler_load.yaml) and
+how a recipe, such a file and single values are merged.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from rollick.config.devices import parse_devices
+from rollick.config.schema import Recipe, RolloutConfig, rl_recipe
+from rollick.config.schema.section import NonNegative, Positive, Section, Share
+from rollick.errors import ConfigError, DataError
+from rollick.simulator.long_run import FailureConfig
+from rollick.simulator.step_time import StepTime
+
+NonNegativeSeconds = Annotated[float, Field(ge=0)]
+
+
+class LengthConfig(Section):
+    """Tokens of one turn: log-normal, or drawn from a recorded trace."""
+
+    median: Annotated[float, Field(gt=0)] = 600.0
+    """Of a turn's tokens."""
+    tail: Annotated[float, Field(ge=1)] = 20.0
+    """The 99.9th percentile, as a multiple of the median."""
+    max_tokens: Positive = 16384
+    """A turn that would be longer ends here."""
+    prompt_share: Share = 0.0
+    """Share of the variance that the samples of one prompt have in common."""
+    trace: tuple[Positive, ...] = ()
+    """Recorded lengths, which replace median and tail."""
+
+
+class LatencyConfig(Section):
+    """Seconds that something outside of the engines takes: log-normal, or constant (tail 1)."""
+
+    median_s: NonNegativeSeconds = 0.0
+    """Half of them take longer."""
+    tail: Annotated[float, Field(ge=1)] = 1.0
+    """The 99.9th percentile, as a multiple of the median."""
+    max_s: NonNegativeSeconds = 0.0
+    """Upper limit (a time-out); 0 is no limit."""
+    trace: tuple[NonNegativeSeconds, ...] = ()
+    """Recorded seconds, which replace median and tail."""
+
+
+class WorkConfig(Section):
+    """The samples: their number of tokens and turns, environments and rewards."""
+
+    lengths: LengthConfig = LengthConfig()
+    """Tokens of a turn."""
+    prompt_tokens: Positive = 128
+    """Tokens of each prompt; the samples of a group share them."""
+    prompts: NonNegative = 0
+    """Prompts of the dataset: group n has prompt n modulo this. 0 is a new one each time."""
+    seen_before: NonNegative = 0
+    """Samples of each prompt that the length predictor has seen in earlier epochs."""
+    turns: Positive = 1
+    """Minimum turns of an episode."""
+    most_turns: NonNegative = 0
+    """Maximum turns of an episode, uniformly distributed; 0 is `turns`."""
+    observation_tokens: NonNegative = 0
+    """Tokens that the environment adds after a turn."""
+    environment: LatencyConfig = LatencyConfig()
+    """Seconds in the environment after each turn but the last."""
+    reward: LatencyConfig = LatencyConfig()
+    """Seconds to score a sample."""
+    flat: Share = 0.0
+    """Share of the groups whose samples all have the same score: they carry no signal."""
+    failed_scores: Share = 0.0
+    """Share of the samples that cannot be scored."""
+
+
+class StepTimeConfig(Section):
+    """Seconds of an engine's step, linear in its work; see step_time.StepTime."""
+
+    base_s: NonNegativeSeconds = 0.020
+    """Of any step."""
+    per_sequence_s: NonNegativeSeconds = 2e-5
+    """For each sequence in the batch."""
+    per_kv_token_s: NonNegativeSeconds = 2e-8
+    """For each token in the cache."""
+    per_prefill_token_s: NonNegativeSeconds = 2e-5
+    """For each token that is prefilled."""
+    prefill_base_s: NonNegativeSeconds = 0.0
+    """For a step that prefills anything."""
+    padded: bool = False
+    """Whether every sequence counts with as many cached tokens as the longest one has."""
+
+    def model(self) -> StepTime:
+        return StepTime(**self.model_dump())
+
+
+class DeviceConfig(Section):
+    """The devices. Each generating device has one engine."""
+
+    generators: Positive = 1
+    """Devices that generate."""
+    trainers: Positive = 1
+    """Devices that train: the time of a batch is divided by their number."""
+    colocated: bool = False
+    """Whether generators and trainers share devices, as many as the smaller number: an engine on a
+    training device pauses while it trains."""
+    slots: Positive = 64
+    """Sequences that an engine decodes at once."""
+    kv_tokens: NonNegative = 0
+    """Tokens that an engine's cache holds; 0 is no limit."""
+    speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    """Speeds of the engines, repeated as often as needed: [1, 0.5] makes every second one slow."""
+    step_time: StepTimeConfig = StepTimeConfig()
+    """The model of an engine's step."""
+    train_base_s: NonNegativeSeconds = 0.0
+    """Seconds of a training step that do not depend on its tokens."""
+    train_token_s: NonNegativeSeconds = 0.0
+    """Device-seconds to train on one token."""
+    transfer_s: NonNegativeSeconds = 0.0
+    """Seconds of the transfer of new weights, during which engines continue."""
+    publish_s: NonNegativeSeconds = 0.0
+    """Seconds in which engines load new weights, and pause."""
+    call_s: NonNegativeSeconds = 0.0
+    """Seconds that a request and its completion travel between controller and engine."""
+    contention: Annotated[float, Field(ge=1)] = 1.0
+    """How many times longer training and an engine's steps take while both run: above 1 if they
+    share cores or memory."""
+    controller_s: NonNegativeSeconds = 0.0
+    """Seconds of the controller's own work after a publish, in which nothing starts or ends."""
+
+    @property
+    def count(self) -> int:
+        both = self.generators, self.trainers
+        return max(both) if self.colocated else sum(both)
+
+
+class EngineFailure(Section):
+    """An engine that is lost, and optionally replaced."""
+
+    engine: NonNegative
+    """Its number, from 0."""
+    at_s: NonNegativeSeconds
+    """When it fails."""
+    back_s: NonNegativeSeconds = 0.0
+    """When another one replaces it; 0 is never."""
+
+
+class Scenario(Section):
+    """A simulated run."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """As in a recipe: batch, group, staleness and its rule."""
+    work: WorkConfig = WorkConfig()
+    """The samples."""
+    devices: DeviceConfig = DeviceConfig()
+    """The devices."""
+    failures: tuple[EngineFailure, ...] = ()
+    """Engines that are lost during the run."""
+    device_failures: FailureConfig = FailureConfig()
+    """Failures of devices in a run of days or weeks (`rollick simulate --days`)."""
+    steps: Positive = 10
+    """Training steps that are measured."""
+    warmup_steps: NonNegative = 3
+    """Training steps before them, in which an asynchronous run fills its pipeline."""
+    seed: int = 0
+    """Determines lengths, latencies and scores."""
+
+    def change(self, **sections: Any) -> Scenario:
+        """A copy in which some fields differ: `change(devices={"slots": 8}, seed=1)`."""
+        plain = self.model_dump()
+        for name, value in sections.items():
+            nested = isinstance(value, Mapping) and isinstance(plain[name], Mapping)
+            plain[name] = {**plain[name], **value} if nested else value
+        return Scenario.model_validate(plain)
+
+
+def recipe_scenario(recipe: Recipe) -> Scenario:
+    """The scenario of a recipe: batch, staleness, devices, slots, the token limit. It does not give
+    the lengths of responses: the median is assumed to be a sixteenth of the limit."""
+    policy = parse_devices(recipe.devices.policy)
+    generators = parse_devices(recipe.devices.generators)
+    limit, rl = recipe.max_new_tokens, rl_recipe(recipe)
+    drops = all(rl.drops_no_signal(name) for name in rl.data.domains)
+    return Scenario(
+        rollout=rl.rollout.model_copy(update={"drop_no_signal": drops}),
+        work=WorkConfig(
+            lengths=LengthConfig(median=max(1.0, limit / 16), tail=20.0, max_tokens=limit),
+            prompt_tokens=max(1, min(128, recipe.infer.max_length - limit)),
+        ),
+        devices=DeviceConfig(
+            generators=len(generators),
+            trainers=len(policy),
+            colocated=not set(policy).isdisjoint(generators),
+            slots=recipe.infer.slots,
+        ),
+        seed=recipe.run.seed,
+    )
+
+
+def plan_scenario(
+    scenario: Scenario,
+    load: Path | None = None,
+    *,
+    lengths: str | None = None,
+    failures: Sequence[str] = (),
+    steps: int | None = None,
+    engines: int | None = None,
+    slots: int | None = None,
+) -> Scenario:
+    """The scenario, overridden by the load file and then by the single values that are given."""
+    if load is not None:
+        scenario = read_scenario(load, base=scenario)
+    overrides = {"generators": engines, "slots": slots}
+    devices = {name: value for name, value in overrides.items() if value is not None}
+    values: dict[str, Any] = {"devices": devices}
+    if steps is not None:
+        values["steps"] = steps
+    if lengths is not None:
+        values["work"] = {"lengths": read_lengths(lengths)}
+    if failures:
+        values["failures"] = read_failures(failures)
+    return build_scenario(values, origin="the command line", base=scenario)
+
+
+def read_scenario(path: Path, *, base: Scenario | None = None) -> Scenario:
+    """A load file over the defaults, or over `base`."""
+    try:
+        loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", fix="give a YAML file") from None
+    return build_scenario(loaded or {}, origin=str(path), base=base)
+
+
+def build_scenario(values: Any, *, origin: str, base: Scenario | None = None) -> Scenario:
+    """A scenario of plain values, over `base` or the defaults."""
+    if not isinstance(values, Mapping):
+        text = f"{origin} is not a mapping of names to values"
+        raise ConfigError(text, fix="see rollick simulate")
+    plain = _merge((base or Scenario()).model_dump(), values)
+    try:
+        return Scenario.model_validate(plain)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        text = f"{origin}: {'; '.join(problems)}"
+        raise ConfigError(text, fix="correct the names and values") from None
+
+
+def _merge(base: Mapping[str, Any], values: Mapping[Any, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in values.items():
+        before = merged.get(name)
+        is_section = isinstance(value, Mapping) and isinstance(before, Mapping)
+        merged[name] = _merge(before, value) if is_section else value  # pyright: ignore
+    return merged
+
+
+def read_lengths(text: str) -> dict[str, Any]:
+    """`600,20` (median and tail), or a file with a length in each line: a number, or a JSON object
+    with `tokens`."""
+    if re.fullmatch(r"[0-9.]+,[0-9.]+", text):
+        median, tail = text.split(",")
+        return {"median": float(median), "tail": float(tail), "trace": ()}
+    try:
+        lines = Path(text).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
+        tokens = [int(row["tokens"] if isinstance(row, dict) else row) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{text} has no lengths: {type(error).__name__}: {error}",
+            fix='write median,tail such as 600,20, or name a file of lines like {"tokens": 512}',
+        ) from None
+    return {"trace": tuple(tokens)}
+
+
+def read_failures(texts: Sequence[str]) -> tuple[EngineFailure, ...]:
+    """`0@300` loses engine 0 at 300 s; `0@300-400` replaces it at 400 s."""
+    failures: list[EngineFailure] = []
+    for text in texts:
+        match = re.fullmatch(r"([0-9]+)@([0-9.]+)(?:-([0-9.]+))?", text)
+        if match is None:
+            fix = "write ENGINE@SECONDS or ENGINE@SECONDS-SECONDS"
+            raise ConfigError(f"{text!r} is not a failure", fix=fix)
+        engine, at, back = match.groups()
+        failures.append(EngineFailure(engine=int(engine), at_s=float(at), back_s=float(back or 0)))
+    return tuple(failures)

@@ -1,0 +1,163 @@
+"""The cost model of engine steps and training steps, and its fits to measured steps. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollick.errors import ConfigError, DataError
+from rollick.types import StepRecord
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of one engine step: base_s + per_sequence_s * batch + per_kv_token_s * kv_tokens,
+    and with tokens to prefill: prefill_base_s + per_prefill_token_s * prefill."""
+
+    base_s: float
+    per_sequence_s: float = 0.0
+    per_kv_token_s: float = 0.0
+    per_prefill_token_s: float = 0.0
+    prefill_base_s: float = 0.0
+    padded: bool = False
+    """Every sequence counts with as many tokens in the cache as the longest has."""
+
+    def __post_init__(self) -> None:
+        parts = (self.base_s, self.per_sequence_s, self.per_kv_token_s)
+        if min(*parts, self.per_prefill_token_s, self.prefill_base_s) < 0 or sum(parts) <= 0:
+            fix = "use no negative part, and a positive one outside the prefill"
+            raise ConfigError(f"a step of {self} would take no time, or less", fix=fix)
+
+    def seconds(self, batch: int, kv_tokens: int, prefill_tokens: int = 0) -> float:
+        decode = self.base_s + self.per_sequence_s * batch + self.per_kv_token_s * kv_tokens
+        return decode + self.prefill_seconds(prefill_tokens)
+
+    def predict(self, record: StepRecord) -> float:
+        cached = record.batch * record.longest if self.padded else record.kv_tokens
+        return self.seconds(record.batch, cached, record.prefill_tokens)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        return self.prefill_base_s + self.per_prefill_token_s * tokens if tokens else 0.0
+
+
+class StepTimeFit(NamedTuple):
+    """A fitted step time. Errors are relative: |fitted - measured| / measured."""
+
+    step_time: StepTime
+    worst_error: float
+    mean_error: float
+    records: int
+
+
+def fit_step_time(records: Sequence[StepRecord], *, keep_total: bool = False) -> StepTimeFit:
+    """Least squares of the relative error over all subsets of the columns: the best without a
+    negative part is the exact optimum. `keep_total` scales it so that all steps together take as
+    long as measured: a disturbed step takes longer, never shorter, and the closest fit ignores most
+    of that. If the longest sequences are recorded, the fit may be a padded one."""
+    if not records or min(record.seconds for record in records) <= 0:
+        fix = "give at least one, and only steps that took some time"
+        raise DataError(f"{len(records)} step records cannot be fitted", fix=fix)
+    kinds = (False, True) if all(record.longest for record in records) else (False,)
+    fits = [_fit_steps(records, padded=padded, keep_total=keep_total) for padded in kinds]
+    return min(fits, key=lambda fit: fit.mean_error)
+
+
+def _fit_steps(records: Sequence[StepRecord], *, padded: bool, keep_total: bool) -> StepTimeFit:
+    cached = [r.batch * r.longest if padded else r.kv_tokens for r in records]
+    both = zip(records, cached, strict=True)
+    rows = [(1.0, r.batch, kv, r.prefill_tokens, r.prefill_tokens > 0) for r, kv in both]
+    measured = np.array([record.seconds for record in records])
+    columns = np.array(rows, np.float64) / measured[:, None]
+    parts = _solve_non_negative(columns)
+    if keep_total:
+        parts = parts * (measured.sum() / (columns @ parts @ measured))
+    errors = np.abs(columns @ parts - 1)
+    return StepTimeFit(
+        StepTime(*(float(part) for part in parts), padded=padded),
+        worst_error=float(errors.max()),
+        mean_error=float(errors.mean()),
+        records=len(records),
+    )
+
+
+def _solve_non_negative(columns: Floats) -> Floats:
+    """The parts >= 0 for which `columns @ parts` is closest to 1 in each row."""
+    # The columns' units differ by many powers of ten; scaled to one norm they are well conditioned.
+    scale = np.linalg.norm(columns, axis=0)
+    used = [int(n) for n in np.flatnonzero(scale)]
+    best = np.zeros(columns.shape[1])
+    least = float(len(columns))
+    # The smallest subsets first: a further part must improve the fit.
+    for count in range(1, len(used) + 1):
+        for subset in combinations(used, count):
+            chosen = list(subset)
+            scaled = columns[:, chosen] / scale[chosen]
+            solution = np.linalg.lstsq(scaled, np.ones(len(columns)), rcond=None)[0]
+            # A step without prefill must take some time too, whatever the records are.
+            if solution.min() < 0 or not any(solution[n] for n in range(count) if chosen[n] < 3):
+                continue
+            residual = float(((scaled @ solution - 1) ** 2).sum())
+            if residual < least:
+                least = residual
+                best = np.zeros(columns.shape[1])
+                best[chosen] = solution / scale[chosen]
+    return best
+
+
+class TrainRecord(NamedTuple):
+    """One measured training step: its tokens, its seconds, and those that tokens do not change."""
+
+    tokens: int
+    seconds: float
+    fixed_s: float
+
+
+class TrainTimeFit(NamedTuple):
+    """base_s + token_s * tokens. Errors are relative: |fitted - measured| / measured."""
+
+    base_s: float
+    token_s: float
+    worst_error: float
+    mean_error: float
+
+
+def fit_train_time(records: Sequence[TrainRecord]) -> TrainTimeFit:
+    """The mean of the measured fixed seconds, and the rest by token: the steps of a run have about
+    the same number of tokens, so a line fitted through them would extrapolate badly."""
+    tokens = sum(record.tokens for record in records)
+    if not tokens or min(record.seconds for record in records) <= 0:
+        fix = "give at least one with tokens, and only steps that took some time"
+        raise DataError(f"{len(records)} training steps cannot be fitted", fix=fix)
+    base_s = sum(record.fixed_s for record in records) / len(records)
+    token_s = sum(record.seconds - record.fixed_s for record in records) / tokens
+    errors = [abs((base_s + token_s * r.tokens) / r.seconds - 1) for r in records]
+    return TrainTimeFit(base_s, token_s, max(errors), sum(errors) / len(errors))
+
+
+def estimate_group_share(groups: Sequence[Sequence[int]]) -> float:
+    """The share of the variance of lengths that the samples of a group have in common. The
+    intraclass correlation (one-way analysis of variance) of the lengths' normal scores; equal
+    lengths have the mean of their ranks. 0 if it cannot be estimated."""
+    sizes = np.array([len(group) for group in groups if group], np.float64)
+    flat = np.array([length for group in groups for length in group], np.float64)
+    if len(sizes) < 2 or len(flat) <= len(sizes) or flat.min() == flat.max():
+        return 0.0
+    _, index, counts = np.unique(flat, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - counts / 2)[index] / len(flat)
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf(float(rank)) for rank in ranks])
+    group_of = np.repeat(np.arange(len(sizes)), sizes.astype(int))
+    means = np.bincount(group_of, scores) / sizes
+    between = float((sizes * (means - scores.mean()) ** 2).sum()) / (len(sizes) - 1)
+    within = float(((scores - means[group_of]) ** 2).sum()) / (len(flat) - len(sizes))
+    size = (len(flat) - float((sizes**2).sum()) / len(flat)) / (len(sizes) - 1)
+    total = between + (size - 1) * within
+    return min(1.0, max(0.0, (between - within) / total)) if total > 0 else 0.0

@@ -1,0 +1,141 @@
+"""The reference critic: a decoder with a value head, in one process, on one device.
+
+The value head is one float32 row, for any dtype of the decoder. The value of token t is that of the
+state before t is sampled, so it comes from the row that predicts t.
+
+Legend: N tokens of a batch, T trained ones (in the loss mask, not first), B samples, D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollick.algorithms.objective import Loss
+from rollick.algorithms.value import ValueInputs
+from rollick.config.schema import RlRecipe
+from rollick.data.batch import Batch, TokenValues
+from rollick.errors import ConfigError
+from rollick.trainer.microbatch import PackedBatch
+from rollick.trainer.optimizer import MasterAdamW
+from rollick.trainer.strategy import LossReport, OptimReport, TrainState, ValueLossFn
+from rollick.trainer.trainable_model import TrainableModel, load_packed_model, token_indices
+from rollick.types import FloatArray, stable_hash
+
+INITIAL_STD = 0.01
+"""Standard deviation of the initial values, for hidden states with a root mean square of 1."""
+
+
+class ValueModel(nn.Module):
+    """A decoder and the head that computes values from its hidden states."""
+
+    def __init__(self, decoder: nn.Module, head: nn.Linear) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = head
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.decoder
+
+
+class LocalCritic:
+    """Computes values and is trained, on one device."""
+
+    def __init__(self, recipe: RlRecipe, *, device: str = "cpu") -> None:
+        # Only the decoder is kept: the output head is freed with the rest.
+        language_model: Any = load_packed_model(
+            recipe.critic.model or recipe.model, device=device, max_length=recipe.infer.max_length
+        )
+        decoder: nn.Module = language_model.base_model
+        size = int(language_model.config.get_text_config().hidden_size)
+        head = _value_head(size, seed=recipe.run.seed).to(device)
+        self.module = ValueModel(decoder, head)
+        optimizer = MasterAdamW(
+            self.module.named_parameters(),
+            recipe.critic.optimizer,
+            peak_lr=recipe.critic.peak_lr,
+            schedule=recipe.train.schedule,
+            total_steps=recipe.run.steps * recipe.train.steps_per_batch,
+        )
+        self.trainable = TrainableModel(
+            self.module, recipe, device=device, optimizer=optimizer, name="critic"
+        )
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> TokenValues:
+        """Float32 values: before each token in the loss mask, and after each sample's last token. 0
+        for all other tokens, and for samples without a token in the mask."""
+        values_N = np.zeros(batch.tokens, dtype=np.float32)
+        last_B = np.zeros(batch.samples, dtype=np.float32)
+        for samples, _, packed in self.trainable.packed_batches(batch):
+            hidden_ND = self.trainable.hidden(packed)
+            indices_T = token_indices(batch, samples)[packed.indices_T]
+            values_N[indices_T] = self._values(hidden_ND, packed.rows_T).float().cpu()
+            last_B[samples] = self._values(hidden_ND, packed.last_rows_B).float().cpu()
+        return TokenValues(values_N, last_B)
+
+    def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
+        def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
+            values_T = self._values(self.trainable.hidden(packed), packed.rows_T)
+            return loss(_value_inputs(part, packed, values_T)), len(values_T)
+
+        return self.trainable.accumulate_gradients(batch, evaluate)
+
+    def step(self) -> OptimReport:
+        return self.trainable.optimizer.step()
+
+    def state(self) -> TrainState:
+        """Without a random state: a critic samples nothing, and may share the learner's process."""
+        return self.trainable.state()
+
+    def restore(self, state: TrainState) -> None:
+        self.trainable.restore(state)
+
+    def save(self, path: Path) -> None:
+        self.trainable.save(path, self.state())
+
+    def load(self, path: Path) -> None:
+        self.trainable.load(path)
+
+    def sleep(self) -> None:
+        self.trainable.sleep()
+
+    def wake(self) -> None:
+        self.trainable.wake()
+
+    def _values(self, hidden_ND: Tensor, rows: Tensor) -> Tensor:
+        head = self.module.head
+        return head(hidden_ND.index_select(0, rows).to(head.weight.dtype))[:, 0]
+
+
+def _value_head(size: int, *, seed: int) -> nn.Linear:
+    """Depends on the seed alone, and does not change the random state of the process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stable_hash(seed, "critic"))
+        head = nn.Linear(size, 1, dtype=torch.float32)
+        nn.init.normal_(head.weight, std=INITIAL_STD / size**0.5)
+        nn.init.zeros_(head.bias)
+    return head
+
+
+def _value_inputs(part: Batch, packed: PackedBatch, values_T: Tensor) -> ValueInputs:
+    if part.values_N is None or part.returns_N is None:
+        raise ConfigError(
+            "a critic is trained on old values and returns, and the batch has none",
+            fix="annotate the batch and assign its credit before training on it",
+        )
+
+    def of_trained(values_N: FloatArray) -> Tensor:
+        return torch.as_tensor(values_N[packed.indices_T]).to(values_T)
+
+    return ValueInputs(
+        values_T=values_T,
+        old_T=of_trained(part.values_N),
+        returns_T=of_trained(part.returns_N),
+        weights_T=of_trained(part.weights_N),
+    )

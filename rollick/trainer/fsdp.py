@@ -1,0 +1,313 @@
+"""The sharded strategy: the parameters of a model over many ranks, on torch's device meshes.
+
+All ranks make the same calls with the same complete batch, and each gets the result for the
+complete batch, which is that of local.py. parallel/mesh.py describes the grid of ranks,
+parallel/rank_forward.py what a rank computes of a pack.
+
+    Batch -> plan_ranks -> this rank's micro-batches -> PackedBatch -> this rank's rows
+          -> hidden states -> log-probs of its part of the trained tokens -> gathered over the ranks
+          of the pack -> loss, the same on each of them -> backward
+
+A rank with fewer micro-batches than another computes empty ones, because the collectives of a layer
+need all ranks. Weights in a batch are global, so gradients are summed and never averaged.
+
+Legend: N tokens of a batch, T trained ones of a pack, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rollick.config.schema import Recipe
+from rollick.data.batch import Batch
+from rollick.models.bf16_probe import safe_environment
+from rollick.models.loading.load import resolve_dtype, save_with_tokenizer, write_model
+from rollick.models.loading.rope import check_lengths, fix_rope
+from rollick.trainer.microbatch import (
+    PackedBatch,
+    microbatches,
+    pack,
+    sample_prefixes,
+    trained_tokens,
+)
+from rollick.trainer.offload import OffloadedTensors
+from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
+from rollick.trainer.parallel.balance import RowCost, plan_ranks
+from rollick.trainer.parallel.checkpoint import load_state, save_state
+from rollick.trainer.parallel.collectives import all_sum, wait_for_all
+from rollick.trainer.parallel.mesh import Grid, GridShape, join_process_group
+from rollick.trainer.parallel.optimizer import ShardedOptimizer
+from rollick.trainer.parallel.rank_forward import RankForward, share_pack
+from rollick.trainer.parallel.shard import (
+    Precision,
+    build_tree,
+    gather_full_tensors,
+    load_first,
+    load_shards,
+    shard,
+)
+from rollick.trainer.router_balance import ExpertBalance, Routing
+from rollick.trainer.strategy import (
+    LossFn,
+    LossReport,
+    OptimReport,
+    ShardedWeights,
+    TrainState,
+)
+from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.trainable_model import LossAccumulator, token_indices
+from rollick.types import FloatArray
+
+
+class FsdpStrategy:
+    """Trains a model that is sharded over the ranks of torch's process group. `dtype` replaces the
+    recipe's, for parameters and computation."""
+
+    def __init__(
+        self, recipe: Recipe, *, device: str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        join_process_group(None, 0, device=device)
+        self.recipe = recipe
+        self.device = device
+        parallel = recipe.train.parallel
+        self.grid = Grid(GridShape.of(parallel, dist.get_world_size()), device=device)
+        compute = dtype or resolve_dtype(recipe.model, device)
+        if compute is torch.bfloat16 and device.startswith("cpu"):
+            os.environ.update(safe_environment())
+        self.precision = Precision(dtype or torch.float32, compute)
+        self.offload = parallel.offload
+        tree, experts = build_tree(
+            recipe.model, self.grid, parallel=parallel, master=self.precision.master
+        )
+        self.model = tree.eval()
+        config: Any = tree.config
+        self.cost = RowCost.of(config.get_text_config())
+        train, grid = recipe.train, self.grid
+        self.forward = RankForward(
+            tree, grid, chunk=train.logprob_chunk_tokens, routers=train.expert_balance > 0
+        )
+        precision, offload = self.precision, self.offload
+        shard(self.forward, tree, experts, grid=grid, precision=precision, offload=offload)
+        source = load_first(recipe.model, grid, max_length=recipe.infer.max_length)
+        load_shards(tree, source, grid=self.grid, device=device, offload=self.offload)
+        fix_rope(tree, recipe.infer.max_length)
+        self._forward_only(empty_batch())
+        self.sharded = ShardedOptimizer(tree, recipe, grid=self.grid, device=device)
+        self._offloaded = OffloadedTensors()
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        """Of the shards on this rank."""
+        return self.sharded.parts
+
+    @property
+    def module(self) -> None:
+        """None: an engine cannot share sharded parameters."""
+        return None
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        logprobs_N = torch.zeros(batch.tokens, device=self.device)
+        for samples in self._microbatches(batch):
+            output, packed = self._forward_only(batch.take(samples))
+            if samples:
+                indices_T = token_indices(batch, samples)[packed.indices_T]
+                logprobs_N[torch.as_tensor(indices_T)] = output.logprobs_T.float()
+        if self.grid.shape.replicas > 1:
+            all_sum(logprobs_N, self.grid.replicas.get_group())
+        return logprobs_N.cpu().numpy()
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
+        check_gradient_dtype(self.precision.compute)
+        accumulator = LossAccumulator()
+        parts = self._microbatches(batch)
+        balance = self._expert_balance(batch, parts)
+        for samples in parts:
+            part = batch.take(samples)
+            output, packed = self._forward(part)
+            total = output.logprobs_T.sum()
+            if samples:
+                total = add_token_loss(part, packed, output, loss=loss, accumulator=accumulator)
+            if balance is not None:
+                total = total + balance.add(output.routing, accumulator)
+            total.backward()
+        return self._summed_report(accumulator)
+
+    def step(self) -> OptimReport:
+        return self.sharded.step()
+
+    def weights(self) -> ShardedWeights:
+        """Full parameters under their public names, one at a time: copies. A collective: all ranks
+        must iterate in order."""
+        dtype, named = self.precision.compute, self.sharded.parameters.items()
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        shapes = [(name, empty(value.shape)) for name, value in named]
+        return ShardedWeights(shapes, gather_full_tensors(named, dtype))
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder with the tokenizer, on the first rank."""
+        if self.grid.rank == 0:
+            write_model(path, self.model, self.weights(), dtype=self.precision.compute)
+            save_with_tokenizer(None, self.recipe.model, path)
+        else:
+            for _ in self.weights():
+                pass
+        wait_for_all()
+
+    def save(self, path: Path) -> None:
+        """Write masters, moments, counters and random states, for any number of ranks."""
+        self.wake()
+        save_state(path, self.sharded.state(), steps=self.optimizer.steps)
+
+    def load(self, path: Path) -> None:
+        self.wake()
+        self.sharded.resume(load_state(path, self.sharded.state()))
+
+    def state(self) -> TrainState:
+        """Of the shards on this rank."""
+        self.wake()
+        tensors = {**self.optimizer.tensors(), "rng.cpu": torch.get_rng_state()}
+        return TrainState(tensors, self.optimizer.steps)
+
+    @torch.no_grad()
+    def restore(self, state: TrainState) -> None:
+        self.wake()
+        for name, tensor in self.optimizer.tensors().items():
+            tensor.copy_(state.tensors[name])
+        self.sharded.resume(state.steps)
+        torch.set_rng_state(state.tensors["rng.cpu"])
+
+    def sleep(self) -> None:
+        if self.device.startswith("cuda") and not self.offload and not self._offloaded:
+            self._offloaded.move_to_host(self.optimizer.tensors())
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        self._offloaded.restore_from_host()
+
+    def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
+        check_lengths(self.model, part.lengths_B.tolist())
+        packed = pack(
+            part,
+            device=self.device,
+            deterministic=False,
+            share_prefix=self.recipe.train.share_prefix,
+            min_rows=self.grid.shape.context,
+        )
+        share = share_pack(packed, part, grid=self.grid, cost=self.cost)
+        logprobs_T, entropy_T, student_TK, counts_LE, sums_LE = self.forward(
+            share, part.entropy_weights_N is not None
+        )
+        routing = None if counts_LE is None else Routing(counts_LE, sums_LE)
+        return ForwardOutput(logprobs_T, entropy_T, student_TK, routing), packed
+
+    @torch.no_grad()
+    def _forward_only(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
+        """Reshards, or the next forward would use the gathered parameters even after an update."""
+        result = self._forward(part)
+        assert isinstance(self.forward, FSDPModule)
+        self.forward.reshard()
+        return result
+
+    def _microbatches(self, batch: Batch) -> list[list[int]]:
+        """Those of this rank's replica. Every rank has the same number: the last may be empty."""
+        train = self.recipe.train
+        _, sequence_T = trained_tokens(batch)
+        useful: list[int] = np.unique(sequence_T).tolist()
+        own = self._own_samples(batch, useful)
+        cut = microbatches(
+            batch.take(own),
+            # A pack is divided over the ranks of `context`: each holds a part of it.
+            tokens=train.tokens_per_microbatch * self.grid.shape.context,
+            by_uid=False,
+            share_prefix=train.share_prefix,
+            keep_groups=self.recipe.compares_pairs,
+        )
+        count = torch.tensor(len(cut), device=self.device)
+        if self.grid.shape.replicas > 1:
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replicas.get_group())
+        parts = [[own[index] for index in each] for each in cut]
+        return parts + [[] for _ in range(int(count) - len(parts))]
+
+    def _own_samples(self, batch: Batch, useful: list[int]) -> list[int]:
+        if self.grid.shape.replicas == 1 or not useful:
+            return useful
+        part = batch.take(useful)
+        shares = self.recipe.train.share_prefix
+        plan = plan_ranks(
+            part.lengths_B.tolist(),
+            ranks=self.grid.shape.replicas,
+            cost=self.cost,
+            groups_B=part.group_B.tolist(),
+            shared_B=sample_prefixes(part).tolist() if shares else [0] * part.samples,
+            keep_groups=self.recipe.compares_pairs,
+        )
+        return [useful[index] for index in plan[self.grid.replica]]
+
+    def _expert_balance(self, batch: Batch, parts: list[list[int]]) -> ExpertBalance | None:
+        """The load-balancing loss, with the counts of the complete batch if it has several
+        micro-batches."""
+        coefficient = self.recipe.train.expert_balance
+        if not coefficient:
+            return None
+        sum_counts = partial(all_sum, group=self.grid.shards.get_group())
+        sum_loss = partial(all_sum, group=self.grid.contexts.get_group())
+        counts_LE: Tensor | None = None
+        if len(parts) > 1:
+            for samples in parts:
+                routing = self._forward_only(batch.take(samples))[0].routing
+                assert routing is not None
+                counts_LE = routing.counts_LE + (0 if counts_LE is None else counts_LE)
+            assert counts_LE is not None
+            sum_counts(counts_LE)
+        rows = len(trained_tokens(batch)[0])
+        return ExpertBalance(coefficient, rows, counts_LE, sum_counts, sum_loss)
+
+    def _summed_report(self, accumulator: LossAccumulator) -> LossReport:
+        """Over all replicas; the ranks of a replica have equal reports."""
+        own = accumulator.report()
+        if self.grid.shape.replicas == 1:
+            return own
+        reports: list[Any] = [None] * self.grid.shape.replicas
+        dist.all_gather_object(reports, own, group=self.grid.replicas.get_group())
+        return sum_reports(reports)
+
+
+def sum_reports(reports: list[LossReport]) -> LossReport:
+    """The report of a batch from those of its parts."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    for report in reports:
+        sums |= {name: sums.get(name, 0.0) + value for name, value in report.sums.items()}
+        maxima |= {n: max(maxima.get(n, value), value) for n, value in report.maxima.items()}
+    return LossReport(
+        loss=sum(report.loss for report in reports),
+        tokens=sum(report.tokens for report in reports),
+        sums=sums,
+        maxima=maxima,
+    )
+
+
+def empty_batch() -> Batch:
+    """A batch without samples, for a rank that takes part in collectives only."""
+    integers, numbers = np.empty(0, np.int32), np.empty(0, np.float32)
+    return Batch(
+        token_ids_N=integers,
+        lengths_B=integers,
+        uids=(),
+        group_B=integers,
+        temperature_B=numbers,
+        loss_mask_N=np.empty(0, np.bool_),
+        logprobs_N=numbers,
+        versions_N=integers,
+        advantages_N=numbers,
+        weights_N=numbers,
+    )

@@ -1,0 +1,242 @@
+"""The reference strategy: the complete model in one process, on one device.
+
+Owns the language-model head over a TrainableModel: log-probs of tokens, and the gradient of a loss
+over them, for all parameters or for adapters (lora.py). Other strategies are tested against this
+one.
+
+    Batch -> microbatches -> PackedBatch -> hidden states -> log-probs -> loss -> backward
+
+Legend: N tokens of a batch, T trained ones (in the loss mask, not first), K likeliest tokens of a
+position.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollick.config.schema import ModelConfig, Recipe
+from rollick.data.batch import Batch, TopTokens
+from rollick.errors import ConfigError
+from rollick.models.attention.varlen import VARLEN
+from rollick.models.head.logprobs import chosen_logprobs, output_head, token_logprobs, top_logprobs
+from rollick.models.loading.load import empty_model, fill_parameters, save_with_tokenizer
+from rollick.trainer.lora import Adapters, add_adapters
+from rollick.trainer.microbatch import PackedBatch, trained_tokens
+from rollick.trainer.optimizer import MasterAdamW
+from rollick.trainer.router_balance import ExpertBalance, RouterLog
+from rollick.trainer.strategy import LossFn, LossReport, OptimReport, TrainState, WeightStream
+from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.trainable_model import (
+    LossAccumulator,
+    TrainableModel,
+    load_packed_model,
+    policy_optimizer,
+    token_indices,
+)
+from rollick.types import FloatArray
+
+
+class LocalStrategy:
+    """Trains a model that fits on one device; if not trainable, it only computes log-probs.
+
+    `model` replaces the policy's (for a teacher); `vocabulary` restricts its tokens to the first
+    ones.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        device: str = "cpu",
+        trainable: bool = True,
+        model: ModelConfig | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.model = model or recipe.model
+        self.vocabulary = vocabulary
+        module = load_packed_model(self.model, device=device, max_length=recipe.infer.max_length)
+        self.adapters: Adapters | None = None
+        if trainable and recipe.train.lora is not None:
+            self.adapters = add_adapters(module, recipe.train.lora, seed=recipe.run.seed)
+        trained = module.named_parameters() if self.adapters is None else self.adapters.parameters()
+        self.trainable = TrainableModel(
+            module,
+            recipe,
+            device=device,
+            optimizer=policy_optimizer(trained, recipe) if trainable else None,
+            name="learner",
+            batch_invariant=recipe.infer.zero_mismatch,
+        )
+        self.log = RouterLog(module) if trainable and recipe.train.expert_balance else None
+
+    @property
+    def module(self) -> nn.Module:
+        """An engine in this process shares its parameters, except those with an adapter."""
+        return self.trainable.module
+
+    @property
+    def optimizer(self) -> MasterAdamW:
+        return self.trainable.optimizer
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> FloatArray:
+        logprobs_N = np.zeros(batch.tokens, dtype=np.float32)
+        for samples, _, packed in self.trainable.packed_batches(batch):
+            logprobs_T, _ = self._logprobs(packed, self._hidden(packed))
+            indices_T = token_indices(batch, samples)[packed.indices_T]
+            logprobs_N[indices_T] = logprobs_T.float().cpu().numpy()
+        return logprobs_N
+
+    def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """As `logprobs`, of the model without its adapters: the one that the run began with."""
+        if self.adapters is None:
+            raise ConfigError(
+                "a policy without adapters does not keep the model that the run began with",
+                fix="give the reference a model of its own, or set train.lora",
+            )
+        with self.adapters.wrapped.disable_adapter():
+            return self.logprobs(batch)
+
+    @torch.no_grad()
+    def top_logprobs(self, batch: Batch, *, k: int) -> TopTokens:
+        """The k likeliest tokens at each position in the loss mask; 0 elsewhere."""
+        ids_NK = np.zeros((batch.tokens, k), dtype=np.int32)
+        logprobs_NK = np.zeros((batch.tokens, k), dtype=np.float32)
+        for samples, _, packed in self.trainable.packed_batches(batch):
+            ids_TK, top_TK = top_logprobs(
+                self._hidden(packed), temperature_T=packed.temperature_T, k=k, **self._head()
+            )
+            indices_T = token_indices(batch, samples)[packed.indices_T]
+            ids_NK[indices_T] = ids_TK.cpu().numpy()
+            logprobs_NK[indices_T] = top_TK.float().cpu().numpy()
+        return TopTokens(ids_NK, logprobs_NK)
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
+        self.trainable.check_gradient()
+        optimizer = self.optimizer
+        accumulator = LossAccumulator()
+        with nullcontext() if self.adapters is None else self.adapters.dropout():
+            balance = self._expert_balance(batch)
+            for _, part, packed in self.trainable.packed_batches(batch):
+                output = self._forward(part, packed)
+                total = add_token_loss(part, packed, output, loss=loss, accumulator=accumulator)
+                if balance is not None:
+                    total = total + balance.add(output.routing, accumulator)
+                total.backward()
+                optimizer.accumulate()
+        return accumulator.report()
+
+    def step(self) -> OptimReport:
+        return self.optimizer.step()
+
+    def weights(self) -> WeightStream:
+        """The live parameters under their public names, tied ones once. A weight with an adapter
+        is a sum of both, which is not live."""
+        if self.adapters is not None:
+            return self.adapters.merged()
+        return ((name, value.detach()) for name, value in self.module.named_parameters())
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder with the tokenizer; adapters are merged."""
+        module = self.module
+        if self.adapters is not None:
+            config: Any = module.config
+            module = empty_model(config, attention=VARLEN)
+            fill_parameters(module, dict(self.adapters.merged()))
+        save_with_tokenizer(module, self.model, path)
+
+    def export_adapter(self, path: Path) -> None:
+        """Write the adapters alone, as PEFT loads them, with the tokenizer."""
+        if self.adapters is None:
+            raise ConfigError(
+                "there is no adapter to write: the run trained all parameters",
+                fix="export the complete model, or train with train.lora",
+            )
+        self.adapters.export(path)
+        save_with_tokenizer(None, self.model, path)
+
+    def state(self) -> TrainState:
+        """Masters, moments and random states."""
+        random = {"rng.cpu": torch.get_rng_state()}
+        if self.trainable.on_gpu:
+            random["rng.cuda"] = torch.cuda.get_rng_state(self.trainable.device)
+        state = self.trainable.state()
+        return TrainState({**state.tensors, **random}, state.steps)
+
+    def restore(self, state: TrainState) -> None:
+        self.trainable.restore(state)
+        self._restore_random(state)
+
+    def save(self, path: Path) -> None:
+        self.trainable.save(path, self.state())
+
+    def load(self, path: Path) -> None:
+        self._restore_random(self.trainable.load(path))
+
+    def _restore_random(self, state: TrainState) -> None:
+        torch.set_rng_state(state.tensors["rng.cpu"])
+        if self.trainable.on_gpu and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"], self.trainable.device)
+
+    def sleep(self, *, keep_parameters: bool = False) -> None:
+        self.trainable.sleep(keep_parameters=keep_parameters)
+
+    def wake(self) -> None:
+        self.trainable.wake()
+
+    def _expert_balance(self, batch: Batch) -> ExpertBalance | None:
+        """The load-balancing loss, with the counts of the complete batch if it has several
+        micro-batches."""
+        if self.log is None:
+            return None
+        counts_LE: Tensor | None = None
+        if len(self.trainable.microbatches(batch)) > 1:
+            for _, _, packed in self.trainable.packed_batches(batch):
+                with torch.no_grad(), self.log.recording():
+                    self._hidden(packed)
+                counts = self.log.of_rows(packed.rows_T).counts_LE
+                counts_LE = counts if counts_LE is None else counts_LE + counts
+        rows = len(trained_tokens(batch)[0])
+        return ExpertBalance(self.recipe.train.expert_balance, rows, counts_LE)
+
+    def _forward(self, part: Batch, packed: PackedBatch) -> ForwardOutput:
+        with nullcontext() if self.log is None else self.log.recording():
+            hidden_TD = self._hidden(packed)
+        routing = None if self.log is None else self.log.of_rows(packed.rows_T)
+        logprobs_T, entropy_T = self._logprobs(packed, hidden_TD)
+        student_TK = None
+        if part.teacher_ids_NK is not None:
+            ids_TK = torch.as_tensor(part.teacher_ids_NK[packed.indices_T])
+            student_TK = chosen_logprobs(
+                hidden_TD,
+                ids_TK=ids_TK.to(self.trainable.device, torch.int64),
+                temperature_T=packed.temperature_T,
+                **self._head(),
+            )
+        return ForwardOutput(logprobs_T, entropy_T, student_TK, routing)
+
+    def _hidden(self, packed: PackedBatch) -> Tensor:
+        """The hidden states that predict the trained tokens."""
+        return self.trainable.hidden(packed).index_select(0, packed.rows_T)
+
+    def _logprobs(self, packed: PackedBatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropy) of the trained tokens."""
+        targets_T, temperature_T = packed.targets_T, packed.temperature_T
+        head = self._head()
+        return token_logprobs(hidden_TD, targets_T=targets_T, temperature_T=temperature_T, **head)
+
+    def _head(self) -> dict[str, Any]:
+        """Arguments for all functions of models/head/logprobs.py."""
+        head = output_head(self.module)
+        return {
+            "head": head if self.vocabulary is None else head.first(self.vocabulary),
+            "chunk": self.recipe.train.logprob_chunk_tokens,
+            "batch_invariant": self.trainable.deterministic or self.trainable.batch_invariant,
+        }

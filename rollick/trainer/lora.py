@@ -1,0 +1,125 @@
+"""LoRA adapters by PEFT: only the adapters are trained.
+
+    module -> add_adapters -> the same module, whose linear layers compute W x + scale * B (A x)
+
+Adapters have the dtype of the model; the optimizer holds their float32 masters. B starts at zero,
+so the first policy equals the base model. Without its adapters, the module is the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollick.config.schema import LoraConfig
+from rollick.errors import ConfigError, MissingExtra
+from rollick.models.loading.adapter import Adapter, base_parameters, is_adapter
+from rollick.models.loading.load import silence_transformers
+from rollick.types import stable_hash
+
+NAME = "default"
+"""PEFT's name of the only adapter."""
+
+
+class Adapters:
+    """The adapters of a module. Create them with `add_adapters`."""
+
+    def __init__(self, wrapped: Any, layers: dict[str, Any], *, scale: float) -> None:
+        """`wrapped` is PEFT's model around the module; `layers` those with an adapter, by name."""
+        self.wrapped = wrapped
+        self.module: nn.Module = wrapped.get_base_model()
+        self.layers = layers
+        self.scale = scale
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            if is_adapter(name):
+                yield name.replace(f".{NAME}.", "."), parameter
+
+    def each(self) -> Iterator[Adapter]:
+        """The live tensors of each adapter."""
+        for name, layer in self.layers.items():
+            a_RI, b_OR = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            yield Adapter(f"{name}.weight", a_RI.detach(), b_OR.detach())
+
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights. Those with an adapter are merged as the stream is read; the others
+        are the live parameters."""
+        adapters = {adapter.name: adapter for adapter in self.each()}
+        for name, weight in self.base():
+            adapter = adapters.get(name)
+            yield name, weight if adapter is None else adapter.merged(weight, scale=self.scale)
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the base model under public names, tied ones once."""
+        seen: set[int] = set()
+        for name, parameter in base_parameters(self.module):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter.detach()
+
+    @contextmanager
+    def dropout(self) -> Generator[None]:
+        """Enables dropout inside the context; only the training forward uses it."""
+        parts = [layer.lora_dropout for layer in self.layers.values()]
+        for part in parts:
+            part.train()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.eval()
+
+    def export(self, path: Path) -> None:
+        """Write a folder that PEFT can load over the model."""
+        with silence_transformers():
+            # With an explicit setting, PEFT does not query the hub for the vocabulary.
+            self.wrapped.save_pretrained(path, save_embedding_layers=False)
+        (path / "README.md").unlink(missing_ok=True)
+
+
+def add_adapters(module: nn.Module, config: LoraConfig, *, seed: int) -> Adapters:
+    """Add adapters to the module's layers in place; the seed determines their weights."""
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra.of("peft", "lora")
+    import peft
+
+    names = _chosen_layers(module, config.targets)
+    peft_config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets) or names,
+    )
+    with silence_transformers(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stable_hash(seed, "lora"))
+        model: Any = module
+        # Adapters in the model's dtype: the optimizer holds the masters.
+        wrapped: Any = peft.get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    wrapped.eval()
+    layers = {name: module.get_submodule(name) for name in names}
+    return Adapters(wrapped, layers, scale=config.alpha / config.rank)
+
+
+def _chosen_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The linear layers that get adapters. Excludes the head, because log-probs read its weight
+    and not its output."""
+    head: Any = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    parts = module.named_modules()
+    linear = {name for name, part in parts if isinstance(part, nn.Linear) and part is not head}
+    named = {t: {n for n in linear if f".{n}".endswith(f".{t}")} for t in targets}
+    unmatched = [target for target, names in named.items() if not names]
+    if unmatched:
+        ends = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigError(
+            f"train.lora.targets: {type(module).__name__} has no linear layer {unmatched[0]!r}",
+            fix=f"use one of: {', '.join(ends)}",
+        )
+    return sorted(set[str]().union(*named.values()) if targets else linear)

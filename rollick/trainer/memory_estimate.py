@@ -1,0 +1,124 @@
+"""Estimates the memory of a trained or frozen model before it is loaded. Pure: no torch.
+
+    weights       numbers x bytes of the compute dtype
+    state         AdamW's two float32 moments; float32 masters where the weights are narrower
+    gradients     as the weights, plus float32 sums where the weights are narrower
+    activations   saved for the backward of each token of a micro-batch, layer by layer
+    head          two chunks of logits in float32
+    gathered      of a sharded model (fsdp): the embeddings and two layers, in full
+
+Ranks of strategy fsdp divide weights, state and gradients; those of `context` divide the tokens.
+
+A Llama-like layer in plain autograd saves for each token: the float32 input, normalised row and
+output of both norms; queries, keys, values and the attention output; gate, up, the activated gate
+and their product. Attention workspaces and allocator fragmentation are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollick.config.schema import LoraConfig, TrainConfig
+from rollick.models.loading.shape import LLAMA_STYLE_MODELS, ModelShape
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one model by purpose. Gradients and activations exist only during training."""
+
+    weights: int
+    state: int = 0
+    gradients: int = 0
+    activations: int = 0
+    head: int = 0
+    gathered: int = 0
+
+    @property
+    def resting(self) -> int:
+        """Bytes while the model is idle."""
+        return self.weights + self.state
+
+    @property
+    def scoring(self) -> int:
+        """Bytes while it computes log-probs: activations of one layer at a time, and the head."""
+        return self.resting + self.gathered + self.head
+
+    @property
+    def training(self) -> int:
+        return self.training_without_tokens + self.activations + self.head
+
+    @property
+    def training_without_tokens(self) -> int:
+        """Bytes that training takes however short the samples are."""
+        return self.resting + self.gathered + self.gradients
+
+
+def frozen_footprint(shape: ModelShape, train: TrainConfig, *, itemsize: int) -> Footprint:
+    """Footprint of a model that only computes log-probs."""
+    return Footprint(shape.parameters * itemsize, head=_head(shape, train, tokens=0))
+
+
+def trained_footprint(
+    shape: ModelShape,
+    train: TrainConfig,
+    *,
+    itemsize: int,
+    tokens: int,
+    lora: LoraConfig | None = None,
+    values: bool = False,
+    ranks: int = 1,
+) -> Footprint:
+    """Footprint of a model trained on micro-batches of up to `tokens`; `values`: a critic.
+    `ranks`: processes that a model of strategy fsdp is divided between; the footprint of one."""
+    trained = shape.parameters
+    adapters = 0
+    if lora is not None:
+        trained = adapters = shape.adapter_parameters(lora.rank, lora.targets)
+    elif values:
+        trained -= 0 if shape.tied else shape.vocabulary * shape.hidden
+    weights = shape.parameters if lora is not None else trained
+    modules = lora is not None or train.strategy != "local"
+    copy = FLOAT32 if itemsize < FLOAT32 else 0
+    tokens = -(-tokens // train.parallel.context) if ranks > 1 else tokens
+    layer = (weights - shape.embeddings) // shape.layers
+    return Footprint(
+        weights=(weights + adapters) * itemsize // ranks,
+        state=trained * (2 * FLOAT32 + copy) // ranks,
+        gradients=trained * (itemsize + copy) // ranks,
+        activations=_activations(shape, train, tokens, itemsize=itemsize, modules=modules),
+        head=0 if values else _head(shape, train, tokens=tokens),
+        gathered=(shape.embeddings + 2 * layer) * itemsize if ranks > 1 else 0,
+    )
+
+
+def _activations(
+    shape: ModelShape, train: TrainConfig, tokens: int, *, itemsize: int, modules: bool
+) -> int:
+    """Bytes saved for the backward of a micro-batch; with `recompute` the inputs of all layers, and
+    one layer at a time."""
+    per_token = activations_per_token(shape, itemsize=itemsize, modules=modules)
+    if train.strategy != "local" and train.parallel.recompute:
+        per_token = per_token // shape.layers + shape.layers * shape.hidden * itemsize
+    return tokens * per_token
+
+
+def activations_per_token(shape: ModelShape, *, itemsize: int, modules: bool) -> int:
+    """Bytes saved for the backward of one token. `modules`: uses the model's own forward, even
+    where models/decoder/training.py supports the decoder."""
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.kind in LLAMA_STYLE_MODELS and not modules:
+        # Inputs of norms and matmuls; query, key and value, query and key after RoPE, the output.
+        numbers = 4 * shape.hidden + 3 * (wide + narrow) + 3 * shape.inner
+        return shape.layers * (numbers * itemsize + (2 + shape.heads) * FLOAT32)
+    norm = (FLOAT32 + 2 * itemsize) * shape.hidden
+    attention = 2 * (wide + narrow) * itemsize
+    network = 4 * max(1, shape.experts_used) * shape.inner * itemsize
+    return shape.layers * (2 * norm + attention + network)
+
+
+def _head(shape: ModelShape, train: TrainConfig, *, tokens: int) -> int:
+    """Log-probs of a chunk with its logits, or their gradient."""
+    rows = min(train.logprob_chunk_tokens, tokens or train.logprob_chunk_tokens)
+    return 2 * rows * shape.vocabulary * FLOAT32

@@ -1,0 +1,112 @@
+"""The files of a sharded learner: written by all ranks, read by any number of them.
+
+Each rank saves its shards of masters and moments with torch's distributed checkpoints (DCP). A rank
+reads what its own shards need, however the writer was sharded.
+
+    learner.dcp/   the tensors            learner.json   counters
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from rollick.config.schema import ModelConfig
+from rollick.errors import CheckpointError
+from rollick.models.attention.varlen import VARLEN
+from rollick.models.loading.load import empty_model, resolve_dtype, save_with_tokenizer, write_model
+from rollick.trainer.optimizer import check_same_model
+
+FOLDER = "learner.dcp"
+COUNTERS = "learner.json"
+MASTER = "master."
+"""Prefix of a master's name, before the public name of its parameter."""
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor sharded like the parameter; `local` is this rank's shard."""
+    if not isinstance(parameter, DTensor):
+        return local
+    # Not `from_local`: it would copy offloaded tensors to the mesh's device, and a load would
+    # fill the copy.
+    spec: Any = parameter._spec  # pyright: ignore[reportPrivateUsage]
+    return DTensor(local, spec, requires_grad=False)
+
+
+def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None:
+    """Write the state. A collective: all ranks must call it."""
+    path.mkdir(parents=True, exist_ok=True)
+    random = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
+    dcp.save({**tensors, **random}, storage_writer=FileSystemWriter(path / FOLDER))
+    if dist.get_rank() == 0:
+        (path / COUNTERS).write_text(json.dumps({"steps": steps}))
+
+
+def load_state(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Load the saved state into the tensors in place; returns the number of steps. A collective:
+    all ranks must call it."""
+    saved = _metadata(path)
+    try:
+        steps = int(json.loads((path / COUNTERS).read_text())["steps"])
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, error) from error
+    check_same_model(
+        {name: tuple(value.shape) for name, value in tensors.items()},
+        {name: tuple(meta.size) for name, meta in saved.items() if not name.startswith("rng.")},
+    )
+    own = f"rng.{dist.get_rank()}"
+    random = {own: torch.get_rng_state()} if own in saved else {}
+    state: dict[str, Any] = {**tensors, **random}
+    dcp.load(state, storage_reader=FileSystemReader(path / FOLDER))
+    if random:
+        torch.set_rng_state(state[own])
+    return steps
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether this folder holds the state of a sharded learner."""
+    return (path / FOLDER).is_dir()
+
+
+def export_state(path: Path, model: ModelConfig, out: Path) -> None:
+    """Write a saved learner as a plain Hugging Face folder, in one process. Loads one parameter
+    at a time."""
+    dtype = resolve_dtype(model, "cpu")
+    tree = empty_model(model, attention=VARLEN)
+    write_model(out, tree, _saved_parameters(path, dtype), dtype=dtype)
+    save_with_tokenizer(None, model, out)
+
+
+def _saved_parameters(path: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, meta in _metadata(path).items():
+        if name.startswith(MASTER):
+            state = {name: torch.empty(meta.size, dtype=meta.properties.dtype)}
+            with warnings.catch_warnings():  # Warns about reading in a single process.
+                warnings.simplefilter("ignore")
+                dcp.load(state, storage_reader=FileSystemReader(path / FOLDER), no_dist=True)
+            yield name.removeprefix(MASTER), state[name].to(dtype)
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    try:
+        return FileSystemReader(path / FOLDER).read_metadata().state_dict_metadata
+    except (OSError, ValueError, KeyError, EOFError, UnpicklingError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the learner's state in {path} cannot be read: {error}",
+        fix="resume from an earlier checkpoint, saved with the same train.strategy",
+    )

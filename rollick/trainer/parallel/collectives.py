@@ -1,0 +1,132 @@
+"""Differentiable collectives.
+
+    gather_rows     rows of all ranks; all do the same work next         backward: the own rows
+    gather_summed   rows of all ranks; each does its own work next       backward: summed rows
+    shared_input    the same tensor, for work that ranks divide          backward: summed
+    exchange_rows   all-to-all of rows                                   backward: the inverse
+
+Ranks may have different numbers of rows; buffers are padded to the largest.
+
+Legend: n rows of this rank, N those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Newer versions of torch renamed both, and warn about the old names.
+_DIST: Any = dist
+_all_gather = getattr(dist, "all_gather_single", None) or _DIST.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _DIST.reduce_scatter_tensor
+
+
+def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[N, ...] of [n, ...]; `sizes`: rows of each rank. All ranks must do the same work next."""
+    result: Any = _GatherRows.apply(rows, tuple(sizes), group, False)
+    return result
+
+
+def gather_summed(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[N, ...] of [n, ...]; the gradient of a row is summed over all ranks."""
+    result: Any = _GatherRows.apply(rows, tuple(sizes), group, True)
+    return result
+
+
+def shared_input(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Mark a replicated tensor as the input of divided work; the backward sums its gradient."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        return all_sum(gradient.clone(memory_format=torch.contiguous_format), group)
+
+    values = values.view_as(values)
+    if values.requires_grad:
+        values.register_hook(summed)
+    return values
+
+
+def exchange_rows(
+    rows: Tensor, *, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    """Send the first `sent[0]` rows to rank 0 and so on; returns received rows by rank."""
+    result: Any = _ExchangeRows.apply(rows, tuple(sent), tuple(received), group)
+    return result
+
+
+def all_sum(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks in place. Not differentiable."""
+    dist.all_reduce(values, group=group)
+    return values
+
+
+def wait_for_all() -> None:
+    """Barrier over gloo, because ranks may share a device."""
+    dist.all_reduce(torch.zeros(()))
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    if len(rows) == count:
+        return rows.contiguous()
+    buffer = rows.new_zeros(count, *rows.shape[1:])
+    buffer[: len(rows)] = rows
+    return buffer
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: ProcessGroup, summed: bool
+    ) -> Tensor:
+        ctx.sizes, ctx.group, ctx.summed = sizes, group, summed
+        most = max(sizes)
+        every = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+        _all_gather(every, _padded(rows, most), group=group)
+        if min(sizes) == most:
+            return every
+        return torch.cat([every[r * most : r * most + n] for r, n in enumerate(sizes)])
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        own = dist.get_rank(ctx.group)
+        parts = gradient.split(ctx.sizes)
+        if not ctx.summed:
+            return parts[own].contiguous(), None, None, None
+        most = max(ctx.sizes)
+        buffer = torch.cat([_padded(part, most) for part in parts])
+        received = buffer.new_empty(most, *buffer.shape[1:])
+        _reduce_scatter(received, buffer, group=ctx.group)
+        return received[: ctx.sizes[own]], None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        group: ProcessGroup,
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
+) -> Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
+    return output

@@ -1,0 +1,139 @@
+"""One rank's share of a pack: its rows, and the output head for its part of the trained tokens.
+
+    PackedBatch -- share_pack --> PackShare -- RankForward --> log-probs of the trained tokens
+
+Rows are divided over the `context` ranks. The trained tokens of a context rank are divided over its
+`tensor` ranks, so that no logits are computed twice. All these ranks gather the results.
+
+Legend: N rows of a pack, n those on this rank, T trained tokens, t those whose head is computed
+here, K top tokens of the teacher, D hidden size.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollick.data.batch import Batch
+from rollick.models.attention.varlen import PackedLayout
+from rollick.models.decoder.training import run_decoder
+from rollick.models.head.logprobs import chosen_logprobs, output_head, token_logprobs
+from rollick.trainer.microbatch import PackedBatch
+from rollick.trainer.parallel.balance import RowCost
+from rollick.trainer.parallel.collectives import gather_rows, shared_input
+from rollick.trainer.parallel.context import cut_layout, plan_cuts
+from rollick.trainer.parallel.mesh import Grid
+from rollick.trainer.router_balance import RouterLog
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackShare:
+    """The part of a pack that this rank computes."""
+
+    token_ids_n: Tensor
+    layout: PackedLayout
+    trained_n: Tensor
+    """Rows on this rank that predict a trained token; repeated if a row predicts several."""
+    rows_t: Tensor
+    """Those of `trained_n` for which this rank computes the output head."""
+    targets_t: Tensor
+    temperature_t: Tensor
+    chosen_tK: Tensor | None
+    """The teacher's top-K token ids."""
+    sizes: tuple[int, ...]
+    """t of each rank that computes a share of this pack."""
+    inverse_T: Tensor | None
+    """Reorders the gathered results of these ranks by trained token."""
+
+
+class RankForward(nn.Module):
+    """The model and its output head as one call, so that FSDP shards all of it."""
+
+    def __init__(self, model: nn.Module, grid: Grid, *, chunk: int, routers: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.grid = grid
+        self.chunk = chunk
+        self.log = RouterLog(model) if routers else None
+
+    def forward(self, share: PackShare, entropy_in_loss: bool) -> tuple[Tensor | None, ...]:
+        """(log-probs, entropy, student, expert counts, expert sums); the last three may be None."""
+        hidden_nD = self._hidden(share)
+        routing = None if self.log is None else self.log.of_rows(share.trained_n)
+        if self.grid.shape.tensor > 1:
+            hidden_nD = shared_input(hidden_nD, self.grid.tensors.get_group())
+        head: dict[str, Any] = {"head": output_head(self.model), "chunk": self.chunk}
+        rows_tD = hidden_nD.index_select(0, share.rows_t)
+        logprobs_t, entropy_t = token_logprobs(
+            rows_tD, targets_T=share.targets_t, temperature_T=share.temperature_t, **head
+        )
+        student_tK = None
+        if share.chosen_tK is not None:
+            student_tK = chosen_logprobs(
+                rows_tD, ids_TK=share.chosen_tK, temperature_T=share.temperature_t, **head
+            )
+        entropy_t = entropy_t if entropy_in_loss else entropy_t.detach()
+        gathered = (self._gather(each, share) for each in (logprobs_t, entropy_t, student_tK))
+        return *gathered, *(routing or (None, None))
+
+    def _hidden(self, share: PackShare) -> Tensor:
+        with nullcontext() if self.log is None else self.log.recording():
+            return run_decoder(self.model.base_model, share.token_ids_n, share.layout)
+
+    def _gather(self, values_t: Tensor | None, share: PackShare) -> Tensor | None:
+        """The values of all trained tokens of the pack, on every rank of the pack."""
+        if values_t is None:
+            return None
+        if share.inverse_T is None:
+            return values_t.clone()  # On a view, FSDP's backward hook would be lost.
+        every = gather_rows(values_t, share.sizes, self.grid.copies.get_group())
+        return every.index_select(0, share.inverse_T)
+
+
+def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -> PackShare:
+    """This rank's share: rows are divided over `context`, their trained tokens over `tensor`."""
+    chosen_TK = None
+    if part.teacher_ids_NK is not None:
+        ids = np.asarray(part.teacher_ids_NK[packed.indices_T], np.int64)
+        chosen_TK = torch.as_tensor(ids).to(packed.rows_T.device)
+    if grid.shape.copies == 1:
+        return PackShare(
+            token_ids_n=packed.token_ids_N,
+            layout=packed.layout,
+            trained_n=packed.rows_T,
+            rows_t=packed.rows_T,
+            targets_t=packed.targets_T,
+            temperature_t=packed.temperature_T,
+            chosen_tK=chosen_TK,
+            sizes=(len(packed.rows_T),),
+            inverse_T=None,
+        )
+    positions_N = packed.layout.position_ids_N.cpu().numpy()
+    cuts = plan_cuts(positions_N, ranks=grid.shape.context, cost=cost)
+    rows_T = packed.rows_T.cpu().numpy()
+    owner_T = np.searchsorted(np.asarray(cuts), rows_T, side="right") - 1
+    here = [np.flatnonzero(owner_T == context) for context in range(grid.shape.context)]
+    shares = [some for each in here for some in np.array_split(each, grid.shape.tensor)]
+    device = packed.rows_T.device
+    start, stop = cuts[grid.context], cuts[grid.context + 1]
+    own = torch.as_tensor(shares[grid.copy]).to(device)
+    trained = torch.as_tensor(here[grid.context]).to(device)
+    layout = packed.layout
+    if grid.shape.context > 1:
+        layout = cut_layout(layout, cuts, rank=grid.context, group=grid.contexts.get_group())
+    return PackShare(
+        token_ids_n=packed.token_ids_N[start:stop],
+        layout=layout,
+        trained_n=packed.rows_T[trained] - start,
+        rows_t=packed.rows_T[own] - start,
+        targets_t=packed.targets_T[own],
+        temperature_t=packed.temperature_T[own],
+        chosen_tK=None if chosen_TK is None else chosen_TK[own],
+        sizes=tuple(len(each) for each in shares),
+        inverse_T=torch.as_tensor(np.argsort(np.concatenate(shares))).to(device),
+    )

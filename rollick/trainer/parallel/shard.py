@@ -1,0 +1,240 @@
+"""A model whose parameters are sharded over ranks: built without memory, divided, then filled.
+
+    module without memory -> experts divided -> layers divided (tensor) -> fully_shard -> memory ->
+    values
+
+Only the first rank reads the model's files. Parameters are broadcast one at a time, so no other
+rank holds more than its share and one parameter. Parameters are float32 masters; they are gathered
+in the compute dtype.
+
+FSDP gathers as one group: each layer (its experts separately, where ranks divide them), the last
+norm, and the vocabulary matrices with everything else outside the layers. These last ones are
+sharded over all ranks, including those of `tensor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
+
+from rollick.config.schema import ModelConfig, ParallelConfig
+from rollick.errors import ModelError, RollickError
+from rollick.models.attention.varlen import VARLEN
+from rollick.models.loading.load import empty_model
+from rollick.trainer.parallel.collectives import gather_rows
+from rollick.trainer.parallel.expert import cut_experts
+from rollick.trainer.parallel.mesh import Grid
+from rollick.trainer.parallel.tensor import cut_layers
+from rollick.trainer.trainable_model import check_packable, load_packed_model
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of parameters and of computation."""
+
+    master: torch.dtype
+    compute: torch.dtype
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        if self.master is self.compute:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.master)
+
+
+def build_tree(
+    config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
+) -> tuple[nn.Module, list[nn.Module]]:
+    """The module without memory, divided over `expert` and `tensor`, and the experts' modules if
+    ranks divide these."""
+    check_packable(config)
+    tree: Any = empty_model(config, attention=VARLEN).to(master)
+    if master is torch.float64:
+        # The fused experts kernel does not support float64.
+        tree.set_experts_implementation("eager")
+    experts = cut_experts(tree, grid.experts) if grid.shape.expert > 1 else []
+    if grid.shape.tensor > 1:
+        cut_layers(tree, grid.tensors)
+        tree.get_input_embeddings().register_forward_hook(
+            partial(_divide_gradient, ranks=grid.shape.tensor)
+        )
+    if parallel.recompute:
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in layers_of(tree):
+            layer.forward = partial(recomputed, layer.forward)
+    return tree, experts
+
+
+def layers_of(tree: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder, in order."""
+    layers = getattr(tree.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        kind = type(tree).__name__
+        raise ModelError(f"{kind} has no ModuleList named layers", fix="use train.strategy=local")
+    return list(layers)
+
+
+def shard(
+    root: nn.Module,
+    tree: nn.Module,
+    experts: list[nn.Module],
+    *,
+    grid: Grid,
+    precision: Precision,
+    offload: bool,
+) -> None:
+    """Shard the parameters of the tree, in place; `root` is the module to call."""
+    pinned = grid.mesh.device_type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+
+    over = partial(fully_shard, mp_policy=precision.policy, offload_policy=policy)
+    for part in experts:
+        over(part, mesh=grid.expert_shards, reshard_after_forward=True)
+    for part in layers_of(tree):
+        over(part, mesh=grid.shards, reshard_after_forward=True)
+    last_norm: Any = getattr(tree.base_model, "norm", None)
+    if grid.shape.tensor > 1 and isinstance(last_norm, nn.Module):
+        over(last_norm, mesh=grid.shards, reshard_after_forward=True)
+    over(root, mesh=grid.all, reshard_after_forward=False)
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            # A batch's weights are global, so gradients are summed; gloo only supports sums.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            # From torch 2.13 on. Before, each rank must use every parameter, which it does: it has
+            # at least one row, and the experts of a layer are one parameter.
+            if hasattr(part, "set_reduce_scatter_unused_params"):
+                part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def load_first(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
+    """The complete model on the first rank, None on others. A model that cannot be computed is
+    refused on all ranks: the others would wait for its parameters."""
+    source: nn.Module | None = None
+    refusal: list[RollickError | None] = [None]
+    if grid.rank == 0:
+        try:
+            source = load_packed_model(config, device="cpu", max_length=max_length)
+        except RollickError as error:
+            refusal = [error]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise refusal[0]
+    return source
+
+
+def load_shards(
+    tree: nn.Module, source: nn.Module | None, *, grid: Grid, device: str, offload: bool
+) -> None:
+    """Allocate the shards, and fill them from the model on the first rank."""
+    tree.to_empty(device="cpu" if offload else device)
+    if offload:
+        # FSDP's offload moves parameters to the device when needed, but not buffers.
+        for part in tree.modules():
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, buffer.to(device))
+    if source is not None:
+        kept: Any = tree
+        kept._weight_conversions = getattr(source, "_weight_conversions", None)
+    parameters = dict(source.named_parameters()) if source else {}
+    with torch.no_grad():
+        for name, parameter in tree.named_parameters():
+            full = _broadcast_from_first(parameters.get(name), parameter, device)
+            for cut in _cuts(parameter):
+                full = full.split(cut.sizes, dim=cut.dim)[cut.own]
+            local_tensor(parameter).copy_(full)
+        buffers = dict(source.named_buffers()) if source else {}
+        for name, buffer in tree.named_buffers():
+            buffer.copy_(_broadcast_from_first(buffers.get(name), buffer, device))
+
+
+def _broadcast_from_first(value: Tensor | None, like: Tensor, device: str) -> Tensor:
+    """The first rank's value, on all ranks."""
+    full = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if value is not None:
+        full = value.detach().to(device, like.dtype).contiguous()
+    if dist.get_world_size() > 1:
+        dist.broadcast(full, src=0)
+    return full
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter (or of its gradient), over its memory."""
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class _Cut(NamedTuple):
+    """A tensor's division along one dimension, over the ranks of one axis."""
+
+    dim: int
+    sizes: list[int]
+    own: int
+    group: Any
+
+
+def _cuts(parameter: Tensor) -> list[_Cut]:
+    """In order: over `tensor` or `expert`, then over shards."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh, coordinates = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert coordinates is not None
+    shape = list(parameter.shape)
+    cuts: list[_Cut] = []
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = parameter.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        sizes = _chunks(shape[placement.dim], mesh.size(axis))
+        cuts.append(_Cut(placement.dim, sizes, coordinates[axis], mesh.get_group(axis)))
+        shape[placement.dim] = sizes[coordinates[axis]]
+    return cuts
+
+
+def _chunks(size: int, parts: int) -> list[int]:
+    """As torch divides: equal parts from the first on, the last ones smaller or empty."""
+    each = -(-size // parts)
+    return [max(0, min(each, size - each * part)) for part in range(parts)]
+
+
+def replica_count(parameter: Tensor) -> int:
+    """The number of ranks with the same shard of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return dist.get_world_size()
+    return dist.get_world_size() // prod(len(cut.sizes) for cut in _cuts(parameter))
+
+
+def gather_full_tensors(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Each full parameter or gradient, one at a time. A collective: all ranks must iterate."""
+    for name, value in named:
+        part = local_tensor(value)
+        for cut in reversed(_cuts(value)):
+            with torch.no_grad():
+                rows = part.movedim(cut.dim, 0).contiguous()
+                part = gather_rows(rows, cut.sizes, cut.group).movedim(0, cut.dim)
+        yield name, part.to(dtype)
+
+
+def _divide_gradient(_: nn.Module, __: Any, rows: Tensor, *, ranks: int) -> None:
+    """Ranks of `tensor` look up the same rows and their gradients are summed: each adds a part."""
+    if rows.requires_grad:
+        rows.register_hook(partial(torch.mul, other=1 / ranks))

@@ -1,0 +1,145 @@
+"""The built-in reward model: a decoder whose head gives one score for a sample.
+
+The head reads the hidden state of the last token. Files have the format of transformers'
+AutoModelForSequenceClassification with one label, so reward models can be exchanged with other
+libraries. A language model without a score head gets a new one.
+
+Legend: B samples, D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollick.algorithms.objective import Loss
+from rollick.algorithms.reward import ScoreInputs
+from rollick.config.schema import ModelConfig, Recipe
+from rollick.config.schema.train import RewardModelConfig
+from rollick.data.batch import Batch
+from rollick.errors import ConfigError, ModelError
+from rollick.models.attention.varlen import VARLEN, unsupported_layer_types
+from rollick.models.loading.load import load_score_model, save_with_tokenizer
+from rollick.models.loading.probe import check_learner
+from rollick.models.loading.rope import fix_rope
+from rollick.trainer.critic import INITIAL_STD
+from rollick.trainer.microbatch import PackedBatch
+from rollick.trainer.strategy import LossReport, OptimReport, ScoreLossFn
+from rollick.trainer.trainable_model import TrainableModel, policy_optimizer
+from rollick.types import FloatArray, stable_hash
+
+
+class LocalRewardModel:
+    """Scores samples and learns from pairs, on one device."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: ModelConfig | None = None,
+        *,
+        device: str = "cpu",
+        trainable: bool = True,
+    ) -> None:
+        """`model`: the model to load; None loads the policy's."""
+        self.model = model or recipe.model
+        module, self.has_new_head = load_score_model(self.model, device=device, attention=VARLEN)
+        self.head = _score_head(module, self.model)
+        max_length = recipe.infer.max_length
+        if isinstance(self.model, RewardModelConfig):
+            max_length = self.model.max_length
+        fix_rope(module, max_length)
+        check_learner(module, max_length=max_length)
+        if self.has_new_head:
+            _initialize(self.head, seed=recipe.run.seed)
+        self.trainable = TrainableModel(
+            module,
+            recipe,
+            device=device,
+            # A frozen model needs no optimizer, which would keep float32 copies of its weights.
+            optimizer=policy_optimizer(module.named_parameters(), recipe) if trainable else None,
+            name="reward_model",
+            keep_groups=True,
+        )
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> FloatArray:
+        scores_B = np.zeros(batch.samples, dtype=np.float32)
+        for samples, _, packed in self.trainable.packed_batches(batch):
+            scores_B[samples] = self._scores(packed).cpu().numpy()
+        return scores_B
+
+    def forward_backward(self, batch: Batch, loss: ScoreLossFn) -> LossReport:
+        def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
+            return loss(_score_inputs(part, self._scores(packed))), len(packed.token_ids_N)
+
+        return self.trainable.accumulate_gradients(batch, evaluate)
+
+    def step(self) -> OptimReport:
+        return self.trainable.optimizer.step()
+
+    def export(self, path: Path) -> None:
+        """Write a folder that AutoModelForSequenceClassification can load."""
+        save_with_tokenizer(self.trainable.module, self.model, path)
+
+    def save(self, path: Path) -> None:
+        self.trainable.save(path, self.trainable.state())
+
+    def load(self, path: Path) -> None:
+        self.trainable.load(path)
+
+    def sleep(self) -> None:
+        self.trainable.sleep()
+
+    def wake(self) -> None:
+        self.trainable.wake()
+
+    def _scores(self, packed: PackedBatch) -> Tensor:
+        """One score per sample, in float64 if the head is float64, otherwise in float32."""
+        last_BD = self.trainable.hidden(packed).index_select(0, packed.last_rows_B)
+        weight_1D = self.head.weight
+        wide = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
+        return (last_BD.to(wide) @ weight_1D.to(wide).t())[:, 0]
+
+
+def _score_head(module: nn.Module, model: ModelConfig) -> nn.Linear:
+    head = getattr(module, "score", None)
+    config: Any = module.config
+    has_bias = getattr(head, "bias", None) is not None
+    if not isinstance(head, nn.Linear) or has_bias or unsupported_layer_types(config):
+        raise ModelError(
+            f"{model.path!r} is not a decoder with attention layers and one row `score` as head",
+            fix="use a reward model of a decoder, or a language model to start from",
+        )
+    return head
+
+
+def _initialize(head: nn.Linear, *, seed: int) -> None:
+    """Set small random weights that depend only on the seed."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(stable_hash(seed, "reward_model"))
+        head.weight.copy_(torch.randn(head.weight.shape) * INITIAL_STD / head.in_features**0.5)
+
+
+def _score_inputs(part: Batch, scores_B: Tensor) -> ScoreInputs:
+    if part.scores_B is None:
+        raise ConfigError(
+            "a reward model learns from pairs, and the batch does not mark the better answer",
+            fix="make the batch of pairs of answers (data.collate.examples_to_batch)",
+        )
+    _, pair_B, count_P = np.unique(part.group_B, return_inverse=True, return_counts=True)
+    if (count_P != 2).any():
+        raise ConfigError(
+            f"a reward model learns from pairs, and a group has {count_P[count_P != 2][0]} answers",
+            fix="give each prompt a better and a worse answer",
+        )
+    weights_B = np.add.reduceat(part.weights_N, part.offsets_B1[:-1])
+    return ScoreInputs(
+        scores_B=scores_B,
+        better_B=torch.as_tensor(np.sign(part.scores_B)).to(scores_B),
+        pair_B=torch.as_tensor(pair_B, dtype=torch.int64, device=scores_B.device),
+        weights_B=torch.as_tensor(weights_B).to(scores_B),
+    )

@@ -1,0 +1,208 @@
+"""Snapshots: the state of a trained role, in memory that outlives the role's process.
+
+    controller   SnapshotMemory.create() -> a memfd; its path in /proc is sent to the worker
+    worker       SnapshotWriter.write(path, state) -> SnapshotRecord, with the state's fingerprint
+    new worker   read_snapshot(record) -> the same state, verified
+
+The memory holds the bytes of a safetensors file, so a checkpoint is a copy of it. The controller
+owns the memory: the kernel frees it when the controller ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollick.errors import CheckpointError
+from rollick.models.loading.fingerprint import copy_and_fingerprint, fingerprint
+from rollick.trainer.strategy import TrainState
+from rollick.types import Fingerprint
+
+DTYPE_NAMES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The names of safetensors, in the order of its files: by size, so that every tensor is aligned."""
+DTYPES = list(DTYPE_NAMES)
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A complete snapshot. `steps` counts the optimizer steps that it contains."""
+
+    path: str
+    fingerprint: Fingerprint
+    steps: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMemory:
+    """Memory of this process that workers on the same machine can map."""
+
+    descriptor: int
+
+    @classmethod
+    def create(cls, name: str) -> SnapshotMemory:
+        return cls(os.memfd_create(f"rollick-snapshot-{name}"))
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def copy_to(self, path: Path) -> None:
+        """Write the snapshot as a safetensors file."""
+        source = os.dup(self.descriptor)
+        with open(source, "rb") as memory, path.open("wb") as file:
+            memory.seek(0)
+            shutil.copyfileobj(memory, file, 16 << 20)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@dataclass(slots=True, eq=False)
+class _Mapped:
+    """A mapped snapshot, and views of it for each tensor."""
+
+    memory: mmap.mmap
+    layout: bytes
+    targets: list[Tensor]
+    is_pinned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SnapshotWriter:
+    """Writes the snapshots of one worker. Keeps the maps of the memories that it has written."""
+
+    mapped: dict[str, _Mapped] = field(default_factory=dict[str, _Mapped])
+
+    def write(self, path: str, state: TrainState) -> SnapshotRecord:
+        """Copy the state into the memory at `path`. Raises CheckpointError without room for it."""
+        tensors: Mapping[str, Tensor] = state.tensors
+        pairs = sorted(tensors.items(), key=lambda pair: (DTYPES.index(pair[1].dtype), pair[0]))
+        header = _header(dict(pairs))
+        mapped = self.mapped.get(path)
+        if mapped is None or mapped.layout != header:
+            self._unmap(path)
+            mapped = self.mapped[path] = _map(path, header, dict(pairs))
+        digest = self._copy(pairs, mapped)
+        return SnapshotRecord(path, digest, state.steps, len(mapped.memory))
+
+    def close(self) -> None:
+        for path in list(self.mapped):
+            self._unmap(path)
+
+    def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _Mapped) -> Fingerprint:
+        if not any(tensor.is_cuda for _, tensor in pairs):
+            return copy_and_fingerprint(pairs, mapped.targets)
+        _pin(mapped)
+        # On a stream of its own, so that an engine on this device goes on decoding.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for (_, tensor), target in zip(pairs, mapped.targets, strict=True):
+                target.copy_(tensor, non_blocking=True)
+            digest = fingerprint(pairs)
+        stream.synchronize()
+        return digest
+
+    def _unmap(self, path: str) -> None:
+        mapped = self.mapped.pop(path, None)
+        if mapped is None:
+            return
+        if mapped.is_pinned:
+            _cudart().cudaHostUnregister(mapped.targets[0].data_ptr())
+        mapped.targets.clear()
+        with suppress(BufferError):
+            mapped.memory.close()
+
+
+def read_snapshot(record: SnapshotRecord) -> TrainState:
+    """The state of a snapshot. Raises CheckpointError if it is gone or damaged."""
+    try:
+        tensors = load_file(record.path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the snapshot at {record.path} cannot be read: {error}",
+            fix="resume from the newest checkpoint; snapshots need the controller's machine",
+        ) from error
+    if fingerprint(list(tensors.items())) != record.fingerprint:
+        raise CheckpointError(
+            f"the snapshot at {record.path} is damaged: its fingerprint differs",
+            fix="check the machine's memory, and resume from the newest checkpoint",
+        )
+    return TrainState(tensors, record.steps)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header of a safetensors file: its length, then where each tensor is."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _Mapped:
+    size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.ftruncate(descriptor, size)
+            # Reserve it: writing to an unreserved map when memory is full kills the process.
+            os.posix_fallocate(descriptor, 0, size)
+            memory = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise CheckpointError(
+            f"no memory for a snapshot of {size / 1e9:.2f} GB at {path}: {error}",
+            fix="free host memory, or set checkpoint.snapshot=false",
+        ) from error
+    memory[: len(header)] = header
+    data = torch.from_numpy(np.frombuffer(memory, np.uint8, size - len(header), len(header)))
+    targets: list[Tensor] = []
+    end = 0
+    for tensor in tensors.values():
+        begin, end = end, end + tensor.nbytes
+        targets.append(data[begin:end].view(tensor.dtype).view(tensor.shape))
+    return _Mapped(memory, header, targets)
+
+
+def _pin(mapped: _Mapped) -> None:
+    """Lock the pages, so that the GPU copies into them directly. Copies without it are correct, but
+    slower."""
+    if not mapped.is_pinned:
+        size = sum(target.nbytes for target in mapped.targets)
+        mapped.is_pinned = (
+            int(_cudart().cudaHostRegister(mapped.targets[0].data_ptr(), size, 0)) == 0
+        )
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

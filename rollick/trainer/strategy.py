@@ -1,0 +1,139 @@
+"""Interfaces of training strategies: how a learner holds and updates its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.objective import Loss
+from rollick.algorithms.reward import ScoreInputs
+from rollick.algorithms.value import ValueInputs
+from rollick.data.batch import Batch
+from rollick.types import FloatArray
+
+WeightStream = Iterable[tuple[str, Any]]
+"""Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
+
+
+class ShardedWeights:
+    """Full parameters of a sharded learner, each gathered when the iteration reaches it.
+    `shapes` are the names with meta tensors, known in advance."""
+
+    def __init__(self, shapes: Sequence[tuple[str, Any]], stream: WeightStream) -> None:
+        self.shapes = shapes
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return iter(self._stream)
+
+
+LossFn = Callable[[LossInputs], Loss]
+"""A loss with bound options: returns the loss of a micro-batch and its metric sums."""
+
+ValueLossFn = Callable[[ValueInputs], Loss]
+ScoreLossFn = Callable[[ScoreInputs], Loss]
+
+
+@dataclass(frozen=True, slots=True)
+class LossReport:
+    """The result of one forward_backward over `tokens` trained tokens. `sums` are metric
+    numerators; `maxima` are metrics that are merged by their maximum."""
+
+    loss: float
+    tokens: int
+    sums: Mapping[str, float] = field(default_factory=dict[str, float])
+    maxima: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class OptimReport:
+    """The result of one optimizer step. A step is skipped if the gradient is not finite."""
+
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """All state of a trained model by name: masters, moments, random state. On a rank of a sharded
+    model, the state of its shards."""
+
+    tensors: Mapping[str, Any]
+    steps: int
+    """Optimizer steps that were applied."""
+
+
+class TrainStrategy(Protocol):
+    """Holds a model and trains it. Called from one thread.
+
+    A sharded strategy has many ranks. All must get the same calls with the same arguments in the
+    same order, and return the same results. Each call gets the full batch; the ranks divide it.
+    """
+
+    @property
+    def module(self) -> Any:
+        """The live module, with parameters that an engine in the same process may share; None if
+        they are sharded."""
+        ...
+
+    def logprobs(self, batch: Batch) -> FloatArray:
+        """[N] float32: log-prob of each token in the loss mask, at the sample's temperature; 0 for
+        all others and for first tokens."""
+        ...
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
+        """Accumulates the gradient of the loss; any split of a batch gives the same."""
+        ...
+
+    def step(self) -> OptimReport:
+        """Clip, update the masters, write the parameters in place; skips if not finite."""
+        ...
+
+    def weights(self) -> WeightStream:
+        """The live parameters under public names, in the compute dtype. A sharded strategy yields
+        copies, one at a time; all ranks must iterate together."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """Write a plain Hugging Face folder."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write all state (masters, moments, schedule, RNG) as files in the folder."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Load what `save` wrote, into the parameters in place."""
+        ...
+
+    def state(self) -> TrainState:
+        """The live state of this rank; also while asleep. A step changes it."""
+        ...
+
+    def restore(self, state: TrainState) -> None:
+        """Take over a state with the values that `state` had, in place."""
+        ...
+
+    def sleep(self, *, keep_parameters: bool = False) -> None:
+        """Free device memory, except parameters that an engine shares."""
+        ...
+
+    def wake(self) -> None: ...
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A strategy that can also train adapters over a frozen model."""
+
+    @property
+    def adapters(self) -> Any:
+        """The Adapters of lora.py; None if all parameters are trained."""
+        ...
+
+    def reference_logprobs(self, batch: Batch) -> FloatArray:
+        """As `logprobs`, with the adapters disabled."""
+        ...

@@ -1,0 +1,134 @@
+"""A generator's side of a publish: receives the weights, verifies them, keeps them for commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rollick.errors import WeightError
+from rollick.infer.engine import VerifiedWeights
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.types import Fingerprint, PolicyVersion
+from rollick.weights.channels.base import Receiver
+from rollick.weights.channels.broadcast import BroadcastReceiver, BroadcastSource
+from rollick.weights.channels.cuda_ipc import IpcReceiver, IpcSource
+from rollick.weights.channels.direct import DirectReceiver, DirectSource
+from rollick.weights.channels.host import HostReceiver, HostSource
+from rollick.weights.delta import apply_changes
+from rollick.weights.manifest import Pairs, WeightManifest
+
+
+class PublishReceiver:
+    """Receives one offer of weights at a time. The engine loads what `take` returns."""
+
+    def __init__(
+        self, rank: int = 0, adopts: bool = False, loaded: Callable[[], Fingerprint] | None = None
+    ) -> None:
+        """`adopts`: whether the engine can use received memory as its parameters (ADOPT_WEIGHTS).
+        `loaded` returns the fingerprint of its initial weights; None: it cannot add adapters."""
+        self.rank = rank
+        self.adopts = adopts
+        self.loaded = loaded
+        self.receivers: dict[type, Receiver] = {}
+        self.received: tuple[WeightManifest, VerifiedWeights] | None = None
+        self.copy: dict[str, Tensor] = {}
+        """CPU copy of the last base; deltas are applied to it. Empty before the first base."""
+        self.copied: tuple[PolicyVersion, Fingerprint] | None = None
+        self.full: Fingerprint | None = None
+        """Fingerprint of the full weights handed out last; partial updates must match it."""
+
+    def receive(self, manifest: WeightManifest) -> None:
+        """Transfer and verify. WeightError: the fingerprints differ, or the base is not here."""
+        self.received = None
+        self._check_base(manifest)
+        kind = type(manifest.source)
+        receiver = self.receivers.get(kind) or self.receivers.setdefault(kind, _RECEIVERS[kind]())
+        pairs = receiver.open(manifest, self.rank)
+        try:
+            _check_fingerprint(manifest.version, fingerprint(list(pairs)), manifest.fingerprint)
+        except WeightError:
+            receiver.forget()
+            raise
+        if manifest.delta is None:
+            # Adopt only full weights. After a base, deltas follow, and their results are copied.
+            is_full = manifest.partial_of is None and not manifest.is_base
+            persistent = receiver.persistent and self.adopts and is_full
+            weights = VerifiedWeights(
+                tuple(pairs), manifest.fingerprint, persistent, manifest.partial_of, manifest.scale
+            )
+        else:
+            weights = self._apply_delta(manifest, pairs)
+        self.received = (manifest, weights)
+
+    def take(self, version: PolicyVersion) -> VerifiedWeights:
+        """Return the verified weights of this version. A second call raises WeightError."""
+        received, self.received = self.received, None
+        if received is None or received[0].version != version:
+            raise WeightError(f"cannot commit version {version}: it was not received")
+        manifest, weights = received
+        if manifest.is_base:
+            if manifest.delta is None:
+                self._keep_copy(weights)
+            self.copied = (version, weights.fingerprint)
+        if manifest.partial_of is None:
+            self.full = weights.fingerprint
+        return weights
+
+    def committed(self, weights: VerifiedWeights) -> None:
+        """Wait for the GPU: the sender may reuse its memory after this call returns."""
+        if any(tensor.is_cuda for _, tensor in weights.pairs):
+            torch.cuda.synchronize()
+
+    def _check_base(self, manifest: WeightManifest) -> None:
+        base = manifest.partial_of
+        if base is not None and self.full is None and self.loaded is not None:
+            self.full = self.loaded()
+        if base is not None and base != self.full:
+            held = (self.full or "its initial weights")[:24]
+            raise WeightError(
+                f"version {manifest.version} is part of weights {base[:12]}; the engine has {held}",
+                fix="publish the full weights first",
+            )
+        delta = manifest.delta
+        if delta is not None and self.copied != (delta.base, delta.base_fingerprint):
+            missing = f"version {delta.base}, which this generator does not have"
+            raise WeightError(
+                f"version {manifest.version} is a delta to {missing}",
+                fix="publish the full weights",
+            )
+
+    def _apply_delta(self, manifest: WeightManifest, pairs: Pairs) -> VerifiedWeights:
+        """Apply the delta to the copy. The copy is invalid until the result is verified."""
+        assert manifest.delta is not None
+        self.copied = None
+        apply_changes(pairs, self.copy)
+        changed = list(self.copy.items())
+        _check_fingerprint(manifest.version, fingerprint(changed), manifest.delta.result)
+        return VerifiedWeights(tuple(changed), manifest.delta.result)
+
+    def _keep_copy(self, weights: VerifiedWeights) -> None:
+        held = self.copy
+        for name, tensor in weights.pairs:
+            if name in held and held[name].shape == tensor.shape:
+                held[name].copy_(tensor)
+            else:
+                held[name] = tensor.detach().cpu().clone()
+
+
+def _check_fingerprint(version: PolicyVersion, actual: Fingerprint, sent: Fingerprint) -> None:
+    if actual != sent:
+        difference = f"fingerprint {actual[:12]}, sent was {sent[:12]}"
+        raise WeightError(
+            f"weights of version {version} arrived with {difference}",
+            fix="nothing was committed; publish again",
+        )
+
+
+_RECEIVERS: dict[type, Callable[[], Receiver]] = {
+    DirectSource: DirectReceiver,
+    HostSource: HostReceiver,
+    IpcSource: IpcReceiver,
+    BroadcastSource: BroadcastReceiver,
+}

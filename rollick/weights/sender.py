@@ -1,0 +1,128 @@
+"""The learner's side of a publish: one sender per channel, and the base versions of deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.trainer.strategy import ShardedWeights
+from rollick.types import Fingerprint, PolicyVersion
+from rollick.weights.channels.base import PublishOutcome, Sender
+from rollick.weights.channels.broadcast import BroadcastSender
+from rollick.weights.channels.cuda_ipc import IpcSender
+from rollick.weights.channels.direct import DirectSender
+from rollick.weights.channels.host import HostSender
+from rollick.weights.delta import encode_changes
+from rollick.weights.manifest import Pairs, WeightDelta, WeightManifest
+from rollick.weights.plan import Channel, Route
+
+MAX_DELTA_SHARE = 0.5
+"""A delta larger than this share of the full weights is not sent as a delta."""
+
+
+@dataclass(slots=True, eq=False)
+class _Base:
+    """The version that the receivers have, and their ranks."""
+
+    version: PolicyVersion
+    fingerprint: Fingerprint
+    tensors: dict[str, Tensor]
+    ranks: frozenset[int]
+
+
+class WeightSender:
+    """Offers the learner's weights, one version at a time. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.senders: dict[Channel, Sender] = {}
+        self.bases: dict[Channel, _Base] = {}
+        self.offered: dict[Channel, tuple[Route, Pairs, WeightManifest]] = {}
+
+    def offer(
+        self,
+        stream: Iterable[tuple[str, Any]],
+        version: PolicyVersion,
+        *,
+        route: Route,
+        partial_of: Fingerprint | None = None,
+        scale: float | None = None,
+    ) -> WeightManifest:
+        """Make the weights available to the route's generators until `release`. `partial_of`: the
+        stream has only some parameters, for engines whose last full weights have this fingerprint.
+        `scale`: the stream has adapters, which the engines add to these weights."""
+        sender, pairs, delta = self._sender(route.channel), (), None
+        if (
+            isinstance(stream, ShardedWeights)
+            and isinstance(sender, HostSender)
+            and not route.delta
+        ):
+            # Written one by one into the shared buffer, which then holds the only full copy.
+            offer = sender.offer(stream, version, route.ranks)
+        else:
+            pairs = [(name, tensor.detach()) for name, tensor in stream]
+            delta, sent = self._make_delta(pairs, route) if route.delta else (None, pairs)
+            offer = sender.offer(sent, version, route.ranks)
+        manifest = replace(
+            offer, delta=delta, is_base=route.delta, partial_of=partial_of, scale=scale
+        )
+        self.offered[route.channel] = (route, pairs, manifest)
+        return manifest
+
+    def send(self, channel: Channel) -> None:
+        self._sender(channel).send()
+
+    def release(self, outcome: PublishOutcome) -> None:
+        """End all offers of a version. The weights must not have changed since."""
+        for channel, (route, pairs, manifest) in self.offered.items():
+            self._sender(channel).release(outcome)
+            if outcome.committed and route.delta:
+                self._remember(route, pairs, manifest)
+            else:
+                self.bases.pop(channel, None)
+        self.offered.clear()
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        self.senders.clear()
+
+    def _sender(self, channel: Channel) -> Sender:
+        if channel not in self.senders:
+            self.senders[channel] = _SENDERS[channel]()
+        return self.senders[channel]
+
+    def _make_delta(self, pairs: Pairs, route: Route) -> tuple[WeightDelta | None, Pairs]:
+        base = self.bases.get(route.channel)
+        if base is None or not base.ranks.issuperset(route.ranks):
+            return None, pairs
+        sent = encode_changes(pairs, base.tensors)
+        if _bytes(sent) > MAX_DELTA_SHARE * _bytes(pairs):
+            return None, pairs
+        return WeightDelta(base.version, base.fingerprint, fingerprint(list(pairs))), sent
+
+    def _remember(self, route: Route, pairs: Pairs, manifest: WeightManifest) -> None:
+        delta, base = manifest.delta, self.bases.get(route.channel)
+        digest = manifest.fingerprint if delta is None else delta.result
+        if base is None:
+            held = {name: tensor.clone() for name, tensor in pairs}
+        else:
+            held = base.tensors
+            for name, tensor in pairs:
+                held[name].copy_(tensor)
+        self.bases[route.channel] = _Base(manifest.version, digest, held, frozenset(route.ranks))
+
+
+def _bytes(pairs: Pairs) -> int:
+    return sum(tensor.nbytes for _, tensor in pairs)
+
+
+_SENDERS: dict[Channel, Callable[[], Sender]] = {
+    "direct": DirectSender,
+    "host": HostSender,
+    "cuda_ipc": IpcSender,
+    "broadcast": BroadcastSender,
+}

@@ -1,0 +1,132 @@
+"""What all workers share: sleeping, snapshots, and the peak memory of their process."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from rollick.cluster.worker import HostContext
+from rollick.trainer.snapshot import SnapshotRecord, SnapshotWriter, read_snapshot
+from rollick.trainer.strategy import TrainState
+
+STATUS = Path("/proc/self/status")
+
+
+class Meter:
+    """Measures peak memory from its construction on. On a GPU: torch's peak allocation. On the CPU:
+    the peak growth of resident memory, including libraries that were imported later."""
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            # Linux: reset the peak to the current resident memory. Elsewhere an old peak may hide
+            # a lower new one.
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        self.begun = resident_bytes()
+
+    def peak(self) -> int:
+        if torch.cuda.is_initialized():
+            return torch.cuda.max_memory_allocated()
+        return max(0, resident_bytes(peak=True) - self.begun)
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Resident memory of this process, current or peak."""
+    name = "VmHWM:" if peak else "VmRSS:"
+    with suppress(OSError):
+        for line in STATUS.read_text("ascii").splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class _Sleeps(Protocol):
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+
+
+Sleeper = TypeVar("Sleeper", bound=_Sleeps)
+
+
+class MeteredWorker:
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def peak_memory(self) -> int:
+        return self.meter.peak()
+
+
+class StrategyWorker(MeteredWorker, Generic[Sleeper]):
+    """A worker whose model belongs to a training strategy."""
+
+    def __init__(self, strategy: Sleeper) -> None:
+        super().__init__()
+        self.strategy = strategy
+
+    def sleep(self) -> None:
+        self.strategy.sleep()
+
+    def wake(self) -> None:
+        self.strategy.wake()
+
+
+class _Trains(_Sleeps, Protocol):
+    def state(self) -> TrainState: ...
+    def restore(self, state: TrainState) -> None: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
+
+
+Trainer = TypeVar("Trainer", bound=_Trains)
+
+
+class TrainedWorker(StrategyWorker[Trainer]):
+    """A worker whose model is trained, so that its state must not be lost."""
+
+    def __init__(self, strategy: Trainer) -> None:
+        super().__init__(strategy)
+        self.snapshots = SnapshotWriter()
+
+    def save(self, path: Path) -> None:
+        self.strategy.save(path)
+
+    def load(self, path: Path) -> None:
+        self.strategy.load(path)
+
+    def write_snapshot(self, path: str) -> SnapshotRecord:
+        return self.snapshots.write(path, self.strategy.state())
+
+    def restore_snapshot(self, record: SnapshotRecord) -> None:
+        self.strategy.restore(read_snapshot(record))
+
+    def close(self) -> None:
+        self.snapshots.close()
+
+
+Arguments = ParamSpec("Arguments")
+Worker = TypeVar("Worker", bound=MeteredWorker)
+
+
+def builds_worker(
+    build: Callable[Concatenate[HostContext, int, Arguments], Worker],
+) -> Callable[Concatenate[HostContext, int, Arguments], Worker]:
+    """Sets torch's threads before the build, and measures memory from its beginning."""
+
+    @wraps(build)
+    def measured(
+        context: HostContext, rank: int, *args: Arguments.args, **options: Arguments.kwargs
+    ) -> Worker:
+        meter = Meter()
+        torch.set_num_threads(context.threads)
+        worker = build(context, rank, *args, **options)
+        worker.meter = meter
+        return worker
+
+    return measured

@@ -1,0 +1,627 @@
+"""Credit assignment: advantage, weights and algorithm of each token of a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_mixture import widen_norms
+
+from rollick.algorithms.credit import CreditAssigner
+from rollick.algorithms.objective import build_objective
+from rollick.config.schema import Recipe, parse_recipe
+from rollick.data.batch import Batch
+from rollick.data.collate import collate
+from rollick.observe.metric_table import METRICS
+from rollick.testing.fakes import group, prompt
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.local import LocalStrategy
+from rollick.types import Group, SampleId, StopReason
+
+A, B = prompt("12+", domain="a"), prompt("3*45", domain="b")  # three and four prompt tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def recipe(
+    a: dict[str, Any], b: dict[str, Any] | None = None, *, model: str = "m", **sections: Any
+) -> Recipe:
+    """Domain "a" with its algorithm, and "b" with another where one is given."""
+    algorithms = {"a": a} if b is None else {"a": a, "b": b}
+    domains = {
+        name: {"source": f"{name}.jsonl", "algorithm": algorithm}
+        for name, algorithm in algorithms.items()
+    }
+    return parse_recipe({"model": {"path": model}, "data": {"domains": domains}, **sections})
+
+
+def credit_of(
+    a: dict[str, Any], b: dict[str, Any] | None = None, **sections: Any
+) -> CreditAssigner:
+    return CreditAssigner(recipe(a, b, **sections), base=None)
+
+
+def batch_of(groups: Sequence[Group], credit: CreditAssigner, **streams: Any) -> Batch:
+    """Collated as the pipeline does it; a stream is a number, or a value for each trained token."""
+    batch = collate(groups, select_members=credit.trained_members)
+    given: dict[str, Any] = {}
+    for name, values in streams.items():
+        stream_N = np.zeros(batch.tokens)
+        stream_N[batch.loss_mask_N] = values
+        given[name] = stream_N
+    return replace(batch, **given)
+
+
+def trained(batch: Batch, values_N: Any) -> list[float]:
+    """The values of the trained tokens; all others are 0."""
+    assert values_N is not None
+    assert not np.any(values_N[~batch.loss_mask_N])
+    return values_N[batch.loss_mask_N].tolist()
+
+
+def cut(of: Group, index: int) -> Group:
+    """The group with one truncated member."""
+    members = list(of.members)
+    sample = replace(members[index].sample, stop=StopReason.LENGTH)
+    members[index] = replace(members[index], sample=sample)
+    return replace(of, members=tuple(members))
+
+
+def test_segments_of_a_sample_share_its_credit():
+    credit = credit_of({"advantage": "dr_grpo", "aggregation": "token_mean"})
+    whole = group([1, 0], texts=["wxyz", "v"], of=A)
+    cut_up = replace(whole.members[0], sample=replace(whole.members[0].sample, segment_starts=(5,)))
+    groups = [replace(whole, members=(cut_up, whole.members[1]))]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert batch.lengths_B.tolist() == [5, 2, 4]
+    # The first token of the second segment has nothing before it.
+    assert trained(batch, batch.advantages_N) == [0.5, 0.5, 0.5, -0.5]
+    assert trained(batch, batch.weights_N) == [0.25] * 4
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 1, 0]
+
+
+def test_two_domains_have_their_own_advantages_denominators_and_factors():
+    credit = credit_of(
+        {"advantage": "dr_grpo", "aggregation": "token_mean"},
+        {
+            "advantage": "grpo",
+            "loss": "ppo",
+            "aggregation": "sequence_mean_token_mean",
+            "weight": 3,
+        },
+    )
+    groups = [
+        group([1, 0], uid=0, of=A, texts=["x", "yz"]),
+        group([0, 2], uid=1, of=B, texts=["p", "qr"]),
+        group([4, 2], uid=2, of=A, texts=["u", "v"]),
+    ]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    share = 1 / (sqrt(2) + 1e-6)
+    assert trained(batch, batch.advantages_N) == pytest.approx(
+        [0.5, -0.5, -0.5, -share, share, share, 1, -1]
+    )
+    # five tokens of "a" count 1/5 each; of "b" two samples of 1/2, shared by their tokens, thrice
+    assert trained(batch, batch.weights_N) == pytest.approx(
+        [1 / 5, 1 / 5, 1 / 5, 3 / 2, 3 / 4, 3 / 4, 1 / 5, 1 / 5]
+    )
+    assert batch.component_N is not None
+    component_B = batch.component_N[batch.offsets_B1[:-1]]
+    assert component_B.tolist() == [0, 0, 1, 1, 0, 0]
+    assert batch.component_N.tolist() == np.repeat(component_B, batch.lengths_B).tolist()
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 0, 0, 2, 4, 2]
+
+
+def test_streams_that_no_algorithm_asks_for_are_not_there():
+    credit = credit_of({})
+    groups = [group([1, 0], of=A)]
+    batch, means = credit.assign(groups, batch_of(groups, credit))
+    assert batch.kl_weights_N is None
+    assert batch.entropy_weights_N is None
+    assert batch.returns_N is None
+    assert means == {}
+    assert credit.metrics == {}
+
+
+def test_domains_of_one_algorithm_are_one_component_with_one_denominator():
+    credit = credit_of({"loss": "ppo"}, {"loss": "ppo"})
+    groups = [group([1, 0], uid=0, of=A), group([1, 0], uid=1, of=B, texts=["xyz", "x"])]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert trained(batch, batch.weights_N) == pytest.approx([1 / 6] * 6)
+    assert batch.component_N is not None
+    assert not batch.component_N.any()
+
+
+DROPS: dict[str, tuple[dict[str, Any], list[float], list[float]]] = {
+    "icepop": (
+        {"name": "icepop"},
+        [-1, -1 + log(10), -1, -1, -1, -1],  # one token is ten times likelier: dropped
+        [1 / 5, 0, 1 / 5, 1 / 5, 1 / 5, 1 / 5],
+    ),
+    "geometric": (
+        {"name": "geometric", "low": 0.9, "high": 1.1},
+        [-1.3, -1, -1, -1.3, -0.7, -1],  # means of ln w: -0.1 and 0; ln 0.9 is -0.105
+        [1 / 6] * 6,
+    ),
+    "geometric, tighter": (
+        {"name": "geometric", "low": 0.95, "high": 1.05},
+        [-1.3, -1, -1, -1.3, -0.7, -1],
+        [0, 0, 0, 1 / 3, 1 / 3, 1 / 3],
+    ),
+    "k3": (
+        {"name": "k3", "max_kl": 0.01},
+        [-1, -1, -1.1, -1.3, -0.7, -1],  # mean k3: 0.0016, and 0.03 where the signs would cancel
+        [1 / 3, 1 / 3, 1 / 3, 0, 0, 0],
+    ),
+    "opsm": (
+        {"name": "opsm", "delta": 0.1},
+        [-2, -1, -1, -2, -1, -1],  # both fell by 1/3 nat; only the second has A < 0
+        [1 / 3, 1 / 3, 1 / 3, 0, 0, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DROPS)
+def test_dropped_tokens_leave_the_policys_denominator_and_stay_in_that_of_kl_and_entropy(case: str):
+    correction, old, weights = DROPS[case]
+    credit = credit_of(
+        {
+            "loss": "ppo",
+            "correction": correction,
+            "kl": {"coefficient": 0.6},
+            "entropy": 0.3,
+            "weight": 2,
+        }
+    )
+    groups = [group([1, 0], of=A, texts=["xyz", "uvw"])]
+    annotated = batch_of(groups, credit, old_logprobs_N=old, reference_logprobs_N=-1)
+    batch, means = credit.assign(groups, annotated)
+    assert trained(batch, batch.weights_N) == pytest.approx([2 * weight for weight in weights])
+    assert trained(batch, batch.kl_weights_N) == pytest.approx([2 * 0.6 / 6] * 6)
+    assert trained(batch, batch.entropy_weights_N) == pytest.approx([2 * 0.3 / 6] * 6)
+    assert means["dropped_share"] == pytest.approx(weights.count(0) / 6)
+    assert {f"train/mean/{name}" for name in means} <= METRICS.keys()
+
+
+def test_a_truncated_weight_is_a_factor_of_its_token_and_changes_no_denominator():
+    credit = credit_of({"loss": "ppo", "correction": "token_tis"})
+    groups = [group([1, 0], of=A, texts=["xy", "z"])]
+    old = [-1 + log(1.5), -1 + log(9), -1 - log(4)]
+    batch, means = credit.assign(groups, batch_of(groups, credit, old_logprobs_N=old))
+    assert trained(batch, batch.weights_N) == pytest.approx([1.5 / 3, 2 / 3, 0.25 / 3])
+    assert means["correction_weight"] == pytest.approx((1.5 + 2 + 0.25) / 3)
+    # k3 of x = 1.5, 9, 1/4
+    expected = sum(x - 1 - log(x) for x in (1.5, 9, 0.25)) / 3
+    assert means["engine_kl"] == pytest.approx(expected)
+
+
+def test_tokens_that_are_dropped_in_one_domain_change_nothing_in_the_other():
+    icepop = {"loss": "ppo", "correction": "icepop"}
+    groups = [group([1, 0], uid=0, of=A), group([1, 0], uid=1, of=B)]
+    weights: list[list[float]] = []
+    for old in ([-1, -1, -1, -1], [9, -1, -1, -1]):
+        credit = credit_of(icepop, {"loss": "ppo", "correction": "token_tis"})
+        batch, _ = credit.assign(groups, batch_of(groups, credit, old_logprobs_N=old))
+        weights.append(trained(batch, batch.weights_N))
+    assert weights[0] == pytest.approx([0.5] * 4)
+    assert weights[1] == pytest.approx([0, 1, 0.5, 0.5])
+
+
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "two presets": ({"preset": "dr_grpo"}, {"preset": "gspo"}),
+    "with KL, entropy and corrections": (
+        {"kl": {"coefficient": 0.1}, "entropy": 0.05, "aggregation": "fixed_length"},
+        {
+            "advantage": "reinforce++",
+            "loss": "ppo",
+            "correction": {"name": "icepop", "low": 0.9, "high": 1.1},
+            "aggregation": "sequence_mean_token_mean",
+            "kl": {"coefficient": 0.3, "place": "reward"},
+            "weight": 0.5,
+        },
+    ),
+    "a critic beside groups": (
+        {"advantage": "gae", "loss": "ppo", "aggregation": "sequence_mean_token_sum"},
+        {"advantage": "rloo", "loss": "topr", "aggregation": "prompt_mean", "weight": 2},
+    ),
+    "running statistics of each": (
+        {"advantage": "reinforce", "loss": "reinforce", "shaping": {"mean": "running"}},
+        {"loss": "cispo", "shaping": {"mean": "batch", "std": "running"}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"), hidden=16)
+
+
+def annotated_at_random(groups: Sequence[Group]) -> Batch:
+    batch = collate(groups)
+    random = np.random.default_rng(3)
+
+    def near_N(size: float) -> Any:
+        return batch.logprobs_N + np.where(
+            batch.loss_mask_N, random.normal(0, size, batch.tokens), 0
+        )
+
+    return replace(
+        batch,
+        logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
+        old_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
+        reference_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
+        values_N=np.where(batch.loss_mask_N, random.normal(size=batch.tokens), 0.0),
+        last_values_B=random.normal(size=batch.samples),
+    )
+
+
+def gradient(strategy: LocalStrategy, algorithms: Any, batch: Batch) -> torch.Tensor:
+    strategy.module.zero_grad()
+    strategy.forward_backward(batch, build_objective(algorithms))
+    return torch.cat([p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_a_mixed_batch_has_the_gradients_of_its_domains_alone_added_up(case: str, folder: Path):
+    a, b = MIXTURES[case]
+    groups = [
+        group([1, 0, 0.5], uid=0, of=A, texts=["3", "45", "678"]),
+        group([0, 2], uid=1, of=B, texts=["01", "2345"]),
+        group([3, 1], uid=2, of=A, texts=["9", "80"]),
+        group([1, 1.5, 0], uid=3, of=B, texts=["6", "7", "89"]),
+    ]
+    whole = annotated_at_random(groups)
+    both = recipe(a, b, model=str(folder))
+    strategy = LocalStrategy(both)
+    strategy.module.double()
+    widen_norms(strategy.module)
+    credited, _ = CreditAssigner(both, base=None).assign(groups, whole)
+    mixed = gradient(strategy, both.algorithms, credited)
+
+    apart = torch.zeros_like(mixed)
+    for name, algorithm in (("a", a), ("b", b)):
+        own = [of for of in groups if of.prompt.domain == name]
+        places = [n for n, uid in enumerate(whole.uids) if uid.group in {of.uid for of in own}]
+        alone = recipe(algorithm) if name == "a" else _only_b(algorithm)
+        part, _ = CreditAssigner(alone, base=None).assign(own, whole.take(places))
+        apart += gradient(strategy, alone.algorithms, part)
+    assert apart.norm() > 0
+    assert (mixed - apart).norm() / apart.norm() <= 1e-10
+
+
+def _only_b(algorithm: dict[str, Any]) -> Recipe:
+    domains = {"b": {"source": "b.jsonl", "algorithm": algorithm}}
+    return parse_recipe({"model": {"path": "m"}, "data": {"domains": domains}})
+
+
+def old_and_mu(correction: str) -> tuple[list[float], list[float]]:
+    """Old log-probs, and those that stand for the policy of the reward: mu under bypass."""
+    old = [-0.5, -1.5, -2.0, -1.0, -0.75, -1.25]
+    return old, ([-1.0] * 6 if correction == "bypass" else old)
+
+
+REFERENCE = [-0.9, -1.0, -2.5, -0.5, -1.75, -1.25]
+KL_LENGTHS, KL_SCORES = [1, 2, 3], [1.0, 0.0, 0.5]
+
+
+def with_kl_in_reward(advantage: Any, correction: str) -> tuple[list[float], dict[str, float]]:
+    credit = credit_of(
+        {
+            "advantage": advantage,
+            "loss": "ppo",
+            "correction": correction,
+            "kl": {"coefficient": 0.2, "place": "reward"},
+        }
+    )
+    groups = [group(KL_SCORES, of=A, texts=["x", "yz", "uvw"])]
+    old, _ = old_and_mu(correction)
+    streams: dict[str, Any] = {"reference_logprobs_N": REFERENCE}
+    if correction != "bypass":
+        streams["old_logprobs_N"] = old
+    batch, means = credit.assign(groups, batch_of(groups, credit, **streams))
+    assert batch.kl_weights_N is None, "it is in the reward, and not in the loss as well"
+    return trained(batch, batch.advantages_N), means
+
+
+@pytest.mark.parametrize("correction", ["bypass", "none"])
+def test_a_kl_in_the_reward_is_taken_from_the_score_where_a_sample_has_one_advantage(
+    correction: str,
+):
+    _, policy = old_and_mu(correction)
+    rewards: list[float] = []
+    place = 0
+    for length, score in zip(KL_LENGTHS, KL_SCORES, strict=True):
+        for _ in range(length):
+            score -= 0.2 * (policy[place] - REFERENCE[place])
+            place += 1
+        rewards.append(score)
+    middle = sum(rewards) / 3
+    expected = [
+        reward - middle for reward, n in zip(rewards, KL_LENGTHS, strict=True) for _ in range(n)
+    ]
+    found, means = with_kl_in_reward("dr_grpo", correction)
+    assert found == pytest.approx(expected)
+    k1 = sum(p - r for p, r in zip(policy, REFERENCE, strict=True))
+    assert means["reward_kl"] == pytest.approx(k1 / 6)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+@pytest.mark.parametrize("correction", ["bypass", "none"])
+def test_a_kl_in_the_reward_is_taken_from_its_own_token_where_tokens_have_returns(
+    correction: str, gamma: float
+):
+    _, policy = old_and_mu(correction)
+    returns: list[float] = []
+    place = 0
+    for length, score in zip(KL_LENGTHS, KL_SCORES, strict=True):
+        own = [-0.2 * (policy[place + n] - REFERENCE[place + n]) for n in range(length)]
+        own[-1] += score
+        place += length
+        for first in range(length):
+            later = own[first:]
+            returns.append(sum(gamma**n * reward for n, reward in enumerate(later)))
+    middle = sum(returns) / 6
+    std = sqrt(sum((value - middle) ** 2 for value in returns) / 5)
+    expected = [(value - middle) / (std + 1e-6) for value in returns]
+    found, _ = with_kl_in_reward({"name": "reinforce++", "gamma": gamma}, correction)
+    assert found == pytest.approx(expected)
+
+
+STATEFUL: dict[str, Any] = {
+    "shaping": {"mean": "running", "std": "running"},
+    "advantage": "reinforce",
+    "loss": "ppo",
+    "kl": {"coefficient": 0.1, "controller": "adaptive", "target": 0.05, "horizon": 10},
+}
+
+
+def assign(credit: CreditAssigner, scores: Sequence[float], *, uid: int = 0) -> Batch:
+    groups = [group(scores, uid=uid, of=A)]
+    batch, _ = credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
+    return batch
+
+
+def test_running_statistics_are_of_every_score_so_far_and_of_this_batch():
+    credit = credit_of({"shaping": {"mean": "running"}, "advantage": "reinforce"})
+    assert assign(credit, [1, 3]).advantages_N[-1] == 3 - 2
+    assert assign(credit, [8, 4]).advantages_N[-1] == 4 - (1 + 3 + 8 + 4) / 4
+
+
+def test_running_statistics_and_coefficients_go_on_after_a_restore_and_only_then():
+    first = credit_of(STATEFUL)
+    assign(first, [1, 0, 4])
+    first.update_kl_coefficients(3, {"kl": 1.0})
+    kept = json.loads(json.dumps(first.state()))
+    resumed, fresh = credit_of(STATEFUL), credit_of(STATEFUL)
+    resumed.restore(kept)
+    expected = assign(first, [2, 0], uid=1)
+    found, other = assign(resumed, [2, 0], uid=1), assign(fresh, [2, 0], uid=1)
+    for name in ("advantages_N", "weights_N", "kl_weights_N", "scores_B"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    assert other.advantages_N.tolist() != expected.advantages_N.tolist()
+    assert other.kl_weights_N is not None
+    assert expected.kl_weights_N is not None
+    assert other.kl_weights_N.max() < expected.kl_weights_N.max()
+    assert resumed.state() == first.state()
+    with pytest.raises(KeyError):
+        fresh.restore({"kl_coefficients": [0.1]})
+
+
+@pytest.mark.parametrize(
+    ("observed", "factor"),
+    [(0.05, 1.0), (0.055, 1 + 0.1 * 5 / 10), (1.0, 1 + 0.2 * 5 / 10), (0.0, 1 - 0.2 * 5 / 10)],
+)
+def test_an_adaptive_coefficient_rises_above_its_target_and_falls_below(
+    observed: float, factor: float
+):
+    credit = credit_of(STATEFUL)
+    before = assign(credit, [1, 0])
+    credit.update_kl_coefficients(5, {"kl": observed})
+    after = assign(credit, [1, 0])
+    assert after.kl_weights_N is not None
+    assert before.kl_weights_N is not None
+    np.testing.assert_allclose(after.kl_weights_N, factor * before.kl_weights_N)
+    assert after.weights_N.tolist() == before.weights_N.tolist()
+    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * factor)}
+
+
+def test_a_fixed_coefficient_stays_whatever_the_kl():
+    credit = credit_of({"kl": {"coefficient": 0.1}})
+    before = assign(credit, [1, 0])
+    credit.update_kl_coefficients(5, {"kl": 9.0})
+    after = assign(credit, [1, 0])
+    assert after.kl_weights_N is not None
+    assert before.kl_weights_N is not None
+    assert after.kl_weights_N.tolist() == before.kl_weights_N.tolist()
+
+
+def test_a_coefficient_in_the_reward_is_steered_by_the_kl_that_was_in_the_reward():
+    steered = {**STATEFUL["kl"], "place": "reward"}
+    credit = credit_of({"kl": steered})
+    assign(credit, [1, 0])
+    credit.update_kl_coefficients(5, {"kl": 9.0, "reward_kl": 0.0})
+    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * 0.9)}
+
+
+def test_each_domain_steers_by_the_kl_of_its_own_tokens():
+    """The learner's mean is over all tokens; the other domain has no KL, and thrice the tokens."""
+    credit = credit_of(STATEFUL, {"loss": "cispo"})
+    groups = [
+        group([1, 0], uid=0, of=A, texts=["x", "y"]),
+        group([1, 0], uid=1, of=B, texts=["xyz", "uvw"]),
+    ]
+    credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
+    credit.update_kl_coefficients(5, {"kl": 0.05 / 4})
+    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
+
+
+def test_a_domain_without_a_sample_in_the_batch_is_not_steered():
+    credit = credit_of(STATEFUL, {"loss": "cispo", "kl": {"coefficient": 0.2}})
+    groups = [group([1, 0], of=B)]
+    credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
+    credit.update_kl_coefficients(5, {"kl": 9.0})
+    assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
+
+
+def test_only_groups_of_a_suitable_difficulty_are_trained_on_each_domain_by_its_own():
+    credit = credit_of({"shaping": {"difficulty": [0.2, 0.8]}}, {})
+    groups = [
+        group([1, 1, 1, 0], uid=0, of=A),
+        group([1, 1, 1, 1], uid=1, of=A),
+        group([0, 0, None, 0], uid=2, of=A),
+        group([1, 1, 1, 1], uid=3, of=B),
+    ]
+    assert [credit.trained_members(of) for of in groups] == [
+        [True] * 4,
+        [False] * 4,
+        [False] * 4,
+        [True] * 4,
+    ]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert sorted({uid.group for uid in batch.uids}) == [0, 3]
+    assert trained(batch, batch.weights_N) == pytest.approx([0.25] * 8)
+
+
+def test_truncated_samples_are_masked_only_where_the_recipe_says_so():
+    groups = [cut(group([1, 0, 0], of=A), 2)]
+    keeps, drops = credit_of({}), credit_of({}, rollout={"drop_truncated": True})
+    assert keeps.trained_members(groups[0]) == [True, True, True]
+    assert drops.trained_members(groups[0]) == [True, True, False]
+    batch, _ = drops.assign(groups, batch_of(groups, drops))
+    assert batch.uids == (SampleId(0, 0), SampleId(0, 1))
+    assert trained(batch, batch.weights_N) == [0.5, 0.5]
+
+
+def test_the_score_of_a_sample_that_is_not_in_the_batch_still_counts_in_its_groups_mean():
+    """Its answer was judged, and the others are compared with it."""
+    credit = credit_of({}, rollout={"drop_truncated": True})
+    groups = [cut(group([1, 0, 0.5], of=A), 2)]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert trained(batch, batch.advantages_N) == [0.5, -0.5]
+    groups = [cut(group([1, 0, 5], of=A), 2)]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert trained(batch, batch.advantages_N) == [-1, -2]
+
+
+def test_where_advantages_look_at_tokens_a_sample_that_is_not_in_the_batch_is_left_out():
+    """No model was asked about its tokens."""
+    algorithm = {"kl": {"coefficient": 0.2, "place": "reward"}}
+    credit = credit_of(algorithm, rollout={"drop_truncated": True})
+    groups = [cut(group([1, 0, 5], of=A), 2)]
+    batch, means = credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=[-1, -2]))
+    # k1 is 0 and 1: rewards of 1 and -0.2
+    assert trained(batch, batch.advantages_N) == pytest.approx([0.6, -0.6])
+    assert means["reward_kl"] == 0.5
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce++", "lite_ppo", "step_return"])
+def test_a_failed_score_has_no_part_in_anything(advantage: str):
+    credits = [credit_of({"advantage": advantage, "shaping": {"mean": "running"}}) for _ in "12"]
+    with_failed = [group([1, None, 0], of=A, texts=["x", "yyyy", "zz"])]
+    without = [replace(with_failed[0], members=with_failed[0].members[::2])]
+    found, expected = (
+        credit.assign(groups, batch_of(groups, credit))[0]
+        for credit, groups in zip(credits, (with_failed, without), strict=True)
+    )
+    assert found.uids == expected.uids
+    for name in ("advantages_N", "weights_N", "scores_B"):
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+    assert credits[0].state() == credits[1].state()
+
+
+GAE: dict[str, Any] = {"name": "gae", "gamma": 1.0, "lam": 1.0, "whiten": False}
+
+
+def test_gae_gives_advantages_and_the_returns_that_the_critic_is_to_meet():
+    credit = credit_of({"advantage": GAE, "loss": "ppo"}, {"loss": "cispo"})
+    groups = [
+        group([1, 0], uid=0, of=A, texts=["xy", "z"]),
+        group([1, 0], uid=1, of=B, texts=["u", "v"]),
+    ]
+    values = [0.5, 0.25, -1.0, 7.0, 7.0]
+    batch, _ = credit.assign(groups, batch_of(groups, credit, values_N=values))
+    assert trained(batch, batch.advantages_N) == pytest.approx([0.5, 0.75, 1.0, 0.5, -0.5])
+    assert trained(batch, batch.returns_N) == pytest.approx([1, 1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(("bootstraps", "last_return"), [(False, 1.0), (True, 1.0 + 0.5 * 8)])
+def test_the_value_after_a_truncated_sample_counts_where_the_recipe_says_so(
+    bootstraps: bool, last_return: float
+):
+    gae = {**GAE, "gamma": 0.5, "bootstrap_truncated": bootstraps}
+    credit = credit_of({"advantage": gae, "loss": "ppo"})
+    groups = [cut(group([1, 1], of=A, texts=["xy", "z"]), 0)]
+    annotated = batch_of(groups, credit, values_N=[0.5, 0.25, 0.5])
+    annotated = replace(annotated, last_values_B=np.array([8.0, 8.0]))
+    batch, _ = credit.assign(groups, annotated)
+    # the second sample terminated: nothing comes after it
+    assert trained(batch, batch.returns_N) == pytest.approx([0.5 * last_return, last_return, 1])
+
+
+def test_on_policy_distillation_compares_the_teacher_with_the_policy_of_the_step():
+    credit = credit_of({"advantage": {"name": "opd", "limit": 2.0}, "loss": "reinforce"})
+    groups = [group([0, 0], of=A, texts=["xy", "z"])]
+    batch, _ = credit.assign(groups, batch_of(groups, credit, teacher_logprobs_N=[-0.5, -9, -2]))
+    assert trained(batch, batch.advantages_N) == pytest.approx([0.5, -2.0, -1.0])
+    known = batch_of(groups, credit, teacher_logprobs_N=[-0.5, -2, -2], old_logprobs_N=-2)
+    batch, _ = credit.assign(groups, known)
+    assert trained(batch, batch.advantages_N) == pytest.approx([1.5, 0, 0])
+
+
+def test_the_length_penalty_is_in_the_score_before_it_is_compared():
+    shaping = {"length_limit": "max_tokens", "length_buffer": 0.5}
+    credit = credit_of({"shaping": shaping}, sampling={"max_tokens": 4})
+    groups = [group([1, 1], of=A, texts=["x", "uvw"])]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert batch.scores_B is not None
+    assert batch.scores_B.tolist() == [1, 0.5]  # three tokens: half way from two to four
+    assert trained(batch, batch.advantages_N) == [0.25, -0.25, -0.25, -0.25]
+
+
+def test_a_users_own_parts_are_found_beside_the_recipe(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def best(groups, options):\n"
+        "    return [[m.score.value - max(g.scores) for m in g.members] for g in groups]\n"
+        "def flat(counts_B, group_B, *, max_tokens):\n"
+        "    return np.full(len(counts_B), 1 / max_tokens)\n"
+    )
+    own = recipe({"advantage": "mine.py:best", "aggregation": "mine.py:flat"})
+    credit = CreditAssigner(own, base=tmp_path)
+    groups = [group([1, 0.25], of=A)]
+    batch, _ = credit.assign(groups, batch_of(groups, credit))
+    assert trained(batch, batch.advantages_N) == [0, -0.75]
+    assert trained(batch, batch.weights_N) == [1 / 256] * 2
+
+
+@pytest.mark.parametrize(
+    "order", [lambda groups: groups[::-1], lambda groups: groups[1:] + groups[:1]]
+)
+def test_credit_does_not_depend_on_the_order_of_the_groups(
+    order: Callable[[list[Group]], list[Group]],
+):
+    groups = [
+        group([exp(n), n / 3, n], uid=n, of=A if n % 2 else B, texts=["x", "yz", "u"])
+        for n in range(4)
+    ]
+    found = [
+        credit.assign(given, batch_of(given, credit))[0]
+        for given in (groups, order(groups))
+        for credit in [credit_of({"advantage": "lite_ppo"}, {"advantage": "reinforce++"})]
+    ]
+    np.testing.assert_allclose(found[0].advantages_N, found[1].advantages_N, rtol=1e-12)
+    assert found[0].weights_N.tolist() == found[1].weights_N.tolist()

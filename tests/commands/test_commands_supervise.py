@@ -1,0 +1,272 @@
+"""`rollick train --restarts`: when a run is started again, from where, and what is gone before."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.children.process_tree import find_descendants, is_running
+from rollick.commands.supervise import RestartBudget, last_logged_step
+from rollick.observe.faults import read_faults
+
+SUPERVISOR = """
+import logging, sys
+from pathlib import Path
+from rollick.children import memory_kills
+from rollick.commands import supervise
+
+logging.basicConfig(format="%(message)s")
+supervise.FIRST_DELAY_S = float(sys.argv[3])
+folder = supervise.SHARED_MEMORY = Path(sys.argv[1])
+memory_kills.VMSTAT = folder / "vmstat"
+def command(resume):
+    return [sys.executable, "-I", str(folder / "child.py"), "resume" if resume else "new"]
+runs = supervise.RunSupervisor(command, folder, restarts=int(sys.argv[2]))
+sys.exit(runs.run(resume=False))
+"""
+
+CHILD = """
+import json, os, signal, subprocess, sys, time
+sys.path[:0] = PATHS
+folder = os.path.dirname(os.path.abspath(__file__))
+os.chdir(folder)
+plan = json.load(open("plan.json"))
+attempts = open("attempts.txt").read().split() if os.path.exists("attempts.txt") else []
+open("attempts.txt", "a").write(sys.argv[1] + "\\n")
+open("recipe.yaml", "a").close()
+action = plan[min(len(attempts), len(plan) - 1)]
+def saved(step):
+    from rollick.checkpoint import CheckpointStore
+    from pathlib import Path
+    CheckpointStore(Path("checkpoints"), keep_last=9, keep_best=0).save(
+        step, lambda path: (path / "weights").write_text(str(step)), meta={})
+if "handle" in action:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os._exit(action["handle"]))
+if "kills" in action:
+    open("vmstat", "w").write(f"nr_free_pages 5\\noom_kill {action['kills']}\\n")
+if "share" in action:
+    os.makedirs("rollick-snapshots-1", exist_ok=True)
+    open("rollick-snapshots-1/lock", "w").close()
+if "leave" in action:
+    # A grandchild in a session of its own, whose parent is gone: only a subreaper finds it.
+    script = "import time; time.sleep(600)"
+    sleeper = f"[sys.executable, '-I', '-S', '-c', {script!r}]"
+    options = "start_new_session=True, stdout=-3, stderr=-3"
+    fork = f"import subprocess, sys; print(subprocess.Popen({sleeper}, {options}).pid)"
+    pid = subprocess.run([sys.executable, "-I", "-c", fork], capture_output=True, text=True).stdout
+    open("left.txt", "a").write(pid)
+if "save" in action:
+    saved(action["save"])
+for step in action.get("log", []):
+    with open("metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step}) + "\\n")
+open("ready.txt", "a").write("x")
+if "signal" in action:
+    os.kill(os.getpid(), action["signal"])
+if "wait" in action:
+    time.sleep(600)
+sys.exit(action.get("exit", 0))
+"""
+
+
+def start(folder: Path, *plan: dict[str, Any], restarts: int = 3, delay_s: float = 0.01) -> Any:
+    paths = [path for path in sys.path if path]
+    (folder / "child.py").write_text(CHILD.replace("PATHS", repr(paths)))
+    (folder / "plan.json").write_text(json.dumps(plan))
+    command = [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), str(delay_s)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def supervise(folder: Path, *plan: dict[str, Any], restarts: int = 3) -> tuple[int, str]:
+    """Exit code and messages of a supervisor whose run does the actions one after another."""
+    with start(folder, *plan, restarts=restarts) as process:
+        _, messages = process.communicate(timeout=60)
+    return process.returncode, messages
+
+
+def attempts(folder: Path) -> list[str]:
+    return (folder / "attempts.txt").read_text().split()
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_a_run_that_ended_for_good_is_not_started_again(tmp_path: Path, code: int) -> None:
+    assert supervise(tmp_path, {"exit": code})[0] == code
+    assert attempts(tmp_path) == ["new"]
+    assert read_faults(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("crash", "cause", "kind"),
+    [
+        ({"exit": 69}, "exit code 69", "raised"),
+        ({"exit": 1}, "exit code 1", "raised"),
+        ({"signal": signal.SIGKILL}, "killed by SIGKILL", "killed"),
+        ({"signal": signal.SIGSEGV}, "killed by SIGSEGV", "killed"),
+        ({"signal": signal.SIGTERM}, "killed by SIGTERM", "killed"),  # Not sent by us.
+    ],
+)
+def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
+    tmp_path: Path, crash: dict[str, int], cause: str, kind: str
+) -> None:
+    first = {"save": 2, "log": [1, 2, 3], **crash}
+    code, messages = supervise(tmp_path, first, {"log": [3, 4], "exit": 0})
+    assert code == 0
+    assert attempts(tmp_path) == ["new", "resume"]
+    expected = f"the run crashed: {cause}, after step 3; restart 1 of 3 now, from the checkpoint "
+    assert expected + "of step 2" in messages
+    (fault,) = read_faults(tmp_path)
+    assert (fault.role, fault.rank, fault.kind, fault.cause, fault.step) == (
+        "controller", 0, kind, cause, 3,
+    )  # fmt: skip
+    assert fault.restarted_at is not None
+    assert fault.rejoined_at is not None
+    assert fault.detected_at <= fault.restarted_at <= fault.rejoined_at
+    assert fault.redone_steps == 1
+
+
+def test_a_run_that_was_killed_for_lack_of_memory_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    code, messages = supervise(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
+    assert code == 0
+    assert "the run crashed: killed by SIGKILL, probably out of memory" in messages
+
+
+def test_a_crash_before_the_first_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
+    code, messages = supervise(tmp_path, {"exit": 69}, {"exit": 0})
+    assert code == 0
+    assert "from the beginning" in messages
+
+
+def test_a_damaged_newest_checkpoint_is_not_named_as_the_one_to_resume_from(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "checkpoints" / "step-000009").mkdir(parents=True)
+    _, messages = supervise(tmp_path, {"save": 4, "exit": 69}, {"exit": 0})
+    assert "from the checkpoint of step 4" in messages
+
+
+@pytest.mark.parametrize(("crash", "code"), [({"exit": 69}, 69), ({"signal": 9}, 137)])
+def test_restarts_without_a_new_checkpoint_end_when_the_budget_is_spent(
+    tmp_path: Path, crash: dict[str, int], code: int
+) -> None:
+    ended, messages = supervise(tmp_path, {"save": 1, **crash}, crash, restarts=2)
+    assert ended == code
+    assert attempts(tmp_path) == ["new", "resume", "resume"]
+    assert "giving up: 2 restarts in a row made no new checkpoint" in messages
+    gave_up = [fault.gave_up for fault in read_faults(tmp_path)]
+    assert gave_up[-1] == "2 restarts in a row made no new checkpoint"
+    assert len(gave_up) == 3
+
+
+def test_a_restart_that_finds_a_mistake_ends_with_its_code(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"signal": 9}, {"exit": 2})[0] == 2
+    assert attempts(tmp_path) == ["new", "resume"]
+
+
+def test_each_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
+    crashes = [{"save": step, "signal": 9} for step in (1, 2, 3, 4)]
+    assert supervise(tmp_path, *crashes, {"exit": 0}, restarts=1)[0] == 0
+    assert len(attempts(tmp_path)) == 5
+
+
+def test_delays_double_up_to_a_minute_and_start_again_after_progress() -> None:
+    budget = RestartBudget(limit=9)
+    assert [budget.take(3) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, None]
+    assert budget.take(4) == 0
+    assert budget.take(4) == 1
+
+
+def test_a_run_without_checkpoints_has_a_budget_too() -> None:
+    budget = RestartBudget(limit=1)
+    assert [budget.take(None), budget.take(None)] == [0, None]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_the_code_of_the_run_is_returned(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with start(tmp_path, {"handle": 75, "wait": True}) as process:
+        wait_until((tmp_path / "ready.txt").exists)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert attempts(tmp_path) == ["new"]
+
+
+def test_a_run_that_dies_of_the_signal_is_not_started_again(tmp_path: Path) -> None:
+    with start(tmp_path, {"wait": True}) as process:
+        wait_until((tmp_path / "ready.txt").exists)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert attempts(tmp_path) == ["new"]
+
+
+def test_a_signal_during_the_delay_ends_the_supervisor(tmp_path: Path) -> None:
+    with start(tmp_path, {"exit": 69}, delay_s=600) as process:
+        wait_until(lambda: len(read_faults(tmp_path)) == 2)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert len(attempts(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("ending", [{"exit": 0}, {"signal": 9}])
+def test_orphans_of_the_run_are_gone_before_it_is_started_again(
+    tmp_path: Path, ending: dict[str, int]
+) -> None:
+    leave = {"leave": True, **ending}
+    assert supervise(tmp_path, leave, leave, {"exit": 0})[0] == 0
+    left = [int(pid) for pid in (tmp_path / "left.txt").read_text().split()]
+    assert len(left) == (2 if "signal" in ending else 1)
+    assert [pid for pid in left if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_shared_memory_of_a_killed_run_is_freed_and_that_of_others_is_not(tmp_path: Path) -> None:
+    (tmp_path / "rollick-snapshots-2").mkdir()
+    with (tmp_path / "rollick-snapshots-2" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert supervise(tmp_path, {"share": True, "signal": 9}, {"exit": 0})[0] == 0
+        assert [path.name for path in tmp_path.glob("rollick-*")] == ["rollick-snapshots-2"]
+
+
+def test_a_run_whose_supervisor_was_killed_gets_a_signal_to_save(tmp_path: Path) -> None:
+    with start(tmp_path, {"handle": 75, "wait": True}) as process:
+        wait_until((tmp_path / "ready.txt").exists)
+        (run,) = find_descendants(process.pid)
+        process.kill()
+        process.communicate(timeout=60)
+        wait_until(lambda: not is_running(run))
+
+
+def test_a_supervisor_loads_no_torch_and_is_small() -> None:
+    code = """
+import re, sys
+import rollick.commands.supervise
+megabytes = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+print(sorted({"torch", "ray", "transformers", "pyarrow"} & {*sys.modules}), megabytes < 120)
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout == "[] True\n"
+
+
+def test_the_last_step_is_that_of_the_last_complete_row(tmp_path: Path) -> None:
+    assert last_logged_step(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert last_logged_step(tmp_path) == 2

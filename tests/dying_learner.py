@@ -1,0 +1,119 @@
+"""Training strategies whose process kills itself at named points.
+
+DYING_LEARNER names a file with one death in each line:
+
+    POINT:VISIT            at the VISIT-th time (from 1) that this process reaches POINT. The line
+                           is then removed: the next process dies by the next line
+    POINT:VISIT:always     the line stays
+
+`install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rollick.data.batch import Batch
+from rollick.trainer.fsdp import FsdpStrategy
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.optimizer import MasterAdamW
+from rollick.trainer.strategy import LossFn, LossReport, OptimReport, TrainState, WeightStream
+
+VARIABLE = "DYING_LEARNER"
+POINTS = (
+    "forward",
+    "loss",
+    "backward",
+    "before_update",
+    "in_update",
+    "after_update",
+    "snapshot",
+    "publish",
+)
+ENTRY_POINTS = """[rollick.train_strategies]
+dying = dying_learner:DyingLocal
+dying_fsdp = dying_learner:DyingFsdp
+"""
+_VISITS: Counter[str] = Counter()
+
+
+def install(folder: Path) -> str:
+    """Writes a package with the strategies as plugins; returns the value for PYTHONPATH."""
+    metadata = folder / "dying_learner-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dying-learner\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
+
+
+def die_at(point: str, *, rank: int = 0) -> None:
+    """`rank`: only this rank of a sharded learner dies."""
+    plan = Path(os.environ.get(VARIABLE, "/nonexistent"))
+    deaths = plan.read_text().splitlines() if plan.is_file() else []
+    if rank or not deaths:
+        return
+    name, visit, *always = deaths[0].split(":")
+    _VISITS[point] += 1
+    if name == point and _VISITS[point] == int(visit):
+        if not always:
+            plan.write_text("\n".join(deaths[1:]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Dying:
+    """The points of a strategy; mixed into the real ones."""
+
+    optimizer: MasterAdamW
+    rank = 0
+
+    def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
+        die_at("forward", rank=self.rank)
+
+        def dying_loss(inputs: Any) -> Any:
+            die_at("loss", rank=self.rank)
+            if inputs.logprobs_T.requires_grad:
+                inputs.logprobs_T.register_hook(lambda _: die_at("backward", rank=self.rank))
+            return loss(inputs)
+
+        return super().forward_backward(batch, dying_loss)  # type: ignore[misc]
+
+    def step(self) -> OptimReport:
+        die_at("before_update", rank=self.rank)
+        adamw, update = self.optimizer.adamw, self.optimizer.adamw.step
+
+        def dying_update() -> Any:
+            result = update()
+            die_at("in_update", rank=self.rank)
+            return result
+
+        adamw.step = dying_update  # type: ignore[method-assign]
+        try:
+            report = super().step()  # type: ignore[misc]
+        finally:
+            adamw.step = update  # type: ignore[method-assign]
+        die_at("after_update", rank=self.rank)
+        return report
+
+    def state(self) -> TrainState:
+        die_at("snapshot", rank=self.rank)
+        return super().state()  # type: ignore[misc]
+
+    def weights(self) -> WeightStream:
+        die_at("publish", rank=self.rank)
+        return super().weights()  # type: ignore[misc]
+
+
+class DyingLocal(_Dying, LocalStrategy):
+    pass
+
+
+class DyingFsdp(_Dying, FsdpStrategy):
+    """Rank 1 of two dies, so that rank 0 waits in a collective."""
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return 0 if self.grid.rank == 1 else 1

@@ -1,0 +1,160 @@
+"""Training without the decoder's modules: the same hidden states and gradients as with them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_mixture import widen_norms
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from rollick.models.attention.varlen import ROOT, VARLEN, PackedLayout
+from rollick.models.decoder.fused_linear import adjacent_view
+from rollick.models.decoder.spec import describe_decoder
+from rollick.models.decoder.training import hidden_states, prepare_decoder
+
+SIZES = {
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+DECODERS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama_biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "mistral_window": MistralConfig(**SIZES, sliding_window=3),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+}
+LENGTHS, PARENTS = [4, 3, 2, 3, 5], [ROOT, 0, 0, 0, ROOT]
+
+
+def decoder_of(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=VARLEN).to(dtype).eval()
+    for parameter in model.parameters():
+        # Norms of ones and biases of zeros would hide a mistake.
+        torch.nn.init.normal_(parameter, mean=0.1, std=0.4)
+    return model.base_model
+
+
+def own_hidden(decoder: Any, ids_N: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    return decoder(
+        input_ids=ids_N[None],
+        position_ids=layout.position_ids_N[None],
+        use_cache=False,
+        layout=layout,
+    ).last_hidden_state[0]
+
+
+def gradients(decoder: nn.Module, hidden_ND: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    (hidden_ND * torch.randn_like(hidden_ND)).sum().backward()
+    return {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+def given() -> tuple[torch.Tensor, PackedLayout]:
+    torch.manual_seed(2)
+    return torch.randint(23, (sum(LENGTHS),)), PackedLayout.of(LENGTHS, parents=PARENTS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_hidden_states_and_all_gradients_are_those_of_the_modules(name: str):
+    plain = decoder_of(DECODERS[name])
+    modules = copy.deepcopy(plain)
+    widen_norms(modules)
+    prepare_decoder(plain)
+    ids_N, layout = given()
+    hidden = hidden_states(plain, ids_N, layout)
+    assert hidden is not None
+    expected = own_hidden(modules, ids_N, layout)
+    torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
+    found, wanted = gradients(plain, hidden), gradients(modules, expected)
+    assert found.keys() == wanted.keys()
+    for parameter, value in wanted.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-9, atol=1e-10, msg=parameter)
+
+
+def test_in_half_precision_both_ways_are_equally_near_to_the_truth():
+    ids_N, layout = given()
+    exact = own_hidden(decoder_of(DECODERS["llama"]), ids_N, layout)
+    half = decoder_of(DECODERS["llama"], torch.bfloat16)
+    hidden = hidden_states(half, ids_N, layout)
+    assert hidden is not None
+    assert hidden.dtype is torch.bfloat16
+    off = (hidden.double() - exact).abs().mean()
+    off_modules = (own_hidden(half, ids_N, layout).double() - exact).abs().mean()
+    assert 0 < off < 1.5 * off_modules
+
+
+def test_weights_that_compute_together_lie_together_and_keep_names_and_values():
+    decoder = decoder_of(DECODERS["llama"])
+    before = {name: value.clone() for name, value in decoder.named_parameters()}
+    mlp = decoder.layers[0].mlp
+    assert adjacent_view([mlp.gate_proj.weight, mlp.up_proj.weight]) is None
+    prepare_decoder(decoder)
+    assert adjacent_view([mlp.gate_proj.weight, mlp.up_proj.weight]) is not None
+    for name, value in decoder.named_parameters():
+        assert torch.equal(value, before[name]), name
+
+
+def test_weights_that_were_parted_give_the_same():
+    together, parted = decoder_of(DECODERS["qwen2"]), decoder_of(DECODERS["qwen2"])
+    prepare_decoder(together)
+    ids_N, layout = given()
+    hiddens = [hidden_states(decoder, ids_N, layout) for decoder in (together, parted)]
+    assert hiddens[0] is not None
+    assert hiddens[1] is not None
+    torch.testing.assert_close(hiddens[0], hiddens[1], rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_layers_get_no_gradient_and_let_it_through():
+    decoder = decoder_of(DECODERS["qwen2"])
+    decoder.layers.requires_grad_(False)
+    hidden = hidden_states(decoder, *given())
+    assert hidden is not None
+    assert gradients(decoder, hidden).keys() == {"embed_tokens.weight", "norm.weight"}
+
+
+def hooked(decoder: Any) -> None:
+    decoder.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def with_another_layer(decoder: Any) -> None:
+    class Other(nn.Linear):
+        pass
+
+    decoder.layers[0].self_attn.o_proj = Other(16, 16, bias=False).double()
+
+
+def with_another_forward(decoder: Any) -> None:
+    decoder.norm.forward = lambda hidden: hidden
+
+
+@pytest.mark.parametrize("change", [hooked, with_another_layer, with_another_forward])
+def test_a_decoder_that_somebody_changed_runs_itself(change: Any):
+    decoder = decoder_of(DECODERS["llama"])
+    assert describe_decoder(decoder) is not None
+    change(decoder)
+    assert hidden_states(decoder, *given()) is None
+
+
+def test_a_decoder_of_another_kind_runs_itself():
+    config = GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    model = AutoModelForCausalLM.from_config(config)
+    assert describe_decoder(model.base_model) is None

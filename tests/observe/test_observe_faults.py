@@ -1,0 +1,55 @@
+"""faults.jsonl: what is written, and what a reader makes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from rollick.observe.faults import FAULTS, FaultLog, read_faults
+
+
+def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> None:
+    faults = FaultLog(tmp_path, step=lambda: 7)
+    fault = faults.begin("generators", 1, kind="killed", cause="signal 9", failed_at=5.0)
+    fault.restarted()
+    fault.rejoined(redone_steps=1)
+    (read,) = read_faults(tmp_path)
+    assert read == fault
+    assert (read.role, read.rank, read.step, read.failed_at, read.redone_steps) == (
+        "generators", 1, 7, 5.0, 1,
+    )  # fmt: skip
+    assert read.restarted_at is not None
+    assert read.rejoined_at is not None
+    assert read.failed_at < read.detected_at <= read.restarted_at <= read.rejoined_at
+
+
+def test_a_fault_is_on_disk_before_it_is_repaired_and_keeps_its_place(tmp_path: Path) -> None:
+    faults = FaultLog(tmp_path)
+    first = faults.begin("policy", 0, kind="hung", cause="no answer")
+    faults.begin("critic", 0, kind="raised", cause="ValueError").give_up("the budget is spent")
+    assert [fault.rejoined_at for fault in read_faults(tmp_path)] == [None, None]
+    first.rejoined()
+    assert [(f.role, f.gave_up) for f in read_faults(tmp_path)] == [
+        ("policy", None),
+        ("critic", "the budget is spent"),
+    ]
+
+
+def test_faults_of_two_processes_of_a_run_are_apart_and_a_torn_line_is_skipped(
+    tmp_path: Path,
+) -> None:
+    for _ in range(2):
+        FaultLog(tmp_path).begin("policy", 0, kind="killed", cause="signal 9")
+    with (tmp_path / FAULTS).open("a") as file:
+        file.write('{"id": "to')
+    assert len(read_faults(tmp_path)) == 2
+    FaultLog(tmp_path).begin("controller", 0, kind="killed", cause="signal 9").rejoined()
+    assert [fault.role for fault in read_faults(tmp_path)] == ["policy", "policy", "controller"]
+
+
+def test_a_log_that_cannot_be_written_warns_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = FaultLog(tmp_path / "absent")
+    faults.begin("policy", 0, kind="killed", cause="signal 9").rejoined()
+    assert len(faults.faults) == 1
+    assert "cannot be written" in caplog.text

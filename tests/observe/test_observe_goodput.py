@@ -1,0 +1,361 @@
+"""Where the time of a run went: each state gets what it should, and the states sum to the whole."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollick.observe.diagnosis import RunSnapshot, write_situation
+from rollick.observe.faults import Fault, FaultLog
+from rollick.observe.goodput import (
+    GOODPUT,
+    STATES,
+    Goodput,
+    RoleFaults,
+    State,
+    TimeAccount,
+    TimeRow,
+    fault_metrics,
+    read_goodput,
+    summarise_faults,
+)
+from rollick.observe.goodput_report import Reliability
+
+BEGAN = 1000.0
+"""Seconds since the epoch at which the clock shows 0."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+    def open(self, folder: Path, *, resume: bool = True) -> TimeAccount:
+        return TimeAccount.open(folder, resume=resume, clock=self, now=lambda: BEGAN + self.at)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def account(tmp_path: Path, clock: Clock) -> TimeAccount:
+    return clock.open(tmp_path)
+
+
+def spent(folder: Path) -> dict[State, float]:
+    return {state: seconds for state, seconds in read_goodput(folder).seconds.items() if seconds}
+
+
+def snapshot(written_at: float) -> RunSnapshot:
+    return RunSnapshot(
+        name="run", pipeline="rlvr", host="here", pid=1, process_start=1, written_at=written_at,
+        began_at=BEGAN, step=1, steps=9, version=1, phase="train", phase_since=BEGAN,
+        stuck_after_s=60,
+    )  # fmt: skip
+
+
+def spend(account: TimeAccount, clock: Clock, state: State, seconds: float) -> None:
+    with account.during(state):
+        clock.at += seconds
+
+
+def test_every_second_is_in_one_state_and_the_states_sum_to_the_wall_time(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    clock.at += 7
+    account.begin_steps()
+    phases: dict[State, float] = {"generate": 10, "publish": 2, "validate": 5, "save": 3}
+    for state, seconds in phases.items():
+        spend(account, clock, state, seconds)
+        clock.at += 1
+    account.finish_step(1)
+    clock.at += 4
+    account.close(1)
+    clock.at += 100  # The workers end.
+    account.refresh()
+    assert spent(tmp_path) == {
+        "start": 7, "generate": 10, "publish": 2, "validate": 5, "save": 3, "train": 8,
+    }  # fmt: skip
+    assert read_goodput(tmp_path).wall_s == 35
+    assert set(spent(tmp_path)) < set(STATES)
+
+
+def test_a_wait_for_samples_is_generation_only_while_an_engine_generates(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    doing: State = "wait"
+    account.waiting_state = lambda: doing
+    account.begin_steps()
+    with account.during("generate"):
+        clock.at += 1
+        doing = "generate"
+        account.refresh()
+        clock.at += 10
+        doing = "recover"
+        account.refresh()
+        clock.at += 5
+    with account.during("train"):
+        doing = "wait"
+        account.refresh()
+        clock.at += 2
+    account.close(0)
+    assert spent(tmp_path) == {"wait": 1, "generate": 10, "recover": 5, "train": 2}
+
+
+def test_a_repair_is_recovery_and_the_lost_part_of_the_call_is_done_again(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    account.begin_steps()
+    with account.during("train"):
+        clock.at += 4
+        with account.recovering(lost_s=3):
+            clock.at += 8
+            with account.recovering(lost_s=8):
+                clock.at += 1
+            assert account.state == "recover"
+        assert account.state == "train"
+        clock.at += 3
+    account.close(1)
+    assert spent(tmp_path) == {"train": 4, "redo": 3, "recover": 9}
+    assert read_goodput(tmp_path).wall_s == 16
+
+
+def test_no_more_is_done_again_than_was_done(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    account.begin_steps()
+    clock.at += 2
+    with account.recovering(lost_s=50):
+        clock.at += 1
+    account.close(0)
+    assert spent(tmp_path) == {"redo": 2, "recover": 1}
+
+
+def test_the_metrics_of_a_step_are_its_own_and_ettr_is_of_the_run(
+    clock: Clock, account: TimeAccount
+) -> None:
+    clock.at += 10
+    account.begin_steps()
+    clock.at += 20
+    first = account.finish_step(1)
+    spend(account, clock, "save", 5)
+    clock.at += 15
+    second = account.finish_step(2)
+    assert first == {
+        "time/goodput/start": 10,
+        "time/goodput/train": 20,
+        "time/goodput/ettr": 20 / 30,
+        "time/goodput/redone_steps": 0,
+    }
+    assert second == {
+        "time/goodput/start": 0,
+        "time/goodput/train": 15,
+        "time/goodput/save": 5,
+        "time/goodput/ettr": 35 / 50,
+        "time/goodput/redone_steps": 0,
+    }
+
+
+def crash_in_step_4(folder: Path, clock: Clock, *, seen_for_s: float | None) -> None:
+    """Steps of 10 s after a start of 5 s; then no row, but the status reports for a while."""
+    account = clock.open(folder)
+    clock.at += 5
+    account.begin_steps()
+    for step in (1, 2, 3):
+        clock.at += 10
+        account.finish_step(step)
+    if seen_for_s is not None:
+        write_situation(folder, snapshot(BEGAN + clock.at + seen_for_s))
+
+
+def test_after_a_crash_lost_steps_are_redone_and_the_rest_until_the_next_step_is_recovery(
+    tmp_path: Path, clock: Clock
+) -> None:
+    crash_in_step_4(tmp_path, clock, seen_for_s=6)
+    clock.at += 6 + 30  # Down for 30 s.
+    account = clock.open(tmp_path)
+    clock.at += 8
+    account.drop_rows_after(2)  # The newest checkpoint is of step 2.
+    clock.at += 2
+    account.begin_steps()
+    for step in (3, 4):
+        clock.at += 10
+        metrics = account.finish_step(step)
+    account.close(4)
+    goodput = read_goodput(tmp_path)
+    assert spent(tmp_path) == {"start": 5, "train": 40, "redo": 10 + 6, "recover": 30 + 10}
+    assert goodput.wall_s == clock.at == 101
+    assert (goodput.processes, goodput.redone_steps, goodput.ettr) == (2, 1, 40 / 101)
+    assert metrics["time/goodput/ettr"] == 40 / 101
+    assert metrics["time/goodput/redone_steps"] == 1
+
+
+def test_without_a_status_the_crash_is_taken_to_follow_the_last_step(
+    tmp_path: Path, clock: Clock
+) -> None:
+    crash_in_step_4(tmp_path, clock, seen_for_s=None)
+    clock.at += 36
+    clock.open(tmp_path)
+    assert spent(tmp_path) == {"start": 5, "train": 30, "recover": 36}
+
+
+def test_a_status_written_by_a_clock_ahead_of_ours_adds_no_time(
+    tmp_path: Path, clock: Clock
+) -> None:
+    crash_in_step_4(tmp_path, clock, seen_for_s=900)
+    clock.at += 36
+    clock.open(tmp_path)
+    assert read_goodput(tmp_path).wall_s == clock.at
+
+
+def test_a_crash_before_the_first_step_is_recovery(tmp_path: Path, clock: Clock) -> None:
+    clock.open(tmp_path)
+    clock.at += 12
+    write_situation(tmp_path, snapshot(BEGAN + clock.at))
+    clock.at += 3
+    clock.open(tmp_path)
+    assert spent(tmp_path) == {"recover": 15}
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_the_time_between_an_orderly_stop_and_a_resume_is_not_counted(
+    tmp_path: Path, clock: Clock, account: TimeAccount, failed: bool
+) -> None:
+    account.begin_steps()
+    clock.at += 10
+    account.finish_step(1)
+    clock.at += 2
+    account.close(1, failed=failed)
+    write_situation(tmp_path, replace(snapshot(BEGAN + clock.at), outcome="stopped"))
+    clock.at += 5000
+    resumed = clock.open(tmp_path)
+    clock.at += 5
+    resumed.drop_rows_after(1)
+    resumed.begin_steps()
+    resumed.close(1)
+    # The step under way when a run fails is lost, and the run was down until the resume.
+    stopped: dict[State, float] = {"start": 5, "train": 12}
+    error: dict[State, float] = {"train": 10, "redo": 2, "recover": 5005}
+    assert spent(tmp_path) == (error if failed else stopped)
+    assert read_goodput(tmp_path).redone_steps == 0
+
+
+def test_steps_that_are_lost_twice_are_counted_twice(tmp_path: Path, clock: Clock) -> None:
+    account = clock.open(tmp_path)
+    account.begin_steps()
+    for _ in range(2):
+        clock.at += 10
+        account.finish_step(1)
+        account.drop_rows_after(0)
+    clock.at += 10
+    account.finish_step(1)
+    account.close(1)
+    assert spent(tmp_path) == {"train": 10, "redo": 20}
+    assert read_goodput(tmp_path).redone_steps == 2
+
+
+def test_a_new_run_in_the_folder_of_one_that_never_began_has_its_own_time(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    clock.at += 3
+    account.close(0, failed=True)
+    clock.at += 1000
+    second = clock.open(tmp_path, resume=False)
+    clock.at += 2
+    second.begin_steps()
+    assert spent(tmp_path) == {"start": 2}
+
+
+def test_a_torn_line_is_skipped_and_a_resume_goes_on_after_it(tmp_path: Path, clock: Clock) -> None:
+    crash_in_step_4(tmp_path, clock, seen_for_s=None)
+    with (tmp_path / GOODPUT).open("a") as file:
+        file.write('{"at": 10')
+    clock.at += 20
+    clock.open(tmp_path).close(3)
+    assert read_goodput(tmp_path).wall_s == clock.at
+
+
+def test_an_account_that_cannot_be_written_warns_and_goes_on(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    account = clock.open(tmp_path / "absent")
+    account.begin_steps()
+    clock.at += 10
+    assert account.finish_step(1)["time/goodput/train"] == 10
+    assert "cannot be written" in caplog.text
+
+
+def fault(role: str, change: Callable[[Fault], None], **times: float) -> Fault:
+    one = Fault("id", role, 0, "killed", "signal 9", 3, times["at"], times["at"])
+    change(one)
+    return one
+
+
+def test_time_to_recover_is_from_the_fault_to_its_repair_by_role() -> None:
+    def repair(after_s: float) -> Callable[[Fault], None]:
+        def change(one: Fault) -> None:
+            one.rejoined_at = one.failed_at + after_s
+
+        return change
+
+    def skip(one: Fault) -> None:
+        one.kind, one.rejoined_at = "not_finite", one.failed_at
+
+    faults = [
+        fault("generators", repair(10), at=5),
+        fault("policy", skip, at=6),
+        fault("generators", repair(30), at=50),
+        fault("generators", lambda one: one.give_up("spent"), at=90),
+    ]
+    generators, policy = summarise_faults(faults)
+    assert (generators.role, generators.kinds, generators.gave_up) == (
+        "generators", {"killed": 3}, 1,
+    )  # fmt: skip
+    assert (generators.median_s, generators.longest_s) == (20, 30)
+    assert (policy.count, policy.kinds, policy.median_s) == (1, {"not_finite": 1}, None)
+    assert fault_metrics(faults) == {
+        "time/goodput/faults/generators": 3,
+        "time/goodput/recovery/generators": 20,
+        "time/goodput/faults/policy": 1,
+    }
+
+
+RELIABILITY = Reliability(
+    Goodput(),
+    [
+        RoleFaults("generators", {"killed": 2, "hung": 1}, 0, 0, [17.0, 19.0, 25.0]),
+        RoleFaults("<b>policy", {"not_finite": 1}, 1, 2, []),
+    ],
+)
+RELIABILITY.goodput.add(TimeRow(1.0, 1, {"start": 60.0, "train": 300.0, "save": 40.0}))
+RELIABILITY.goodput.add(TimeRow(2.0, 2, {"train": 100.0, "recover": 99.5, "wait": 0.5}))
+RELIABILITY.goodput.add(TimeRow(3.0, 1, event="restored"))
+
+
+def test_time_and_faults_in_a_few_lines() -> None:
+    assert RELIABILITY.lines() == [
+        "time: 10 min: start 10%, train 50%, save 7%, recover 17%, redo 17%",
+        "effective training time ratio (ETTR) 50.0%, 1 step done again",
+        "faults of generators: 2 killed, 1 hung; repaired in 19 s (median; longest 25 s)",
+        "faults of <b>policy: 1 not finite; 1 not repaired; 2 steps done again",
+    ]
+    assert Reliability(Goodput()).lines() == []
+
+
+def test_the_page_has_a_bar_and_tables_of_time_and_faults() -> None:
+    page = RELIABILITY.page()
+    assert page.count("<img alt='time by state' src='data:image/png;base64,") == 1
+    assert "<tr><td>train</td><td>300 s</td><td>50.0%</td></tr>" in page
+    assert "<tr><td>ETTR</td><td></td><td>50.0%</td></tr>" in page
+    assert "<td>3</td><td>2 killed, 1 hung</td><td>19 s</td><td>25 s</td><td></td>" in page
+    assert "<td>&lt;b&gt;policy</td>" in page
+    assert Reliability(Goodput()).page() == ""
+
+
+def test_a_run_without_faults_has_no_metrics_of_them(tmp_path: Path) -> None:
+    assert fault_metrics(FaultLog(tmp_path).faults) == {}

@@ -1,0 +1,111 @@
+"""The live view: how far a run is, and how long it still takes."""
+
+from __future__ import annotations
+
+import logging
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from rollick.observe.live_view import PROGRESS_EVERY_S, LiveView, format_seconds
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_without_logging_the_lines_go_to_the_console(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "rollick")
+    shown, clock = StringIO(), FakeClock()
+    console = Console(file=shown)
+    with LiveView("toy", 20, mode="auto", console=console, clock=clock.now) as view:
+        view.step(0, {"eval/score": 0.125})
+        clock.seconds = 90
+        view.step(1, {"score/mean": 0.25, "eval/score": 0.5})
+    assert shown.getvalue().splitlines() == [
+        "step  0/20  held-out 0.125",
+        "step  1/20  score 0.25  held-out 0.5  28 min 30 s left",
+    ]
+
+
+def test_a_long_step_tells_its_phase_its_samples_and_the_time_left() -> None:
+    shown, clock = StringIO(), FakeClock()
+    with LiveView("toy", 9, mode="auto", console=Console(file=shown), clock=clock.now) as view:
+        view.begin_phase("generate")
+        for done in range(1, 33):
+            clock.seconds += 1
+            view.count_samples("generate", done, 64)
+            view.count_samples("validate", 1, 1)
+        clock.seconds += PROGRESS_EVERY_S
+        view.begin_phase("train")
+    assert shown.getvalue().splitlines() == [
+        "step 1/9  generate  samples 15/64",
+        "step 1/9  generate  samples 30/64, 34 s left",
+        "step 1/9  train",
+    ]
+
+
+def test_samples_scored_before_the_phase_are_not_taken_for_speed() -> None:
+    clock = FakeClock()
+    view = LiveView("toy", 9, mode="off", clock=clock.now)
+    view.begin_phase("generate")
+    clock.seconds = 10
+    view.count_samples("generate", 51, 100)
+    assert view.pace.samples_left_s == 490
+
+
+def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    view = LiveView("toy", 2, mode="auto")
+    assert (view.shown, view.console.is_jupyter) == (False, False)
+
+
+def test_a_step_without_new_samples_shows_those_it_trained_on() -> None:
+    view = LiveView("toy", 2, mode="off")
+    nan = float("nan")
+    view.step(
+        1,
+        {
+            "score/mean": nan,
+            "score/trained": 0.5,
+            "rollout/response_length": nan,
+            "rollout/bias/length_kept": 7.0,
+            "train/loss": 0.0,
+            "speed/tokens_per_s": 0.0,
+        },
+    )
+    assert view.summary() == "score 0.5  loss 0  length 7"
+
+
+def test_what_comes_before_the_run_is_announced_and_not_counted_as_a_step() -> None:
+    shown, clock = StringIO(), FakeClock()
+    view = LiveView("toy", 3, mode="auto", console=Console(file=shown), clock=clock.now)
+    view.announce("runs/toy: starting the workers")
+    clock.seconds = 100
+    with view:
+        clock.seconds = 110
+        view.step(1, {})
+    assert shown.getvalue().splitlines() == [
+        "runs/toy: starting the workers",
+        "step 1/3  20 s left",
+    ]
+
+
+def test_the_time_left_is_at_most_the_limit_of_the_run() -> None:
+    clock = FakeClock()
+    with LiveView("toy", 100, mode="off", clock=clock.now, limit_s=300) as view:
+        clock.seconds = 60
+        view.step(1, {})
+    assert view.pace.run_left_s == 240

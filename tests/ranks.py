@@ -1,0 +1,96 @@
+"""Processes that form a distributed group, for tests of collective operations.
+
+    with Ranks(2) as ranks:
+        assert ranks.run(work, 3) == [...]     # the results of work(3) by rank
+
+The processes run until the block ends, so that many tests share one start. `work` must be an
+importable function.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+JOIN_S = 10.0
+
+PRELOADED = ["rollick.trainer.fsdp", "rollick.testing.tiny", "rollick.testing.batches", "pytest"]
+"""Modules that the fork server imports once, if installed; ranks are forked from it."""
+
+
+class Ranks:
+    """A gloo group on this machine, with one thread per rank."""
+
+    def __init__(self, count: int, *, timeout_s: float = 100.0) -> None:
+        self.count = count
+        self.timeout_s = timeout_s
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        from rollick.trainer.parallel.mesh import open_rendezvous
+
+        self._store, rendezvous = open_rendezvous(
+            "127.0.0.1", ranks=self.count, timeout_s=self.timeout_s
+        )
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        spawn = multiprocessing.get_context("forkserver")
+        for rank in range(self.count):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, rendezvous, rank), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        return self
+
+    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `work` on every rank and return the results by rank. Raises if a rank failed."""
+        for line in self._connections:
+            line.send((work, args))
+        results: list[Any] = []
+        for rank, line in enumerate(self._connections):
+            if not line.poll(self.timeout_s):
+                raise TimeoutError(f"rank {rank} did not finish {work.__name__}")
+            results.append(line.recv())
+        failures = [f"rank {r}: {a[1]}" for r, a in enumerate(results) if not a[0]]
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return [result for _, result in results]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for line in self._connections:
+            line.close()
+        for process in self._processes:
+            process.join(JOIN_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(line: Connection, rendezvous: Any, rank: int) -> None:
+    import torch
+
+    from rollick.trainer.parallel.mesh import join_process_group, leave_process_group
+
+    torch.set_num_threads(1)
+    join_process_group(rendezvous, rank, device="cpu")
+    while True:
+        try:
+            work, args = line.recv()
+        except EOFError:
+            break
+        try:
+            line.send((True, work(*args)))
+        except BaseException:
+            line.send((False, traceback.format_exc()))
+    leave_process_group()

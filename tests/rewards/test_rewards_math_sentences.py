@@ -1,0 +1,239 @@
+"""Math answers in sentences: what a completion states, denies, bounds or only considers."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollick.rewards.answers import extract_answer
+from rollick.rewards.claims import stated_values, trim_claim
+from rollick.rewards.number_words import words_to_digits
+
+pytest.importorskip("math_verify", reason="the extra rewards is not installed")
+
+from rollick.rewards.math import math_answer
+
+STATED = [
+    # prices are no formulas
+    ("He had $30 and now has $27 left.", "27"),
+    ("Her profit is $200,000 - $130,000 = $70,000.", "70000"),
+    ("The answer is \\$27.", "27"),
+    # a claim with a tail
+    ("The answer is 27 because the sum is odd.", "27"),
+    ("The answer is $48 for 4 hours.", "48"),
+    ("The answer is about 27.", "27"),
+    ("The answer is 27 (not 30).", "27"),
+    ("The answer is 27, not 30.", "27"),
+    ("The answer is not 30 but 27.", "27"),
+    ("The answer is not 30. It is 27.", "27"),
+    ("The answer is 27 apples, which we get by adding both.", "27"),
+    ("The answer is \\sqrt{2} because the square has area 2.", "\\sqrt{2}"),
+    ("The answer is Evelyn because she was the fastest.", "\\text{Evelyn}"),
+    ("The answer is that she has 27 apples.", "27"),
+    ("The answer is $27$ square units.", "27"),
+    ("The answer to the problem is 27.", "27"),
+    ("**Final Answer**: 27 apples", "27"),
+    ("**Final Answer**\n\n27", "27"),
+    ("#### Final Answer\n27", "27"),
+    # emphasis, and words after the value
+    ("The answer is **27** apples.", "27"),
+    ("Answer: **27** apples", "27"),
+    ("Final answer: **27** marbles", "27"),
+    ("**Final Answer: 27** marbles", "27"),
+    ("The answer is **27** (not 30).", "27"),
+    ("The answer is **$27** in total.", "27"),
+    ("The answer is *27* apples.", "27"),
+    ("The answer is __27__ apples", "27"),
+    ("The answer is ***27*** apples", "27"),
+    ("So she has *27* apples, and __27__ is the answer.", "27"),
+    ("So she has _27_ apples left.", "27"),
+    ("The answer is 2**3.", "8"),
+    ("The answer is 27 apples left over", "27"),
+    ("The answer is: twenty-seven (27).", "27"),
+    ("The answer is 27 dollars ($27).", "27"),
+    ("The answer is nearly 27.", "27"),
+    ("It is nearly 27.", "27"),
+    ("The total amount is 27 dollars, or $27.", "27"),
+    ("The answer is 27" + " " * 300 + "apples", "27"),
+    # approximate and grouped numbers
+    ("\\boxed{\\approx 12}", "12"),
+    ("\\boxed{x \\approx 12}", "12"),
+    ("\\boxed{2\\,173}", "2173"),
+    ("2\\,173", "2173"),
+    ("The answer is 5 million.", "5000000"),
+    # plain sentences
+    ("So there are 27 apples.\n\nLet me know if you have more questions!", "27"),
+    ("The winner is Evelyn.", "Evelyn"),
+    ("It cannot be 30, so it must be 27.", "27"),
+    ("Therefore, she has **27** apples in 5 baskets.", "27"),
+    ("So\n\\[\nx=27\n\\]", "27"),
+    ("So the value is $ \\frac{1}{2} $.", "1/2"),
+    ("27 is the answer, 30 is the distractor.", "27"),
+    ("The answers are \\boxed{1} and \\boxed{2}.", "1, 2"),
+    # several numbers in a sentence
+    ("Sofia needs $88 more to buy the $519 game.", "88"),
+    ("So she has 2655 cards left after giving 5 cards to each of her 37 friends.", "2655"),
+    ("The total cost is $1,215, which is under her budget of $1,234.", "1215"),
+    ("Her average speed was 22 miles per hour for the 3-hour trip.", "22"),
+    ("So Rachel sold **37** tickets over the 3 days at $735 each.", "37"),
+    ("It takes Sam 20 minutes to run 9 laps.", "20"),
+    ("It would cost her $27 in total.", "27"),
+    ("Altogether 938 people signed up: 345 adults and 593 children.", "938"),
+    ("It will take her 110 minutes, or 1 hour and 50 minutes.", "110"),
+    ("So Lisa has to pay 27 dollars for the 3 books.", "27"),
+    ("In 5 years she will be 30, which makes her 27 years old today.", "27"),
+    ("The pool, which holds 5 litres, will be empty after 27 minutes.", "27"),
+    ("Since 30 of the students play chess, the other 27 do not.", "27"),
+    ("The girls are 3 fewer than the boys, or 27.", "27"),
+    ("The function takes the value 27 at x = 2.", "27"),
+    # equations
+    ("He reads 30 - 3 = <<30-3=27>>27 pages.", "27"),
+    ("$$\\text{Total} = \\$30 - \\$3 = \\$27$$", "27"),
+    ("Hence, $|A \\cup B| = \\mathbf{27}$.", "27"),
+    ("It follows that $\\angle ABC = 27^\\circ$.", "27"),
+    # what follows the answer
+    ("There are 27 students. Let me know if anything is unclear.", "27"),
+    ("The answer should be 27, unless I misread the question.", "27"),
+    ("**Final answer:**\n\n> 27", "27"),
+    ("\\textbf{Answer:} $27$", "27"),
+    ("Lisa has 27 apples left.\n\nExplanation: she started with 48 and gave away 21.", "27"),
+    ("Kevin has 27 cards now. He began with 48 cards and sold 21 of them.", "27"),
+    ("She saved $27.\n\nWould you like me to show what she has after 2 years?", "27"),
+    ("She pays $27.\n\n(Without the coupon she would have paid $52.)", "27"),
+    ("She has 27.\n\nQ: Tom has 3 cars and buys 4 more.\nA: 3 + 4 = 7. The answer is 7.", "27"),
+    ("#### 27<|im_end|>", "27"),
+    ("The total is 27. The total is 27. The total", "27"),
+    ("27. Raj had 48 crayons at first and lost 21 of them.", "27"),
+    ("She now has 27 eggs. Great question! 😊", "27"),
+    # other notations
+    ('{"reasoning": "48 - 21", "answer": 27}', "27"),
+    ('```json\n{\n  "final_answer": "27",\n  "confidence": 0.97\n}\n```', "27"),
+    ("The correct answer is **(B) 27**.", "27"),
+    ("The correct answer is C) 27.", "27"),
+    ("$n = 48 - 21 = \\boxed{\\textbf{(C)}\\ 27}$", "27"),
+    ("<p>The total cost is <b>$27</b>.</p>", "27"),
+    ("That leaves you with twenty-seven cookies.", "27"),
+    ("答:还剩27个。", "27"),
+    # units
+    ("The answer is 5 km.", "5 km"),
+    ("The answer is 5 m.", "5"),
+    ("The box weighs 5 pounds.", "5 lb"),
+    ("27 km/h", "27 kph"),
+    ("27 square cm", "27 cm^2"),
+    ("She earns 27 dollars per hour.", "$27"),
+]
+NOT_STATED = [
+    ("He had $30 and now has $27 left.", "30"),
+    ("The answer is $48 for 4 hours.", "4"),
+    ("The answer is 27 (not 30).", "30"),
+    ("It is definitely not 27.", "27"),
+    ("The answer is not 27.", "27"),
+    ("The answer cannot be 27.", "27"),
+    ("27 is not the answer.", "27"),
+    ("The result is never 27.", "27"),
+    ("We exclude 27.", "27"),
+    ("I don't think the answer is 27.", "27"),
+    ("If the answer is 27, we get a contradiction.", "27"),
+    ("The answer is 27? No, it is 30.", "27"),
+    ("The answer is 27. No wait, it's 30.", "27"),
+    ("The answer is 27 or 30 apples.", "27"),
+    ("The answer is 27 apples or 30 apples.", "27"),
+    ("The answer is 27 dollars and 50 cents.", "27"),
+    ("There are more than 27 apples.", "27"),
+    ("The result lies between 20 and 27.", "27"),
+    ("x > 27", "27"),
+    ("$x \\ge 27$", "27"),
+    ("So 2x = 27.", "27"),
+    ("It is 20 + 7.", "7"),
+    ("30, 27", "27"),
+    ("It could be 27.", "27"),
+    ("Step 1: We take 27 and then", "27"),
+    ("\\boxed{27} and \\boxed{30}", "27"),
+    ("Suppose x = 27. Then contradiction.", "27"),
+    ("Suppose x = 27.", "27"),
+    ("The answer is **not** 27.", "27"),
+    ("The answer is **30** (not 27).", "27"),
+    ("The answer is **27** or **30**.", "27"),
+    ("It costs 30 dollars, or $27.", "27"),
+    ("It is 3 * 27", "27"),
+    ("The answer is 27 squared.", "27"),
+    # a number that is given or belongs to something else
+    ("So after 3 weeks, Olivia has saved $21 toward the $27 bike.", "27"),
+    ("Olivia has 89 flowers, which is 27 more than Sofia.", "27"),
+    ("He still needs 6 dollars to get to 27.", "27"),
+    ("Tim needs 173 more dollars to buy the bike that costs $27.", "27"),
+    ("There are 44 ants in the second colony, 27 times as many as in the first one.", "27"),
+    ("1261 cars went through in total, 27 of them in the evening.", "27"),
+    ("Sofia is very kind to give her 27 tickets to her friends.", "27"),
+    ("The ride takes one hour, so it arrives at **3:27 PM**.", "27"),
+    # no answer, or another one
+    ("The bakery made 27 rolls. There is not enough information to answer.", "27"),
+    ("Could you clarify the question? You mention 27 marbles.", "27"),
+    ("The bakery made 27 rolls and 26 more. Now, how many rolls did it make in total?", "27"),
+    (
+        "You found that each bus holds 27 people. Now multiply. I'll leave this last step to you.",
+        "27",
+    ),
+    ("\\boxed{27}\n\nWait, that's not right. I forgot the broken ones. Let me redo this.", "27"),
+    ("The answer is 27.\n\nHmm, actually, that can't be right.", "27"),
+    ("The answer for Emma is 27. But the question is about Janet, who has 58.", "27"),
+    ("#### 56\n\nQuestion: 30 - 3?\n#### 27", "27"),
+    ("Then the equation is\n\n25x + 34 = 27\n\nNow solve for x.", "27"),
+    ("$x^2 = 27$", "27"),
+    ("Let's call this number 27.", "27"),
+    ("It would be 27 if every row were full.", "27"),
+    ("There are 27 rows, but I cannot see how many seats there are.", "27"),
+    ("We know that there are 27 of them. What should we do next?", "27"),
+    ("First note that there are 27 apples. Then multiply by the price of an apple.", "27"),
+    ("I can't solve this. The problem mentions 27 apples.", "27"),
+    ("Your guess of 27 is close, but not quite right.", "27"),
+    ("Hint: use the fact that there are 27 of them.", "27"),
+    # the wrong unit
+    ("5 km", "5 m"),
+    ("\\boxed{5\\text{ km}}", "5 m"),
+    ("27 km/h", "27 m/s"),
+    ("27 cm^2", "27 cm"),
+    ("\\boxed{8\\pi\\text{ cm}}", "8\\pi\\text{ mm}"),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), STATED)
+def test_a_stated_answer_is_read(completion: str, answer: str):
+    assert math_answer(completion, answer).value == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), NOT_STATED)
+def test_a_value_that_is_not_stated_as_the_answer_scores_zero(completion: str, answer: str):
+    assert math_answer(completion, answer).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "digits"),
+    [
+        ("Twenty-three cookies", "23 cookies"),
+        ("one hundred and five", "105"),
+        ("two thousand three hundred forty", "2340"),
+        ("one of them, the tenth one", "one of them, the tenth one"),
+        ("5 thousand", "5 thousand"),
+    ],
+)
+def test_numbers_in_words_are_written_in_digits(text: str, digits: str):
+    assert words_to_digits(text) == digits
+
+
+def test_the_head_of_a_claim_is_its_value():
+    assert trim_claim("about 27 apples, not 30") == "27 apples"
+    assert trim_claim("not 30 but 27") == "27"
+    assert trim_claim("not 30") is None
+    assert trim_claim("$1. 5$ since it is so") == "$1. 5$"
+
+
+def test_only_stated_values_of_a_sentence_count():
+    assert stated_values("He had $30 and now has $27 left.") == ["$30", "$27"]
+    assert stated_values("It is not 27.") == []
+    assert stated_values("We get $x = 4$ in 5 steps.") == ["x = 4"]
+
+
+def test_a_claim_that_is_denied_or_asked_is_no_marked_answer():
+    assert extract_answer("The answer is 4? Hm.", plain=False) is None
+    assert extract_answer("The answer is definitely not 4.", plain=False) is None
+    assert extract_answer("If the answer is 4, we are done.", plain=False) is None

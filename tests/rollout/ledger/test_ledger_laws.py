@@ -1,0 +1,397 @@
+"""Laws of the ledger under any order of events: random histories, drawn and shrunk by Hypothesis.
+
+A history is a shape of ledger and a string of bytes; two bytes are one move: which of those that
+are possible, and with what. Starts, completions, losses, drops, parks, takes, trainings, publishes,
+saves and kills come in any order. Every token's version is followed beside the ledger.
+"""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_audit import audit, check_ledger, ledger_counts
+
+from rollick.rollout.ledger.events import CheckpointMarked, RunRestored
+from rollick.rollout.ledger.group_record import GroupState, SampleState
+from rollick.rollout.ledger.ledger import Ledger
+from rollick.rollout.ledger.log import LogContents, started_since
+from rollick.rollout.ledger.staleness import SURPLUS_RULES, StalenessPolicy, StalenessRule
+from rollick.testing.fakes import prompt
+from rollick.types import PolicyVersion, SampleId
+
+HISTORIES = 1000
+"""Over all rules, in the quick tests; ten times as many in the slow ones."""
+NEXT = {
+    SampleState.WAITING: "sample_started",
+    SampleState.RUNNING: "sample_finished",
+    SampleState.SCORING: "sample_scored",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    rule: StalenessRule
+    groups: int
+    size: int
+    spares: int
+    staleness: float
+    surplus: int
+    drops_allowed: int | None
+
+
+def shapes(rule):
+    return st.builds(
+        Shape,
+        rule=st.just(rule),
+        groups=st.integers(1, 3),
+        size=st.integers(1, 2),
+        spares=st.integers(0, 2),
+        staleness=st.sampled_from([0, 0.5, 1, 2, 2.5]),
+        surplus=st.integers(0, 2) if rule in SURPLUS_RULES else st.just(0),
+        drops_allowed=st.sampled_from([None, 0, 2]),
+    )
+
+
+@dataclass
+class Told:
+    """What a run knows beside its ledger, and what a kill takes back to the checkpoint."""
+
+    version: int
+    step: int
+    started: int
+    ended: dict[int, str]
+    first_token: dict[SampleId, int]
+    completed: list[int]
+    deferred: set[int]
+
+
+class History:
+    def __init__(self, shape):
+        self.shape = shape
+        self.horizon = ceil(shape.staleness)
+        self.events = []
+        self.ledger = self.new_ledger()
+        self.told = Told(0, 0, 0, {}, {}, [], set())
+        self.batch: list[int] = []
+        self.made: int | None = None  # a version that was trained and is not published
+        self.prompt_of: dict[int, str] = {}
+        self.life = 0
+        self.saved = (json.dumps(self.ledger.state()), deepcopy(self.told))
+
+    def new_ledger(self):
+        shape = self.shape
+        return Ledger(
+            StalenessPolicy(
+                shape.groups, shape.staleness, StalenessRule(shape.rule), shape.surplus
+            ),
+            shape.size,
+            spares=shape.spares,
+            drops_allowed=shape.drops_allowed,
+            record=self.events.append,
+        )
+
+    def play(self, moves):
+        for which, with_what in zip(moves[::2], moves[1::2], strict=False):
+            possible = self.possible()
+            possible[which % len(possible)](with_what)
+            self.check()
+        self.check_log()
+        self.drain()
+
+    def possible(self):
+        ledger, idle = self.ledger, not self.batch and self.made is None
+        moves = []
+        if ledger.may_start():
+            moves += [self.start] * 6
+        if self.open_groups():
+            moves += [self.advance] * 12 + [self.drop]
+            moves += [self.defer] if self.shape.rule is not StalenessRule.LONG_ROUNDS else []
+        if self.running():
+            moves += [self.lose]
+        if idle:
+            moves += [self.take] * 4
+        if self.batch:
+            moves += [self.train] * 6
+        if self.made is not None:
+            moves += [self.publish] * 6
+        if ledger.may_restart_deferred():
+            moves += [self.resume]
+        return [*moves, self.save, self.kill]
+
+    def open_groups(self):
+        return [group for group in self.ledger.active_groups() if group.state is GroupState.OPEN]
+
+    def running(self):
+        return [
+            SampleId(group.uid, index)
+            for group in self.open_groups()
+            for index, state in enumerate(group.samples)
+            if state is SampleState.RUNNING
+        ]
+
+    def start(self, with_what):
+        for _ in range(1 + with_what % 8):
+            if not self.ledger.may_start():
+                break
+            name = self.ledger.next_prompt_uid or f"life {self.life}, group {self.told.started}"
+            uid = self.ledger.start_group(prompt(uid=name), PolicyVersion(self.told.version))
+            assert uid == self.told.started, "an id was left out or used again"
+            assert self.prompt_of.setdefault(uid, name) == name, "a kill changed a group's prompt"
+            self.told.started += 1
+
+    def advance(self, with_what):
+        groups = self.open_groups()
+        whole, which = with_what % 2, with_what // 2
+        group = groups[which % len(groups)]
+        under_way = group.unfinished()
+        order = under_way[which % len(under_way) :] + under_way[: which % len(under_way)]
+        for uid in order if whole else order[:1]:
+            while group.samples[uid.index] in NEXT:
+                self.step_sample(group, uid)
+                if not whole:
+                    break
+            if group.state is not GroupState.OPEN:
+                return
+
+    def step_sample(self, group, uid):
+        move = NEXT[group.samples[uid.index]]
+        if move == "sample_started":
+            self.told.first_token.setdefault(uid, self.told.version)
+        enough = getattr(self.ledger, move)(uid)
+        if not enough:
+            return
+        under_way = group.unfinished()
+        assert len(under_way) == self.shape.spares or group.was_reported
+        assert self.ledger.complete(group.uid) == under_way
+        assert not set(self.ledger.group(group.uid).unfinished()) & set(under_way)
+        self.told.completed.append(group.uid)
+
+    def lose(self, with_what):
+        running = self.running()
+        uid = running[with_what % len(running)]
+        self.ledger.sample_lost(uid)
+        assert self.ledger.group(uid.group).samples[uid.index] is SampleState.WAITING
+
+    def drop(self, with_what):
+        ledger, allowed = self.ledger, self.shape.drops_allowed
+        groups = [group for group in ledger.active_groups() if group.state is not GroupState.TAKEN]
+        group = groups[with_what % len(groups)]
+        could_start, drops = ledger.may_start(), ledger.state()["drops_in_step"]
+        full = len(ledger.active_groups()) == ledger.policy.slots and not ledger.in_long_round
+        under_way = group.unfinished()
+        assert ledger.drop(group.uid, "no_signal") == under_way
+        self.end(group.uid, "no_signal")
+        if full:
+            refilled = allowed is None or drops < allowed
+            assert ledger.may_start() == refilled, "the refill is one for one"
+        assert could_start <= (ledger.may_start() or ledger.may_restart_deferred())
+
+    def defer(self, with_what):
+        groups = self.open_groups()
+        group = groups[with_what % len(groups)]
+        under_way = group.unfinished()
+        assert self.ledger.defer(group.uid) == under_way
+        assert group.state is GroupState.DEFERRED
+        self.begin_anew(group)
+
+    def begin_anew(self, group):
+        for index in range(len(group.samples)):
+            self.told.first_token.pop(SampleId(group.uid, index), None)
+        if group.uid in self.told.completed:
+            self.told.completed.remove(group.uid)
+
+    def resume(self, with_what):
+        waiting = [group.uid for group in self.ledger.deferred_groups()]
+        version = PolicyVersion(self.told.version)
+        resumed = self.ledger.restart_deferred(
+            version, is_ready=waiting[: 1 + with_what % 2].__contains__
+        )
+        assert list(resumed) == waiting[: len(resumed)]
+        assert resumed
+        assert all(self.ledger.group(uid).started == version for uid in resumed)
+
+    def take(self, with_what):
+        ledger, version = self.ledger, PolicyVersion(self.told.version)
+        count = 1 if with_what % 4 == 0 else None
+        live = {group.uid: group for group in ledger.active_groups()}
+        under_way = {uid: group.unfinished() for uid, group in live.items()}
+        complete = ledger.complete_count
+        taken = ledger.take(version, count)
+        if taken is None:
+            coming = (
+                ledger.may_start()
+                or ledger.may_restart_deferred()
+                or ledger.awaited_samples(version, count)
+            )
+            assert coming or ledger.exhausted
+            if self.shape.rule in (StalenessRule.MASK_STALE_TOKENS, StalenessRule.FIRST_FINISHED):
+                assert complete < (count or self.shape.groups), "nothing waits for the old"
+            return
+        batch = list(taken.uids)
+        assert 0 < len(batch) <= self.shape.groups
+        assert batch == sorted(batch)
+        if len(batch) < (count or self.shape.groups):
+            assert self.shape.drops_allowed is not None
+            assert complete == len(batch)
+        dropped = [uid for uid, _ in taken.removed.dropped]
+        removed = [*dropped, *taken.removed.deferred]
+        assert taken.removed.unfinished == tuple(uid for gone in removed for uid in under_way[gone])
+        self.check_rule(batch, removed, live)
+        assert not set(taken.removed.deferred) & self.told.deferred, "a group is deferred once"
+        self.told.deferred |= set(taken.removed.deferred)
+        for uid in taken.removed.deferred:
+            self.begin_anew(live[uid])
+        for uid, reason in taken.removed.dropped:
+            self.end(uid, reason)
+        self.batch = batch
+
+    def check_rule(self, batch, removed, live):
+        oldest = self.told.version - self.horizon
+        due = {uid for uid, group in live.items() if group.started <= oldest}
+        if self.shape.rule is StalenessRule.MUST_TAKE:
+            assert due <= set(batch)
+        if self.shape.rule is StalenessRule.FIRST_FINISHED:
+            assert batch == sorted(self.told.completed[: len(batch)])
+        if self.shape.rule is StalenessRule.LONG_ROUNDS:
+            assert due & self.told.deferred <= set(batch), "a long round is waited for"
+            urgent = [uid for uid in self.told.completed if uid in due]
+            assert len(urgent) > len(batch) or set(urgent) <= set(batch)
+        if self.shape.rule in SURPLUS_RULES:
+            assert set(removed) == due - set(batch)
+        else:
+            assert not removed, "what is stale was dropped when the version was published"
+        if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS:
+            firsts = [first for uid, first in self.told.first_token.items() if uid.group in batch]
+            assert all(first >= oldest for first in firsts), "a token is too old"
+
+    def train(self, with_what):
+        self.made = self.told.version + (with_what % 4 != 0)
+        self.ledger.trained(self.batch, PolicyVersion(self.made))
+        for uid in self.batch:
+            self.end(uid, "trained")
+        self.batch = []
+
+    def publish(self, with_what):
+        made, self.made = self.made, None
+        live = {group.uid: group for group in self.ledger.active_groups()}
+        under_way = {uid: group.unfinished() for uid, group in live.items()}
+        removed = self.ledger.published(PolicyVersion(made))
+        self.told.version = made
+        stale = [uid for uid, group in live.items() if group.started < made - self.horizon]
+        expected = stale if self.shape.rule is StalenessRule.DROP_STALE else []
+        assert removed.dropped == tuple((uid, "stale") for uid in expected)
+        assert removed.unfinished == tuple(uid for gone in expected for uid in under_way[gone])
+        for uid in expected:
+            self.end(uid, "stale")
+        assert self.ledger.held_until is None, "with a version, its places open"
+
+    def end(self, uid, how):
+        assert uid not in self.told.ended, "a group ends once"
+        self.told.ended[uid] = how
+        if uid in self.told.completed:
+            self.told.completed.remove(uid)
+
+    def save(self, with_what):
+        if self.batch or self.made is not None:
+            return
+        self.told.step += 1
+        state = self.ledger.state()
+        self.events.append(CheckpointMarked(self.told.step, state["next"]))
+        self.saved = (json.dumps(state), deepcopy(self.told))
+
+    def kill(self, with_what):
+        """Back to the checkpoint, with the groups that the log has after it."""
+        self.check_log()
+        state, told = json.loads(self.saved[0]), deepcopy(self.saved[1])
+        resumed = started_since(LogContents(tuple(self.events)), told.step)
+        after = range(state["next"], len(self.prompt_of))
+        assert resumed[-len(after) or len(resumed) :] == tuple(
+            (uid, self.prompt_of[uid]) for uid in after
+        )
+        self.events.append(RunRestored(told.step))
+        self.ledger = self.new_ledger()
+        self.ledger.restore(state, started=resumed)
+        self.ledger.published(PolicyVersion(told.version))
+        self.told, self.batch, self.made = told, [], None
+        self.life += 1
+        done = {
+            SampleId(group.uid, index)
+            for group in self.ledger.active_groups()
+            for index, state in enumerate(group.samples)
+            if state is SampleState.DONE
+        }
+        told.first_token = {uid: told.first_token[uid] for uid in done}
+        assert ledger_counts(self.ledger).samples.running == 0, "what was in flight waits again"
+
+    def check(self):
+        ledger = self.ledger
+        check_ledger(ledger)
+        counts = ledger_counts(ledger)
+        assert counts.groups.submitted == self.told.started
+        assert counts.samples.submitted == self.told.started * (self.shape.size + self.shape.spares)
+        trained = sum(how == "trained" for how in self.told.ended.values())
+        assert counts.groups.trained == trained
+        assert counts.samples.trained == trained * self.shape.size
+        assert counts.groups.dropped == len(self.told.ended) - trained
+        assert len(ledger.active_groups()) <= ledger.policy.slots
+        if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS and not self.batch:
+            starts = [group.started for group in ledger.active_groups()]
+            assert all(self.told.version - start <= self.horizon for start in starts)
+
+    def check_log(self):
+        """The log alone, and the checkpoint with the log after it, tell what the ledger tells."""
+        log, counts = LogContents(tuple(self.events)), ledger_counts(self.ledger)
+        since = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
+        for told in (audit(log), since):
+            assert told.groups == counts.groups
+            assert told.dropped_by_reason == counts.dropped_by_reason
+            assert told.dropped_samples == counts.dropped_samples
+            assert told.samples.trained == counts.samples.trained
+            assert told.samples.waiting == counts.samples.waiting + counts.samples.running
+
+    def drain(self):
+        """No deadlock: if every sample ends and none is dropped any more, batches come."""
+        batches = 0
+        for _ in range(40):
+            if self.batch:
+                self.train(1)
+            if self.made is not None:
+                self.publish(0)
+            if self.ledger.exhausted:
+                self.ledger.reset_drops()
+            while self.ledger.may_restart_deferred():
+                self.resume(1)
+            self.start(7)
+            for _ in self.open_groups():
+                self.advance(1)
+            self.take(1)
+            self.check()
+            batches += bool(self.batch)
+            if batches == 3:
+                return
+        raise AssertionError("no batch comes any more")
+
+
+def play_histories(rule, count):
+    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
+    @given(shape=shapes(rule), moves=st.binary(min_size=60, max_size=200))
+    def play(shape, moves):
+        History(shape).play(moves)
+
+    play()
+
+
+@pytest.mark.parametrize("rule", StalenessRule)
+def test_the_laws_hold_in_every_history(rule):
+    play_histories(rule, HISTORIES // len(StalenessRule))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rule", StalenessRule)
+def test_the_laws_hold_in_ten_times_as_many_histories(rule):
+    play_histories(rule, 10 * HISTORIES // len(StalenessRule))

@@ -1,0 +1,3 @@
+# role: setup
+# ends: ok
+answer = 5

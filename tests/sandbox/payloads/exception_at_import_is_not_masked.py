@@ -1,0 +1,3 @@
+# role: parametrized
+# ends: ok
+raise ValueError("not today")

@@ -1,0 +1,4 @@
+# role: mapped
+# ends: ok
+def answer(number):
+    raise StopIteration

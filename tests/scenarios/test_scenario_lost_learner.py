@@ -1,0 +1,132 @@
+"""A learner whose process is killed: the run goes on, and ends with the same weights, metrics and
+samples as without the fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from conftest import checkpoint_state, figures, toy
+from dying_learner import POINTS, VARIABLE, install
+
+from rollick import RunResult, run_recipe
+from rollick.cluster.pool import start_ray
+from rollick.errors import WorkerLost
+from rollick.observe.faults import Fault, read_faults
+
+pytestmark = pytest.mark.timeout(240)
+
+FIXED = (
+    "run.deterministic=true",
+    "cluster.backend=ray",
+    "observe.samples_per_step=1000",
+    "train.strategy=dying",
+)
+ALL_POINTS = [f"{point}:2" for point in POINTS]
+APART = "devices.generators=cpu:1"
+STEPS = 3
+TWO_RANKS = ("devices.policy=cpu:0-1", "devices.generators=cpu:2", "train.strategy=dying_fsdp")
+
+Run = Callable[..., RunResult]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file with the point to die at. Ray runs as long as the module: its workers have the
+    environment that Ray was started in."""
+    folder = tmp_path_factory.mktemp("dying")
+    path = install(folder / "plugins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([path, *filter(None, sys.path)]))
+        patch.setenv(VARIABLE, str(folder / "plan"))
+        patch.syspath_prepend(path.split(os.pathsep)[0])
+        assert start_ray(None)
+        yield folder / "plan"
+        ray.shutdown()
+
+
+@pytest.fixture
+def run(tiny_folder: Path, tmp_path: Path, plan: Path) -> Run:
+    """Runs the toy on Ray in deterministic mode; `die`: deaths as POINT:VISIT."""
+
+    def start(name: str, *overrides: str, die: Sequence[str] = (), **options: Any) -> RunResult:
+        options = {"steps": STEPS, **options}
+        loaded = toy(tiny_folder, tmp_path, *FIXED, *overrides, name=name, **options)
+        plan.write_text("\n".join(die))
+        result = run_recipe(loaded)
+        assert not plan.read_text(), "the learner did not die"
+        return result
+
+    return start
+
+
+def rows(folder: Path, file: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text("utf-8").splitlines()]
+
+
+def faults_of(result: RunResult, role: str) -> list[Fault]:
+    return [fault for fault in read_faults(result.folder) if fault.role == role]
+
+
+def check_equal(faulty: RunResult, calm: RunResult) -> None:
+    assert checkpoint_state(faulty) == checkpoint_state(calm)
+    assert figures(faulty) == figures(calm)
+    assert rows(faulty.folder, "samples.jsonl") == rows(calm.folder, "samples.jsonl")
+
+
+def check_repaired(result: RunResult, *, times: int = 1) -> None:
+    faults = faults_of(result, "policy")
+    assert [fault.kind for fault in faults] == ["killed"] * times
+    assert all(fault.rejoined_at is not None for fault in faults)
+
+
+def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: Run) -> None:
+    calm = run("calm", APART)
+    faulty = run("faulty", APART, die=["in_update:2"])
+    check_repaired(faulty)
+    check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("options", [(APART,), TWO_RANKS], ids=["one rank", "one of two ranks"])
+def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
+    run: Run, options: tuple[str, ...], seed: int
+) -> None:
+    options, steps = (*options, f"run.seed={seed}"), len(POINTS) + 2
+    calm = run("calm", *options, steps=steps)
+    faulty = run("faulty", *options, steps=steps, die=ALL_POINTS)
+    check_repaired(faulty, times=len(POINTS))
+    check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+def test_a_learner_that_shares_its_process_with_the_engine_is_repaired_with_it(run: Run) -> None:
+    calm = run("calm")
+    faulty = run("faulty", die=["backward:2"])
+    check_repaired(faulty)
+    check_equal(faulty, calm)
+    assert faults_of(faulty, "generators")[0].rejoined_at is not None
+
+
+def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match="was lost"):
+        run("bare", APART, "checkpoint.snapshot=false", die=["forward:2"])
+    [fault] = [fault for fault in read_faults(tmp_path / "bare") if fault.role == "policy"]
+    assert fault.gave_up == "there are no snapshots (checkpoint.snapshot)"
+
+
+@pytest.mark.slow
+def test_a_learner_that_dies_in_every_process_ends_the_run(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(WorkerLost, match="was lost"):
+        run("endless", APART, "cluster.restarts=2", die=["forward:1:always"])
+    faults = [fault for fault in read_faults(tmp_path / "endless") if fault.role == "policy"]
+    assert [fault.gave_up for fault in faults[:-1]] == [None, None]
+    assert faults[-1].gave_up == "the restarts are used up (cluster.restarts)"

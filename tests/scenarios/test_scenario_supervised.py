@@ -1,0 +1,139 @@
+"""Runs under `rollick train --restarts` whose controller is killed: nothing changes, nothing is
+left behind."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import learner_state, toy
+from marked_processes import marked_environment, processes_with
+
+from rollick import RunResult, run_recipe
+from rollick.children.process_tree import find_descendants
+from rollick.commands.supervise import find_unused_memory, last_logged_step
+from rollick.config.load import dump_recipe
+from rollick.observe.faults import read_faults
+
+STEPS = 12
+OPTIONS = ("run.deterministic=true", "checkpoint.every=1")
+CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
+"""Metrics that depend on the clock."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    runs = tmp_path_factory.mktemp("undisturbed")
+    return run_recipe(toy(tiny_folder, runs, *OPTIONS, steps=STEPS))
+
+
+@contextmanager
+def supervised(
+    model: Path, runs: Path, *overrides: str, restarts: int = 3
+) -> Generator[tuple[subprocess.Popen[str], str]]:
+    """The supervisor, and a mark that all processes of its run have in their environment."""
+    loaded = toy(model, runs, *OPTIONS, *overrides, name="killed", steps=STEPS)
+    (runs / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
+    mark, env = marked_environment()
+    command = [sys.executable, "-m", "rollick.cli", "train", str(runs / "recipe.yaml")]
+    with subprocess.Popen(
+        [*command, "--restarts", str(restarts)], env=env, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process, mark
+        finally:
+            process.kill()
+
+
+def controller_of(supervisor: int) -> int | None:
+    """The supervisor's only child that is not an orphan: the run itself."""
+    for process in find_descendants(supervisor):
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        if b"train" in arguments and process.pid != supervisor:
+            return process.pid
+    return None
+
+
+def wait_for_faults(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    wait_until(process, lambda: len(read_faults(folder)) == count)
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    wait_until(process, lambda: (last_logged_step(folder) or 0) >= step)
+
+
+def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, "the run made no progress in time"
+        time.sleep(0.01)
+
+
+def kill_controller(process: subprocess.Popen[str]) -> None:
+    pid = controller_of(process.pid)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def figures(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def check_equal_and_clean(undisturbed: RunResult, folder: Path, mark: str) -> None:
+    killed = RunResult(folder, STEPS, {})
+    assert learner_state(killed) == learner_state(undisturbed)
+    assert figures(folder) == figures(undisturbed.folder)
+    assert processes_with(mark) == {}
+    assert find_unused_memory() == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "kills"), [("inline", (1, 4, 9)), ("ray", (2, 6))], ids=["inline", "ray"]
+)
+def test_a_run_whose_controller_is_killed_ends_with_the_same_weights(
+    undisturbed: RunResult, tiny_folder: Path, tmp_path: Path, backend: str, kills: Sequence[int]
+) -> None:
+    folder = tmp_path / "killed"
+    with supervised(tiny_folder, tmp_path, f"cluster.backend={backend}") as (process, mark):
+        for number, step in enumerate(kills):
+            wait_for_faults(process, folder, number)
+            wait_for_step(process, folder, step)
+            kill_controller(process)
+        wait_for_faults(process, folder, len(kills))
+        _, messages = process.communicate(timeout=300)
+    assert process.returncode == 0, messages
+    assert messages.count("the run crashed: killed by SIGKILL") == len(kills)
+    faults = read_faults(folder)
+    assert [fault.role for fault in faults] == ["controller"] * len(kills)
+    assert all(fault.rejoined_at for fault in faults)
+    check_equal_and_clean(undisturbed, folder, mark)
+
+
+def test_ten_kills_at_random_moments_change_nothing(
+    undisturbed: RunResult, tiny_folder: Path, tmp_path: Path
+) -> None:
+    moments, folder = random.Random(7), tmp_path / "killed"
+    with supervised(tiny_folder, tmp_path, restarts=10) as (process, mark):
+        for number in range(10):
+            seen = (last_logged_step(folder) or 0) if moments.random() < 0.7 else -1
+            wait_until(process, lambda: controller_of(process.pid) is not None)
+            if 0 <= seen < STEPS - 1:  # Else: while it is still starting.
+                wait_for_step(process, folder, seen + 1)
+            time.sleep(moments.uniform(0, 0.5))  # Which moment it hits is free: all must be equal.
+            kill_controller(process)
+            wait_for_faults(process, folder, number + 1)
+        _, messages = process.communicate(timeout=300)
+    assert process.returncode == 0, messages
+    check_equal_and_clean(undisturbed, folder, mark)

@@ -1,0 +1,117 @@
+"""`rollick compare`: runs and seeds in one table and one picture; `rollick doctor`'s advice."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollick.commands.compare import choose_metrics, group_runs
+from rollick.commands.doctor import examine
+from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.errors import ConfigError, DataError
+from rollick.observe.comparison import summarise
+from rollick.testing.toys import toy_recipe
+
+MakeRun = Callable[..., Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Writes the folder of a run whose held-out score rises from 0 to `last` in two steps."""
+
+    def make(name: str, *overrides: str, last: float = 0.5, code: str = "", **more: float) -> Path:
+        recipe = toy_recipe(tmp_path / "model", tmp_path, name=name)
+        loaded = recipe_from_dict(recipe, overrides=overrides)
+        folder = tmp_path / name
+        (folder / "code").mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
+        if code:
+            (folder / "code/rewards.py").write_text(code)
+        rows: list[dict[str, float]] = [
+            {"step": 0, "eval/pass@1": 0.0},
+            {"step": 1, "score/mean": 0.1, "time/step": 30.0, **more},
+            {"step": 2, "score/mean": 0.2, "eval/pass@1": last, "time/step": 30.0, **more},
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
+
+
+def compare(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rollick.cli", "compare", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_seeds_of_one_recipe_are_one_line_with_mean_and_deviation(make_run: MakeRun) -> None:
+    slow = "train.optimizer.lr=1e-6"
+    folders = [
+        make_run("a", "run.seed=1", last=0.4),
+        make_run("b", slow, last=0.1),
+        make_run("c", "run.seed=2", "observe.live=on", last=0.6),
+    ]
+    groups = group_runs([*folders, folders[0]])
+    assert [group.label for group in groups] == ["lr=0.003", "lr=1e-06"]
+    assert [[run.name for run in group.runs] for group in groups] == [["a", "c"], ["b"]]
+    first, second = (summarise(group, "eval/pass@1") for group in groups)
+    assert (first.seeds, first.steps, first.seconds) == ([1, 2], 2, 60.0)
+    assert str(first.last) == "0.5 ± 0.14"
+    assert (str(second.first), str(second.best)) == ("0", "0.1")
+    loss = [summarise(group_runs([make_run("d", **{"train/loss": 2.0})])[0], "train/loss")]
+    assert loss[0].best.mean == 2.0
+
+
+def test_runs_of_other_code_or_many_other_settings_are_told_apart(make_run: MakeRun) -> None:
+    changed = group_runs([make_run("a", code="x = 1\n"), make_run("b", code="x = 2\n")])
+    assert len(changed) == 2
+    assert all(group.label.startswith("code/rewards.py=") for group in changed)
+    many = ["run.steps=9", "train.optimizer.lr=1", "rollout.group_size=2", "infer.slots=3"]
+    named = group_runs([make_run("c"), make_run("d", *many)])
+    assert [group.label for group in named] == ["c", "d"]
+    [alone] = group_runs([make_run("e", "run.seed=1"), make_run("f", "run.seed=2")])
+    assert alone.label == "e, f"
+
+
+def test_the_command_prints_a_table_and_draws_a_picture(make_run: MakeRun, tmp_path: Path) -> None:
+    folders = [make_run("a", "rollout.group_size=2"), make_run("b", last=0.75)]
+    done = compare(*folders, "--picture", tmp_path / "out/curves.png")
+    assert done.returncode == 0, done.stderr
+    assert "eval/pass@1" in done.stdout
+    assert "group_size=2" in done.stdout
+    assert "0.75" in done.stdout
+    assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
+    done = compare(*folders, "--picture", tmp_path / "2.png", "--metric", "score/mean", "--json")
+    told = json.loads(done.stdout)
+    assert told["metric"] == "score/mean"
+    assert [group["last"]["mean"] for group in told["groups"]] == [0.2, 0.2]
+
+
+def test_what_cannot_be_compared_is_told(make_run: MakeRun, tmp_path: Path) -> None:
+    groups = group_runs([make_run("a"), make_run("b")])
+    assert choose_metrics(groups, None) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
+    with pytest.raises(DataError, match=r"a has no metric 'score/men'. did you mean 'score/mean'"):
+        choose_metrics(groups, "score/men")
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        group_runs([tmp_path])
+    empty = make_run("c")
+    (empty / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match="c has no metrics"):
+        group_runs([empty])
+
+
+def test_the_doctor_names_what_keeps_a_run_from_learning(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    row = {"score/mean": 0.1, "train/grad_norm": 0.0, "rollout/truncated": 0.9}
+    lines = [json.dumps({"step": step, **row}) + "\n" for step in range(1, 6)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    diagnosis = examine(folder)
+    assert list(diagnosis.learning) == ["no_gradient", "at_limit"]
+    assert any(line.startswith("at_limit: 90% of the answers") for line in diagnosis.lines())
+    (folder / "metrics.jsonl").unlink()
+    assert examine(folder).learning == {}

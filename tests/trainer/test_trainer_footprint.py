@@ -1,0 +1,45 @@
+"""Predicted memory: activations are counted while a forward keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollick.models.loading.shape import ModelShape
+from rollick.testing.batches import random_batch, recipe_of
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.memory_estimate import activations_per_token
+
+
+def kept_per_token(strategy: LocalStrategy) -> float:
+    """Bytes that a forward keeps for its backward, parameters not among them."""
+    batch, kept = random_batch([64] * 4), dict[int, torch.Tensor]()
+    parameters = {p.untyped_storage().data_ptr() for p in strategy.module.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in parameters:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = strategy.trainable.hidden(strategy.trainable.pack(batch))
+    assert hidden.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / batch.tokens
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 8}])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_a_forward_keeps_about_what_is_predicted(
+    tmp_path: Path, dtype: str, itemsize: int, lora: dict[str, int] | None
+) -> None:
+    folder = save_tiny(tmp_path, hidden=128, heads=8, kv_heads=2)
+    shape = ModelShape.read(str(folder))
+    assert shape is not None
+    model, train = {"path": str(folder), "dtype": dtype}, {"lora": lora, "share_prefix": False}
+    seen = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
+    said = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
+    assert 0.9 < seen / said < 1.1
