@@ -29,6 +29,7 @@ from typing import IO, Any
 import cloudpickle
 
 from rollick.children.memory_kills import count_memory_kills, describe_signal
+from rollick.children.process_tree import is_stopped
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
@@ -162,15 +163,6 @@ class Child:
         if code >= 0:
             return f"exit code {code}"
         return describe_signal(-code, memory_kills_before=self.memory_kills_before)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; False where /proc does not exist."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def pickle_callable(value: Any) -> bytes:

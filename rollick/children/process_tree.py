@@ -65,7 +65,7 @@ def find_stopped(programs: Collection[str]) -> list[ProcessId]:
     return [
         process
         for process in find_descendants()
-        if read_name(process.pid) in programs and _read_stat(process.pid)[:1] == ["T"]
+        if read_name(process.pid) in programs and is_stopped(process.pid)
     ]
 
 
@@ -102,6 +102,12 @@ def reap_orphans(keep: int = 0) -> None:
 def is_running(process: ProcessId) -> bool:
     fields = _read_stat(process.pid)
     return bool(fields) and int(fields[19]) == process.started and fields[0] not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP). A debugger that holds it does not
+    count."""
+    return _read_stat(pid)[:1] == ["T"]
 
 
 def _read_stat(pid: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import os
+import platform
 import re
 import resource
 import shutil
@@ -19,6 +20,16 @@ MAX_OPEN_FILES = 65_536
 GPU_NODE = re.compile(r"nvidia[0-9]+")
 NVIDIA_SMI_TIMEOUT_S = 5.0
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_id() -> str:
+    """Host name, boot id and PID namespace: processes on one machine see each other's PIDs and
+    memory. Two containers on one host are two machines."""
+    parts = [platform.node()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
 
 
 def raise_open_files_limit() -> None:

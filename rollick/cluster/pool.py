@@ -20,12 +20,14 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial, partialmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import HostSpec
+from rollick.cluster.machine import machine_id
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
 from rollick.errors import (
@@ -33,6 +35,7 @@ from rollick.errors import (
     PlacementError,
     RollickError,
     WorkerError,
+    WorkerHung,
     WorkerLost,
 )
 
@@ -48,6 +51,9 @@ RAY_SETTINGS = {
     # Silences a warning; a host on the CPU requests no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+LOOK_S = 1.0
+"""How often to look for hosts that a signal has stopped."""
 
 KNOCK_TIMEOUT_S = 5.0
 """How long a given cluster may take to accept a connection."""
@@ -66,6 +72,13 @@ class Reply:
     error: RollickError | None = None
 
 
+class HostProcess(NamedTuple):
+    """The process of a host, and the machine that it runs on."""
+
+    pid: int
+    machine: str
+
+
 class HostActor:
     """A Host inside a Ray actor."""
 
@@ -75,9 +88,9 @@ class HostActor:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._host = Host(spec, device=device, threads=threads)
 
-    async def place(self) -> int:
-        """A reply, the process id, means that the actor is placed."""
-        return os.getpid()
+    async def place(self) -> HostProcess:
+        """A reply means that the actor is placed."""
+        return HostProcess(os.getpid(), machine_id())
 
     async def stay(self) -> None:
         """Never returns: the call fails when this process ends."""
@@ -108,8 +121,11 @@ class RayTransport:
         self._create = create
         self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
-        self.pids: dict[int, int] = {}
-        """Process id of each host, by index."""
+        self.processes: dict[int, HostProcess] = {}
+        """By the index of the host."""
+        self._stopped: set[int] = set()
+        """Hosts that were killed because a signal had stopped them."""
+        self._watch: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -125,6 +141,7 @@ class RayTransport:
                 check_totals(hosts, cluster)
             transport._actors = {host.index: create(host) for host in hosts}
             await transport._wait_placed(hosts)
+            transport._watch = asyncio.create_task(transport._kill_stopped(), name="stopped hosts")
         except BaseException:
             transport._kill()
             raise
@@ -134,6 +151,8 @@ class RayTransport:
         """Kill the old process, if it exists, and wait until a new one is placed."""
         ray.kill(self._actors[host.index], no_restart=True)
         self._actors[host.index] = self._create(host)
+        self.processes.pop(host.index, None)
+        self._stopped.discard(host.index)
         await self._wait_placed([host])
 
     async def _wait_placed(self, hosts: Sequence[HostSpec]) -> None:
@@ -142,7 +161,7 @@ class RayTransport:
         try:
             async with asyncio.timeout(cluster.place_timeout_s):
                 for placed, host in enumerate(hosts):
-                    self.pids[host.index] = await replies[placed]
+                    self.processes[host.index] = await replies[placed]
         except TimeoutError:
             late = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
             within = f"within {cluster.place_timeout_s:g} s; required: {_required(hosts, cluster)}"
@@ -151,6 +170,20 @@ class RayTransport:
             raise ClusterUnavailable(f"{late} {within}; {free}", fix=fix) from None
         except RayError as error:
             raise ClusterUnavailable(f"a worker could not start: {error}") from None
+
+    async def _kill_stopped(self) -> None:
+        """Kill hosts of this machine that a signal has stopped (SIGSTOP) for LOOK_S. They would
+        answer nothing until a deadline."""
+        here, suspects = machine_id(), set[int]()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = [(i, pid) for i, (pid, where) in self.processes.items() if where == here]
+            stopped = {index: pid for index, pid in found if is_stopped(pid)}
+            for index in suspects.intersection(stopped):
+                self._stopped.add(index)
+                with suppress(ProcessLookupError):
+                    os.kill(stopped[index], signal.SIGKILL)
+            suspects = set(stopped)
 
     async def wait_lost(self, host: HostSpec) -> None:
         with suppress(RayError):
@@ -175,6 +208,9 @@ class RayTransport:
             ray.cancel(ref)
             raise
         except RayActorError as error:
+            if host.index in self._stopped:
+                message = f"{host} was stopped by a signal in {method!r}, and killed for that"
+                raise WorkerHung(message, fix="find out what sends SIGSTOP") from None
             fix = "see the worker's log in Ray's session folder; a usual cause is out of memory"
             raise WorkerLost(f"{host} was lost in {method!r}: {error}", fix=fix) from None
         except RayError as error:
@@ -200,6 +236,8 @@ class RayTransport:
             raise error
 
     def _kill(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors = {}

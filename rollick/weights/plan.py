@@ -11,14 +11,12 @@ another machine                            broadcast   all bytes, by torch.distr
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from rollick.cluster.devices import DeviceMap
+from rollick.cluster.machine import machine_id
 from rollick.config.schema import WeightsConfig
 from rollick.errors import ConfigError
 
@@ -38,13 +36,8 @@ class ProcessLocation:
 
 
 def process_location(*, shares: bool = False, adapters: bool = False) -> ProcessLocation:
-    """The location of this process. `machine` is host name, boot id and PID namespace, so processes
-    on one machine see each other's PIDs. Two containers on one host are two machines."""
-    parts = [platform.node()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return ProcessLocation(" ".join(parts), os.getpid(), shares, adapters)
+    """The location of this process."""
+    return ProcessLocation(machine_id(), os.getpid(), shares, adapters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,13 +237,13 @@ async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
         state = pipeline.state
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        pids = group_of(pipeline)._transport.pids  # type: ignore
-        dead = pids[host.index]
+        processes = group_of(pipeline)._transport.processes  # type: ignore
+        dead = processes[host.index].pid
         os.kill(dead, signal.SIGKILL)
         async with asyncio.timeout(90):
             while not pipeline.source.restarter.restarts:
                 await pipeline.step()
-        assert pids[host.index] != dead
+        assert processes[host.index].pid != dead
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(set(trained)) == 12
         drained = await describe(pipeline, 1)
@@ -259,7 +259,7 @@ async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
     async with opened(toy(*APART, *options, steps=20)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        os.kill(group_of(pipeline)._transport.pids[host.index], signal.SIGKILL)  # type: ignore
+        os.kill(group_of(pipeline)._transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(trained) == 48
         assert len(set(trained)) == 12
@@ -298,11 +298,11 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
         for _ in range(2):
             await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        pids = group_of(pipeline)._transport.pids  # type: ignore
+        processes = group_of(pipeline)._transport.processes  # type: ignore
         engine = pipeline.roles.generators.engines[1]
         # Ten seconds; more only if drains were late by more than half a second before.
         allowed_s = max(10.0, engine.health.drain_limit_s(engine.last_load) + 3)
-        stopped, stopped_at = pids[host.index], time.time()
+        stopped, stopped_at = processes[host.index].pid, time.time()
         os.kill(stopped, signal.SIGSTOP)
         trained = [uid for _ in range(4) for uid in await _uids(pipeline)]
         assert len(trained) == len(set(trained)) == 4 * 16
@@ -310,7 +310,7 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
         assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "hung")
         assert fault.detected_at - stopped_at < allowed_s
         await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
-        assert pids[host.index] != stopped
+        assert processes[host.index].pid != stopped
         check_ledger(rollout.ledger)
         folder = pipeline.state.folder.path
         [fault] = losses(pipeline)

@@ -42,7 +42,7 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
                 await asyncio.sleep(0.001)
             host = judge.group.device_map.host_of("judge", 0)
             transport: Any = judge.group._transport
-            os.kill(transport.pids[host.index], signal.SIGKILL)
+            os.kill(transport.processes[host.index].pid, signal.SIGKILL)
             reply = await asking
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["message"]["content"]

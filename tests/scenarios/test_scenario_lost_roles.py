@@ -54,7 +54,7 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: i
         if (call.role, call.method) == (role, method):
             visits += 1
             if visits == visit:
-                os.kill(self.pids[host.index], signal.SIGKILL)
+                os.kill(self.processes[host.index].pid, signal.SIGKILL)
         return await send(self, host, call, shared)
 
     monkeypatch.setattr(RayTransport, "send", killing)
