@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,6 @@ STEP_FOLDER = re.compile(r"^step-(\d{6,})$")
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 SAVE_LOCK = ".save.lock"
-RUN_LOCK = "run.lock"
 NEARLY_FULL_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -290,32 +288,6 @@ class CheckpointStore:
             "the other checkpoints are untouched",
             fix="free some space or lower checkpoint.keep_last; the folder must be writable",
         )
-
-
-@contextmanager
-def run_lock(folder: Path) -> Generator[None]:
-    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
-    kill needs no cleanup."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # The file stays: deleting it would let two runs lock two files of one name.
-    with (folder / RUN_LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise CheckpointError(
-                f"{folder} is in use by another run ({file.read() or 'unknown process'})",
-                fix="wait for it or stop it, or give this run another name",
-            ) from error
-        try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-            yield
-        finally:
-            file.truncate(0)
-            # Unlock explicitly, because a forked child may hold a copy of the descriptor.
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _call(write: Writer, folder: Path) -> None:

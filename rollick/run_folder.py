@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollick.checkpoint import CheckpointStore, run_lock
+from rollick.checkpoint import CheckpointStore
 from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.config.recipe_record import record_recipe
 from rollick.config.schema import Recipe
@@ -19,6 +22,7 @@ from rollick.observe.row_file import RowFile
 
 LOG = logging.getLogger("rollick")
 
+RUN_LOCK = "run.lock"
 ENGINE_STEPS = "engine_steps.jsonl"
 """Measured engine steps (observe.engine_steps) for simulator/calibrate.py."""
 
@@ -93,6 +97,32 @@ def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
             yield folder
         finally:
             folder.close()
+
+
+@contextmanager
+def run_lock(folder: Path) -> Generator[None]:
+    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
+    kill needs no cleanup."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The file stays: deleting it would let two runs lock two files of one name.
+    with (folder / RUN_LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise CheckpointError(
+                f"{folder} is in use by another run ({file.read() or 'unknown process'})",
+                fix="wait for it or stop it, or give this run another name",
+            ) from error
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+            # Unlock explicitly, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def refuse_existing_run(folder: RunFolder) -> None:

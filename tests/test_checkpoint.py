@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollick.checkpoint import Checkpoint, CheckpointStore, run_lock
+from rollick.checkpoint import Checkpoint, CheckpointStore
 from rollick.errors import CheckpointError
+from rollick.run_folder import run_lock
 
 POINTS = ("created", "written", "synced", "manifest", "renamed", "verified")
 
@@ -328,7 +329,7 @@ def test_a_second_run_in_one_folder_is_refused_by_the_pid_of_the_first(tmp_path:
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from rollick.checkpoint import run_lock
+        from rollick.run_folder import run_lock
         with run_lock(Path(sys.argv[1])):
             sys.stdout.write("locked\\n"); sys.stdout.flush()
             sys.stdin.read()

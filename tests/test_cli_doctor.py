@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from rollick import LoadedRecipe, RunResult
-from rollick.checkpoint import run_lock
 from rollick.commands.doctor import environment_facts, examine
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, StuckError
@@ -32,6 +31,7 @@ from rollick.observe.diagnosis import (
 )
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
+from rollick.run_folder import run_lock
 from rollick.testing.toys import toy_recipe
 
 Toy = Callable[..., LoadedRecipe]
