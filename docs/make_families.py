@@ -42,8 +42,8 @@ model: {path: Qwen/Qwen3-0.6B}     # model_type qwen3: exact everywhere
 
 A family that is not in the table is tried when it is loaded: engine and learner compare 16 tokens
 with the model's own forward, in one pack and by prefill and decode, and refuse the model if
-anything differs. Most families in the table are probed too. Only those whose attention no setting
-can change in another way (`EXACT_FAMILIES` in `rollick/models/loading/probe.py`) load without it.
+anything differs. Most families in the table are probed too. Only families whose settings cannot
+change their attention (`EXACT_FAMILIES` in `rollick/models/loading/probe.py`) load without a probe.
 
 | column | meaning |
 |---|---|

@@ -190,7 +190,7 @@ def _explain(module: nn.Module, part: str) -> Generator[None]:
     """Raises any failure in the probe as a ModelError that names the model and the part."""
     try:
         yield
-    except Exception as error:  # whatever a model raises that expects to be called differently
+    except Exception as error:  # code of a model may raise anything
         reason = error.message if isinstance(error, ModelError) else _first_line(error)
         config: Any = module.config
         raise ModelError(
