@@ -47,7 +47,7 @@ def newest(store: CheckpointStore) -> Checkpoint:
     return checkpoint
 
 
-def test_a_saved_checkpoint_is_found_with_its_files_meta_and_score(tmp_path: Path):
+def test_a_saved_checkpoint_is_loaded_with_its_files_meta_and_score(tmp_path: Path):
     store = store_of(tmp_path / "new")
     path = store.save(12, writer("a"), meta={"ledger": [1, 2], 3: "x"}, score=0.5)
     assert path == tmp_path / "new" / "step-000012"
@@ -134,7 +134,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path: Path):
             store_of(tmp_path).latest()
 
 
-def test_when_no_checkpoint_is_whole_the_run_stops_and_does_not_start_from_nothing(tmp_path: Path):
+def test_when_no_checkpoint_is_intact_the_run_stops_and_does_not_start_over(tmp_path: Path):
     store = store_of(tmp_path)
     for step in (1, 2):
         flip_a_byte(save(store, step) / "weights.bin")
@@ -205,7 +205,7 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_temporary(tmp_path: Pat
     assert newest(store).step == 2
 
 
-def test_an_error_of_the_writer_itself_goes_on_unchanged_and_leaves_no_temporary(tmp_path: Path):
+def test_an_error_of_the_writer_is_raised_unchanged_and_leaves_no_temporary(tmp_path: Path):
     def write(folder: Path) -> None:
         raise ZeroDivisionError
 
@@ -302,7 +302,7 @@ def test_a_kill_while_a_step_is_replaced_leaves_one_of_the_two(tmp_path: Path, p
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_opening_the_folder_while_another_process_saves_leaves_its_temporary_alone(tmp_path: Path):
+def test_opening_the_folder_while_another_process_saves_keeps_its_temporary_folder(tmp_path: Path):
     seen: list[list[str]] = []
 
     def look(folder: Path) -> None:

@@ -78,7 +78,7 @@ def newest(runs: Path, purpose: str) -> Path:
     return max(runs.glob(f"{purpose}-*"), key=lambda path: path.stat().st_mtime)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_in_words(
+def test_a_second_run_in_the_same_folder_is_refused_with_a_clear_message(
     rollick: Command, recipe: Path, trained: Path
 ) -> None:
     message = rollick("train", recipe, code=2)
@@ -87,11 +87,11 @@ def test_a_second_run_in_the_same_folder_is_refused_in_words(
     assert "Traceback" not in message
 
 
-def test_resume_goes_on(rollick: Command, recipe: Path, trained: Path) -> None:
+def test_resume_continues(rollick: Command, recipe: Path, trained: Path) -> None:
     assert f"{trained}: step 3\n" in rollick("train", recipe, "run.steps=3", "--resume")
 
 
-def test_resume_of_a_finished_run_changes_nothing_and_tells_its_score(
+def test_resuming_a_finished_run_changes_nothing_and_prints_its_score(
     rollick: Command, recipe: Path, trained: Path
 ) -> None:
     steps = len((trained / "metrics.jsonl").read_text().splitlines())
@@ -157,7 +157,7 @@ def test_eval_of_a_run_without_a_checkpoint_says_so(
     assert "has no checkpoint" in rollick("eval", tmp_path, recipe, code=2)
 
 
-def test_an_exported_policy_is_a_plain_folder_that_says_the_same(
+def test_an_exported_policy_is_a_plain_folder_with_the_same_outputs(
     rollick: Command, recipe: Path, trained: Path, runs: Path, tmp_path: Path
 ) -> None:
     import torch
@@ -209,7 +209,7 @@ def test_a_preset_is_printed_as_a_section_that_a_recipe_can_have(rollick: Comman
     assert said["loss"]["clip_high"] == 0.28
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest(rollick: Command) -> None:
+def test_an_unknown_preset_gets_a_message_with_the_nearest(rollick: Command) -> None:
     message = rollick("config", "preset", "dap", code=2)
     assert "'dap' is not one of the presets (ppo, grpo, " in message
     assert "did you mean 'dapo'?" in message

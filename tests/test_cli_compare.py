@@ -67,7 +67,9 @@ def test_seeds_of_one_recipe_are_one_line_with_mean_and_deviation(make_run: Make
     assert loss[0].best.mean == 2.0
 
 
-def test_runs_of_other_code_or_many_other_settings_are_told_apart(make_run: MakeRun) -> None:
+def test_runs_with_other_code_or_many_other_settings_have_different_labels(
+    make_run: MakeRun,
+) -> None:
     changed = group_runs([make_run("a", code="x = 1\n"), make_run("b", code="x = 2\n")])
     assert len(changed) == 2
     assert all(group.label.startswith("code/rewards.py=") for group in changed)
@@ -92,7 +94,7 @@ def test_the_command_prints_a_table_and_draws_a_picture(make_run: MakeRun, tmp_p
     assert [group["last"]["mean"] for group in told["groups"]] == [0.2, 0.2]
 
 
-def test_what_cannot_be_compared_is_told(make_run: MakeRun, tmp_path: Path) -> None:
+def test_incomparable_results_are_reported(make_run: MakeRun, tmp_path: Path) -> None:
     groups = group_runs([make_run("a"), make_run("b")])
     assert choose_metrics(groups, None) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
     with pytest.raises(DataError, match=r"a has no metric 'score/men'. did you mean 'score/mean'"):

@@ -103,7 +103,7 @@ def is_scoring(folder: Path) -> bool:
     return said is not None and "being scored" in said.waits_for
 
 
-def test_the_doctor_names_who_a_hanging_run_waits_for(
+def test_the_doctor_names_what_a_hanging_run_waits_for(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     folder, process = hanging
@@ -116,7 +116,7 @@ def test_the_doctor_names_who_a_hanging_run_waits_for(
     assert "no checkpoint yet" in told.stdout
 
 
-def test_the_doctor_tells_programs_the_same(
+def test_the_doctor_reports_the_same_as_json(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     told = json.loads(ask("doctor", hanging[0], "--json").stdout)
@@ -141,7 +141,7 @@ def test_the_report_is_renewed_while_the_run_hangs(
     assert later.written_at - first.written_at >= 1.9
 
 
-def test_the_doctor_says_that_a_killed_run_is_dead_and_how_to_go_on(
+def test_the_doctor_reports_a_killed_run_as_dead_and_how_to_resume(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     folder, process = hanging
@@ -180,7 +180,7 @@ def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
     assert "stuck.txt" in diagnosis.advice
 
 
-def test_a_hang_in_validation_is_told_while_its_samples_still_hang(toy: Toy) -> None:
+def test_a_hang_in_validation_is_reported_while_its_samples_still_hang(toy: Toy) -> None:
     def hangs(completion: str) -> float:
         time.sleep(300)
         return 0.0
@@ -208,7 +208,7 @@ def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy)
     assert examine(folder).state == "failed"
 
 
-def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunResult]) -> None:
+def test_a_finished_run_is_reported_and_not_changed(run_toy: Callable[..., RunResult]) -> None:
     folder = run_toy(steps=1).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with run_lock(folder):
@@ -223,7 +223,7 @@ def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunR
     }
 
 
-def test_the_trace_of_a_run_is_written_where_one_says(
+def test_the_trace_of_a_run_is_written_to_the_given_path(
     run_toy: Callable[..., RunResult], tmp_path: Path
 ) -> None:
     folder = run_toy(steps=1).folder
@@ -246,7 +246,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_run(
     assert "step 1 was logged" in diagnosis.headline
 
 
-def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused_with_a_clear_message(tmp_path: Path) -> None:
     told = ask("doctor", tmp_path / "nothing")
     assert told.returncode == 2
     assert "nothing is not a run's folder" in told.stderr
@@ -284,7 +284,7 @@ main()
         ({"outcome": "finished", "step": 4}, False, 7200, "finished", "finished 120 min ago"),
     ],
 )
-def test_what_a_run_says_is_judged(
+def test_a_runs_own_report_is_checked(
     changes: dict[str, Any], alive: bool | None, later: float, state: str, said: str
 ) -> None:
     found = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
@@ -299,21 +299,21 @@ def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: 
     assert examine(tmp_path).state == "died"
 
 
-def test_a_run_on_another_machine_is_judged_by_its_reports(tmp_path: Path) -> None:
+def test_the_state_of_a_run_on_another_machine_comes_from_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
         write_situation(tmp_path, snapshot(host="elsewhere", written_at=written_at))
         assert examine(tmp_path).state == state
 
 
-def test_a_situation_is_read_as_it_was_written_and_junk_is_nothing(tmp_path: Path) -> None:
+def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: Path) -> None:
     write_situation(tmp_path, snapshot())
     assert read_situation(tmp_path) == snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
     assert read_situation(tmp_path) is None
 
 
-def test_what_the_machine_is_can_be_told_at_once() -> None:
+def test_the_facts_of_the_machine_are_printed_at_once() -> None:
     facts = environment_facts()
     assert set(facts) >= {"python", "torch", "ray", "transformers", "cpus", "gpus"}
     assert all(facts.values())
@@ -323,5 +323,5 @@ def test_what_the_machine_is_can_be_told_at_once() -> None:
     ("seconds", "said"),
     [(0.25, "0.25 s"), (310, "310 s"), (1200, "20 min"), (86_400, "24 h"), (259_200, "3 days")],
 )
-def test_a_duration_is_told_in_the_unit_that_people_use(seconds: float, said: str) -> None:
+def test_a_duration_is_printed_in_a_readable_unit(seconds: float, said: str) -> None:
     assert duration(seconds) == said

@@ -38,7 +38,7 @@ LOSSES = "import os\ndef die(*arguments, **options): os._exit(7)\n"
         (StoppedBySignal, 75),
     ],
 )
-def test_an_error_has_the_exit_code_of_what_to_do(error: type[RollickError], code: int) -> None:
+def test_an_error_has_the_exit_code_for_its_remedy(error: type[RollickError], code: int) -> None:
     assert error("it failed", fix="look").copy().exit_code == code
 
 

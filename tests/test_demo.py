@@ -49,7 +49,7 @@ def test_only_the_whole_answer_scores_one(reward: Any, completion: str, score: f
     assert reward(completion, "abcde") == pytest.approx(score)
 
 
-def test_the_control_keeps_the_scores_and_changes_who_has_them() -> None:
+def test_the_control_shuffles_the_scores_among_samples() -> None:
     groups = [group(scores=[0, 0, 0, 0]), group(scores=[1, 1, 1, 1])]
     advantages = shuffled_scores(groups, {})
     assert sum(len(members) for members in advantages) == 8

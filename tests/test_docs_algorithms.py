@@ -195,7 +195,7 @@ def test_everything_on_the_page_of_own_parts_runs(
     assert (tmp_path / "runs/packaged/metrics.jsonl").exists()
 
 
-def test_the_page_tells_every_field_that_a_loss_of_ones_own_can_get() -> None:
+def test_the_page_lists_every_field_that_a_custom_loss_can_get() -> None:
     """What only other pipelines, or the objective itself, look at is left out by name."""
     from dataclasses import fields
 

@@ -167,7 +167,7 @@ def ours() -> Iterator[tuple[Import, str]]:
             yield item, parts[1]
 
 
-def test_every_room_has_a_level() -> None:
+def test_every_package_has_a_level() -> None:
     rooms = {room_of(file) for file in trees()}
     assert rooms - {"__init__", "testing"} <= set(LEVEL_OF)
 
@@ -203,7 +203,7 @@ def test_each_third_party_has_one_home() -> None:
     assert wrong == []
 
 
-def test_light_rooms_never_import_torch() -> None:
+def test_light_packages_never_import_torch() -> None:
     wrong = [
         str(item)
         for item in imports()

@@ -47,6 +47,6 @@ def test_train_stays_the_function_after_its_namesake_was_imported() -> None:
     assert rollick.train is sys.modules["rollick.pipelines.run"].train
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_name_gets_a_message_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"rollick has no 'trian'; it has .*train"):
         _ = rollick.trian

@@ -66,7 +66,7 @@ def sum_by_token(inputs: LossInputs, options: Any) -> TokenLoss:
         (sum_by_token, "the sum mine has the shape"),
     ],
 )
-def test_a_loss_that_breaks_a_promise_is_told_which(loss: Any, complaint: str) -> None:
+def test_a_loss_that_breaks_the_contract_is_told_which_rule(loss: Any, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_loss(loss)
 
@@ -109,7 +109,9 @@ def of_the_response(groups: Sequence[Group], options: Any) -> Any:
         (of_the_response, "has the shape"),
     ],
 )
-def test_an_advantage_that_breaks_a_promise_is_told_which(advantage: Any, complaint: str) -> None:
+def test_an_advantage_that_breaks_the_contract_is_told_which_rule(
+    advantage: Any, complaint: str
+) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_advantage(advantage)
 

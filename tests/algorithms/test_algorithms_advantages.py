@@ -136,7 +136,7 @@ def test_max_rl_refuses_negative_scores_with_their_value():
         max_rl([group([1, -0.5])], BaselineAdvantage(name="max_rl"))
 
 
-def test_gdpo_gives_a_reward_with_little_spread_the_same_say():
+def test_gdpo_gives_a_reward_with_little_spread_equal_weight():
     # both rewards become +-1/sqrt(2): the second wins by its weight, not by its size
     parts: list[dict[str, float] | None] = [{"long": 100, "right": 0}, {"long": 0, "right": 1}]
     options = GdpoAdvantage(weights={"long": 1, "right": 3}, epsilon=1e-12)
@@ -184,7 +184,7 @@ def test_gdpo_leaves_a_member_without_a_reward_out_of_that_rewards_statistics():
     assert first == pytest.approx(-last) != 0
 
 
-def test_gdpo_refuses_shaping_which_it_would_not_see():
+def test_gdpo_refuses_shaping_that_it_would_ignore():
     algorithm = AlgorithmConfig.model_validate({"advantage": "gdpo", "shaping": {"clip": 1}})
     with pytest.raises(ConfigError, match="uses only its parts"):
         resolve_advantage(algorithm)
@@ -222,7 +222,7 @@ def test_a_failed_score_is_left_out_of_the_statistics_and_gets_zero(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["advantages"]))
-def test_without_any_judgement_all_is_zero_and_without_groups_there_is_nothing(name: str):
+def test_without_valid_scores_all_is_zero_and_without_groups_there_is_nothing(name: str):
     advantage = resolve_advantage(algorithm_with(name))
     assert [np.abs(value).max() for value in advantage([group([None, None])])[0]] == [0.0, 0.0]
     assert len(advantage([])) == 0
@@ -287,7 +287,7 @@ def test_the_advantages_of_a_group_add_up_to_zero(name: str, batch: Batch):
 @exhaustive
 @given(batch=BATCHES, shifts=st.lists(st.integers(-64, 64), min_size=4, max_size=4))
 @pytest.mark.parametrize("name", SHIFT_INVARIANT)
-def test_what_a_groups_scores_have_in_common_does_not_matter(
+def test_a_constant_added_to_a_groups_scores_does_not_matter(
     name: str, batch: Batch, shifts: list[int]
 ):
     if name == "lite_ppo":  # its scale is that of all scores: only one shift for all is neutral
@@ -303,7 +303,7 @@ def test_what_a_groups_scores_have_in_common_does_not_matter(
 @exhaustive
 @given(batch=BATCHES, factor=st.sampled_from([0.25, 2.0, 1024.0]))
 @every_group_advantage
-def test_a_factor_of_all_scores_is_a_factor_of_the_advantage_or_nothing(
+def test_scaling_all_scores_scales_the_advantage_or_has_no_effect(
     name: str, batch: Batch, factor: float
 ):
     scaled: Batch = [[None if s is None else factor * s for s in scores] for scores in batch]
@@ -347,7 +347,7 @@ def test_a_users_function_gets_its_options_as_a_dict(tmp_path: Path):
         ("[[1.0, [1.0, 2.0]]]", r"has the shape \(2,\), and the sample has 5 tokens"),
     ],
 )
-def test_a_users_function_with_a_wrong_answer_is_told_so(
+def test_a_users_function_with_an_invalid_result_gets_a_clear_error(
     tmp_path: Path, returns: str, message: str
 ):
     (tmp_path / "mine.py").write_text(f"def wrong(groups, options):\n    return {returns}\n")

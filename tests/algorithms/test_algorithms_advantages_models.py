@@ -91,7 +91,7 @@ def test_gae_agrees_with_plain_loops_over_the_drawn_tokens(
 
 
 @pytest.mark.parametrize("junk", [7.0, math.nan, -math.inf])
-def test_gae_goes_neither_through_padding_nor_through_observations(junk: float):
+def test_gae_skips_padding_and_observations(junk: float):
     packed = token_gae(
         np.array([0.0, 0, 0, 1]),
         np.array([0.1, 0.2, 0.3, 0.4]),
@@ -162,7 +162,7 @@ def test_gae_of_a_group_by_hand():
     assert returns == [0, 0, 0, 0, 0.375, 0, 0, 1]
 
 
-def test_a_truncated_sample_goes_on_with_the_critics_last_value_only_where_asked():
+def test_a_truncated_sample_bootstraps_from_the_critic_only_if_configured():
     whole = gae_group((0, "....x", [0, 0, 0, 0, 0.25]), (0, "....x", [0, 0, 0, 0, 0.25]), cut="x.")
     options = GaeAdvantage(whiten=False)
     assert [returns[4] for _, returns in values_of(gae([whole], options))[0]] == [0, 0]
@@ -321,7 +321,7 @@ def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: in
     [("....", False), ("....x", False), ("....xx", True)],
     ids=["empty mask", "one token", "truncated"],
 )
-def test_opd_looks_at_tokens_and_neither_at_the_score_nor_at_the_group(mask: str, cut: bool):
+def test_opd_depends_on_tokens_and_on_neither_score_nor_group(mask: str, cut: bool):
     said = Annotations(teacher=np.full(len(mask), -2.0))
     whole = opd_group((7, mask, said))
     stop = StopReason.LENGTH if cut else StopReason.STOP
@@ -332,7 +332,7 @@ def test_opd_looks_at_tokens_and_neither_at_the_score_nor_at_the_group(mask: str
 
 
 @pytest.mark.parametrize(("name", "what"), [("gae", "values of a critic"), ("opd", "of a teacher")])
-def test_what_models_did_not_say_is_asked_for_by_name(name: str, what: str):
+def test_missing_model_outputs_are_named(name: str, what: str):
     advantage = resolve_advantage(AlgorithmConfig.model_validate({"advantage": name}))
     with pytest.raises(ConfigError, match=rf"{what}, and sample g0.0 has none"):
         advantage([group([1])])

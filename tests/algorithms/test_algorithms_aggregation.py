@@ -35,7 +35,7 @@ def test_weights_by_hand(name: str, weights: list[float]):
     assert found == pytest.approx(weights, abs=1e-15)
 
 
-def test_prompt_mean_gives_each_group_the_same_say():
+def test_prompt_mean_gives_each_group_equal_weight():
     found = resolve_aggregation("prompt_mean")(
         np.array([1, 1, 6]), np.array([0, 0, 1]), max_tokens=8
     )

@@ -154,7 +154,7 @@ def test_opsm_drops_bad_samples_that_the_policy_left_behind():
     assert weights("opsm", at).tolist() == [0, 1, 1]
 
 
-def test_opsm_looks_at_the_start_of_the_step_so_that_every_pass_over_a_batch_drops_the_same():
+def test_opsm_uses_the_start_of_the_step_and_drops_the_same_in_every_pass():
     at = inputs([0.9], [0.5], now=[0.9], advantage=[-1])
     assert weights("opsm", at).tolist() == [0]
     assert AlgorithmConfig.model_validate({"correction": "opsm"}).needs_old_logprobs
@@ -253,7 +253,7 @@ def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
     assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
 
 
-def test_the_mean_weight_and_the_mismatch_are_told():
+def test_the_mean_weight_and_the_mismatch_are_reported():
     _, means = credited("token_tis", [0.2, 0.5], [0.3, 0.5])
     assert means["correction_weight"] == pytest.approx((1.5 + 1) / 2)
     assert means["engine_kl"] == pytest.approx((1.5 - 1 - math.log(1.5)) / 2)

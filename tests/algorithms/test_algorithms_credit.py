@@ -401,7 +401,7 @@ def test_running_statistics_are_of_every_score_so_far_and_of_this_batch():
     assert assign(credit, [8, 4]).advantages_N[-1] == 4 - (1 + 3 + 8 + 4) / 4
 
 
-def test_running_statistics_and_coefficients_go_on_after_a_restore_and_only_then():
+def test_running_statistics_and_coefficients_continue_only_after_a_restore():
     first = credit_of(STATEFUL)
     assign(first, [1, 0, 4])
     first.update_kl_coefficients(3, {"kl": 1.0})
@@ -529,7 +529,7 @@ def test_where_advantages_look_at_tokens_a_sample_that_is_not_in_the_batch_is_le
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce++", "lite_ppo", "step_return"])
-def test_a_failed_score_has_no_part_in_anything(advantage: str):
+def test_a_failed_score_enters_no_statistic(advantage: str):
     credits = [credit_of({"advantage": advantage, "shaping": {"mean": "running"}}) for _ in "12"]
     with_failed = [group([1, None, 0], of=A, texts=["x", "yyyy", "zz"])]
     without = [replace(with_failed[0], members=with_failed[0].members[::2])]
@@ -559,7 +559,7 @@ def test_gae_gives_advantages_and_the_returns_that_the_critic_is_to_meet():
 
 
 @pytest.mark.parametrize(("bootstraps", "last_return"), [(False, 1.0), (True, 1.0 + 0.5 * 8)])
-def test_the_value_after_a_truncated_sample_counts_where_the_recipe_says_so(
+def test_the_value_after_a_truncated_sample_counts_if_configured(
     bootstraps: bool, last_return: float
 ):
     gae = {**GAE, "gamma": 0.5, "bootstrap_truncated": bootstraps}

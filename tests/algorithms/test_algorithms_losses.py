@@ -328,9 +328,7 @@ def test_no_tokens_give_an_empty_loss(variant: str):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("one_sample", [True, False])
-def test_policies_that_are_far_apart_never_give_a_nan(
-    variant: str, advantage: float, one_sample: bool
-):
+def test_very_different_policies_never_give_a_nan(variant: str, advantage: float, one_sample: bool):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(
@@ -350,7 +348,7 @@ def test_policies_that_are_far_apart_never_give_a_nan(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_sample_does_not_feel_the_others_of_its_micro_batch(variant: str):
+def test_a_sample_does_not_depend_on_the_others_of_its_micro_batch(variant: str):
     at = random_inputs(4)
     whole = loss_of(variant)(at).loss_T
     for b in range(4):

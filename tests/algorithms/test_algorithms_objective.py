@@ -268,7 +268,7 @@ def test_the_gradient_of_the_kl_holds_its_importance_weight_fixed(form: str):
         assert with_kl[t] - without[t] == pytest.approx(expected, abs=1e-12)
 
 
-def test_off_policy_the_kl_is_that_where_the_policy_goes_and_not_where_the_behaviour_went():
+def test_off_policy_the_kl_is_weighted_by_the_policy_and_not_by_the_behaviour():
     """The mean over draws from mu, weighted, is KL(pi || ref), which is the mean under pi."""
     pi, mu, ref = [0.7, 0.2, 0.1], [0.2, 0.3, 0.5], [0.5, 0.1, 0.4]
     true = sum(p * math.log(p / q) for p, q in zip(pi, ref, strict=True))
@@ -295,7 +295,7 @@ def test_the_entropy_bonus_pushes_the_entropy_up_by_its_own_weights():
         ({"kl": {"coefficient": 0.1}}, {"kl_weights_T": None}, "needs the kl_weights"),
     ],
 )
-def test_what_the_batch_does_not_have_is_named(
+def test_missing_fields_of_a_batch_are_named(
     parts: dict[str, Any], missing: dict[str, Any], message: str
 ):
     at = replace(inputs([0.5], reference=[0.5]), **missing)
@@ -372,7 +372,7 @@ def test_no_tokens_give_a_loss_of_zero(mixture: str):
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_policies_that_are_far_apart_never_give_a_nan(mixture: str, advantage: float):
+def test_very_different_policies_never_give_a_nan(mixture: str, advantage: float):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(
@@ -398,7 +398,7 @@ def gradient_and_values(loss: Loss, at: LossInputs) -> list[float]:
     return [loss.total.item(), *grads[0].tolist(), *grads[1].tolist()]
 
 
-def test_bypass_puts_the_behaviour_policy_in_the_place_of_the_old_one():
+def test_bypass_uses_the_behaviour_policy_as_the_old_one():
     at = inputs([0.5], mu=[0.4], old=[0.1])
     bypassed = build_objective(algorithm(loss="ppo", correction="bypass"))(at)
     computed = build_objective(algorithm(loss="ppo", correction="none"))(at)

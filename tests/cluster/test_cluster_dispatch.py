@@ -51,7 +51,7 @@ def test_no_split_is_possible_over_no_ranks():
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 7))
-def test_no_rank_carries_more_than_its_share_and_one_item(costs, ranks):
+def test_no_rank_has_more_than_its_share_and_one_item(costs, ranks):
     plan = plan_split(costs, ranks)
     assert sorted(item for part in plan for item in part) == list(range(len(costs)))
     loads = [sum(costs[item] for item in part) for part in plan]

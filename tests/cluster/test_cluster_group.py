@@ -112,7 +112,7 @@ async def test_parts_and_ranks_that_do_not_fit_are_refused(group):
         await group.call("policy", "subtract")
 
 
-async def test_a_slow_call_holds_nobody_up_and_can_be_cancelled(group):
+async def test_a_slow_call_blocks_no_other_and_can_be_cancelled(group):
     _, cancelled = await group.call("generators", "waiting")
     slow = asyncio.create_task(group.call("generators", "wait", 60.0))
     blocked = asyncio.create_task(group.call("policy", "block", 1.0))
@@ -126,7 +126,7 @@ async def test_a_slow_call_holds_nobody_up_and_can_be_cancelled(group):
     assert await blocked == "blocked"
 
 
-async def test_a_call_past_its_deadline_fails_and_is_cancelled_there(group):
+async def test_a_call_past_its_deadline_fails_and_is_cancelled_in_the_worker(group):
     _, cancelled = await group.call("generators", "waiting")
     with pytest.raises(WorkerError, match=r"generators 0 on host 0 .* 'wait' within 0\.2 s"):
         await group.call("generators", "wait", 60.0, timeout_s=0.2)
@@ -198,7 +198,7 @@ async def test_a_role_without_a_spec_is_named():
             pytest.fail("the group opened")
 
 
-async def test_a_worker_gets_variables_survives_an_interrupt_and_a_bad_answer(
+async def test_a_worker_gets_variables_and_survives_an_interrupt_and_an_invalid_reply(
     ray_on_this_machine, monkeypatch
 ):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -251,7 +251,7 @@ async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_t
     )
 
 
-async def test_what_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
+async def test_a_placement_that_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
     from rollick.cluster.pool import check_totals
 
     hosts = device_map(policy="cpu", generators="0-1").hosts()

@@ -140,7 +140,7 @@ def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
     assert fault.redone_steps == 1
 
 
-def test_a_run_that_was_killed_for_lack_of_memory_is_said_to_be(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_for_lack_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
     code, messages = supervise(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
     assert code == 0

@@ -119,7 +119,7 @@ def test_pairs_are_learned_from_by_dpo_and_ipo(loss: Any) -> None:
     assert problems(pipeline="dpo", data=data) == []
 
 
-def test_completions_are_distilled_on_by_any_divergence() -> None:
+def test_completions_are_distilled_with_any_divergence() -> None:
     data = {"domains": {"sums": {"source": "object:rows", "completion": "answer"}}}
     loss = {"name": "distillation", "divergence": "skewed_reverse", "skew": 0.2}
     sections = {"algorithm": {"loss": loss, "aggregation": "fixed_length"}, "teacher": TEACHER}

@@ -50,7 +50,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
     return [line.strip() for line in lines[1:]]
 
 
-def test_a_recipe_knows_its_folder_and_its_whole_text(folder: Path) -> None:
+def test_a_recipe_knows_its_folder_and_its_full_text(folder: Path) -> None:
     loaded = load(folder, "run: {steps: 7}\n")
     assert loaded.base == folder
     assert loaded.recipe.run.steps == 7
@@ -144,7 +144,9 @@ def test_naming_another_part_drops_the_options_of_the_one_before(folder: Path) -
         ),
     ],
 )
-def test_a_wrong_override_is_named_as_the_place(folder: Path, override: str, message: str) -> None:
+def test_a_wrong_override_is_named_as_the_location(
+    folder: Path, override: str, message: str
+) -> None:
     assert problems(folder, "", override) == [f"override {override}: {message}"]
 
 
@@ -206,7 +208,7 @@ def test_one_mistake_is_one_problem(folder: Path) -> None:
     assert len(problems(folder, text)) == 1
 
 
-def test_extends_lays_a_recipe_on_top_of_another(folder: Path) -> None:
+def test_extends_merges_a_recipe_into_another(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "run: {steps: 3, seed: 4}\nsampling: {stop: [a]}\n")
     (folder / "recipe.yaml").write_text(
         "extends: base.yaml\nrun: {steps: 5}\nsampling: {stop: [b, c]}\n"
@@ -215,7 +217,7 @@ def test_extends_lays_a_recipe_on_top_of_another(folder: Path) -> None:
     assert (recipe.run.steps, recipe.run.seed, recipe.sampling.stop) == (5, 4, ("b", "c"))
 
 
-def test_extends_goes_through_several_files_and_folders(folder: Path) -> None:
+def test_extends_works_through_several_files_and_folders(folder: Path) -> None:
     (folder / "deep").mkdir()
     (folder / "deep" / "a.yaml").write_text(PLAIN + "run: {steps: 1, seed: 1, name: a}\n")
     (folder / "deep" / "b.yaml").write_text("extends: a.yaml\nrun: {steps: 2, seed: 2}\n")
@@ -224,7 +226,7 @@ def test_extends_goes_through_several_files_and_folders(folder: Path) -> None:
     assert (run.name, run.seed, run.steps) == ("a", 2, 3)
 
 
-def test_extends_replaces_a_part_that_is_named_anew(folder: Path) -> None:
+def test_extends_replaces_a_part_with_another_name(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "algorithm: {loss: {name: dppo_tv, delta: 0.1}}\n")
     for said, expected in (
         ("{loss: ppo}", PpoLoss()),
@@ -235,7 +237,7 @@ def test_extends_replaces_a_part_that_is_named_anew(folder: Path) -> None:
         assert load_recipe(folder / "recipe.yaml").recipe.algorithm.loss == expected
 
 
-def test_a_problem_is_placed_in_the_file_where_it_was_said(folder: Path) -> None:
+def test_a_problem_names_the_file_that_has_the_value(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "run: {stepz: 3}\n")
     assert problems(folder, "extends: base.yaml\nrun: {sead: 4}\nmodel: {}\n") == [
         "base.yaml:7:7: run.stepz: unknown key 'stepz'; did you mean 'steps'?",
@@ -243,7 +245,7 @@ def test_a_problem_is_placed_in_the_file_where_it_was_said(folder: Path) -> None
     ]
 
 
-def test_a_broken_base_does_not_flood_the_answer(folder: Path) -> None:
+def test_a_broken_base_causes_no_further_problems(folder: Path) -> None:
     (folder / "base.yaml").write_text("run: [\n")
     found = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
     assert [line.split(": ")[0] for line in found] == [
@@ -288,7 +290,7 @@ def test_aliases_that_multiply_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", None])
-def test_a_file_that_cannot_be_read_says_so(folder: Path, content: bytes | None) -> None:
+def test_an_unreadable_file_is_reported(folder: Path, content: bytes | None) -> None:
     if content is not None:
         (folder / "recipe.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"recipe\.yaml: cannot be read"):
@@ -311,7 +313,7 @@ def test_a_recipe_from_python_takes_objects_by_name() -> None:
     assert loaded.base == Path.cwd()
 
 
-def test_a_wrong_recipe_from_python_names_the_call_as_the_place() -> None:
+def test_a_wrong_recipe_from_python_names_the_call_as_the_location() -> None:
     with pytest.raises(ConfigError) as caught:
         recipe_from_dict(plain(rollout={"group_sise": 4}), origin="rollick.train(...)")
     assert str(caught.value).splitlines() == [
@@ -323,12 +325,12 @@ def test_a_wrong_recipe_from_python_names_the_call_as_the_place() -> None:
     ]
 
 
-def test_an_unknown_object_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_object_gets_a_message_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"there is no object:rows; there are: object:prompts"):
         recipe_from_dict(plain(), objects={"prompts"})
 
 
-def test_rules_can_be_left_out_for_a_recipe_of_the_past(folder: Path) -> None:
+def test_rules_can_be_skipped_for_an_old_recipe(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(PLAIN.replace("sums.jsonl", "gone.jsonl"))
     assert load_recipe(folder / "recipe.yaml", check=False).recipe.model.path == "tiny"
     with pytest.raises(ConfigError, match=r"there is no file 'gone.jsonl'"):
@@ -396,7 +398,7 @@ JUNK = st.recursive(
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(changes=st.lists(st.tuples(st.sampled_from(paths(WHOLE)), JUNK), min_size=1, max_size=3))
-def test_junk_anywhere_is_answered_in_our_words(changes: list[tuple[Any, Any]]) -> None:
+def test_invalid_values_anywhere_get_a_clear_error(changes: list[tuple[Any, Any]]) -> None:
     data: dict[str, Any] = copy.deepcopy(WHOLE)
     for path, value in changes:
         target: Any = data

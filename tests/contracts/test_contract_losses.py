@@ -214,7 +214,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "dppo_tv"])
-def test_corrections_do_not_feel_the_spread_either(
+def test_corrections_do_not_depend_on_the_spread_either(
     strategy_of: StrategyOf, loss: str, correction: dict[str, Any]
 ):
     algorithm = {"loss": loss, "correction": correction, "entropy": 0.02}

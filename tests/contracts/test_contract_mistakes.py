@@ -70,7 +70,7 @@ ELSEWHERE = {
     ),
     "GAE through padding and observation tokens": (
         "algorithms/test_algorithms_advantages_models.py",
-        "test_gae_goes_neither_through_padding_nor_through_observations",
+        "test_gae_skips_padding_and_observations",
     ),
     "GiGPO that merges equal states of different tasks": (
         "algorithms/test_algorithms_advantages_turns.py",
@@ -92,7 +92,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mistake", ELSEWHERE)
-def test_what_is_tested_elsewhere_is_still_there(mistake: str):
+def test_the_tests_named_for_other_files_exist(mistake: str):
     file, name = ELSEWHERE[mistake]
     tree = ast.parse((TESTS / file).read_text("utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -250,7 +250,7 @@ def test_length_weights_are_those_of_the_batch_and_not_of_the_micro_batch(aggreg
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(None, 0.0), (0.6, 0.6)])
-async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
+async def test_validation_is_greedy_unless_its_own_settings_differ(
     temperature: float | None, expected: float
 ):
     recipe = recipe_of(

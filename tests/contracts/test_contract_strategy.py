@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(build: Callable[[], TrainStrat
     assert fingerprint(strategy.weights()) == before
 
 
-def test_the_weights_of_a_whole_model_are_live_and_stay_where_they_are(dense: Path):
+def test_the_weights_of_a_full_model_are_shared_and_keep_their_addresses(dense: Path):
     """So that an engine in the process can share them; a sharded learner has no module to share."""
     strategy = LocalStrategy(recipe_of(dense, train=OPTIMIZER))
     held = dict(strategy.weights())
@@ -178,7 +178,9 @@ def test_the_weights_of_a_whole_model_are_live_and_stay_where_they_are(dense: Pa
     assert fingerprint(held.items()) != fingerprint(before.items())
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(build: Callable[[], TrainStrategy], tmp_path: Path):
+def test_a_restored_learner_continues_bit_for_bit(
+    build: Callable[[], TrainStrategy], tmp_path: Path
+):
     first = build()
     train(first, random_batch(LENGTHS, seed=0))
     train(first, random_batch(LENGTHS, seed=1))

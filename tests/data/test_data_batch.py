@@ -65,7 +65,7 @@ def annotated(batch: Batch) -> Batch:
     return replace(batch, **given)
 
 
-def test_annotations_are_taken_along():
+def test_annotations_are_kept():
     batch = batch_of([2, 1])
     taken = annotated(batch).take([1])
     expected = {"_B": [1], "_N": [2], "_NK": [[2.0, 2.5]]}

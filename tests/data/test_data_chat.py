@@ -70,18 +70,18 @@ def test_a_plain_prompt_has_no_begin_token_where_the_tokenizer_has_none():
     assert len(ChatCodec(tokenizer, "plain").encode_prompt([Turn("text", "ab")])) == 2
 
 
-def test_a_text_turn_speaks_as_the_user_in_a_chat():
+def test_a_text_turn_becomes_a_user_message_in_a_chat():
     as_text = CODECS["im"].encode_prompt([Turn("text", "hi")])
     assert as_text.tolist() == CODECS["im"].encode_prompt([Turn("user", "hi")]).tolist()
 
 
-def test_decoding_leaves_out_special_tokens_and_keeps_every_space():
+def test_decoding_omits_special_tokens_and_keeps_every_space():
     codec = CODECS["im"]
     ids = [token(IM, "<im>"), *(token(IM, t) for t in " a  , b "), token(IM, "<end>")]
     assert codec.decode(np.array(ids, np.int32)) == " a  , b "
 
 
-def test_the_template_tells_which_token_ends_a_turn():
+def test_the_template_defines_the_token_that_ends_a_turn():
     end = token(IM, "<end>")
     assert CODECS["im"].end_id == end
     assert CODECS["im"].stop_ids == {2, end}
@@ -126,7 +126,7 @@ def test_appending_keeps_ids_that_the_tokenizer_would_have_split_otherwise():
     assert IM.decode(grown[3:].tolist()) == "<end>\n<im>user\nb<end>\n<im>assistant\n"
 
 
-def test_an_answer_that_happens_to_end_like_the_closing_text_is_still_closed():
+def test_an_answer_that_ends_like_the_closing_text_is_still_closed():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
     codec = ChatCodec(tokenizer, "chat")
@@ -140,7 +140,7 @@ def test_plain_turns_are_appended_as_they_are():
 
 
 @pytest.mark.parametrize("name", ["tiny", "im", "plain"])
-def test_an_example_trains_on_the_completion_and_its_end_alone(name: str):
+def test_an_example_trains_only_on_the_completion_and_its_end(name: str):
     codec = CODECS[name]
     turns = [Turn("user", "1+1=")]
     ids, mask = codec.encode_example(turns, "22")
@@ -192,7 +192,7 @@ def test_tools_go_through_a_template_that_knows_them():
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_template_that_says_nothing_of_tools_is_known_for_it(name: str):
+def test_a_template_without_tools_is_detected(name: str):
     assert not CODECS[name].reads_tools
 
 
@@ -203,7 +203,7 @@ def test_a_template_that_fails_on_the_shape_of_a_message_says_which_conversation
         ChatCodec(tokenizer, "chat").encode_prompt([Turn("user", "hi")])
 
 
-def test_a_text_is_gone_on_with_behind_the_begin_of_sequence_token():
+def test_a_text_prompt_is_continued_after_the_begin_of_sequence_token():
     codec = CODECS["im"]
     ids = codec.encode_text("ab")
     assert ids.tolist() == [1, token(IM, "a"), token(IM, "b")]

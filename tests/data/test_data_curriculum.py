@@ -81,7 +81,7 @@ def test_a_belief_counts_passes_and_fails():
     assert PromptBelief().pass_rate == 0
 
 
-def test_what_was_known_before_decays_unless_nothing_new_is_known():
+def test_older_outcomes_decay_only_when_new_ones_arrive():
     old = PromptBelief(passes=8, fails=4)
     assert old.updated(1, 1, decay=0.5) == PromptBelief(5, 3)
     assert old.updated(0, 0, decay=0.5) == old
@@ -117,7 +117,7 @@ def test_the_chance_among_many_is_in_proportion_to_the_density_at_a_half():
     assert known / (4000 - known) == pytest.approx(1.5, rel=0.1)
 
 
-def test_without_a_selection_the_order_is_the_one_of_seed_and_shares_whatever_is_judged():
+def test_without_a_selection_scores_do_not_change_the_order_of_prompts():
     rows, shares = {"a": 13, "b": 5}, {"a": 2.0}
     stream = stream_of(rows, shares=shares, seed=3)
     uids = drawn(stream, 12)
@@ -153,7 +153,7 @@ def test_the_score_that_passes_can_be_set():
     assert set(drawn(stream, 10)) == {"toy/1"}
 
 
-def test_older_samples_that_are_worth_less_let_a_prompt_retire_sooner():
+def test_decay_of_older_samples_lets_a_prompt_retire_sooner():
     """4 fails and 12 passes are 3 in 4; at half worth for each later group, 0.5 and 7."""
     for decay, retired in ((1.0, 0), (0.5, 1)):
         stream = stream_of(2, decay=decay, **RETIRE)
@@ -162,7 +162,7 @@ def test_older_samples_that_are_worth_less_let_a_prompt_retire_sooner():
         assert stream.metrics()["data/retired"] == retired
 
 
-def test_a_late_group_that_fails_brings_its_prompt_back():
+def test_a_late_group_that_fails_returns_its_prompt():
     stream = stream_of(2, **RETIRE)
     teach(stream, {"toy/0": [1] * 4})
     assert stream.metrics()["data/retired"] == 1
@@ -170,7 +170,7 @@ def test_a_late_group_that_fails_brings_its_prompt_back():
     assert stream.metrics()["data/retired"] == 0
 
 
-def test_a_domain_whose_prompts_all_retired_begins_again_and_says_so(
+def test_a_domain_whose_prompts_all_retired_starts_over_and_reports_it(
     caplog: pytest.LogCaptureFixture,
 ):
     stream = stream_of({"easy": 2, "hard": 2}, shuffle=False, **RETIRE)
@@ -208,7 +208,7 @@ def test_a_step_has_no_prompt_twice_while_there_are_others_and_then_the_order_de
     assert sorted(uids[4:8]) == sorted(uids[8:]) == sorted(uids[:4])
 
 
-def test_an_unknown_prompt_has_its_chance_beside_one_that_is_near_a_half():
+def test_an_untried_prompt_is_sometimes_chosen_over_one_near_a_half():
     firsts: Counter[str] = Counter()
     for seed in range(60):
         stream = stream_of(2, seed=seed, **NEAR_HALF)
@@ -242,7 +242,7 @@ def test_retired_prompts_are_no_candidates():
     assert drawn(stream, 3) == ["toy/5"] * 3
 
 
-def test_a_group_that_could_not_be_judged_sets_its_prompt_free_again():
+def test_a_group_without_scores_releases_its_prompt():
     stream = stream_of(2, **NEAR_HALF)
     first, second = stream.next(), stream.next()
     stream.record_group(group([None, None], uid=0, of=first))
@@ -260,7 +260,7 @@ def test_shares_hold_near_one_half():
 
 @settings(max_examples=20, deadline=None)
 @given(order=st.permutations(range(5)))
-def test_the_order_in_which_groups_are_judged_does_not_matter(order: list[int]):
+def test_the_order_in_which_groups_are_scored_does_not_matter(order: list[int]):
     scores: list[list[float]] = [[1, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 0]]
 
     def learned(numbers: Sequence[int]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
     judged=st.integers(0, 5),
     window=st.sampled_from([0, 3]),
 )
-def test_a_restored_stream_goes_on_alike_between_steps_and_inside_one(
+def test_a_restored_stream_continues_equally_between_steps_and_within_one(
     steps: int, more: int, judged: int, window: int
 ):
     """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
@@ -324,7 +324,7 @@ def test_only_prompts_that_were_tried_are_in_the_state():
     assert state["in_flight"] == {}
 
 
-def test_a_run_that_is_resumed_with_another_bound_retires_by_the_new_one():
+def test_a_run_that_is_resumed_with_another_retire_rate_uses_the_new_one():
     stream = stream_of(3)
     teach(stream, {"toy/0": [1] * 4})
     stricter = stream_of(3, **RETIRE)

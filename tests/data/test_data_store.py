@@ -168,7 +168,7 @@ def whole_batch() -> Batch:
     )
 
 
-def test_a_batch_comes_back_bit_for_bit_and_what_is_absent_stays_absent(tmp_path: Path):
+def test_a_saved_batch_is_loaded_bit_for_bit_and_absent_fields_stay_absent(tmp_path: Path):
     batch = whole_batch()
     save_batch(tmp_path / "b.npz", batch)
     loaded = load_batch(tmp_path / "b.npz")
@@ -223,7 +223,7 @@ def test_a_truncated_file_and_a_missing_one_are_refused(tmp_path: Path):
         load_groups(tmp_path / "gone.npz")
 
 
-def test_a_row_of_samples_jsonl_says_what_was_asked_answered_and_scored():
+def test_a_row_of_samples_jsonl_has_prompt_response_and_score():
     (row,) = samples_to_rows([group([1], uid=4, of=prompt("1+1=", uid="toy/3"), start_version=2)])
     assert json.loads(json.dumps(row)) == {
         "sample": "g4.0",

@@ -79,7 +79,7 @@ def test_what_cannot_be_written_as_text_is_refused(gym: Any) -> None:
         gym(id="Nothing-v0")
 
 
-def test_minigrid_is_told_in_words() -> None:
+def test_minigrid_observations_are_text() -> None:
     needs("minigrid")
     needs("pygame")
     from rollick.envs.adapters.minigrid_env import minigrid_env

@@ -135,7 +135,7 @@ def test_the_reply_is_the_action_s_only_field(url: str) -> None:
     assert steps <= 3
 
 
-def test_without_a_field_to_show_the_whole_observation_is_told(url: str) -> None:
+def test_without_a_field_to_show_the_full_observation_is_shown(url: str) -> None:
     env = RemoteEnv(url=f"{url}/guessing", max_steps=1)
     opening, _ = env.reset(0)
     assert str(opening).splitlines()[0] == '{"hint": "0 to 9?", "tries": 0}'
@@ -150,7 +150,7 @@ def test_the_seed_goes_to_the_server_and_episodes_do_not_disturb_each_other(url:
     assert [str(problem) for problem in check_env(RemoteEnv, options)] == []
 
 
-def test_what_breaks_over_there_is_an_error_here(url: str) -> None:
+def test_an_error_of_the_server_is_raised(url: str) -> None:
     env = RemoteEnv(url=f"{url}/guessing", show="hint")
     env.reset(0)
     with pytest.raises(RuntimeError, match="bad luck"):

@@ -56,7 +56,7 @@ def test_a_call_is_read_as_it_is_written(style: CallStyle) -> None:
         ("mistral", "[1]"),
     ],
 )
-def test_what_was_meant_as_a_call_but_is_none_is_said(style: CallStyle, text: str) -> None:
+def test_an_invalid_tool_call_is_explained(style: CallStyle, text: str) -> None:
     assert isinstance(read_calls(text, style, TOOLS), BadCall)
 
 
@@ -135,12 +135,12 @@ def test_a_question_is_answered_with_a_tool() -> None:
     assert answered[1:4] == (1.0, True, False)
 
 
-def test_an_answer_that_nobody_knows_pays_nothing_by_itself() -> None:
+def test_an_answer_without_a_reference_gets_no_reward_by_itself() -> None:
     (answered,) = play(ToolEnv(question="Who are you?"), "Nobody, 7 times.")
     assert (answered[1], answered[2], "success" in answered[4]) == (0.0, True, False)
 
 
-def test_a_call_of_no_tool_is_told_and_not_valid() -> None:
+def test_a_call_of_an_unknown_tool_is_explained_and_not_valid() -> None:
     (step,) = play(ToolEnv(max_steps=1), '<tool_call>{"name": "fly"}</tool_call>')
     assert step[0][0].content == "error: there is no tool fly"
     assert (step[3], step[4]["valid"]) == (True, False)

@@ -168,7 +168,7 @@ def test_an_environment_that_answers_shows_what_is_new_in_each_turn(folder: Path
     assert steps <= 3
 
 
-def test_too_many_turns_are_cut_off_and_paid_for_as_they_are(folder: Path) -> None:
+def test_too_many_turns_are_truncated_and_scored_as_they_are(folder: Path) -> None:
     replies = ["9", "9", "9"]
     *_, last = played(replies, taskset="vf-guesses", max_steps=3)
     assert last[:4] == ("", 0.0, False, True)
@@ -253,7 +253,7 @@ def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> 
         assert len({id(future.result()) for future in opening}) == 1
 
 
-def test_what_fails_over_there_is_an_error_here(folder: Path) -> None:
+def test_a_failure_of_verifiers_is_raised(folder: Path) -> None:
     with pytest.raises(EnvError, match="no such answer"):
         played(["!"], taskset="vf-sums")
     with pytest.raises(EnvError, match="invalid literal for int"):

@@ -114,7 +114,9 @@ def test_what_is_offloaded_is_not_on_the_gpu(dense: Path) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
-def test_a_restored_learner_goes_on_bit_for_bit(dense: Path, tmp_path: Path, offload: bool) -> None:
+def test_a_restored_learner_continues_bit_for_bit(
+    dense: Path, tmp_path: Path, offload: bool
+) -> None:
     first = sharded(dense, offload=offload)
     train(first, 0)
     first.save(tmp_path / "state")

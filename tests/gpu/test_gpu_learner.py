@@ -83,7 +83,7 @@ def test_sleep_frees_the_learner_and_wake_restores_every_bit(tmp_path: Path, dty
     assert fingerprint(learner.optimizer.tensors().items()) == state
 
 
-def test_a_learner_that_slept_goes_on_as_one_that_did_not(tiny_folder: Path) -> None:
+def test_a_learner_that_slept_trains_like_one_that_did_not(tiny_folder: Path) -> None:
     rested, other = _learner(tiny_folder, "cuda"), _learner(tiny_folder, "cuda")
     for learner in (rested, other):
         _train(learner, 0)

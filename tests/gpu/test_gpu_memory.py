@@ -88,7 +88,7 @@ def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
     assert addresses[0] == addresses[1]
 
 
-async def test_an_engine_goes_on_over_its_graphs_while_the_learner_sleeps(folder: Path) -> None:
+async def test_an_engine_keeps_using_its_graphs_while_the_learner_sleeps(folder: Path) -> None:
     strategy = learner(folder)
     infer = InferConfig(slots=4, max_length=64)
     engine = NativeEngine.create(

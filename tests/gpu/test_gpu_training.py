@@ -77,7 +77,7 @@ def test_hidden_states_and_gradients_are_those_of_the_modules(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_in_bfloat16_they_are_as_near_as_its_rounding(name: str) -> None:
+def test_in_bfloat16_they_are_equal_up_to_its_rounding(name: str) -> None:
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
     plain, modules = both_ways(name, torch.bfloat16, layout)
     for part, expected in modules.items():

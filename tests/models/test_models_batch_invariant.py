@@ -84,7 +84,7 @@ def test_a_norm_has_the_same_bits_alone_and_in_any_batch(kernel_device: str):
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_decoded_token_attends_with_the_bits_of_a_whole_sequence(
+def test_a_decoded_token_attends_with_the_same_bits_as_in_a_full_sequence(
     kernel_device: str, window: int | None
 ):
     from rollick.models.attention.paged_kernels import launch_prefill, prefill_queries
@@ -147,7 +147,7 @@ def test_packed_sequences_attend_in_pages_as_they_do_in_place():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_what_goes_through_a_kernel_has_the_gradient_of_the_plain_function():
+def test_a_kernel_has_the_gradient_of_the_plain_function():
     x, w = torch.randn(3, requires_grad=True), torch.randn(3)
     with_gradient_of(lambda x, w: x * w, lambda x, w: (x * w).round(), x, w).sum().backward()
     torch.testing.assert_close(x.grad, w)

@@ -124,7 +124,7 @@ def test_a_model_of_unknown_code_is_probed_and_refused_with_what_differs():
         check_learner(model, max_length=64)
 
 
-def test_an_error_of_the_models_own_code_is_told_with_what_was_tried():
+def test_an_error_of_the_models_own_code_is_reported_with_its_inputs():
     """MPT's forward needs the mask that other families build only for their own attention."""
     model = tiny_family("mpt", attention=VARLEN)
     with pytest.raises(ModelError) as raised:

@@ -41,7 +41,7 @@ def of(tensor: Tensor) -> str:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_copy_has_the_same_and_every_flipped_bit_another(size: int) -> None:
+def test_a_copy_has_the_same_fingerprint_and_every_flipped_bit_changes_it(size: int) -> None:
     data = random_bytes(size)
     first = of(data)
     assert of(data.clone()) == first
@@ -125,7 +125,7 @@ def test_a_stream_gives_the_same_as_a_list_and_threads_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [5, SMALL_BYTES + 8, LARGE])
-def test_what_is_copied_on_the_way_is_all_of_it(size: int) -> None:
+def test_every_byte_is_copied_in_transit(size: int) -> None:
     data = random_bytes(size)
     target = torch.zeros_like(data)
     assert copy_and_fingerprint([("a", data)], [target]) == of(data)
@@ -146,7 +146,7 @@ def same_by_cpu_and_gpu(tensors: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("size", [*SIZES[3:], LARGE])
-def test_the_way_of_a_gpu_gives_the_same_words(size: int) -> None:
+def test_the_gpu_path_gives_the_same_fingerprint(size: int) -> None:
     assert same_by_cpu_and_gpu([random_bytes(size)])
 
 

@@ -253,7 +253,7 @@ def test_the_chunk_does_not_change_results_and_gradients():
         torch.testing.assert_close(results(chunk), results(11), rtol=0, atol=1e-12)
 
 
-def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
+def test_an_entropy_with_weight_zero_keeps_the_bits_of_the_gradient():
     hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
     logprobs, entropy = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
     unused = torch.autograd.grad(logprobs.exp().sum(), (hidden, weight), retain_graph=True)
@@ -262,7 +262,7 @@ def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
         assert torch.equal(one, other)
 
 
-def test_an_entropy_that_nobody_uses_adds_no_work_on_logits_to_the_backward():
+def test_an_unused_entropy_adds_no_work_on_logits_to_the_backward():
     rows, vocabulary = 5, 7
 
     def on_logits(what: str) -> list[str]:

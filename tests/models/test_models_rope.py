@@ -99,7 +99,7 @@ def test_the_frequencies_are_those_of_the_longest_sequence_of_the_run(folder: Pa
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
 
 
-def test_in_a_run_of_short_sequences_they_are_those_that_the_model_has_for_them(folder: Path):
+def test_in_a_run_of_short_sequences_the_frequencies_are_the_models_short_ones(folder: Path):
     batch = random_batch([10, 16, 12])
     found = _learner(folder, max_length=16).logprobs(batch)[batch.loss_mask_N]
     np.testing.assert_allclose(found, _own_logprobs(folder, batch).numpy(), atol=1e-4)

@@ -57,7 +57,7 @@ def test_a_symptom_is_named_with_its_values_and_what_to_try(name: str) -> None:
     assert "try: " in message
 
 
-def test_a_healthy_a_young_and_a_solved_run_get_no_advice() -> None:
+def test_a_healthy_a_short_and_a_solved_run_get_no_advice() -> None:
     assert find_advice([]) == {}
     assert find_advice(run(FLAT_AFTER - 1)) == {}
     assert find_advice(run(WINDOW - 1, score__mean=0.0, train__grad_norm=0.0)) == {}

@@ -52,7 +52,7 @@ def test_a_write_that_fails_half_way_continues_at_the_same_byte(
     assert rows == [{"step": 1, "text": "a long row"}, {"step": 2}]
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted(
+def test_the_queue_is_bounded_and_lost_rows_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(row_file, "MAX_WAITING_BYTES", 20)

@@ -19,7 +19,7 @@ def test_control_characters_become_symbols_and_other_text_stays():
     assert printable("line\n\tünïcode 漢字 🎲") == "line\n\tünïcode 漢字 🎲"
 
 
-def test_a_console_writes_its_own_colours_and_no_sequence_of_a_model():
+def test_a_console_writes_its_own_colours_and_escapes_sequences_of_a_model():
     stream = io.StringIO()
     console = SafeConsole(file=stream, force_terminal=True, color_system="standard", width=200)
     table = Table("name")

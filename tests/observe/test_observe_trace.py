@@ -128,7 +128,7 @@ def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samp
     assert lives["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
 
 
-def test_a_batch_that_was_taken_and_not_trained_ends_with_its_wait(tmp_path: Path) -> None:
+def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: Path) -> None:
     trace, clock = open_trace(tmp_path)
     trace.span(SampleId(0, 0), SCORING, 0.0, 1.0)
     clock.now = 2.0
@@ -166,7 +166,7 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
     assert kept[0] > 0
 
 
-def test_a_trace_that_is_off_writes_nothing_and_still_knows_who_last_moved(tmp_path: Path) -> None:
+def test_a_disabled_trace_writes_nothing_and_still_knows_the_last_progress(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path, limit=0)
     for number in range(2 * CHUNK):
         trace.span(SampleId(number, 0), generating_on(1), 0.0, float(number))
@@ -194,7 +194,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
     assert read_trace(two_samples) == whole
 
 
-def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
+def test_rows_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path)
     for step in (1, 2, 3):
         trace.phase("train", step, step + 0.5, step=step)
@@ -206,7 +206,7 @@ def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
     assert [row["step"] for row in read_trace(tmp_path)] == [1, 2]
 
 
-def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
+def test_the_absence_of_a_trace_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RollickError, match="has no trace"):
         write_timeline(tmp_path, tmp_path / "out.json")
     assert list(tmp_path.iterdir()) == []
@@ -259,7 +259,7 @@ def check_format(events: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_every_trained_sample_of_a_run_has_its_whole_timeline(
+def test_every_trained_sample_of_a_run_has_its_full_timeline(
     run_toy: Run, tmp_path: Path, staleness: int
 ) -> None:
     # Most groups are dropped, so the timeline has lives of both kinds.
@@ -290,7 +290,7 @@ def test_every_trained_sample_of_a_run_has_its_whole_timeline(
     assert sum(e["ph"] == "s" for e in events) == len(trained)
 
 
-def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
+def test_a_resumed_run_continues_the_same_trace(run_toy: Run) -> None:
     run_toy(name="traced_twice", steps=2)
     result = run_toy(name="traced_twice", steps=4, resume=True)
     timeline = build_timeline(read_trace(result.folder))
@@ -306,7 +306,7 @@ def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_steps_that_are_made_again_are_traced_once_and_whole(run_toy: Run, staleness: int) -> None:
+def test_repeated_steps_are_traced_once_and_completely(run_toy: Run, staleness: int) -> None:
     options = [
         f"rollout.max_staleness={staleness}",
         "devices.generators=cpu:1",
@@ -344,7 +344,7 @@ async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_f
     assert kept == [5]
 
 
-async def test_a_sample_that_is_not_wanted_any_more_has_its_last_stretch() -> None:
+async def test_a_cancelled_sample_keeps_its_last_span() -> None:
     told: list[tuple[SampleId, SampleActivity]] = []
 
     async def score(sample: Sample) -> Score:

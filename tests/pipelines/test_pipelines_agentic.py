@@ -116,7 +116,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return run_recipe(load(recipe, folder))
 
 
-def test_a_policy_learns_what_its_environment_pays_for(whole: RunResult) -> None:
+def test_a_policy_learns_what_its_environment_rewards(whole: RunResult) -> None:
     success = [row["env/success"] for row in rows_of(whole, "metrics.jsonl") if row["step"]]
     assert success[0] < 0.5
     assert sum(success[-3:]) / 3 > success[0] + 0.2
@@ -128,7 +128,7 @@ def test_every_metric_of_an_agentic_run_is_documented(whole: RunResult) -> None:
     assert {"env/success", "env/turns", "env/episodes", "eval/pass@1"} <= logged
 
 
-def test_the_samples_of_a_group_play_one_puzzle_and_are_written_down(whole: RunResult) -> None:
+def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(whole: RunResult) -> None:
     rows = rows_of(whole, "samples.jsonl")
     seeds: dict[str, set[int]] = {}
     for row in rows:
@@ -151,7 +151,7 @@ def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) 
     assert not training & set(by_step[0])
 
 
-def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
+def test_environments_that_raise_hang_or_return_garbage_are_counted_exactly(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(tmp_path, bad=True)
@@ -180,7 +180,7 @@ def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
     assert result.step == 3
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     recipe["run"] |= {"steps": 4, "deterministic": True, "name": "at_once"}
     at_once = run_recipe(load(recipe, tmp_path))
@@ -191,7 +191,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert [at_once.metrics[name] for name in names] == [in_two.metrics[name] for name in names]
 
 
-def test_the_solver_can_be_imitated_and_what_came_of_it_plays(
+def test_the_solver_can_be_imitated_and_the_result_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path, pipeline="sft")
@@ -224,7 +224,7 @@ def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
     assert all(row["response"] == "\n".join(row["episode"]["replies"]) for row in texts)
 
 
-def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_path: Path) -> None:
+def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     window = {"window": {"turns": 1, "summary": {"tokens": 3, "request": "?"}}}
     recipe["data"]["domains"]["letters"]["environment"] |= window
@@ -349,7 +349,7 @@ SUMMED_UP = {"turns": 2, "summary": {}}
         ),
     ],
 )
-def test_what_a_recipe_with_environments_gets_wrong_is_said(
+def test_mistakes_of_a_recipe_with_environments_are_reported(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
@@ -364,7 +364,7 @@ def test_agentic_without_an_environment_is_refused(tmp_path: Path) -> None:
         load(recipe, tmp_path)
 
 
-def test_held_out_lakes_are_no_training_lakes() -> None:
+def test_held_out_maps_are_no_training_maps() -> None:
     boards: dict[str, set[str]] = {}
     for split in ("train", "held_out"):
         lakes = [

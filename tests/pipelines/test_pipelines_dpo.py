@@ -101,14 +101,14 @@ def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult
     assert (margins(recipe_of(toy), whole) > 0).mean() > 0.9
 
 
-def test_swapped_labels_push_the_other_way(toy: Toy) -> None:
+def test_swapped_labels_reverse_the_gradient(toy: Toy) -> None:
     loaded = recipe_of(toy, steps=20, data={"domains": {"letters": SWAPPED}})
     result = run(loaded)
     assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.9
     assert (margins(loaded, result) < 0).mean() > 0.9
 
 
-def test_ipo_brings_the_margin_to_the_one_that_it_asks_for(toy: Toy) -> None:
+def test_ipo_brings_the_margin_to_its_target(toy: Toy) -> None:
     loaded = recipe_of(toy, algorithm={"loss": {"name": "ipo", "beta": 0.25}}, steps=60)
     result = run(loaded)
     assert margins(loaded, result) == pytest.approx(np.full(8, 1 / (2 * 0.25)), rel=0.1)
@@ -135,13 +135,13 @@ def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
     assert small[2]["train/mean/margin"] > 0.5
 
 
-def test_minibatches_are_made_of_whole_pairs(toy: Toy) -> None:
+def test_minibatches_consist_of_complete_pairs(toy: Toy) -> None:
     result = run(recipe_of(toy, "train.minibatches=3", "train.epochs=2", steps=4))
     assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.5
     assert figures(result)[0]["train/tokens"] == 2 * 8 * 6
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy) -> None:
     through = run(recipe_of(toy, steps=4, name="dpo_through"))
     run(recipe_of(toy, steps=2, name="dpo_halved"))
     halved = run(recipe_of(toy, steps=4, name="dpo_halved"), resume=True)

@@ -62,7 +62,7 @@ def test_a_step_makes_no_forward_that_it_does_not_need(
     assert forwards == expected
 
 
-def test_the_forward_that_is_spared_would_have_changed_nothing(tiny_folder: Path) -> None:
+def test_the_skipped_forward_would_have_changed_nothing(tiny_folder: Path) -> None:
     recipe = recipe_of(tiny_folder, algorithm={"loss": "ppo", "correction": "none"})
     batch, found = random_batch([7, 12, 9]), []
     for one_step in (True, False):

@@ -57,7 +57,7 @@ def test_a_reference_may_still_have_a_device_of_its_own(run_toy: RunToy, toy: To
     assert "train/mean/kl" in rows_of(run_toy(*options, steps=1))[0]
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(run_toy: RunToy, whole: RunResult) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(run_toy: RunToy, whole: RunResult) -> None:
     options = (*LORA, "run.deterministic=true")
     run_toy(*options, name="lora-halved", steps=2)
     halved = run_toy(*options, name="lora-halved", steps=3, resume=True)
@@ -79,7 +79,7 @@ def test_both_exports_of_a_run_load_and_give_the_same_logits(
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
 
 
-def test_engines_of_their_own_draw_what_the_policy_would(run_toy: RunToy) -> None:
+def test_separate_engines_sample_what_the_policy_would(run_toy: RunToy) -> None:
     """If an engine had other weights than the learner, the log-probs of both would differ."""
     for options in ((), ("devices.generators=cpu:1", "weights.channel=host")):
         rows = rows_of(run_toy(*LORA, *options, steps=3))
@@ -87,7 +87,7 @@ def test_engines_of_their_own_draw_what_the_policy_would(run_toy: RunToy) -> Non
         assert rows[-1]["train/mean/kl"] > 1e-4
 
 
-def test_the_plan_says_what_engines_get(toy: Toy) -> None:
+def test_the_plan_names_what_engines_get(toy: Toy) -> None:
     assert "except weights with merged adapters" in describe_plan(toy(*LORA).recipe)
     apart = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
     assert "adapters are sent at each publish" in apart

@@ -65,7 +65,7 @@ def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -
     return tried
 
 
-async def test_a_run_goes_on_without_a_generator_that_died(
+async def test_a_run_continues_without_a_generator_that_died(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(toy(*APART, "rollout.max_staleness=1")) as pipeline:
@@ -372,7 +372,7 @@ async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> Non
         assert drawn_at(report.groups) == {1}
 
 
-async def test_a_generator_that_was_restarted_is_asked_anew_where_it_lives(toy: Toy) -> None:
+async def test_a_restarted_generator_is_located_again(toy: Toy) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         forgotten: list[int] = []

@@ -105,7 +105,7 @@ def test_adapters_leave_the_model_without_state_and_the_engine_with_sums() -> No
     assert found[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
 
 
-def test_a_reference_on_a_shared_gpu_is_there_only_while_it_scores() -> None:
+def test_a_reference_on_a_shared_gpu_is_awake_only_while_it_scores() -> None:
     found = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
     assert found[0, "generate"]["reference"] == 0
     assert found[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
@@ -151,7 +151,7 @@ def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None
     assert read_shapes(loaded.recipe) is not None
 
 
-def test_hosts_share_a_line_only_if_all_their_phases_are_alike() -> None:
+def test_hosts_share_a_line_only_if_all_their_phases_are_equal() -> None:
     device_map = recipe_of(Path("m"), devices={"policy": "cpu", "generators": "cpu:1-3"})
     hosts = DeviceMap.of(device_map).hosts()
     sizes = {0: (1, 2), 1: (2, 1), 2: (1, 1), 3: (1, 1)}
@@ -186,7 +186,7 @@ def test_snapshots_take_two_copies_of_masters_and_moments_from_the_controller(to
     assert "snapshots" not in describe_memory(without)
 
 
-def test_check_says_where_sizes_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
+def test_check_reports_sizes_that_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
     text = dump_recipe(toy("model.path=org/name").recipe)
     (tmp_path / "recipe.yaml").write_text(text)
     answer = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
@@ -253,7 +253,7 @@ def test_a_cache_on_the_cpu_holds_no_more_than_the_samples_in_flight() -> None:
     assert row.total - row.least == 4 * 10 * SHAPE.cache_per_token * 4
 
 
-def test_a_run_logs_what_was_predicted_and_what_was_seen(run_toy: RunToy) -> None:
+def test_a_run_logs_predicted_and_measured_memory(run_toy: RunToy) -> None:
     lines = (run_toy(steps=2).folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(row["memory/predicted_gb"] > 0.001 for row in rows)

@@ -146,7 +146,7 @@ def test_every_extra_that_the_code_asks_for_is_in_the_table() -> None:
     assert asked - {"gguf"} <= {each.install.partition("[")[2].rstrip("]'") for each in known}
 
 
-def test_a_gpu_that_is_not_there_is_refused_before_torch_is_asked(
+def test_a_missing_gpu_is_refused_before_torch_is_loaded(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -305,7 +305,7 @@ def command(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60, env=env)
 
 
-def test_a_model_or_dataset_that_cannot_be_had_is_told_at_once(
+def test_an_unavailable_model_or_dataset_is_reported_at_once(
     tmp_path: Path, empty_hub: str
 ) -> None:
     recipe = (

@@ -276,7 +276,7 @@ def test_a_folder_that_holds_a_run_is_not_taken_for_another(whole: RunResult, to
         run_recipe(toy(name=whole.folder.name))
 
 
-def test_a_run_that_did_not_get_as_far_as_a_step_may_be_started_again(run_toy: RunToy) -> None:
+def test_a_run_without_a_finished_step_may_be_started_again(run_toy: RunToy) -> None:
     with pytest.raises(RollickError):
         run_toy("model.path=/no/such/folder", name="mistyped")
     assert run_toy(name="mistyped", steps=1).step == 1
@@ -295,7 +295,7 @@ def test_two_runs_in_one_folder_at_once_are_refused(toy: Toy) -> None:
                 run_recipe(loaded, resume=resume)
 
 
-def test_steps_that_are_made_again_are_recorded_once(run_toy: RunToy) -> None:
+def test_repeated_steps_are_recorded_once(run_toy: RunToy) -> None:
     options = ["run.deterministic=true", "checkpoint.every=2", "evaluate.every=1"]
     first = run_toy(*options, name="again", steps=4)
     before = [rows_of(first, name) for name in ("samples.jsonl", "validation.jsonl")]
@@ -309,7 +309,7 @@ def test_steps_that_are_made_again_are_recorded_once(run_toy: RunToy) -> None:
     assert [rows_of(again, name) for name in ("samples.jsonl", "validation.jsonl")] == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(toy: Toy) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over(toy: Toy) -> None:
     loaded = toy(name="early", steps=1)
     with open_folder(loaded, resume=False) as folder:
         folder.append_rows("metrics.jsonl", [{"step": 0}, {"step": 1}])

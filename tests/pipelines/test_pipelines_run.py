@@ -76,7 +76,7 @@ def test_a_script_without_a_main_guard_trains_with_a_lambda(
     assert child.stdout.splitlines() == ["step 1"]
 
 
-def test_the_result_says_where_the_run_is_and_how_it_ended(train: Train, tmp_path: Path) -> None:
+def test_the_result_has_the_folder_and_the_outcome(train: Train, tmp_path: Path) -> None:
     result = train(run__name="mine")
     assert (result.folder, result.step, result.interrupted) == (tmp_path / "mine", 1, False)
     assert result.score == result.metrics["score/mean"]
@@ -98,7 +98,7 @@ async def test_it_runs_inside_an_event_loop(train: Train) -> None:
     assert train().step == 1
 
 
-async def test_an_error_inside_an_event_loop_is_raised_as_it_is(train: Train) -> None:
+async def test_an_error_inside_an_event_loop_is_raised_unchanged(train: Train) -> None:
     with pytest.raises(rollick.RollickError, match="nowhere"):
         train(model__tokenizer="/nowhere/at/all")
 

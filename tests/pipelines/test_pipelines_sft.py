@@ -56,7 +56,7 @@ def test_every_metric_is_documented(whole: RunResult) -> None:
     assert {name for name in logged - {"step"} if not is_documented(name)} == set()
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy, whole: RunResult) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy, whole: RunResult) -> None:
     sft(toy, steps=8, name="halved")
     halved = sft(toy, steps=20, name="halved", resume=True)
     assert figures(halved) == figures(whole)

@@ -83,7 +83,7 @@ async def test_a_second_signal_is_not_taken_for_a_step_that_was_cut_short(
     assert ended == ["step"]
 
 
-def test_a_run_that_finds_no_more_signal_keeps_what_it_learned_and_can_go_on(toy: Toy) -> None:
+def test_a_run_that_finds_no_more_signal_saves_and_can_be_resumed(toy: Toy) -> None:
     rows = [{"prompt": "say a", "spread": n < 4} for n in range(40)]
     domain = {"source": "object:rows", "rewards": ["object:reward"]}
 
@@ -125,7 +125,7 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
 @pytest.mark.parametrize("point", ["created", "synced"])
-def test_a_checkpoint_on_the_way_that_fails_is_told_and_the_last_one_is_tried_again(
+def test_a_failed_periodic_checkpoint_is_reported_and_the_last_one_is_retried(
     toy: Toy,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -233,7 +233,7 @@ def test_only_stated_values_of_a_sentence_count():
     assert stated_values("We get $x = 4$ in 5 steps.") == ["x = 4"]
 
 
-def test_a_claim_that_is_denied_or_asked_is_no_marked_answer():
+def test_a_denied_or_questioned_claim_is_no_marked_answer():
     assert extract_answer("The answer is 4? Hm.", plain=False) is None
     assert extract_answer("The answer is definitely not 4.", plain=False) is None
     assert extract_answer("If the answer is 4, we are done.", plain=False) is None

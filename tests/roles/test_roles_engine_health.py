@@ -48,7 +48,7 @@ class Engine:
             self.drain(tokens=0)
 
 
-def test_an_engine_that_does_not_answer_a_drain_is_found_within_ten_seconds() -> None:
+def test_an_engine_that_does_not_answer_a_drain_is_detected_within_ten_seconds() -> None:
     engine = Engine()
     engine.drain(tokens=3)
     assert engine.health.drain_limit_s(engine.load) < 10 - DRAIN_WAIT_S

@@ -13,7 +13,7 @@ async def hold_up(seconds):
     await asyncio.sleep(0.01)
 
 
-async def test_a_loop_that_is_held_up_is_late_by_that_much_and_says_in_which_phase(caplog):
+async def test_a_blocked_event_loop_reports_its_lag_and_the_phase(caplog):
     async with LagMeter.open(lambda: "collate") as lag:
         await hold_up(0.2)
         first = lag.take_ms()

@@ -526,18 +526,18 @@ def play_histories(rule, count):
 
 
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_a_rollout_keeps_the_laws_in_every_history(rule):
+def test_a_rollout_keeps_its_invariants_in_every_history(rule):
     play_histories(rule, HISTORIES // len(StalenessRule))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_a_rollout_keeps_the_laws_in_ten_times_as_many_histories(rule):
+def test_a_rollout_keeps_its_invariants_in_ten_times_as_many_histories(rule):
     play_histories(rule, 10 * HISTORIES // len(StalenessRule))
 
 
-def test_a_rollout_that_restarts_a_deferred_group_when_it_opens_keeps_the_laws():
+def test_a_rollout_that_restarts_a_deferred_group_when_it_opens_keeps_its_invariants():
     shape = Shape(
         rule=StalenessRule.LONG_ROUNDS,
         groups=1,

@@ -145,7 +145,7 @@ def test_a_resumed_run_continues_with_deferred_groups():
     run_virtual(main())
 
 
-def test_an_engine_that_does_not_let_go_holds_a_batch_up_for_seconds_only():
+def test_an_engine_that_ignores_an_abort_delays_a_batch_by_seconds_only():
     async def main():
         run = Run()
         asyncio.get_running_loop().call_at(3.5, run.engine.slow_down, 1e6)

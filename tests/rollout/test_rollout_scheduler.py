@@ -273,7 +273,7 @@ async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
     assert only_this_task()
 
 
-async def test_a_wait_that_is_too_long_names_whom_it_waits_for():
+async def test_a_wait_that_is_too_long_names_what_it_waits_for():
     engine = FakeEngine(seconds=by_uid({(1, 1): math.inf}))
     with pytest.raises(
         StuckError, match=r"step 1 waits for group 1: sample 1 generating on engine 0 for 0.\d+ s"
@@ -353,7 +353,7 @@ async def test_a_tool_that_outlasts_its_own_limit_is_stuck():
             await rollout.take()
 
 
-async def test_a_take_before_publishing_is_named_as_the_wait_it_is():
+async def test_a_take_that_waits_for_a_publish_is_named():
     async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
         rollout.trained(await rollout.take(), 1)
         with pytest.raises(StuckError, match="step 2 waits for version 1 to be published"):
@@ -382,7 +382,7 @@ async def test_a_failure_that_take_did_not_raise_is_raised_at_the_end():
             await asyncio.sleep(0.02)
 
 
-async def test_an_error_of_the_block_is_raised_as_it_is_and_nothing_is_left():
+async def test_an_error_of_the_block_is_raised_unchanged_and_nothing_is_left():
     engine = FakeEngine(seconds=math.inf)
 
     async def run():
@@ -396,7 +396,7 @@ async def test_an_error_of_the_block_is_raised_as_it_is_and_nothing_is_left():
     assert only_this_task()
 
 
-async def test_leaving_aborts_what_runs():
+async def test_leaving_aborts_running_requests():
     engine = FakeEngine(seconds=math.inf)
     async with opened([engine]):
         await until(lambda: len(engine.requests) == 4)
@@ -497,7 +497,7 @@ async def test_paused_admission_starts_nothing_and_says_so():
         assert ids(await rollout.take()) == [2, 3]
 
 
-async def test_interrupted_samples_go_on_with_their_tokens_after_admission_resumes():
+async def test_interrupted_samples_continue_with_their_tokens_after_admission_resumes():
     engine = FakeEngine(reply=lambda request: "abcd", seconds=0.4)
     async with opened([engine]) as rollout:
         await until(lambda: engine.generated_tokens >= 4)
@@ -538,7 +538,7 @@ async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions(
     assert stats.age_max == 1
 
 
-async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
+async def test_interrupt_finds_samples_that_were_sent_in_the_same_iteration():
     engine = FakeEngine(seconds=math.inf)
     async with opened([engine], stuck_after_s=1.0) as rollout:
         await rollout.interrupt()
@@ -549,7 +549,7 @@ async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_what_a_lost_engine_had_is_trained_on_under_the_same_ids_and_none_doubled(staleness):
+async def test_samples_of_a_lost_engine_are_trained_once_under_the_same_ids(staleness):
     engines = [FakeEngine(seconds=0.02, slots=2) for _ in range(3)]
     events, trained = [], []
     async with opened(
@@ -720,7 +720,7 @@ async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
     assert [group.prompt.uid for group in groups] == ["old/0", "toy/0"]
 
 
-async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids():
+async def test_a_resumed_run_samples_groups_in_flight_again_under_the_same_ids():
     engine = FakeEngine(seconds=by_uid({(1, 1): math.inf, (2, 0): math.inf, (2, 1): math.inf}))
     async with opened([engine], groups_per_step=3) as rollout:
         await until(
@@ -787,7 +787,7 @@ async def test_an_interrupted_and_resumed_run_trains_the_same_batches():
     assert await run([1, 2, 1]) == await run([4])
 
 
-async def test_stats_tell_of_all_that_ended_in_the_step_under_documented_names():
+async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_names():
     prompts = iter([prompt(domain="sums"), prompt(domain="words"), *[prompt()] * 4])
 
     async def score(sample):

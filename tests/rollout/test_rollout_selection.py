@@ -93,14 +93,14 @@ async def test_every_group_is_reported_once_whether_kept_or_dropped():
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_prompts_do_not_depend_on_which_group_was_judged_first(seed: int):
+async def test_the_prompts_do_not_depend_on_which_group_was_scored_first(seed: int):
     plain, _ = await run(open_stream(), steps=12, seconds=lambda request: 0.0)
     shuffled, _ = await run(open_stream(), steps=12, seconds=at_random(seed))
     assert shuffled == plain
 
 
 @pytest.mark.parametrize("linger_s", [0.0, 0.003, 0.006])
-async def test_a_resumed_rollout_goes_on_with_the_same_prompts(linger_s: float):
+async def test_a_resumed_rollout_continues_with_the_same_prompts(linger_s: float):
     whole, _ = await run(open_stream(), steps=8, seconds=at_random(1))
     first, saved = await run(open_stream(), steps=3, seconds=at_random(2), linger_s=linger_s)
     stream = open_stream()

@@ -258,7 +258,7 @@ def test_boxes_end_with_the_process_that_started_them(program: str) -> None:
     assert left_after_kill(program.replace("MARK", mark), mark) == []
 
 
-def test_boxes_end_though_a_forked_copy_of_their_process_lives() -> None:
+def test_boxes_end_although_a_forked_copy_of_their_process_is_alive() -> None:
     mark = f"{100 + random.random():.12f}"
     assert left_after_kill(EXEC_IN_THREAD.replace("MARK", mark), mark, fork=True) == []
 

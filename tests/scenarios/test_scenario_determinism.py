@@ -26,7 +26,7 @@ def test_one_process_and_ray_train_to_the_same_weights_bit_for_bit(run_toy: Run)
     assert learner_state(inline) == learner_state(ray)
 
 
-def test_engines_apart_from_the_learner_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
+def test_separate_engines_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
     together = run_toy(DETERMINISTIC, DROPS, name="together", steps=3)
     apart = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="apart", steps=3)
     assert learner_state(together) == learner_state(apart)
@@ -43,7 +43,7 @@ def test_less_work_for_a_slow_engine_does_not_change_the_weights(
     assert learner_state(even) == learner_state(uneven)
 
 
-def test_a_resumed_run_equals_the_run_that_went_through(run_toy: Run) -> None:
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(run_toy: Run) -> None:
     whole = run_toy(DETERMINISTIC, DROPS, name="whole", steps=4)
     run_toy(DETERMINISTIC, DROPS, name="halved", steps=2)
     halved = run_toy(DETERMINISTIC, DROPS, name="halved", steps=4, resume=True)
@@ -66,7 +66,7 @@ def twelve(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunRe
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
-def test_a_run_stopped_by_a_signal_and_resumed_equals_the_whole_one(
+def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(
     twelve: RunResult, tiny_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     options = (DETERMINISTIC, "checkpoint.every=1")

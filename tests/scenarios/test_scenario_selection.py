@@ -12,7 +12,7 @@ RETIRE = (
 SELECTION = (*RETIRE, "data.selection.near_half_window=6")
 
 
-def test_a_resumed_run_that_selects_prompts_equals_the_run_that_went_through(run_toy: Run) -> None:
+def test_a_resumed_run_that_selects_prompts_equals_an_uninterrupted_one(run_toy: Run) -> None:
     whole = run_toy(*SELECTION, name="whole", steps=8)
     run_toy(*SELECTION, name="halved", steps=5)
     halved = run_toy(*SELECTION, name="halved", steps=8, resume=True)

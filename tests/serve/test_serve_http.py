@@ -221,7 +221,7 @@ async def test_several_prompts_are_several_choices(tiny: Site):
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
-async def test_a_stop_string_ends_the_text_and_is_not_in_it():
+async def test_a_stop_string_ends_the_text_and_is_left_out():
     async with fake("one;two") as found:
         answer = await found.client().chat.completions.create(
             model="tiny", messages=HELLO, stop=[";"]

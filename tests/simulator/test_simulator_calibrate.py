@@ -91,7 +91,7 @@ def test_the_constants_of_a_recorded_run_are_found(written: Written) -> None:
     assert found.work.flat == pytest.approx(1 / 5)
 
 
-def test_what_an_engine_goes_on_with_during_a_publish_is_not_lost(written: Written) -> None:
+def test_samples_that_continue_during_a_publish_are_not_lost(written: Written) -> None:
     phases = {
         (step, name): 1000.0 + begin / 1e6
         for line in read_trace(written.path)
@@ -112,7 +112,7 @@ def test_what_an_engine_goes_on_with_during_a_publish_is_not_lost(written: Writt
     assert devices.transfer_s == pytest.approx(1.5 * seconds, abs=1e-4)
 
 
-def test_the_recipe_says_the_batch_and_the_run_says_the_times(written: Written, toy: Toy) -> None:
+def test_the_recipe_gives_the_batch_and_the_run_gives_the_times(written: Written, toy: Toy) -> None:
     recipe = toy("rollout.groups_per_step=3", "rollout.max_staleness=2", "infer.slots=5").recipe
     scenario = calibrate_run(written.path).apply(recipe_scenario(recipe))
     assert scenario.rollout.groups_per_step == 3
@@ -134,7 +134,7 @@ def test_a_synchronous_step_is_the_sum_of_its_parts(written: Written, toy: Toy) 
     assert simulate(scenario).step_s == pytest.approx(parts, rel=1e-3)
 
 
-def test_what_a_step_loses_to_training_is_measured_and_taken_out(written: Written) -> None:
+def test_the_slowdown_of_a_step_by_training_is_measured_and_removed(written: Written) -> None:
     """Sixty engine steps while the learner waits, sixty that took 1.5 times as long while it
     trained, and those with more to do."""
     path = written.path / ENGINE_STEPS
@@ -158,19 +158,19 @@ def test_what_a_step_loses_to_training_is_measured_and_taken_out(written: Writte
     assert found.engine.step_time.seconds(2, 15) == pytest.approx(0.004, rel=0.01)
 
 
-def test_a_run_without_records_says_which_option_makes_them(run_toy: RunToy) -> None:
+def test_a_run_without_records_names_the_option_that_records_them(run_toy: RunToy) -> None:
     run = run_toy(steps=1).folder
     with pytest.raises(DataError, match=r"observe\.engine_steps=true"):
         calibrate_run(run)
 
 
-def test_a_run_without_a_trace_says_which_option_makes_it(written: Written) -> None:
+def test_a_run_without_a_trace_names_the_option_that_records_it(written: Written) -> None:
     (written.path / "trace.jsonl").unlink()
     with pytest.raises(DataError, match=r"observe\.trace_mb"):
         calibrate_run(written.path)
 
 
-def test_a_run_that_is_too_short_says_how_long_it_must_be(written: Written) -> None:
+def test_a_run_that_is_too_short_reports_the_required_length(written: Written) -> None:
     path = written.path / ENGINE_STEPS
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(DataError, match="4 steps or more"):
@@ -213,7 +213,7 @@ def test_a_real_run_can_be_calibrated_on_and_simulated(run_toy: RunToy, toy: Toy
     assert "itself" in answer.output
 
 
-def test_records_of_steps_that_are_made_again_are_removed(toy: Toy, tmp_path: Path) -> None:
+def test_records_of_repeated_steps_are_removed(toy: Toy, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, toy().recipe)
     folder.append_rows(ENGINE_STEPS, [{"step": step} for step in (1, 2, 3)])
     folder.drop_rows_after(2)

@@ -103,7 +103,7 @@ def test_a_faster_engine_divides_every_time():
     assert run_virtual(main()) == (2.25 + 2.25) / 2
 
 
-def test_who_comes_during_a_step_joins_at_its_end():
+def test_a_request_that_arrives_during_a_step_joins_at_its_end():
     async def main() -> list[float]:
         engine = SimulatedEngine(SECOND, _wanting(5, 2), slots=2)
         ends = await _all(_timed(engine, _request(0)), _timed(engine, _request(1), at=2.5))
@@ -122,7 +122,7 @@ def test_a_free_slot_is_filled_at_the_moment_it_is_free():
     assert run_virtual(main()) == [3, 5, 9]
 
 
-def test_who_is_asked_again_at_the_end_of_a_step_loses_no_step():
+def test_a_waiter_that_returns_at_the_end_of_a_step_loses_no_step():
     async def main() -> float:
         engine = SimulatedEngine(SECOND, lambda _: 2, slots=1)
         for turn in range(5):
@@ -223,7 +223,7 @@ def test_only_tokens_over_an_older_cache_are_flagged():
     assert again.kept_cache.tolist() == first.kept_cache.tolist()
 
 
-def test_a_completion_tells_how_long_it_was_queued_and_prefilled():
+def test_a_completion_reports_its_time_in_queue_and_prefill():
     async def main() -> list[Completion]:
         engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
         requests = [_request(n, prompt=10, grouped=True) for n in range(2)]
@@ -275,7 +275,7 @@ def test_a_response_that_no_cache_could_hold_is_cut_like_any_too_long_one():
     assert (len(short.token_ids), short.stop) == (5, StopReason.LENGTH)
 
 
-def test_an_aborted_sequence_goes_on_elsewhere_with_its_tokens_and_its_length():
+def test_an_aborted_sequence_continues_on_another_engine_with_its_tokens_and_length():
     async def main() -> tuple[Completion, Completion, int]:
         one = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=0)
         other = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=1)
@@ -372,7 +372,7 @@ def test_sleep_frees_the_cache_and_running_sequences_prefill_again():
     assert run_virtual(main()) == (4 + 3, 10 + 2)
 
 
-def test_a_failure_reaches_everyone_who_waits_and_everyone_who_comes():
+def test_a_failure_reaches_current_and_later_waiters():
     async def main() -> list[str]:
         engine = SimulatedEngine(SECOND, lambda _: 100, slots=1)
         engine.fail_at(2.5)
@@ -510,7 +510,7 @@ def test_the_closed_form_equals_a_step_by_step_simulation(jobs, slots, capacity)
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_whatever_the_order_and_the_interruptions_the_work_is_the_same(data):
+def test_the_workload_does_not_depend_on_order_or_interruptions(data):
     lengths = Lengths(7, LogNormal(20, 5), 80)
     uids = [SampleId(g, n) for g in range(3) for n in range(3)]
     order = data.draw(st.permutations(uids))
@@ -579,7 +579,7 @@ def test_a_thousand_engines_run_to_the_end_in_seconds():
     assert usage.prefilled_tokens == 8192 * 200
 
 
-def test_log_normal_lengths_have_the_median_and_the_tail_that_were_asked_for():
+def test_log_normal_lengths_have_the_requested_median_and_tail():
     lengths = Lengths(1, LogNormal(600, 10), 100_000)
     drawn = np.array([lengths.tokens(SampleId(n, 0)) for n in range(20_000)])
     assert np.median(drawn) == pytest.approx(600, rel=0.03)
@@ -596,7 +596,7 @@ def test_lengths_are_cut_follow_the_id_and_the_turn_and_are_never_zero():
     assert drawn != [replace(lengths, seed=2).tokens(uid) for uid in uids]
 
 
-def test_recorded_lengths_come_from_the_record_and_each_is_as_likely():
+def test_recorded_lengths_are_drawn_uniformly_from_the_record():
     lengths = Lengths(
         0,
         Recorded(
@@ -650,7 +650,7 @@ def test_a_reward_takes_its_time_and_scores_by_id():
     assert run_virtual(main()) == (2, values)
 
 
-def test_shares_of_groups_without_signal_and_of_failures_are_as_asked_for():
+def test_shares_of_groups_without_signal_and_of_failures_are_as_configured():
     async def main() -> list[list[Any]]:
         reward = SimulatedReward(Latencies(0, Constant(0.0)), flat=0.3, failed=0.1)
         return [[await reward.score(sample(uid=(g, n))) for n in range(3)] for g in range(1500)]

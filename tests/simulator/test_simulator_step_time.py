@@ -68,7 +68,7 @@ def test_recorded_latencies_are_drawn_from() -> None:
     assert {latency.quantile(float(u)) for u in np.linspace(0.01, 0.99, 9)} == {0.1, 0.4}
 
 
-def test_ways_and_the_controller_make_a_synchronous_step_longer() -> None:
+def test_latencies_and_the_controller_make_a_synchronous_step_longer() -> None:
     plain = Scenario().change(rollout={"groups_per_step": 2, "group_size": 2})
     plain = plain.change(work={"lengths": {"median": 4, "tail": 1}}, steps=3)
     slow = plain.change(devices={"call_s": 0.5, "controller_s": 0.25})
@@ -89,7 +89,7 @@ def test_a_fit_recognises_padded_steps() -> None:
     assert fit.step_time.per_kv_token_s == pytest.approx(1e-4)
 
 
-def test_a_prefill_costs_its_step_something_whatever_its_length() -> None:
+def test_a_prefill_of_any_length_adds_time_to_its_step() -> None:
     time = StepTime(0.01, per_prefill_token_s=0.001, prefill_base_s=0.005)
     assert time.seconds(1, 1) == pytest.approx(0.01)
     assert time.seconds(1, 1, prefill_tokens=3) == pytest.approx(0.01 + 0.005 + 0.003)

@@ -73,7 +73,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_row_on_top(folder: Path):
+def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_value_row(folder: Path):
     critic = critic_of(folder)
     critic.module.double()
     batch = judged_batch(LENGTHS)
@@ -135,7 +135,7 @@ def test_a_value_is_of_what_comes_before_the_token(folder: Path, share: bool):
         np.testing.assert_allclose(values.last_values_B[b], every[-1], atol=1e-6)
 
 
-def test_a_value_does_not_see_the_token_that_is_drawn(folder: Path):
+def test_a_value_does_not_depend_on_the_sampled_token(folder: Path):
     critic, batch = critic_of(folder), random_batch([6])
     other = batch.token_ids_N.copy()
     other[4] = 4 + (other[4] - 3) % 50
@@ -176,7 +176,7 @@ def test_the_value_head_is_float32_over_a_body_of_any_dtype(folder: Path):
     assert {p.dtype for p in critic.module.head.parameters()} == {torch.float32}
 
 
-def test_a_critic_may_have_a_body_of_its_own(folder: Path, tmp_path: Path):
+def test_a_critic_may_have_its_own_base_model(folder: Path, tmp_path: Path):
     small = save_tiny(tmp_path, hidden=16, layers=1)
     critic = critic_of(folder, critic={"model": {"path": str(small)}})
     assert critic.module.head.in_features == 16
@@ -195,7 +195,7 @@ def test_values_move_towards_their_returns(folder: Path):
     assert errors[-1] < 0.1 * errors[0]
 
 
-def test_the_schedule_of_the_critic_has_the_warm_up_that_the_policy_has_not(folder: Path):
+def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: Path):
     train = {"schedule": {"shape": "linear"}, "minibatches": 2, "epochs": 2}
     critic = critic_of(
         folder,
@@ -259,7 +259,7 @@ def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder
     assert np.array_equal(found[0], found[1])
 
 
-def test_a_restored_critic_goes_on_as_the_one_that_was_saved(folder: Path, tmp_path: Path):
+def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: Path):
     critic = critic_of(folder)
 
     def train(trained: LocalCritic, seed: int) -> None:
@@ -292,7 +292,7 @@ def test_a_folder_without_a_critic_is_refused(folder: Path, tmp_path: Path):
         critic_of(folder).load(tmp_path)
 
 
-def test_what_sleeps_is_saved_all_the_same(folder: Path, tmp_path: Path):
+def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
     critic, batch = critic_of(folder), judged_batch(LENGTHS)
     critic.forward_backward(batch, value_loss)
     critic.step()
@@ -308,7 +308,7 @@ def test_what_sleeps_is_saved_all_the_same(folder: Path, tmp_path: Path):
     assert np.array_equal(critic.values(batch).values_N, before)
 
 
-def test_parked_tensors_give_their_memory_back_and_come_again_with_all_who_share_it():
+def test_offloaded_tensors_free_their_memory_and_are_restored_with_all_views():
     one, two = torch.arange(4.0), torch.arange(3.0)
     view, stays = one.view(2, 2), torch.ones(2)
     parked = OffloadedTensors()

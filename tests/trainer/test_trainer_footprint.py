@@ -33,7 +33,7 @@ def kept_per_token(strategy: LocalStrategy) -> float:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8}])
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_a_forward_keeps_about_what_is_predicted(
+def test_a_forward_keeps_about_the_predicted_memory(
     tmp_path: Path, dtype: str, itemsize: int, lora: dict[str, int] | None
 ) -> None:
     folder = save_tiny(tmp_path, hidden=128, heads=8, kv_heads=2)

@@ -357,7 +357,7 @@ def steps(recipe: Recipe, count: int) -> Stepped:
 @pytest.mark.parametrize(
     ("count", "parallel"), [(2, {"tensor": 2}), (4, {"data": 2, "context": 2})], ids=str
 )
-def test_steps_clip_by_the_norm_of_the_whole_gradient(
+def test_steps_clip_by_the_norm_of_the_full_gradient(
     ranks: RanksOf, dense: Path, count: int, parallel: dict[str, int]
 ):
     tight = {"optimizer": {"lr": 1e-3, "grad_clip": 0.05, "weight_decay": 0.1}}
@@ -414,7 +414,7 @@ def train_and_save(recipe: Recipe, read: Path | None, written: Path | None, seed
     ],
     ids=str,
 )
-def test_what_two_ranks_saved_one_goes_on_with_and_two_again(
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_two(
     ranks: RanksOf,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -490,7 +490,7 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-def test_what_cannot_be_divided_is_refused_with_a_way_out(
+def test_sizes_that_cannot_be_divided_are_refused_with_a_fix(
     ranks: RanksOf, dense: Path, tmp_path: Path
 ):
     [said, _] = ranks(2).run(refusal, recipe_with(dense, {"data": 3}))

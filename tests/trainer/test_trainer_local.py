@@ -169,7 +169,7 @@ def test_a_model_in_float16_computes_log_probs_and_is_not_trained(folder: Path):
         strategy.forward_backward(batch, policy_loss)
 
 
-def test_where_nobody_computed_the_old_policy_the_behaviour_stands_for_it(folder: Path):
+def test_without_an_old_policy_the_behaviour_policy_replaces_it(folder: Path):
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
@@ -272,7 +272,7 @@ def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_t
     torch.testing.assert_close(inputs.student_TK[:, 0], inputs.logprobs_T, rtol=0, atol=1e-6)
 
 
-def test_a_batch_that_asks_for_no_entropy_gives_the_loss_none(folder: Path):
+def test_a_batch_without_an_entropy_term_gives_the_loss_no_entropy(folder: Path):
     """Its graph over the whole vocabulary is not kept for nothing."""
     seen: list[LossInputs] = []
 
@@ -295,7 +295,7 @@ def test_only_a_loss_of_pairs_keeps_pairs_in_one_micro_batch(
     assert [len(part) for part in cut] == parts
 
 
-def test_tokens_that_nobody_drew_have_no_mismatch(folder: Path):
+def test_tokens_that_were_not_sampled_have_no_mismatch(folder: Path):
     """Imitation: the answers come from a file, so there is no behaviour policy."""
     batch = random_batch([6])
     batch = replace(batch, versions_N=np.full_like(batch.versions_N, NOT_SAMPLED))
@@ -415,7 +415,7 @@ def test_loading_restores_the_random_state(folder: Path, tmp_path: Path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_export_speaks_greedily_as_the_learner_does_in_plain_transformers(
+def test_greedy_tokens_of_an_export_in_transformers_are_those_of_the_learner(
     folder: Path, tmp_path: Path
 ):
     strategy = strategy_of(folder, train={"optimizer": {"lr": 0.02}})

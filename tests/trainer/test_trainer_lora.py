@@ -160,7 +160,7 @@ def test_the_learner_computes_what_its_export_does(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_learner_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_restored_learner_continues_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
     first = learner(folder, steps=2, dtype=dtype, dropout=0.1)
     first.save(tmp_path)
     step(first, 2)

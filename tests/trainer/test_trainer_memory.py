@@ -23,7 +23,7 @@ def loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def test_parked_memory_is_free_and_comes_back() -> None:
+def test_offloaded_memory_is_free_and_is_restored() -> None:
     parked, first, second = OffloadedTensors(), torch.arange(6.0), torch.arange(4)
     parked.move_to_host({"first": first, "second": second})
     assert first.untyped_storage().size() == second.untyped_storage().size() == 0
@@ -34,7 +34,7 @@ def test_parked_memory_is_free_and_comes_back() -> None:
     assert not parked
 
 
-def test_what_stays_keeps_its_address() -> None:
+def test_kept_tensors_keep_their_address() -> None:
     parked, shared, own = OffloadedTensors(), torch.ones(8), torch.ones(8)
     address = shared.data_ptr()
     parked.move_to_host({"shared": shared[:4], "own": own}, keep=[shared])

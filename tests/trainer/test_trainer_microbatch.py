@@ -132,7 +132,7 @@ def test_greedy_samples_have_their_log_probs_at_temperature_one():
     assert pack(batch, device="cpu", deterministic=False).temperature_T.tolist() == [1.0]
 
 
-def test_a_deterministic_pack_has_whole_tiles_of_rows():
+def test_a_deterministic_pack_has_complete_tiles_of_rows():
     packed = pack(random_batch([5, 30]), device="cpu", deterministic=True)
     assert len(packed.token_ids_N) == 64
     assert packed.layout.lengths == (5, 30, 29)
@@ -170,7 +170,7 @@ def outcome(model: Any, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, to
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_a_shared_beginning_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
+def test_a_shared_prefix_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
     batch = batch_of(SHARED[case])
     whole = pack(batch, device="cpu", deterministic=False)
     shared = pack(batch, device="cpu", deterministic=False, share_prefix=True)
@@ -214,7 +214,7 @@ def test_groups_stay_together_and_fill_the_parts_largest_first():
     assert plan == [[1, 3, 4], [2, 0]]
 
 
-def test_kept_groups_are_never_cut_however_large():
+def test_kept_groups_are_never_split_however_large():
     batch = batch_of(["0 pqA", "1 rsB", "0 pqCDE", "1 rC"])
     cut = [[0, 2], [1, 3]]
     for tokens in (1, 5, 8):
@@ -264,7 +264,7 @@ def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
 
-def test_no_cut_of_a_batch_with_shared_beginnings_changes_its_gradient(tmp_path: Path):
+def test_no_split_of_a_batch_with_shared_prefixes_changes_its_gradient(tmp_path: Path):
     """Promise 3, in float64: whole, a group cut in two, and every sample alone."""
     folder = save_tiny(tmp_path, hidden=16)
     batch = batch_of(["0 pqrA", "0 pqrBC", "1 stD", "1 stxyEF", "0 pqrGH"])

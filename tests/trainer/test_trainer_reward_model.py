@@ -111,7 +111,7 @@ def test_it_learns_an_order_that_holds_for_pairs_it_has_not_seen(folder: Path) -
     assert right.mean() > 0.9
 
 
-def test_it_goes_on_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+def test_it_continues_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     first, second = model_of(folder), model_of(folder)
     first.forward_backward(pairs(), bradley_terry)
     first.step()

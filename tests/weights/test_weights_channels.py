@@ -95,7 +95,7 @@ async def test_every_channel_brings_three_versions_bit_for_bit(
     await engine.close()
 
 
-async def test_a_native_engine_lives_in_the_hosts_memory_and_moves_at_each_commit() -> None:
+async def test_a_native_engine_uses_the_hosts_memory_and_moves_at_each_commit() -> None:
     engine, sender = engine_of(0, torch.float32), WeightSender()
     worker = GeneratorWorker(engine)
     addresses: list[int] = []
@@ -118,7 +118,7 @@ async def test_weights_of_another_dtype_are_copied_and_not_adopted() -> None:
     await engine.close()
 
 
-async def test_a_part_of_the_weights_goes_to_engines_that_have_the_rest() -> None:
+async def test_some_weights_are_sent_to_engines_that_have_the_others() -> None:
     engine, sender = engine_of(0, torch.float32), WeightSender()
     worker, pairs = GeneratorWorker(engine), weights(1, torch.float32)
     route = Route("host", (0,))
@@ -223,7 +223,7 @@ def in_a_thread(work: Callable[[], None]) -> Callable[[], BaseException | None]:
     return end
 
 
-def test_a_receiver_that_is_killed_before_it_commits_hurts_nobody_else(
+def test_a_receiver_that_is_killed_before_it_commits_affects_no_other(
     pair_of_children: tuple[Child, Child],
 ) -> None:
     stays, dies = pair_of_children

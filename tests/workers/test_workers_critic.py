@@ -240,7 +240,7 @@ def rows_of(folder: Path) -> int:
     return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
-def test_a_teacher_with_more_rows_is_asked_about_the_policys_tokens_alone(
+def test_a_teacher_with_more_rows_scores_only_the_policys_tokens(
     tiny_folder: Path, teacher_folder: Path, tmp_path: Path
 ):
     rows = rows_of(tiny_folder)

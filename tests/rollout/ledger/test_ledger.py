@@ -236,7 +236,7 @@ def test_counts_tell_where_every_sample_is():
     check_ledger(ledger)
 
 
-def test_check_finds_a_group_that_got_lost():
+def test_an_audit_finds_a_lost_group():
     ledger = make_ledger(2, 1)
     fill(ledger)
     ledger._table.active.popitem()
@@ -368,7 +368,7 @@ def test_a_group_with_spares_is_complete_with_the_first_members_and_cancels_the_
     check_ledger(ledger)
 
 
-def test_a_group_that_has_enough_takes_no_further_sample():
+def test_a_complete_group_takes_no_further_sample():
     ledger = make_ledger(1, 1, spares=1)
     fill(ledger)
     run(ledger, 0)
@@ -529,7 +529,7 @@ def test_a_group_of_a_long_round_that_is_dropped_is_refilled_with_a_new_prompt()
     assert take(ledger, 1) == [3, 4]
 
 
-def test_a_restored_ledger_goes_on_with_the_long_round_that_was_under_way():
+def test_a_restored_ledger_continues_a_running_long_round():
     ledger = make_ledger(2, 1, 1, rule="long_rounds")
     for version in (0, 1):
         fill(ledger, version=version)
@@ -654,12 +654,12 @@ def test_after_a_restore_the_groups_of_the_log_start_again_with_the_same_prompts
     assert ledger.next_prompt_uid is None
 
 
-def test_a_log_that_does_not_follow_on_the_checkpoint_is_refused():
+def test_a_log_that_does_not_continue_the_checkpoint_is_refused():
     with pytest.raises(CheckpointError, match="group 1 instead of group 0"):
         make_ledger(2, 1).restore(make_ledger(2, 1).state(), started=[(1, "toy/1")])
 
 
-def test_the_ledger_tells_every_transition_that_a_log_keeps():
+def test_the_ledger_reports_every_transition_that_a_log_keeps():
     told = []
     ledger = make_ledger(1, 1, record=told.append)
     fill(ledger)
@@ -681,7 +681,7 @@ def test_the_ledger_tells_every_transition_that_a_log_keeps():
     ]
 
 
-def test_a_question_in_vain_does_not_look_at_every_group(monkeypatch):
+def test_a_fruitless_query_does_not_scan_every_group(monkeypatch):
     ledger = make_ledger(50, 1, 1)
     fill(ledger)
     complete(ledger, *range(40, 90))

@@ -386,12 +386,12 @@ def play_histories(rule, count):
 
 
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_the_laws_hold_in_every_history(rule):
+def test_the_invariants_hold_in_every_history(rule):
     play_histories(rule, HISTORIES // len(StalenessRule))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_the_laws_hold_in_ten_times_as_many_histories(rule):
+def test_the_invariants_hold_in_ten_times_as_many_histories(rule):
     play_histories(rule, 10 * HISTORIES // len(StalenessRule))
