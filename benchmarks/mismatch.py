@@ -99,11 +99,11 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
         engine = VllmEngine.create(recipe.infer, recipe.model, **options)
     count = -(-tokens // NEW_TOKENS)
     # The first batch warms up.
-    wanted = [TEMPERATURES[0], *TEMPERATURES]
-    batches = [requests_of(recipe, count, temperature) for temperature in wanted]
+    temperatures = [TEMPERATURES[0], *TEMPERATURES]
+    batches = [requests_of(recipe, count, temperature) for temperature in temperatures]
     drawn, seconds = await draw_all(engine, batches)
     rows: list[dict[str, Any]] = []
-    for place in range(1, len(wanted)):
+    for place in range(1, len(temperatures)):
         batch = completions_to_batch(batches[place], drawn[place])
         begun = perf_counter()
         own_N = strategy.logprobs(batch).astype(np.float64)
@@ -113,7 +113,7 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
             {
                 "engine": name,
                 "mode": mode,
-                "temperature": wanted[place],
+                "temperature": temperatures[place],
                 "tokens": len(gap),
                 "mean_abs": float(np.abs(gap).mean()),
                 "max_abs": float(np.abs(gap).max()),

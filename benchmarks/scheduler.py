@@ -105,9 +105,9 @@ class Result:
 def read_load(name: str, seeds: Sequence[int] = ()) -> Load:
     whole: Any = yaml.safe_load((HERE / "scheduler_load.yaml").read_text(encoding="utf-8"))
     engine = json.loads((HERE / "scheduler_engine.json").read_text(encoding="utf-8"))
-    said = dict(whole[name])
-    splits = tuple(said.pop("splits", ()))
-    scenario = build_scenario(said, origin=f"scheduler_load.yaml: {name}")
+    settings = dict(whole[name])
+    splits = tuple(settings.pop("splits", ()))
+    scenario = build_scenario(settings, origin=f"scheduler_load.yaml: {name}")
     parts = ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
     scenario = scenario.change(devices={"step_time": {part: engine[part] for part in parts}})
     return Load(name, scenario, splits, whole["share"], tuple(seeds or whole["seeds"]))
@@ -125,8 +125,8 @@ def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
     show(f"{load.name}: barrier, oldest first", reports[1])
     best = calibrated[0 if longest_first else 1]
     parts = [load.devices // 4, load.devices // 2, 3 * load.devices // 4]
-    apart = [best.change(rollout={"max_staleness": 0}, devices=load.split(n)) for n in parts]
-    for part, report in zip(parts, map_(simulate, apart), strict=True):
+    separated = [best.change(rollout={"max_staleness": 0}, devices=load.split(n)) for n in parts]
+    for part, report in zip(parts, map_(simulate, separated), strict=True):
         show(f"{load.name}: barrier, {part} of {load.devices} generate", report)
         assert report.step_s > min(r.step_s for r in reports), "the baseline is not the best one"
     tried = [ours_of(best, load, split) for split in load.splits]
@@ -342,7 +342,7 @@ async def open_cheap(engines: Sequence[Engine], groups: int) -> AsyncGenerator[R
         yield rollout
 
 
-async def lives(
+async def run_samples(
     engines: Sequence[Engine], in_flight: int, *, samples: int, clock: Callable[[], float]
 ) -> float:
     """Seconds per sample, with `in_flight` started and not trained at the beginning of each step.
@@ -369,7 +369,7 @@ def measure_cost(in_flight: int, *, samples: int, engines: int = 1) -> float:
     """CPU seconds per sample with engines in this process."""
     slots = min(in_flight, 32_768) // engines
     made: list[Any] = [AtOnce(slots) for _ in range(engines)]
-    seconds = asyncio.run(lives(made, in_flight, samples=samples, clock=time.process_time))
+    seconds = asyncio.run(run_samples(made, in_flight, samples=samples, clock=time.process_time))
     gc.collect()
     return seconds
 
@@ -399,7 +399,7 @@ async def ray_cost(samples: int) -> float:
         Generators(group, "generators").connect() as generators,
     ):
         remote: list[Any] = list(generators.engines)
-        return await lives(remote, 1024, samples=samples, clock=time.perf_counter)
+        return await run_samples(remote, 1024, samples=samples, clock=time.perf_counter)
 
 
 def measure_growth() -> tuple[float, float]:

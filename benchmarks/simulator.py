@@ -96,7 +96,10 @@ class Outcome:
 
     @property
     def round_errors(self) -> list[float]:
-        return [said / seen - 1 for said, seen in zip(self.predicted_s, self.step_s, strict=True)]
+        return [
+            predicted / seen - 1
+            for predicted, seen in zip(self.predicted_s, self.step_s, strict=True)
+        ]
 
 
 def digits(completion: str) -> float:
@@ -166,14 +169,16 @@ class RunMaker:
         found = [calibrate_run(folder) for folder in calibrations]
         for name, text in found[0].describe():
             print(f"{name:<16}{text}", flush=True)
-        said = {
+        predicted = {
             case: fmean(self.predicted(case, c) for c in found[link : link + 2])
             for link, case in enumerate(CASES)
         }
         own = [self.measured(folder) for folder in calibrations]
         measured[CALIBRATION] = fmean(own)
-        said[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in found)
-        return Round({case: (measured[case], said[case]) for case in (CALIBRATION, *CASES)}, own)
+        predicted[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in found)
+        return Round(
+            {case: (measured[case], predicted[case]) for case in (CALIBRATION, *CASES)}, own
+        )
 
     def measured(self, folder: Path) -> float:
         rows = read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:]

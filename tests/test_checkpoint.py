@@ -196,9 +196,9 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_temporary(tmp_path: Pat
     store = store_of(tmp_path, keep_last=1)
     save(store, 1)
     for step in (1, 2):
-        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space") as told:
+        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space") as caught:
             store.save(step, write, meta={})
-        assert "Traceback" not in str(told.value)
+        assert "Traceback" not in str(caught.value)
         assert names(tmp_path) == ["step-000001"]
         assert (newest(store).path / "optimizer" / "moments.bin").read_text() == "w1"
     save(store, 2)

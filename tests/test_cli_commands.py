@@ -169,12 +169,12 @@ def test_an_exported_policy_is_a_plain_folder_with_the_same_outputs(
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     for prompt, response in responses(newest(runs, "eval")).items():
         turns = [{"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            drawn = model.generate(**asked, max_new_tokens=3, do_sample=False)
-        text = tokenizer.decode(drawn[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+            drawn = model.generate(**encoded, max_new_tokens=3, do_sample=False)
+        text = tokenizer.decode(drawn[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == response
 
 
@@ -204,9 +204,9 @@ def test_a_preset_is_printed_as_a_section_that_a_recipe_can_have(rollick: Comman
     about, section = out.split("\n", 1)
     assert about.startswith("# GRPO with clip-higher")
     assert about.endswith("(arXiv 2503.14476)")
-    said = yaml.safe_load(section)["algorithm"]
-    assert AlgorithmConfig.model_validate(said) == AlgorithmConfig(preset="dapo")
-    assert said["loss"]["clip_high"] == 0.28
+    section_algorithm = yaml.safe_load(section)["algorithm"]
+    assert AlgorithmConfig.model_validate(section_algorithm) == AlgorithmConfig(preset="dapo")
+    assert section_algorithm["loss"]["clip_high"] == 0.28
 
 
 def test_an_unknown_preset_gets_a_message_with_the_nearest(rollick: Command) -> None:

@@ -89,9 +89,9 @@ def test_the_command_prints_a_table_and_draws_a_picture(make_run: MakeRun, tmp_p
     assert "0.75" in done.stdout
     assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
     done = compare(*folders, "--picture", tmp_path / "2.png", "--metric", "score/mean", "--json")
-    told = json.loads(done.stdout)
-    assert told["metric"] == "score/mean"
-    assert [group["last"]["mean"] for group in told["groups"]] == [0.2, 0.2]
+    report = json.loads(done.stdout)
+    assert report["metric"] == "score/mean"
+    assert [group["last"]["mean"] for group in report["groups"]] == [0.2, 0.2]
 
 
 def test_incomparable_results_are_reported(make_run: MakeRun, tmp_path: Path) -> None:

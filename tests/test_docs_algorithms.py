@@ -118,11 +118,11 @@ def test_every_recipe_on_a_page_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     count = 0
     for path, text in recipes():
-        said = yaml.safe_load(text)
-        rewards = [] if "pipeline" in said or "opd" in text else ["exact_match"]
+        recipe = yaml.safe_load(text)
+        rewards = [] if "pipeline" in recipe or "opd" in text else ["exact_match"]
         plain = {"domains": {"mine": {"source": "mine.jsonl", "rewards": rewards}}}
-        said["data"] = {**plain, **said.get("data", {})}
-        recipe_from_dict({"model": {"path": "tiny"}, **said}, origin=path, base=tmp_path)
+        recipe["data"] = {**plain, **recipe.get("data", {})}
+        recipe_from_dict({"model": {"path": "tiny"}, **recipe}, origin=path, base=tmp_path)
         count += 1
     assert count == len(curves())
 

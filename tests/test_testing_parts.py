@@ -82,7 +82,7 @@ def over_the_mean(groups: Sequence[Group], options: Any) -> Any:
         return [[s / np.mean(g.scores) for s in g.scores] for g in groups]
 
 
-def judged_only(groups: Sequence[Group], options: Any) -> Any:
+def only_scored(groups: Sequence[Group], options: Any) -> Any:
     return [[m.score.value for m in g.members if m.score.ok] for g in groups]
 
 
@@ -103,7 +103,7 @@ def of_the_response(groups: Sequence[Group], options: Any) -> Any:
     ("advantage", "complaint"),
     [
         (over_the_mean, "not finite"),
-        (judged_only, "2 values for the 3 samples of group 1"),
+        (only_scored, "2 values for the 3 samples of group 1"),
         (over_the_first_group, "changes with the order of groups"),
         (failed_as_a_fault, "whose reward failed, has an advantage other than 0"),
         (of_the_response, "has the shape"),

@@ -151,10 +151,10 @@ def test_gdpo_without_weights_takes_each_reward_once_and_not_the_parts_inside_a_
     [expected] = grpo([group([1, 0])], NormalisedAdvantage())
     assert [v > 0 for v in numbers(values)] == [v > 0 for v in numbers(expected)]
     # "a/x" alone would turn the answer round
-    turned: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
+    with_turns: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
     with pytest.raises(ConfigError, match="add up to 0, and its score is 9"):
-        gdpo([with_parts(turned)], GdpoAdvantage())
-    [values] = gdpo([with_parts(turned)], GdpoAdvantage(weights={"a/x": 1}))
+        gdpo([with_parts(with_turns)], GdpoAdvantage())
+    [values] = gdpo([with_parts(with_turns)], GdpoAdvantage(weights={"a/x": 1}))
     assert numbers(values)[0] < numbers(values)[1]
 
 
@@ -240,8 +240,8 @@ def by_loops(name: str, batch: Batch) -> Batch:
     everything = [score for scores in batch for score in scores if score is not None]
     answer: Batch = []
     for scores in batch:
-        judged = [score for score in scores if score is not None]
-        mean = sum(judged) / len(judged) if judged else 0.0
+        scored = [score for score in scores if score is not None]
+        mean = sum(scored) / len(scored) if scored else 0.0
         row: list[float | None] = []
         for score in scores:
             if score is None:
@@ -249,10 +249,10 @@ def by_loops(name: str, batch: Batch) -> Batch:
                 continue
             value = score - mean
             if name in ("grpo", "gdpo"):
-                value /= std_by_loops(judged) + 1e-6
+                value /= std_by_loops(scored) + 1e-6
             if name == "rloo":
-                others = sum(judged) - score
-                value = score - others / (len(judged) - 1) if len(judged) > 1 else 0.0
+                others = sum(scored) - score
+                value = score - others / (len(scored) - 1) if len(scored) > 1 else 0.0
             if name == "lite_ppo":
                 value /= std_by_loops(everything) + 1e-6
             if name == "max_rl":
@@ -271,8 +271,8 @@ def by_loops(name: str, batch: Batch) -> Batch:
 @every_group_advantage
 def test_advantages_agree_with_plain_loops_and_are_finite(name: str, batch: Batch):
     for found, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
-        wanted = [0.0 if value is None else value for value in expected]
-        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        known = [0.0 if value is None else value for value in expected]
+        assert found == pytest.approx(known, rel=1e-9, abs=1e-9)
         assert all(math.isfinite(value) for value in found)
 
 

@@ -136,9 +136,9 @@ def test_a_reward_on_an_observation_is_refused_and_not_lost():
 def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = "") -> Group:
     """Members of (score, mask, values of a critic); `cut` marks the truncated ones with `x`."""
     whole = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
-    said = [Annotations(values=floats(*values), last_value=0.5) for _, _, values in members]
+    annotations = [Annotations(values=floats(*values), last_value=0.5) for _, _, values in members]
     ends = [StopReason.LENGTH if mark == "x" else StopReason.STOP for mark in cut.ljust(9, ".")]
-    whole = annotated(whole, *said)
+    whole = annotated(whole, *annotations)
     return replace(
         whole,
         members=tuple(
@@ -275,7 +275,7 @@ def test_a_wider_limit_of_opd_never_makes_an_advantage_smaller(
 
 def opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
     whole = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
-    return annotated(whole, *(said for _, _, said in members))
+    return annotated(whole, *(annotations for _, _, annotations in members))
 
 
 def test_opd_compares_with_the_old_policy_where_it_is_known_and_else_with_the_one_that_drew():
@@ -299,15 +299,15 @@ def test_opd_compares_with_the_old_policy_where_it_is_known_and_else_with_the_on
 )
 def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: int, limit: float):
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
-    said = [
+    annotations = [
         Annotations(
             teacher=numbers(seed + n, len(text)), old=numbers(seed - n - 1 + 10**6, len(text))
         )
         for n, text in enumerate(texts)
     ]
-    whole = opd_group(*((1.0, text, a) for text, a in zip(texts, said, strict=True)))
+    whole = opd_group(*((1.0, text, a) for text, a in zip(texts, annotations, strict=True)))
     for text, a, found in zip(
-        texts, said, arrays(opd([whole], OpdAdvantage(limit=limit)))[0], strict=True
+        texts, annotations, arrays(opd([whole], OpdAdvantage(limit=limit)))[0], strict=True
     ):
         assert a.teacher is not None
         assert a.old is not None
@@ -322,8 +322,8 @@ def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: in
     ids=["empty mask", "one token", "truncated"],
 )
 def test_opd_depends_on_tokens_and_on_neither_score_nor_group(mask: str, cut: bool):
-    said = Annotations(teacher=np.full(len(mask), -2.0))
-    whole = opd_group((7, mask, said))
+    annotations = Annotations(teacher=np.full(len(mask), -2.0))
+    whole = opd_group((7, mask, annotations))
     stop = StopReason.LENGTH if cut else StopReason.STOP
     [member] = whole.members
     whole = replace(whole, members=(replace(member, sample=replace(member.sample, stop=stop)),))
@@ -360,8 +360,8 @@ def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
     part: str, option: str, value: object
 ):
     whole = gae_group((1, "....xxx", [0.3] * 7), (0, "....x", [0.5] * 5), cut="xx")
-    said = [replace(m.annotations, teacher=np.zeros(m.sample.length)) for m in whole.members]
-    batch = [annotated(whole, *said)]
+    annotations = [replace(m.annotations, teacher=np.zeros(m.sample.length)) for m in whole.members]
+    batch = [annotated(whole, *annotations)]
 
     def first(**options: object) -> list[Any]:
         config = AlgorithmConfig.model_validate({"advantage": {"name": part, **options}})

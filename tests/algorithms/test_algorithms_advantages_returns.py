@@ -109,8 +109,8 @@ def test_the_reward_of_a_turn_is_at_its_last_token_and_the_rest_of_the_score_at_
     [member] = masked_group([10], "....xx.x.x").members
     split = replace(member, score=Score(10, turn_rewards=(1, 2, 3)))
     assert token_rewards(split).tolist() == [0, 0, 0, 0, 0, 1, 0, 2, 0, 3 + 4]
-    said = Annotations(penalty=floats(INF, 0, 0, 0, 0.5, 0, NAN, 0, 0, 0.5))
-    taxed = replace(split, score=replace(split.score, value=9), annotations=said)
+    annotations = Annotations(penalty=floats(INF, 0, 0, 0, 0.5, 0, NAN, 0, 0, 0.5))
+    taxed = replace(split, score=replace(split.score, value=9), annotations=annotations)
     assert token_rewards(taxed).tolist() == [0, 0, 0, 0, -0.5, 1, 0, 2, 0, 3 + 4 - 0.5]
 
 

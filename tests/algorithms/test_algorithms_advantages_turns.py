@@ -115,8 +115,8 @@ def test_step_returns_are_whitened_over_the_turns_of_the_batch_each_counted_once
 def test_a_score_without_turns_belongs_to_the_last_one_and_a_penalty_to_its_own():
     whole = masked_group([5], "....xx.x")
     assert turn_rewards(whole.members[0]) == [0, 5]
-    said = Annotations(penalty=np.array([math.inf, 0, 0, 0, 1, 1, math.nan, 0]))
-    taxed = annotated(masked_group([3], "....xx.x"), said)
+    annotations = Annotations(penalty=np.array([math.inf, 0, 0, 0, 1, 1, math.nan, 0]))
+    taxed = annotated(masked_group([3], "....xx.x"), annotations)
     assert turn_rewards(taxed.members[0]) == [-2, 5]
 
 
@@ -206,13 +206,15 @@ def test_gigpo_agrees_with_plain_loops(steps: list[list[tuple[str, int]]]):
     returns = [returns_by_loops(of, 0.5) for of in rewards]
     for sample, of_sample in enumerate(states):
         for turn, state in enumerate(of_sample):
-            alike = [
+            equal_states = [
                 (s, t)
                 for s, of in enumerate(states)
                 for t, other in enumerate(of)
                 if other == state
             ]
-            step = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            step = norm([returns[s][t] for s, t in equal_states])[
+                equal_states.index((sample, turn))
+            ]
             expected = 0.5 * episodes[sample] + 2 * step
             assert found[sample][turn] == pytest.approx(expected, abs=1e-9)
 
@@ -268,20 +270,22 @@ def test_gigpo_of_groups_agrees_with_plain_loops(
 ):
     whole = episodes(*samples)
     options = GigpoAdvantage(gamma=0.5, episode_weight=episode, step_weight=step)
-    judged = [steps for steps in samples if steps is not None]
-    totals = norm([sum(reward for _, reward in steps) for steps in judged])
-    returns = [returns_by_loops([reward for _, reward in steps], 0.5) for steps in judged]
+    scored = [steps for steps in samples if steps is not None]
+    totals = norm([sum(reward for _, reward in steps) for steps in scored])
+    returns = [returns_by_loops([reward for _, reward in steps], 0.5) for steps in scored]
     expected: list[list[float]] = []
-    for sample, steps in enumerate(judged):
+    for sample, steps in enumerate(scored):
         expected.append([])
         for turn, (state, _) in enumerate(steps):
-            alike = [
+            equal_states = [
                 (s, t)
-                for s, other in enumerate(judged)
+                for s, other in enumerate(scored)
                 for t, (key, _) in enumerate(other)
                 if key == state
             ]
-            compared = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            compared = norm([returns[s][t] for s, t in equal_states])[
+                equal_states.index((sample, turn))
+            ]
             expected[-1].append(episode * totals[sample] + step * compared)
     known = iter(expected)
     wanted = [[] if steps is None else next(known) for steps in samples]

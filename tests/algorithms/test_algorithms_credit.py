@@ -292,15 +292,15 @@ def test_a_mixed_batch_has_the_gradients_of_its_domains_alone_added_up(case: str
     credited, _ = CreditAssigner(both, base=None).assign(groups, whole)
     mixed = gradient(strategy, both.algorithms, credited)
 
-    apart = torch.zeros_like(mixed)
+    summed = torch.zeros_like(mixed)
     for name, algorithm in (("a", a), ("b", b)):
         own = [of for of in groups if of.prompt.domain == name]
         places = [n for n, uid in enumerate(whole.uids) if uid.group in {of.uid for of in own}]
         alone = recipe(algorithm) if name == "a" else _only_b(algorithm)
         part, _ = CreditAssigner(alone, base=None).assign(own, whole.take(places))
-        apart += gradient(strategy, alone.algorithms, part)
-    assert apart.norm() > 0
-    assert (mixed - apart).norm() / apart.norm() <= 1e-10
+        summed += gradient(strategy, alone.algorithms, part)
+    assert summed.norm() > 0
+    assert (mixed - summed).norm() / summed.norm() <= 1e-10
 
 
 def _only_b(algorithm: dict[str, Any]) -> Recipe:

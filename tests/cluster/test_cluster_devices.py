@@ -189,8 +189,8 @@ def test_a_sleeping_policy_sleeps_in_phases_that_do_not_use_it():
     plans = plan_residency(roles, phases, policy_sleeps=True)
     asleep = {plan.phase.name for plan in plans if RoleRank("policy", 0) in plan.sleeps}
     assert asleep == {"generate"}
-    apart = device_map(policy="0", generators="1")
-    assert not any(plan.sleeps for plan in plan_residency(apart, phases, policy_sleeps=True))
+    separate = device_map(policy="0", generators="1")
+    assert not any(plan.sleeps for plan in plan_residency(separate, phases, policy_sleeps=True))
 
 
 def test_on_one_gpu_roles_take_turns_with_the_memory():

@@ -228,12 +228,12 @@ def test_extends_works_through_several_files_and_folders(folder: Path) -> None:
 
 def test_extends_replaces_a_part_with_another_name(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "algorithm: {loss: {name: dppo_tv, delta: 0.1}}\n")
-    for said, expected in (
+    for value, expected in (
         ("{loss: ppo}", PpoLoss()),
         ("{loss: {name: ppo, clip_low: 0.1}}", PpoLoss(clip_low=0.1)),
         ("{loss: {max_ratio: 5}}", DppoTvLoss(delta=0.1, max_ratio=5)),
     ):
-        (folder / "recipe.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
+        (folder / "recipe.yaml").write_text(f"extends: base.yaml\nalgorithm: {value}\n")
         assert load_recipe(folder / "recipe.yaml").recipe.algorithm.loss == expected
 
 
@@ -385,7 +385,7 @@ def paths(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str
     return [where for where, _ in inside] + deeper
 
 
-WHOLE = parse_recipe(plain()).model_dump(mode="json")
+COMPLETE = parse_recipe(plain()).model_dump(mode="json")
 JUNK = st.recursive(
     SCALARS | st.sampled_from(["${", "${run.name}", "a:b", "mine.py:x", "object:x", "hub:"]),
     lambda inner: (
@@ -397,9 +397,9 @@ JUNK = st.recursive(
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(changes=st.lists(st.tuples(st.sampled_from(paths(WHOLE)), JUNK), min_size=1, max_size=3))
+@given(changes=st.lists(st.tuples(st.sampled_from(paths(COMPLETE)), JUNK), min_size=1, max_size=3))
 def test_invalid_values_anywhere_get_a_clear_error(changes: list[tuple[Any, Any]]) -> None:
-    data: dict[str, Any] = copy.deepcopy(WHOLE)
+    data: dict[str, Any] = copy.deepcopy(COMPLETE)
     for path, value in changes:
         target: Any = data
         for part in path[:-1]:

@@ -28,8 +28,8 @@ PLAIN = (
 )
 
 
-def algorithm(**said: Any) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(said)
+def algorithm(**settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(settings)
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedRecipe:
@@ -52,8 +52,8 @@ def test_a_preset_is_described_and_names_parts_of_the_table(name: str) -> None:
 def test_a_preset_has_the_values_of_the_loaded_section(name: str) -> None:
     section = algorithm(preset=name).model_dump()
     assert section["preset"] == name
-    for key, said in PRESETS[name].settings.items():
-        inside = said.items() if isinstance(said, dict) else [(None, said)]
+    for key, settings in PRESETS[name].settings.items():
+        inside = settings.items() if isinstance(settings, dict) else [(None, settings)]
         for option, value in inside:
             assert (section[key][option] if option else section[key]) == value
 
@@ -140,8 +140,8 @@ def test_the_dumped_recipe_has_every_value_and_loads_to_an_equal_one(
 
 
 def test_a_domain_can_have_a_preset_of_its_own(tmp_path: Path) -> None:
-    said = "data.domains.sums.algorithm"
-    mine = load(tmp_path, "algorithm: grpo\n", f"{said}=dapo", f"{said}.loss.clip_high=0.4").recipe
+    key = "data.domains.sums.algorithm"
+    mine = load(tmp_path, "algorithm: grpo\n", f"{key}=dapo", f"{key}.loss.clip_high=0.4").recipe
     assert mine.algorithm.preset == "grpo"
     own = mine.data.domains["sums"].algorithm
     assert own == algorithm(preset="dapo", loss={"clip_high": 0.4})
@@ -172,12 +172,12 @@ def test_naming_another_preset_drops_the_overrides_of_the_previous_one(
 
 def test_a_recipe_overrides_the_preset_of_the_recipe_that_it_extends(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(PLAIN + "algorithm: dapo\n")
-    for said, expected in (
+    for settings, expected in (
         ("{loss: {clip_low: 0.1}}", algorithm(preset="dapo", loss={"clip_low": 0.1})),
         ("{advantage: dr_grpo}", algorithm(preset="dapo", advantage="dr_grpo")),
         ("gspo", algorithm(preset="gspo")),
     ):
-        (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
+        (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {settings}\n")
         found = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
         assert found == expected
     assert algorithm(preset="dapo", advantage="dr_grpo").advantage == BaselineAdvantage()

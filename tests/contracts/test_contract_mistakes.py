@@ -123,9 +123,9 @@ def gradient_N(batch: Batch, algorithm: dict[str, Any], logprobs_N: Any) -> Any:
     inputs = inputs_of(batch, logprobs_N)
     build_objective(AlgorithmConfig.model_validate(algorithm))(inputs).total.backward()
     assert inputs.logprobs_T.grad is not None
-    found_N = np.zeros(batch.tokens)
-    found_N[batch.loss_mask_N] = inputs.logprobs_T.grad.numpy()
-    return found_N
+    actual_N = np.zeros(batch.tokens)
+    actual_N[batch.loss_mask_N] = inputs.logprobs_T.grad.numpy()
+    return actual_N
 
 
 async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny_folder: Path):
@@ -137,15 +137,15 @@ async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny
         shared=learner.module,
         stops=StopRules(),
     )
-    asked = frozen_array([1, 5, 6], np.int32)
+    requested = frozen_array([1, 5, 6], np.int32)
     sampling = Sampling(temperature=0.25, max_tokens=8)
-    drawn = await engine.generate(Request(SampleId(0, 0), asked, sampling, stream=3))
+    drawn = await engine.generate(Request(SampleId(0, 0), requested, sampling, stream=3))
     await engine.close()
-    length = len(asked) + len(drawn.token_ids)
-    mask_N = np.arange(length) >= len(asked)
+    length = len(requested) + len(drawn.token_ids)
+    mask_N = np.arange(length) >= len(requested)
     batch = replace(
-        random_batch([length], prompt=len(asked)),
-        token_ids_N=np.concatenate([asked, drawn.token_ids]),
+        random_batch([length], prompt=len(requested)),
+        token_ids_N=np.concatenate([requested, drawn.token_ids]),
         temperature_B=np.array([0.25]),
     )
     after_N = learner.logprobs(batch)
@@ -272,10 +272,10 @@ async def test_validation_is_greedy_unless_its_own_settings_differ(
         "view": SimpleNamespace(role=lambda *shown: None, count_samples=lambda *counts: None),
         "status": SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
     }
-    asked_of = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
-    await Evaluator(recipe, **fakes).evaluate(asked_of)
-    asked = {request.sampling for request in engine.requests}
-    assert asked == {Sampling(temperature=expected, max_tokens=5)}
+    prompts = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
+    await Evaluator(recipe, **fakes).evaluate(prompts)
+    requested = {request.sampling for request in engine.requests}
+    assert requested == {Sampling(temperature=expected, max_tokens=5)}
     assert expected != recipe.sampling.temperature
 
 

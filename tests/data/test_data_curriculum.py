@@ -287,11 +287,11 @@ def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
 @given(
     steps=st.integers(0, 6),
     more=st.integers(0, 5),
-    judged=st.integers(0, 5),
+    scored=st.integers(0, 5),
     window=st.sampled_from([0, 3]),
 )
 def test_a_restored_stream_continues_equally_between_steps_and_within_one(
-    steps: int, more: int, judged: int, window: int
+    steps: int, more: int, scored: int, window: int
 ):
     """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
     sizes, rates = {"a": 6, "b": 4}, {f"{d}/{n}": n / 5 for d in "ab" for n in range(6)}
@@ -304,7 +304,7 @@ def test_a_restored_stream_continues_equally_between_steps_and_within_one(
         step(whole, 4, rates=rates, first=4 * number)
     for number in range(more):
         prompt = whole.next()
-        if number < judged:
+        if number < scored:
             whole.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
     resumed = opened()
     step(resumed, 4, rates=rates, first=0)

@@ -48,7 +48,7 @@ def draws(stream: PromptStream, count: int) -> Counter[str]:
 def test_the_stream_draws_by_trained_groups_only_if_configured(tmp_path: Path) -> None:
     rows = [{"prompt": f"{number}"} for number in range(50)]
     domain = {"source": "object:rows"}
-    for shares_of, wanted in (("trained", {"a": 75, "b": 25}), ("drawn", {"a": 50, "b": 50})):
+    for shares_of, expected in (("trained", {"a": 75, "b": 25}), ("drawn", {"a": 50, "b": 50})):
         data = RlDataConfig[RlvrDomain].model_validate(
             {"shares_of": shares_of, "domains": {"a": domain, "b": domain}}
         )
@@ -59,7 +59,7 @@ def test_the_stream_draws_by_trained_groups_only_if_configured(tmp_path: Path) -
                 stream.record_group(group([0, 1], of=by_domain["a"]), kept=number == 0)
                 stream.record_group(group([0, 1], of=by_domain["b"]), kept=True)
             stream.update_selection()
-        assert draws(stream, 100) == wanted
+        assert draws(stream, 100) == expected
         resumed = PromptStream.open(data, seed=0, base=tmp_path, objects={"rows": rows})
         resumed.restore(stream.state())
         assert [resumed.next().uid for _ in range(9)] == [stream.next().uid for _ in range(9)]

@@ -145,14 +145,14 @@ def test_a_hole_ends_the_episode_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "valid", "said"),
+    ("action", "valid", "message"),
     [("Up", True, "Nothing moved."), ("Jump", False, "That is no action. Reply with")],
 )
 def test_actions_without_effect_are_explained_and_marked(
-    action: str, valid: bool, said: str
+    action: str, valid: bool, message: str
 ) -> None:
     text, _, _, _, info = lake("SF", "HG").step(action)
-    assert text.startswith(said)
+    assert text.startswith(message)
     assert (info["valid"], info["effective"]) == (valid, False)
 
 

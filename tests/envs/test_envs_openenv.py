@@ -125,13 +125,13 @@ def test_the_reply_is_the_action_s_only_field(url: str) -> None:
     low, high, steps = 0, 6, 0
     while True:
         guess, steps = (low + high) // 2, steps + 1
-        said, reward, terminated, truncated, info = env.step(str(guess))
+        observation, reward, terminated, truncated, info = env.step(str(guess))
         assert info == {"valid": True}
         if terminated:
             break
-        low, high = (guess + 1, high) if said == "higher" else (low, guess - 1)
+        low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
     env.close()
-    assert (said, reward, truncated) == ("yes", 1.0, False)
+    assert (observation, reward, truncated) == ("yes", 1.0, False)
     assert steps <= 3
 
 
@@ -139,8 +139,8 @@ def test_without_a_field_to_show_the_full_observation_is_shown(url: str) -> None
     env = RemoteEnv(url=f"{url}/guessing", max_steps=1)
     opening, _ = env.reset(0)
     assert str(opening).splitlines()[0] == '{"hint": "0 to 9?", "tries": 0}'
-    said, _, terminated, truncated, _ = env.step("99")
-    assert said == '{"hint": "lower", "tries": 1}'
+    observation, _, terminated, truncated, _ = env.step("99")
+    assert observation == '{"hint": "lower", "tries": 1}'
     assert (terminated, truncated) == (False, True)
     env.close()
 
@@ -170,9 +170,9 @@ def test_a_server_of_tools_offers_them(url: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     seen, _, terminated, _, info = env.step(call)
     assert isinstance(seen, tuple)
-    [said] = seen
-    assert said.role == "tool"
-    assert '"data": 5' in said.content or '"result": 5' in said.content
+    [observation] = seen
+    assert observation.role == "tool"
+    assert '"data": 5' in observation.content or '"result": 5' in observation.content
     assert (terminated, info["valid"]) == (False, True)
     assert env.step("5")[:2] == ((Turn("tool", "error: call a tool"),), 0.0)
     assert env.step("<tool_call>{</tool_call>")[4]["valid"] is False

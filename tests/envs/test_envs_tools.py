@@ -93,7 +93,7 @@ def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "output"),
     [
         ("print(sum(range(5)))", "10"),
         ("x = 1", "(it printed nothing)"),
@@ -101,9 +101,9 @@ def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
         ("while True: pass", "error: timeout"),
     ],
 )
-def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, said: str) -> None:
+def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, output: str) -> None:
     tool = python(timeout_s=1.0, allow_unsafe=True)
-    assert tool.run({"code": code}) == said
+    assert tool.run({"code": code}) == output
 
 
 def test_python_is_a_tool_of_the_environment() -> None:

@@ -110,8 +110,8 @@ def test_the_product_kind_is_compared_by_title_query_and_category(
         return Product("x", title, query, frozenset(), 1.0, "", (), (), {})
 
     words = "one two three four five six seven eight nine ten"
-    wanted = thing(words, "q")
-    assert type_match(wanted, thing(title, "q" if same_query else "other")) == expected
+    goal = thing(words, "q")
+    assert type_match(goal, thing(title, "q" if same_query else "other")) == expected
     long = thing(f"{words} eleven twelve", "q")
     assert type_match(long, thing("one", "q")) == 0.1
 

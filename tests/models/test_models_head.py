@@ -528,7 +528,9 @@ def test_over_a_large_vocabulary_log_probs_are_those_of_float64_to_a_millionth()
     weight_VD = 0.3 * torch.randn(50_000, 96, generator=drawing)
     targets_T = torch.randint(50_000, (8,), generator=drawing)
     temperature_T = torch.tensor([0.7, 1.0, 1.3, 2.0] * 2)
-    found_T, _ = token_logprobs(hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4)
+    actual_T, _ = token_logprobs(
+        hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4
+    )
     logits_TV = hidden_TD.double() @ weight_VD.double().t() / temperature_T[:, None].double()
-    wanted_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
-    assert (found_T - wanted_T).abs().mean() < 1e-6
+    expected_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+    assert (actual_T - expected_T).abs().mean() < 1e-6

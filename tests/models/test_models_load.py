@@ -127,7 +127,7 @@ def test_a_fingerprint_of_a_view_is_that_of_its_values():
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/nowhere/model", "does not exist"),
         ("./nowhere", "does not exist"),
@@ -136,8 +136,8 @@ def test_a_fingerprint_of_a_view_is_that_of_its_values():
         ("package:rollick/x.gguf", "has no file 'x.gguf'"),
     ],
 )
-def test_a_missing_model_is_reported_with_advice(path: str, said: str):
-    with pytest.raises(ModelError, match=said) as caught:
+def test_a_missing_model_is_reported_with_advice(path: str, message: str):
+    with pytest.raises(ModelError, match=message) as caught:
         source_folder(path)
     assert caught.value.fix
 

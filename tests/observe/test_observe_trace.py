@@ -68,7 +68,7 @@ def open_trace(folder: Path, *, limit: int = 1_000_000) -> tuple[Trace, Clock]:
     return Trace(folder, clock=clock, limit_bytes=limit, zero=1000.0), clock
 
 
-def told(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
+def spans_of(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
     """Each sample's stretches: stage, detail, begin and end in seconds."""
     return {
         str(sample.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in sample.spans]
@@ -116,8 +116,8 @@ def test_each_activity_of_a_sample_has_a_stage_in_the_timeline() -> None:
 
 
 def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samples: Path) -> None:
-    lives = told(build_timeline(read_trace(two_samples)))
-    assert lives["g7.0"] == [
+    timelines = spans_of(build_timeline(read_trace(two_samples)))
+    assert timelines["g7.0"] == [
         ("queued", "", 0, 1),
         ("decode", "", 1, 2),
         ("reward", "", 2, 2.5),
@@ -125,7 +125,7 @@ def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samp
         ("waiting", "for its batch", 4.5, 5),
         ("trained", "", 5, 7),
     ]
-    assert lives["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
+    assert timelines["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
 
 
 def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: 
     trace.taken([SampleId(0, 0)], step=1)
     trace.flush()
     timeline = build_timeline(read_trace(tmp_path))
-    assert told(timeline) == {
+    assert spans_of(timeline) == {
         "g0.0": [("reward", "", 0, 1), ("waiting", "for its batch", 1, 2)],
     }
     assert timeline.trained == 0
@@ -146,8 +146,8 @@ def test_the_sessions_of_a_run_are_put_on_one_clock(tmp_path: Path) -> None:
         trace = Trace(tmp_path, clock=Clock(), limit_bytes=10**6, zero=zero)
         trace.span(SampleId(0, index), SCORING, 5.0, 6.0)
         trace.flush()
-    lives = told(build_timeline(read_trace(tmp_path)))
-    assert lives == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
+    timelines = spans_of(build_timeline(read_trace(tmp_path)))
+    assert timelines == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
 
 
 def test_the_lowest_lane_that_is_free_is_taken() -> None:
@@ -267,8 +267,8 @@ def test_every_trained_sample_of_a_run_has_its_full_timeline(
     options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", dropping]
     result = run_toy(*options, steps=3)
     timeline = write_timeline(result.folder, tmp_path / "trace.json")
-    said = json.loads((tmp_path / "trace.json").read_text())
-    events = said["traceEvents"]
+    document = json.loads((tmp_path / "trace.json").read_text())
+    events = document["traceEvents"]
     check_format(events)
     assert {e["pid"] for e in events} == {TRAINER, SAMPLES, ENGINES, ENGINES + 1}
 
@@ -345,7 +345,7 @@ async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_f
 
 
 async def test_a_cancelled_sample_keeps_its_last_span() -> None:
-    told: list[tuple[SampleId, SampleActivity]] = []
+    spans_of: list[tuple[SampleId, SampleActivity]] = []
 
     async def score(sample: Sample) -> Score:
         return Score(1.0)
@@ -358,12 +358,15 @@ async def test_a_cancelled_sample_keeps_its_last_span() -> None:
         episode=single_turn(FakeCodec(), Sampling(), seed=0),
         score=score,
         stuck_after_s=5.0,
-        record_span=lambda uid, activity, begin, end: told.append((uid, activity)),
+        record_span=lambda uid, activity, begin, end: spans_of.append((uid, activity)),
     )
     engine = FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)
     async with Rollout.open(deps, [engine]) as rollout:
         await rollout.take()
-    assert [what for uid, what in told if uid == (0, 1)] == [WAITING_FOR_ENGINE, generating_on(0)]
+    assert [what for uid, what in spans_of if uid == (0, 1)] == [
+        WAITING_FOR_ENGINE,
+        generating_on(0),
+    ]
 
 
 def test_a_run_can_go_without_a_trace(run_toy: Run) -> None:

@@ -235,21 +235,21 @@ def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path:
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
     rows = rows_of(result, "samples.jsonl")
-    played = [row["episode"] for row in rows]
+    episodes = [row["episode"] for row in rows]
     assert len(rows) == 32
     # An episode of two turns is summed up once, after the first; nobody sums up what is over.
-    for row, episode in zip(rows, played, strict=True):
+    for row, episode in zip(rows, episodes, strict=True):
         assert [before for before, _ in episode["summaries"]] == [1] * (len(episode["replies"]) - 1)
         assert len(episode["rewards"]) == len(episode["replies"])
         assert row["response"] == "\n".join(episode["replies"])
-    written = sum(len(episode["summaries"]) for episode in played)
+    written = sum(len(episode["summaries"]) for episode in episodes)
     assert written > 0
     assert result.metrics["env/summaries"] == written / 32
     assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
     summed_up = next(row for row in rows if row["episode"]["summaries"])
     again = rerun_episode(summed_up["episode"], base=tmp_path)
-    told = describe(summed_up, again).splitlines()
-    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in told
+    lines = describe(summed_up, again).splitlines()
+    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in lines
 
 
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Pa
     objects = RunObjects(prompts={"rows": rows})
     loaded = recipe_from_dict(recipe, base=tmp_path, objects=objects.names)
     result = run_recipe(loaded, objects=objects)
-    played = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
-    assert played == {True: 16, False: 16}
+    episodes = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
+    assert episodes == {True: 16, False: 16}
 
 
 AGENT = """

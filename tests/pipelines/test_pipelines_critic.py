@@ -149,8 +149,8 @@ def test_on_a_shared_gpu_critic_and_teacher_sleep_outside_their_phases(
     assert critic in plans["train"].sleeps
     taught = plans_of(toy(*OPD, *gpu, f"teacher.path={tiny_folder}"))
     assert {name for name, plan in taught.items() if teacher in plan.wakes} == {"annotate"}
-    apart = plans_of(toy(*PPO, *gpu, "devices.critic=1"))
-    assert all(critic not in plan.sleeps for plan in apart.values())
+    separate = plans_of(toy(*PPO, *gpu, "devices.critic=1"))
+    assert all(critic not in plan.sleeps for plan in separate.values())
 
 
 OPD = ("algorithm.advantage=opd", "algorithm.loss=reinforce", "rollout.drop_no_signal=false")

@@ -170,8 +170,8 @@ def test_it_validates_by_generating(toy: Toy) -> None:
 
 
 def test_a_row_without_a_preference_is_left_out(toy: Toy) -> None:
-    alike = {"prompt": "say a", "good": "a", "bad": "a"}
+    equal_pair = {"prompt": "say a", "good": "a", "bad": "a"}
     with pytest.raises(DataError, match=r"1 of the 9 rows.*1 no_preference"):
-        run(recipe_of(toy, steps=1), rows=[*ROWS, alike])
+        run(recipe_of(toy, steps=1), rows=[*ROWS, equal_pair])
     loaded = recipe_of(toy, "data.max_bad_rows=0.2", steps=1)
-    assert run(loaded, rows=[*ROWS, alike]).step == 1
+    assert run(loaded, rows=[*ROWS, equal_pair]).step == 1

@@ -89,8 +89,8 @@ def test_separate_engines_sample_what_the_policy_would(run_toy: RunToy) -> None:
 
 def test_the_plan_names_what_engines_get(toy: Toy) -> None:
     assert "except weights with merged adapters" in describe_plan(toy(*LORA).recipe)
-    apart = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
-    assert "adapters are sent at each publish" in apart
+    separate = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
+    assert "adapters are sent at each publish" in separate
 
 
 @pytest.mark.slow

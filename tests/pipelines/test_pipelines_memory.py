@@ -65,8 +65,8 @@ def test_the_parameters_of_a_shape_are_counted_as_they_are(tiny_folder: Path) ->
 
 
 def test_a_mixture_counts_all_its_experts() -> None:
-    said = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
-    config = said | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
+    config = sizes | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     shape = ModelShape.of(config | {"intermediate_size": 99})
     assert shape is not None
     assert shape.expert_parameters == 2 * 4 * (3 * 8 * 16 + 8)
@@ -120,11 +120,11 @@ def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> Non
 
 
 def test_processes_are_counted_one_by_one_and_an_inline_run_as_one() -> None:
-    apart = {"policy": "cpu", "generators": "cpu:1"}
+    separate = {"policy": "cpu", "generators": "cpu:1"}
     ray, inline = (
         on_one_gpu().model_copy(
             update={
-                "devices": recipe_of(Path("m"), devices=apart).devices,
+                "devices": recipe_of(Path("m"), devices=separate).devices,
                 "cluster": recipe_of(Path("m"), cluster={"backend": backend}).cluster,
             }
         )
@@ -143,11 +143,14 @@ def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None
     wide = {"COLUMNS": "200"}  # No line is wrapped.
     answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")], env=wide)
     assert answer.exit_code == 0, answer.output
-    said = answer.output[answer.output.index("memory  ") :].splitlines()
-    assert said[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
-    assert [line.split("  ")[1] for line in said[1:3]] == ["generate, publish, validate", "train"]
-    assert said[4].startswith("workers   ")
-    assert said[5].startswith("machine   ")
+    printed = answer.output[answer.output.index("memory  ") :].splitlines()
+    assert printed[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
+    assert [line.split("  ")[1] for line in printed[1:3]] == [
+        "generate, publish, validate",
+        "train",
+    ]
+    assert printed[4].startswith("workers   ")
+    assert printed[5].startswith("machine   ")
     assert read_shapes(loaded.recipe) is not None
 
 

@@ -85,7 +85,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "module", "said"),
+    ("sections", "module", "message"),
     [
         (
             {"train": {"lora": {}}},
@@ -113,10 +113,10 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     ],
 )
 def test_a_missing_package_is_named_with_what_needs_it(
-    load: Load, monkeypatch: pytest.MonkeyPatch, sections: Any, module: str, said: str
+    load: Load, monkeypatch: pytest.MonkeyPatch, sections: Any, module: str, message: str
 ) -> None:
     without(monkeypatch, module)
-    assert machine(load(**sections)) == [f"here: {said}"]
+    assert machine(load(**sections)) == [f"here: {message}"]
 
 
 def test_a_gguf_file_needs_its_package_until_it_is_converted(
@@ -137,13 +137,17 @@ def test_a_gguf_file_needs_its_package_until_it_is_converted(
 def test_every_extra_that_the_code_asks_for_is_in_the_table() -> None:
     """Except those of files in which no recipe decides: the CLI, and the reader of GGUF files."""
     package = Path(rollick.__file__).parent
-    asked: set[str] = set()
+    needed_extras: set[str] = set()
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtra.of":
-                asked |= {arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)}
+                needed_extras |= {
+                    arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)
+                }
     known = [LORA, SERVER, *(each for table in REQUIREMENTS.values() for each in table.values())]
-    assert asked - {"gguf"} <= {each.install.partition("[")[2].rstrip("]'") for each in known}
+    assert needed_extras - {"gguf"} <= {
+        each.install.partition("[")[2].rstrip("]'") for each in known
+    }
 
 
 def test_a_missing_gpu_is_refused_before_torch_is_loaded(
@@ -174,7 +178,7 @@ def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
 
 
 @pytest.mark.parametrize(
-    ("given", "domain", "said"),
+    ("given", "domain", "message"),
     [
         (
             [{"question": "1+1="}],
@@ -199,10 +203,10 @@ def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
     ],
 )
 def test_the_first_rows_show_what_does_not_fit(
-    load: Load, given: list[Any], domain: dict[str, Any], said: str
+    load: Load, given: list[Any], domain: dict[str, Any], message: str
 ) -> None:
     [problem] = rows(load(rows=given, domain=domain))
-    assert said in problem
+    assert message in problem
 
 
 def test_a_few_bad_rows_are_left_to_the_run(load: Load) -> None:
@@ -313,7 +317,7 @@ def test_an_unavailable_model_or_dataset_is_reported_at_once(
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
     closed = f"http://127.0.0.1:{closed_port()}"
-    for endpoint, said in (
+    for endpoint, message in (
         (empty_hub, "the hub does not have it, or requires an access token"),
         (closed, "the hub cannot be reached"),
     ):
@@ -321,7 +325,7 @@ def test_an_unavailable_model_or_dataset_is_reported_at_once(
         assert child.returncode == 2, child.stderr
         assert "recipe.yaml:1:15: model.path: there is no folder 'org/none' here" in child.stderr
         assert "data.domains.a.source: dataset 'org/rows': it is not in the" in child.stderr
-        assert child.stderr.count(said) == 2
+        assert child.stderr.count(message) == 2
         assert "Traceback" not in child.stderr
     only = command(tmp_path, "check", "--recipe-only", "recipe.yaml", HF_ENDPOINT=closed)
     assert only.returncode == 0, only.stderr

@@ -58,8 +58,8 @@ def samples_of(answers: tuple[str, ...]) -> list[Sample]:
 def expected(run: OpenRun, scorer: Path) -> list[float]:
     """What the reference implementation says of the answers."""
     codec, turns = run.episodes.codec, prompt(domain="letters").turns
-    told = [codec.encode_example(turns, text)[0] for text in ANSWERS]
-    examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in told]
+    encoded = [codec.encode_example(turns, text)[0] for text in ANSWERS]
+    examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in encoded]
     batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=64)
     return LocalRewardModel(recipe_of(scorer), trainable=False).scores(batch).tolist()
 
@@ -143,13 +143,13 @@ async def test_what_is_no_number_is_no_score(toy: Toy, scorer: Path) -> None:
 def test_a_run_masks_and_counts_samples_that_the_model_cannot_score(
     toy: Toy, scorer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, lost = RewardModelWorker.scores, list[int]()
+    original, lost = RewardModelWorker.scores, list[int]()
 
     def fail_at_first(worker: RewardModelWorker, batch: Batch) -> FloatArray:
         if not lost:
             lost.append(batch.samples)
             raise RuntimeError("out of memory")
-        return said(worker, batch)
+        return original(worker, batch)
 
     monkeypatch.setattr(RewardModelWorker, "scores", fail_at_first)
     run = run_recipe(asking(toy, scorer, "model", batch_size=2))

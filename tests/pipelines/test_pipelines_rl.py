@@ -189,7 +189,7 @@ def test_stock_kernels_give_a_dump_that_agrees_up_to_rounding(run_toy: RunToy) -
     assert abs(shown.kl) < 1e-8
 
 
-@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1"], ids=["colocated", "apart"])
+@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1"], ids=["colocated", "separate"])
 def test_with_staleness_one_no_token_is_older_than_one(run_toy: RunToy, generators: str) -> None:
     steps = [1, 2, 3, 4]
     result = run_toy(

@@ -127,10 +127,10 @@ def test_in_any_order_of_events_the_queue_is_a_sorted_list(events):
     queue, sorted_list = RequestQueue(), {}
     for event, uid, deadline, tokens, order, started in events:
         if event == "push":
-            want = RequestNeeds(deadline, tokens)
-            queue.push(uid, want, order=order, started=started)
+            needs = RequestNeeds(deadline, tokens)
+            queue.push(uid, needs, order=order, started=started)
             length = -tokens if order == "longest" else 0
-            sorted_list[uid] = (deadline, not started, length, uid, want)
+            sorted_list[uid] = (deadline, not started, length, uid, needs)
         elif event == "remove":
             assert queue.remove(uid) == (sorted_list.pop(uid, None) is not None)
         else:

@@ -639,13 +639,13 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
         reply=lambda request: letters.get(request.uid.group, "cccc"),
         seconds=by_uid({(1, 1): math.inf}),
     )
-    judged = []
+    scored_groups = []
     async with opened(
         [engine],
         max_staleness=1,
         staleness_rule="drop_stale",
         groups_per_step=1,
-        on_group_scored=lambda group: judged.append((group.uid, len(group.members))),
+        on_group_scored=lambda group: scored_groups.append((group.uid, len(group.members))),
     ) as rollout:
         for _ in range(2):
             await train(rollout, await rollout.take(), [engine])
@@ -660,7 +660,7 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
     assert (stats.trained_score, stats.dropped_score) == (0.5, 0)
     assert stats.score_bias == pytest.approx(0.5 - 1 / 3)
     assert stats.cancelled == 1
-    assert (1, 0) in judged
+    assert (1, 0) in scored_groups
     assert group.uid not in (0, 1)
     assert all(is_documented(name) for name in stats.metrics())
 
@@ -810,7 +810,7 @@ async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_n
 async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
     shuffled = random.Random(3)
     engines = [FakeEngine(seconds=lambda request: shuffled.random() * 0.005, slots=1)] * 2
-    told = []
+    reported = []
     prompts = [prompt(f"{number}", uid=f"toy/{number}") for number in range(7)]
     async with open_prompt_sampling(
         prompts,
@@ -819,13 +819,13 @@ async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
         episode=single_turn(FakeCodec(), Sampling(), seed=0, purpose="eval"),
         score=by_index,
         stuck_after_s=600,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     ) as rollout:
         groups = await rollout.take()
     assert [group.prompt.uid for group in groups] == [asked.uid for asked in prompts]
     assert [group.uid for group in groups] == [-1, -2, -3, -4, -5, -6, -7]
     assert all(group.scores == (0, 1) for group in groups)
-    assert told == [(done, 14) for done in range(1, 15)]
+    assert reported == [(done, 14) for done in range(1, 15)]
     assert only_this_task()
 
 

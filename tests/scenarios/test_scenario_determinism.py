@@ -28,8 +28,8 @@ def test_one_process_and_ray_train_to_the_same_weights_bit_for_bit(run_toy: Run)
 
 def test_separate_engines_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
     together = run_toy(DETERMINISTIC, DROPS, name="together", steps=3)
-    apart = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="apart", steps=3)
-    assert learner_state(together) == learner_state(apart)
+    separate = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="separate", steps=3)
+    assert learner_state(together) == learner_state(separate)
     assert _dropped(together.folder) > 0
 
 

@@ -29,7 +29,7 @@ FIXED = (
     "train.strategy=dying",
 )
 ALL_POINTS = [f"{point}:2" for point in POINTS]
-APART = "devices.generators=cpu:1"
+SEPARATE = "devices.generators=cpu:1"
 STEPS = 3
 TWO_RANKS = ("devices.policy=cpu:0-1", "devices.generators=cpu:2", "train.strategy=dying_fsdp")
 
@@ -87,8 +87,8 @@ def check_repaired(result: RunResult, *, times: int = 1) -> None:
 
 
 def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: Run) -> None:
-    calm = run("calm", APART)
-    faulty = run("faulty", APART, die=["in_update:2"])
+    calm = run("calm", SEPARATE)
+    faulty = run("faulty", SEPARATE, die=["in_update:2"])
     check_repaired(faulty)
     check_equal(faulty, calm)
 
@@ -96,7 +96,7 @@ def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("options", [(APART,), TWO_RANKS], ids=["one rank", "one of two ranks"])
+@pytest.mark.parametrize("options", [(SEPARATE,), TWO_RANKS], ids=["one rank", "one of two ranks"])
 def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
     run: Run, options: tuple[str, ...], seed: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_learner_that_shares_its_process_with_the_engine_is_repaired_with_it(r
 
 def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="was lost"):
-        run("bare", APART, "checkpoint.snapshot=false", die=["forward:2"])
+        run("bare", SEPARATE, "checkpoint.snapshot=false", die=["forward:2"])
     [fault] = [fault for fault in read_faults(tmp_path / "bare") if fault.role == "policy"]
     assert fault.gave_up == "there are no snapshots (checkpoint.snapshot)"
 
@@ -126,7 +126,7 @@ def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_pa
 @pytest.mark.slow
 def test_a_learner_that_dies_in_every_process_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="was lost"):
-        run("endless", APART, "cluster.restarts=2", die=["forward:1:always"])
+        run("endless", SEPARATE, "cluster.restarts=2", die=["forward:1:always"])
     faults = [fault for fault in read_faults(tmp_path / "endless") if fault.role == "policy"]
     assert [fault.gave_up for fault in faults[:-1]] == [None, None]
     assert faults[-1].gave_up == "the restarts are used up (cluster.restarts)"

@@ -138,8 +138,8 @@ def test_a_prompt_is_prefilled_once_for_a_group():
 
     async def main(grouped: bool) -> tuple[float, int]:
         engine = SimulatedEngine(step, lambda _: 1, slots=4)
-        asked = (_request(n, prompt=4, grouped=grouped) for n in range(4))
-        await _all(*(engine.generate(request) for request in asked))
+        planned = (_request(n, prompt=4, grouped=grouped) for n in range(4))
+        await _all(*(engine.generate(request) for request in planned))
         return _now(), engine.usage().prefilled_tokens
 
     assert run_virtual(main(True)) == (1 + 4 * 0.5, 4)
@@ -438,18 +438,24 @@ def test_an_engine_refuses_what_it_cannot_do():
 
 
 @dataclass
-class _Asked:
+class _PlannedRequest:
     at: float
     prompt: int
-    wanted: int
+    length: int
     drawn: int = 0
     ended: float = 0.0
 
 
-def _step_by_step(jobs: Sequence[_Asked], *, slots: int, capacity: int) -> tuple[list[float], int]:
+def _step_by_step(
+    jobs: Sequence[_PlannedRequest], *, slots: int, capacity: int
+) -> tuple[list[float], int]:
     """The oracle: every step by itself, in plain loops."""
     now, preempted = 0.0, 0
-    coming, waiting, running = sorted(jobs, key=lambda job: job.at), list[_Asked](), list[_Asked]()
+    coming, waiting, running = (
+        sorted(jobs, key=lambda job: job.at),
+        list[_PlannedRequest](),
+        list[_PlannedRequest](),
+    )
     while coming or waiting or running:
         if not waiting and not running:
             now = max(now, coming[0].at)
@@ -472,7 +478,7 @@ def _step_by_step(jobs: Sequence[_Asked], *, slots: int, capacity: int) -> tuple
         for job in running:
             job.drawn += 1
             job.ended = now
-        running = [job for job in running if job.drawn < job.wanted]
+        running = [job for job in running if job.drawn < job.length]
     return [job.ended for job in jobs], preempted
 
 
@@ -498,11 +504,11 @@ def test_the_closed_form_equals_a_step_by_step_simulation(jobs, slots, capacity)
             for n, (at, prompt, _) in enumerate(jobs)
         )
         ends = await _all(*works)
-        assert engine.usage().generated_tokens == sum(wanted for *_, wanted in jobs)
+        assert engine.usage().generated_tokens == sum(length for *_, length in jobs)
         return [when for when, _ in ends], engine.load().preempted
 
-    asked = [_Asked(at / 10, prompt, wanted) for at, prompt, wanted in jobs]
-    ends, preempted = _step_by_step(asked, slots=slots, capacity=capacity)
+    planned = [_PlannedRequest(at / 10, prompt, length) for at, prompt, length in jobs]
+    ends, preempted = _step_by_step(planned, slots=slots, capacity=capacity)
     found, thrown_out = run_virtual(main())
     assert thrown_out == preempted
     np.testing.assert_allclose(found, ends, rtol=1e-9)

@@ -107,16 +107,16 @@ def test_an_environment_takes_its_time_between_turns_and_is_named() -> None:
 
 
 def test_the_same_scenario_gives_the_same_report_and_another_seed_another() -> None:
-    told = spread(rollout={"max_staleness": 2})
-    assert simulate(told) == simulate(told)
-    assert simulate(told) != simulate(told.change(seed=1))
+    setup = spread(rollout={"max_staleness": 2})
+    assert simulate(setup) == simulate(setup)
+    assert simulate(setup) != simulate(setup.change(seed=1))
 
 
 def test_without_the_barrier_the_same_samples_are_trained_in_less_time() -> None:
     # 32 samples have 64 slots: the synchronous step is as long as its longest sample.
     devices = {"generators": 1, "trainers": 3, "slots": 16}
-    told = set_rollout_share(spread(devices=devices, rollout={"max_staleness": 2}), 0.7)
-    synchronous, ours = simulate(make_synchronous(told)), simulate(told)
+    setup = set_rollout_share(spread(devices=devices, rollout={"max_staleness": 2}), 0.7)
+    synchronous, ours = simulate(make_synchronous(setup)), simulate(setup)
     assert ours.samples == synchronous.samples
     assert ours.step_s < 0.8 * synchronous.step_s
     assert ours.age_max <= 2
@@ -129,8 +129,8 @@ def test_calibration_gives_rollout_the_requested_share() -> None:
 
 
 def test_a_given_training_cost_is_kept() -> None:
-    told = scenario(devices={"train_token_s": 0.25})
-    assert add_training_cost(told) == told
+    setup = scenario(devices={"train_token_s": 0.25})
+    assert add_training_cost(setup) == setup
     assert add_training_cost(scenario()).devices.train_token_s > 0
 
 
@@ -175,10 +175,10 @@ def test_a_timeline_stays_small_however_long_the_run_is() -> None:
 
 
 def test_the_work_of_a_sample_follows_from_its_id() -> None:
-    told = spread()
-    one, other = SampleWork(told.work, 3), SampleWork(told.work, 3)
+    setup = spread()
+    one, other = SampleWork(setup.work, 3), SampleWork(setup.work, 3)
     assert one.tokens(SampleId(5, 1)) == other.tokens(SampleId(5, 1))
-    assert SampleWork(told.work, 4).tokens(SampleId(5, 1)) != one.tokens(SampleId(5, 1))
+    assert SampleWork(setup.work, 4).tokens(SampleId(5, 1)) != one.tokens(SampleId(5, 1))
 
 
 def test_groups_of_one_prompt_share_its_part_of_the_length() -> None:
@@ -236,12 +236,12 @@ def test_the_command_prints_a_report_and_draws_a_picture(tmp_path: Path) -> None
     recipe = Path(__file__).parents[2] / "recipes" / "smollm2_sums.yaml"
     picture = tmp_path / "timeline.png"
     options = ["--engines", "2", "--slots", "8", "--steps", "2", "--lengths", "8,3"]
-    told = ["simulate", str(recipe), "rollout.max_staleness=1", *options]
-    shown = CliRunner().invoke(app, [*told, "--picture", str(picture)])
+    setup = ["simulate", str(recipe), "rollout.max_staleness=1", *options]
+    shown = CliRunner().invoke(app, [*setup, "--picture", str(picture)])
     assert shown.exit_code == 0, shown.output
     assert "waited for" in shown.output
     assert picture.stat().st_size > 1000
-    figures = json.loads(CliRunner().invoke(app, [*told, "--json"]).output)
+    figures = json.loads(CliRunner().invoke(app, [*setup, "--json"]).output)
     assert figures["steps"] == 2
     assert figures["samples"] == 2 * 16 * 8
     assert figures["age_max"] <= 1

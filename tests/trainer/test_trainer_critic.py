@@ -37,7 +37,7 @@ def critic_of(folder: Path, **sections: dict[str, Any]) -> LocalCritic:
     return LocalCritic(recipe_of(folder, algorithm={"preset": "ppo"}, **sections))
 
 
-def judged_batch(lengths: list[int], *, seed: int = 0) -> Batch:
+def annotated_batch(lengths: list[int], *, seed: int = 0) -> Batch:
     """A batch with old values and returns for its trained tokens, as a mean over them."""
     batch = random_batch(lengths, seed=seed)
     random = np.random.default_rng(seed + 1)
@@ -76,7 +76,7 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_value_row(folder: Path):
     critic = critic_of(folder)
     critic.module.double()
-    batch = judged_batch(LENGTHS)
+    batch = annotated_batch(LENGTHS)
     ours = gradient(critic, batch)
 
     plain = AutoModelForCausalLM.from_pretrained(folder).double().eval()
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_value_row(fol
 
 
 def test_the_gradient_does_not_depend_on_split_packing_order_or_shared_prompts(folder: Path):
-    batch = with_one_prompt(judged_batch(LENGTHS), tokens=2)
+    batch = with_one_prompt(annotated_batch(LENGTHS), tokens=2)
     plain = critic_of(folder, train={"share_prefix": False})
     plain.module.double()
     widen_norms(plain.module)
@@ -184,7 +184,7 @@ def test_a_critic_may_have_its_own_base_model(folder: Path, tmp_path: Path):
 
 
 def test_values_move_towards_their_returns(folder: Path):
-    critic, batch = critic_of(folder), judged_batch(LENGTHS)
+    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
     errors: list[float] = []
     for _ in range(30):
         now_N = critic.values(batch).values_N
@@ -209,7 +209,7 @@ def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: P
 
 
 def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: Path):
-    critic, batch = critic_of(folder), judged_batch([6, 6])
+    critic, batch = critic_of(folder), annotated_batch([6, 6])
     before = critic.values(batch).values_N
     bad = np.where(batch.loss_mask_N, np.nan, batch.returns_N)
     critic.forward_backward(replace(batch, returns_N=bad), value_loss)
@@ -221,7 +221,7 @@ def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder:
 
 
 def test_numbers_outside_the_mask_cannot_poison_the_gradient(folder: Path):
-    critic, batch = critic_of(folder), judged_batch([6, 6])
+    critic, batch = critic_of(folder), annotated_batch([6, 6])
     expected = gradient(critic, batch)
     poison = np.where(batch.loss_mask_N, batch.returns_N, np.nan)
     assert torch.equal(gradient(critic, replace(batch, returns_N=poison)), expected)
@@ -249,7 +249,7 @@ def test_deterministic_values_do_not_depend_on_neighbours_or_micro_batches(folde
 
 
 def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder: Path):
-    batch = judged_batch(LENGTHS)
+    batch = annotated_batch(LENGTHS)
     found: list[np.ndarray[Any, Any]] = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         critic = critic_of(folder, run={"deterministic": True})
@@ -263,7 +263,7 @@ def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: 
     critic = critic_of(folder)
 
     def train(trained: LocalCritic, seed: int) -> None:
-        trained.forward_backward(judged_batch(LENGTHS, seed=seed), value_loss)
+        trained.forward_backward(annotated_batch(LENGTHS, seed=seed), value_loss)
         trained.step()
 
     train(critic, 0)
@@ -293,7 +293,7 @@ def test_a_folder_without_a_critic_is_refused(folder: Path, tmp_path: Path):
 
 
 def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
-    critic, batch = critic_of(folder), judged_batch(LENGTHS)
+    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
     critic.forward_backward(batch, value_loss)
     critic.step()
     before = critic.values(batch).values_N
@@ -311,12 +311,12 @@ def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
 def test_offloaded_tensors_free_their_memory_and_are_restored_with_all_views():
     one, two = torch.arange(4.0), torch.arange(3.0)
     view, stays = one.view(2, 2), torch.ones(2)
-    parked = OffloadedTensors()
-    parked.move_to_host({"one": one, "view": view, "two": two, "stays": stays}, keep=[stays])
-    assert parked
-    assert parked.copies.keys() == {"one", "two"}
+    offloaded = OffloadedTensors()
+    offloaded.move_to_host({"one": one, "view": view, "two": two, "stays": stays}, keep=[stays])
+    assert offloaded
+    assert offloaded.copies.keys() == {"one", "two"}
     assert [t.untyped_storage().size() for t in (one, two)] == [0, 0]
     assert stays.tolist() == [1, 1]
-    parked.restore_from_host()
-    assert not parked
+    offloaded.restore_from_host()
+    assert not offloaded
     assert (view.tolist(), two.tolist()) == ([[0, 1], [2, 3]], [0, 1, 2])

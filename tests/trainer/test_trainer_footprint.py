@@ -40,6 +40,6 @@ def test_a_forward_keeps_about_the_predicted_memory(
     shape = ModelShape.read(str(folder))
     assert shape is not None
     model, train = {"path": str(folder), "dtype": dtype}, {"lora": lora, "share_prefix": False}
-    seen = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
-    said = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
-    assert 0.9 < seen / said < 1.1
+    measured = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
+    predicted = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
+    assert 0.9 < measured / predicted < 1.1

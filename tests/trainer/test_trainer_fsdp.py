@@ -453,10 +453,10 @@ def test_a_state_of_another_model_or_none_is_refused(
     ranks: RanksOf, dense: Path, mixture: Path, tmp_path: Path
 ):
     ranks(2).run(train_and_save, recipe_with(dense, {}), None, tmp_path / "a", 0)
-    [said, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "a")
-    assert "another model" in said
-    [said, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "nothing")
-    assert "cannot be read" in said
+    [refusal_text, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "a")
+    assert "another model" in refusal_text
+    [refusal_text, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "nothing")
+    assert "cannot be read" in refusal_text
 
 
 def export(recipe: Recipe, out: Path, saved: Path) -> str:
@@ -493,13 +493,13 @@ def refusal(recipe: Recipe) -> str:
 def test_sizes_that_cannot_be_divided_are_refused_with_a_fix(
     ranks: RanksOf, dense: Path, tmp_path: Path
 ):
-    [said, _] = ranks(2).run(refusal, recipe_with(dense, {"data": 3}))
-    assert "= 3 ranks (data, tensor, context, expert), and the policy has 2 devices" in said
-    [said, _] = ranks(2).run(refusal, recipe_with(dense, {"expert": 2}))
-    assert "has no experts to shard; use train.parallel.expert=1" in said
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(dense, {"data": 3}))
+    assert "= 3 ranks (data, tensor, context, expert), and the policy has 2 devices" in refusal_text
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(dense, {"expert": 2}))
+    assert "has no experts to shard; use train.parallel.expert=1" in refusal_text
     odd = save_tiny(tmp_path, hidden=24, heads=3, kv_heads=3)
-    [said, _] = ranks(2).run(refusal, recipe_with(odd, {"tensor": 2}))
-    assert "train.parallel.tensor=2 does not divide the model's 3 attention heads" in said
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(odd, {"tensor": 2}))
+    assert "train.parallel.tensor=2 does not divide the model's 3 attention heads" in refusal_text
 
 
 def test_a_model_that_would_be_wrong_is_refused_on_every_rank(ranks: RanksOf, tmp_path: Path):

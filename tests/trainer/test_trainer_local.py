@@ -424,17 +424,17 @@ def test_greedy_tokens_of_an_export_in_transformers_are_those_of_the_learner(
     strategy.export(tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    asked = torch.tensor([tokenizer.encode("1+2=")])
-    spoken = plain.generate(asked, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
-    layout = PackedLayout.of([len(spoken)])
+    prompt_ids = torch.tensor([tokenizer.encode("1+2=")])
+    generated = plain.generate(prompt_ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    layout = PackedLayout.of([len(generated)])
     with torch.no_grad():
         ours = strategy.module(
-            input_ids=spoken[None],
+            input_ids=generated[None],
             position_ids=layout.position_ids_N[None],
             use_cache=False,
             layout=layout,
         ).logits[0]
-    assert ours.argmax(-1)[3:-1].tolist() == spoken[4:].tolist()
+    assert ours.argmax(-1)[3:-1].tolist() == generated[4:].tolist()
     assert fingerprint(plain.named_parameters()) == fingerprint(strategy.weights())
 
 

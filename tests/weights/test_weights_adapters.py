@@ -116,8 +116,8 @@ async def test_an_engine_adds_the_adapters_and_has_the_learners_summed_weights(
 ) -> None:
     """On the learner's device the engine shares what has no adapter; elsewhere all is its own."""
     parts = Parts()
-    wanted = recipe(folder, generators=generators, dtype=dtype, channel=channel)
-    async with group_of(wanted, parts) as (_, publisher):
+    loaded = recipe(folder, generators=generators, dtype=dtype, channel=channel)
+    async with group_of(loaded, parts) as (_, publisher):
         begun = held(parts)
         assert begun == parts.learner.fingerprint()
         for version in (1, 2):
@@ -153,9 +153,9 @@ async def test_an_engine_of_another_model_gets_full_weights_with_a_warning(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = Parts()
-    wanted = recipe(folder, generators="cpu:1", channel="host")
+    loaded = recipe(folder, generators="cpu:1", channel="host")
     other = recipe(save_tiny(tmp_path, hidden=32, seed=5), generators="cpu:1")
-    async with group_of(wanted, parts, other=other) as (_, publisher):
+    async with group_of(loaded, parts, other=other) as (_, publisher):
         for version in (1, 2):
             train(parts, version)
             with caplog.at_level(logging.WARNING, "rollick"):

@@ -201,7 +201,7 @@ async def test_an_abort_does_not_overtake_the_submit_of_its_request() -> None:
 
 
 async def test_a_late_result_does_not_end_a_newer_request_of_the_same_sample() -> None:
-    fake = FakeEngine(reply=lambda asked: "ab" if asked.stream == 0 else "xyz")
+    fake = FakeEngine(reply=lambda request: "ab" if request.stream == 0 else "xyz")
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with (
         remote(fake) as (engine, _),
@@ -224,7 +224,7 @@ class SlowToAbort(FakeEngine):
 
 
 async def test_a_sample_that_is_cancelled_and_resent_waits_for_its_earlier_request() -> None:
-    fake = SlowToAbort(seconds=lambda asked: math.inf if asked.stream == 0 else 0.0)
+    fake = SlowToAbort(seconds=lambda request: math.inf if request.stream == 0 else 0.0)
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with remote(fake) as (engine, _), asyncio.timeout(10):
         older = asyncio.create_task(engine.generate(request()))
@@ -244,7 +244,7 @@ async def test_an_abort_of_a_finished_request_does_nothing() -> None:
 
 
 async def test_a_cancelled_generate_frees_its_slot_in_the_engine() -> None:
-    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index == 0 else 0.0, slots=1)
+    fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index == 0 else 0.0, slots=1)
     async with remote(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request(0)))
         await until(lambda: bool(fake.requests))
@@ -438,7 +438,7 @@ async def test_a_connection_broken_by_a_foreign_error_fails_pending_calls() -> N
 
 
 async def test_an_engine_that_reports_itself_lost_is_lost_although_its_host_is_alive() -> None:
-    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index else 0.0)
+    fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index else 0.0)
     async with remote(fake) as (engine, _):
         other = asyncio.create_task(engine.generate(request(1)))
         await until(lambda: bool(fake.requests))

@@ -660,8 +660,8 @@ def test_a_log_that_does_not_continue_the_checkpoint_is_refused():
 
 
 def test_the_ledger_reports_every_transition_that_a_log_keeps():
-    told = []
-    ledger = make_ledger(1, 1, record=told.append)
+    reported = []
+    ledger = make_ledger(1, 1, record=reported.append)
     fill(ledger)
     ledger.defer(0)
     ledger.restart_deferred(PolicyVersion(0))
@@ -669,7 +669,7 @@ def test_the_ledger_reports_every_transition_that_a_log_keeps():
     fill(ledger)
     complete(ledger, 1)
     train(ledger, take(ledger, 0) or [], 1)
-    assert told == [
+    assert reported == [
         GroupStarted(0, "toy/0", "toy", 0, 1),
         GroupDeferred(0),
         GroupRestarted(0, 0),
