@@ -136,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     exact = "deterministic" if options.device == "cpu" else "zero_mismatch"
     sides = [("plain", "native"), (exact, "native"), ("plain", "vllm")]
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     for mode, name in sides:
         if name in options.without:
             continue
@@ -146,11 +146,11 @@ def main() -> None:
             rows = [{"engine": name, "mode": mode, "error": traceback.format_exc()[-2000:]}]
         for row in rows:
             print(row, file=sys.stderr, flush=True)
-        found += rows
+        actual += rows
         gc.collect()
         torch._dynamo.reset()
     if options.json:
-        print(json.dumps({"device": options.device, "rows": found}))
+        print(json.dumps({"device": options.device, "rows": actual}))
 
 
 if __name__ == "__main__":

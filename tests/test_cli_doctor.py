@@ -287,8 +287,8 @@ main()
 def test_a_runs_own_report_is_checked(
     changes: dict[str, Any], alive: bool | None, later: float, state: str, expected: str
 ) -> None:
-    found = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
-    diagnosis = diagnose(snapshot(**changes), found, now=1000.0 + later)
+    evidence = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
+    diagnosis = diagnose(snapshot(**changes), evidence, now=1000.0 + later)
     assert diagnosis.state == state
     assert expected in "\n".join(diagnosis.lines())
 

@@ -72,9 +72,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_layers_are_listed(tmp_path: Path) -> None:
-    found = json.loads(run("check", "--json").stdout)
-    assert found["isolation"] == LEVEL
-    assert "seccomp" in found["active"]
+    actual = json.loads(run("check", "--json").stdout)
+    assert actual["isolation"] == LEVEL
+    assert "seccomp" in actual["active"]
     without = run("check", path=str(tmp_path))
     assert without.returncode == 2
     assert "bwrap is not installed" in without.stdout

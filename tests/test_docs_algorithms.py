@@ -97,9 +97,9 @@ def test_links_lead_somewhere(generated: dict[str, str]) -> None:
 
 
 def test_the_recorded_curves_learn_and_their_controls_do_not() -> None:
-    found = curves()
+    recorded = curves()
     for name, preset in PRESETS.items():
-        lines = found[f"presets/{name.replace('++', '_pp')}.md"]["lines"]
+        lines = recorded[f"presets/{name.replace('++', '_pp')}.md"]["lines"]
         last = {label: sum(values[-5:]) / 5 for label, values in lines.items()}
         assert len(last) == (2 if preset.loss["name"] in WITHOUT_TRUST_REGION else 4), name
         for label, score in last.items():

@@ -34,10 +34,10 @@ def test_these_are_the_public_names() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_there_and_documented(name: str) -> None:
-    found = getattr(rollick, name)
-    assert callable(found)
-    assert found.__name__ == name
-    assert found.__doc__
+    actual = getattr(rollick, name)
+    assert callable(actual)
+    assert actual.__name__ == name
+    assert actual.__doc__
 
 
 def test_train_stays_the_function_after_its_namesake_was_imported() -> None:

@@ -55,8 +55,8 @@ def groups_of(batch: Batch) -> list[Group]:
 
 
 def compute(name: str, batch: Batch) -> list[list[float]]:
-    found = resolve_advantage(algorithm_with(name))(groups_of(batch))
-    return [numbers(values) for values in found]
+    actual = resolve_advantage(algorithm_with(name))(groups_of(batch))
+    return [numbers(values) for values in actual]
 
 
 def numbers(values: Sequence[float | FloatArray | AdvantagesAndReturns]) -> list[float]:
@@ -98,9 +98,9 @@ def test_rloo_compares_a_score_with_the_mean_of_the_others():
 def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
     # centred: 1 -1 | 2 -2, mean 0, squares 10 over n - 1 = 3
     std = math.sqrt(10 / 3) + 1e-6
-    found = compute("reinforce++_baseline", [[1, -1], [6, 2]])
-    assert found[0] == pytest.approx([1 / std, -1 / std])
-    assert found[1] == pytest.approx([2 / std, -2 / std])
+    actual = compute("reinforce++_baseline", [[1, -1], [6, 2]])
+    assert actual[0] == pytest.approx([1 / std, -1 / std])
+    assert actual[1] == pytest.approx([2 / std, -2 / std])
 
 
 def test_reinforce_pp_baseline_counts_tokens_as_its_authors_do_or_samples():
@@ -119,9 +119,9 @@ def test_reinforce_pp_baseline_counts_tokens_as_its_authors_do_or_samples():
 def test_lite_ppo_divides_by_the_deviation_of_the_batchs_scores():
     # scores 0 2 4 6: mean 3, squares 9 + 1 + 1 + 9 = 20 over 3
     std = math.sqrt(20 / 3) + 1e-6
-    found = lite_ppo([group([0, 2]), group([4, 6])], NormalisedAdvantage(name="lite_ppo"))
-    assert found[0] == pytest.approx([-1 / std, 1 / std])
-    assert found[1] == pytest.approx([-1 / std, 1 / std])
+    actual = lite_ppo([group([0, 2]), group([4, 6])], NormalisedAdvantage(name="lite_ppo"))
+    assert actual[0] == pytest.approx([-1 / std, 1 / std])
+    assert actual[1] == pytest.approx([-1 / std, 1 / std])
 
 
 def test_max_rl_divides_by_the_group_mean_so_that_a_rare_success_weighs_more():
@@ -146,8 +146,8 @@ def test_gdpo_gives_a_reward_with_little_spread_equal_weight():
 
 def test_gdpo_without_weights_takes_each_reward_once_and_not_the_parts_inside_a_reward():
     inside: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 0}]
-    whole = with_parts(inside)
-    [values] = gdpo([whole], GdpoAdvantage())
+    full_group = with_parts(inside)
+    [values] = gdpo([full_group], GdpoAdvantage())
     [expected] = grpo([group([1, 0])], NormalisedAdvantage())
     assert [v > 0 for v in numbers(values)] == [v > 0 for v in numbers(expected)]
     # "a/x" alone would turn the answer round
@@ -270,10 +270,10 @@ def by_loops(name: str, batch: Batch) -> Batch:
 @given(batch=BATCHES)
 @every_group_advantage
 def test_advantages_agree_with_plain_loops_and_are_finite(name: str, batch: Batch):
-    for found, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
+    for actual, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
         known = [0.0 if value is None else value for value in expected]
-        assert found == pytest.approx(known, rel=1e-9, abs=1e-9)
-        assert all(math.isfinite(value) for value in found)
+        assert actual == pytest.approx(known, rel=1e-9, abs=1e-9)
+        assert all(math.isfinite(value) for value in actual)
 
 
 @exhaustive
@@ -308,8 +308,8 @@ def test_scaling_all_scores_scales_the_advantage_or_has_no_effect(
 ):
     scaled: Batch = [[None if s is None else factor * s for s in scores] for scores in batch]
     kept = 1.0 if name in SCALE_INVARIANT else factor
-    for plain, found in zip(compute(name, batch), compute(name, scaled), strict=True):
-        assert found == pytest.approx([kept * value for value in plain], rel=1e-3, abs=1e-9)
+    for plain, actual in zip(compute(name, batch), compute(name, scaled), strict=True):
+        assert actual == pytest.approx([kept * value for value in plain], rel=1e-3, abs=1e-9)
 
 
 @every_group_advantage

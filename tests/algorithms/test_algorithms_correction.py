@@ -211,18 +211,18 @@ def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tupl
     """What a batch of one-token samples of one group is given; every other one is a bad one."""
     parts = {"loss": "ppo", "correction": correction}
     recipe = recipe_of(Path("none"), algorithm=parts, data=toy_domain())
-    whole = group([float(index % 2 == 0) for index in range(len(mu))])
+    full_group = group([float(index % 2 == 0) for index in range(len(mu))])
     logs = [np.full(5, math.log(p), np.float32) for p in mu]
     members = tuple(
         replace(member, sample=replace(member.sample, logprobs=logprobs))
-        for member, logprobs in zip(whole.members, logs, strict=True)
+        for member, logprobs in zip(full_group.members, logs, strict=True)
     )
-    whole = replace(whole, members=members)
-    batch = collate([whole])
+    full_group = replace(full_group, members=members)
+    batch = collate([full_group])
     # Prompts have four tokens, whose log-probs mean nothing and may be anything.
     old_N = np.where(batch.loss_mask_N, np.repeat(np.log(old), batch.lengths_B), -np.inf)
     credit = CreditAssigner(recipe, base=None)
-    return credit.assign([whole], replace(batch, old_logprobs_N=old_N))
+    return credit.assign([full_group], replace(batch, old_logprobs_N=old_N))
 
 
 def toy_domain() -> dict[str, Any]:
@@ -309,8 +309,8 @@ def test_the_interpolated_old_policy_and_its_weight_are_held_fixed_in_the_gradie
         build_objective(interpolated())(at).total,
         build_objective(learner)(replace(fixed, weights_T=weights_T)).total,
     )
-    found, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
+    actual, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
+    assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
 
     def value(logprobs_T: torch.Tensor) -> torch.Tensor:
         moved = replace(fixed, logprobs_T=logprobs_T, weights_T=weights_T)

@@ -271,8 +271,8 @@ def test_segment_takes_the_ratio_of_each_turn():
         [0.8, 0.4, 0.8, 0.2], old=[0.4, 0.2, 0.4, 0.4], advantage=[1] * 4, segment=[0, 0, 1, 1]
     )
     assert gradient_of("segment", at) == pytest.approx([0, 0, -1, -1])
-    whole = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
-    assert gradient_of("segment", whole) == pytest.approx([0, 0, 0, 0])
+    complete_one = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
+    assert gradient_of("segment", complete_one) == pytest.approx([0, 0, 0, 0])
 
 
 def test_gmpo_takes_a_clipped_token_out_of_the_gradient_but_not_its_sample():
@@ -350,11 +350,11 @@ def test_very_different_policies_never_give_a_nan(variant: str, advantage: float
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_sample_does_not_depend_on_the_others_of_its_micro_batch(variant: str):
     at = random_inputs(4)
-    whole = loss_of(variant)(at).loss_T
+    complete_one = loss_of(variant)(at).loss_T
     for b in range(4):
         kept = at.sequence_T == b
         alone = at.where(kept)
-        assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(whole[kept].tolist())
+        assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(complete_one[kept].tolist())
 
 
 @settings(max_examples=40, deadline=None)

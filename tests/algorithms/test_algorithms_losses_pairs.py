@@ -73,11 +73,11 @@ def margins(at: LossInputs) -> dict[int, float]:
     """By pair: what the policy gained on the chosen answer, minus that on the rejected one."""
     assert at.reference_T is not None
     assert at.pair_T is not None
-    found: dict[int, float] = {}
+    actual: dict[int, float] = {}
     streams = (at.pair_T, at.advantages_T, at.logprobs_T, at.reference_T)
     for pair, sign, now, reference in zip(*(x.tolist() for x in streams), strict=True):
-        found[pair] = found.get(pair, 0.0) + (now - reference if sign > 0 else reference - now)
-    return found
+        actual[pair] = actual.get(pair, 0.0) + (now - reference if sign > 0 else reference - now)
+    return actual
 
 
 def by_loops(kind: str, margin: float, beta: float, e: float) -> float:
@@ -159,12 +159,12 @@ def test_all_tokens_of_an_answer_have_the_same_gradient_however_long_it_is(kind:
 def test_pairs_do_not_affect_each_other_and_their_numbers_may_have_gaps(kind: str):
     at = random_inputs(5)
     assert at.pair_T is not None
-    whole = loss_of(kind, at).loss_T
+    full = loss_of(kind, at).loss_T
     for number in (0, 1):
         kept = at.pair_T == number
-        assert loss_of(kind, at.where(kept)).loss_T.tolist() == pytest.approx(whole[kept].tolist())
+        assert loss_of(kind, at.where(kept)).loss_T.tolist() == pytest.approx(full[kept].tolist())
     renamed = replace(at, pair_T=3 * at.pair_T + 2)
-    assert loss_of(kind, renamed).loss_T.tolist() == whole.tolist()
+    assert loss_of(kind, renamed).loss_T.tolist() == full.tolist()
 
 
 @every_kind

@@ -120,8 +120,8 @@ def gradient_of(loss: TokenLoss | Loss, at: LossInputs) -> list[float]:
 def by_token(loss: Loss, weights_T: torch.Tensor | None) -> list[float]:
     """What each token adds for one unit of its weight: the total is linear in the weights."""
     assert weights_T is not None
-    [found] = torch.autograd.grad(loss.total, weights_T, retain_graph=True)
-    return found.tolist()
+    [actual] = torch.autograd.grad(loss.total, weights_T, retain_graph=True)
+    return actual.tolist()
 
 
 def test_dppo_tv_trains_on_tokens_that_have_not_left_the_trust_region():
@@ -358,9 +358,9 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
         )
         return torch.cat([*grads, torch.tensor([sums[k] for k in sorted(sums)])])
 
-    whole = gradient([0, 16])
+    complete_one = gradient([0, 16])
     for edges in ([0, 3, 4, 11, 16], [0, 11, 16], list(range(17)), [0, 0, 16]):
-        assert torch.allclose(whole, gradient(edges), atol=1e-10, rtol=1e-10)
+        assert torch.allclose(complete_one, gradient(edges), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

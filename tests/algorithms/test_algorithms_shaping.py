@@ -113,9 +113,9 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
 ):
     groups = [group(scores, uid=uid) for uid, scores in enumerate(batch)]
     shaped = normalise_scores(groups, mean_from=mean, std_from=std, clip=clip, running=RUNNING)
-    for found, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
-        assert len(found) == len(expected)
-        for value, wanted in zip(found, expected, strict=True):
+    for actual, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
+        assert len(actual) == len(expected)
+        for value, wanted in zip(actual, expected, strict=True):
             assert (value is None) == (wanted is None)
             if value is not None:
                 assert value == pytest.approx(wanted, rel=1e-9, abs=1e-9)

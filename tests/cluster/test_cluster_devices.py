@@ -154,8 +154,8 @@ def test_a_rank_that_does_not_exist_is_named():
     ],
 )
 def test_the_phases_of_a_step_follow_from_the_recipe(sections, phases):
-    found = plan_phases(recipe(**sections))
-    assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in found) == phases
+    actual = plan_phases(recipe(**sections))
+    assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in actual) == phases
 
 
 @pytest.mark.parametrize(

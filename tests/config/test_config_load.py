@@ -84,14 +84,14 @@ def test_a_relative_path_gives_an_absolute_base(
     ],
 )
 def test_an_override_sets_a_value(folder: Path, override: str, path: str, value: object) -> None:
-    found: Any = load(folder, "", override).recipe
+    actual: Any = load(folder, "", override).recipe
     for part in path.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
+        actual = actual[part] if isinstance(actual, dict) else getattr(actual, part)
     if path.endswith("rewards"):
-        assert (found[0].name, found[0].weight) == ("exact_match", 2)
+        assert (actual[0].name, actual[0].weight) == ("exact_match", 2)
     else:
-        assert found == value
-        assert type(found) is type(value)
+        assert actual == value
+        assert type(actual) is type(value)
 
 
 def test_a_later_override_wins_over_an_earlier_one_and_the_file(folder: Path) -> None:
@@ -188,8 +188,8 @@ data:
     more: {source: sums.jsonl, rewards: [exact_match], shair: 2}
 model: {path: tiny}
 """
-    found = problems(folder, text, "run.steps=0")
-    assert [line.split(": ")[1] for line in found] == [
+    actual = problems(folder, text, "run.steps=0")
+    assert [line.split(": ")[1] for line in actual] == [
         "rollout.group_sise",
         "rollout.max_staleness",
         "evaluate.samples",
@@ -198,8 +198,8 @@ model: {path: tiny}
         "data.domains.more.shair",
         "run.steps",
     ]
-    assert found[0].startswith("recipe.yaml:2:3: ")
-    assert found[-1].startswith("override run.steps=0: ")
+    assert actual[0].startswith("recipe.yaml:2:3: ")
+    assert actual[-1].startswith("override run.steps=0: ")
 
 
 def test_one_mistake_is_one_problem(folder: Path) -> None:
@@ -247,8 +247,8 @@ def test_a_problem_names_the_file_that_has_the_value(folder: Path) -> None:
 
 def test_a_broken_base_causes_no_further_problems(folder: Path) -> None:
     (folder / "base.yaml").write_text("run: [\n")
-    found = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
-    assert [line.split(": ")[0] for line in found] == [
+    actual = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
+    assert [line.split(": ")[0] for line in actual] == [
         "base.yaml:2:1",
         "recipe.yaml:1:10",
         "recipe.yaml:2:9",

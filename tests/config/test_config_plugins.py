@@ -159,9 +159,9 @@ def test_a_check_imports_nothing_of_a_package_and_a_deep_one_does(
     text = "algorithm: {loss: climb, aggregation: every_sample}\nobserve: {sinks: [paper]}\n"
     loaded = load(tmp_path, text, reward="shout")
     assert "acme_parts" not in sys.modules
-    found = check_recipe(loaded, deep=True)
+    actual = check_recipe(loaded, deep=True)
     assert "acme_parts.parts" in sys.modules
-    assert [(problem.path, problem.message) for problem in found] == [
+    assert [(problem.path, problem.message) for problem in actual] == [
         ("observe.sinks.0", "acme_parts.parts has no 'Paper'")
     ]
 

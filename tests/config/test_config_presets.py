@@ -178,8 +178,8 @@ def test_a_recipe_overrides_the_preset_of_the_recipe_that_it_extends(tmp_path: P
         ("gspo", algorithm(preset="gspo")),
     ):
         (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {settings}\n")
-        found = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
-        assert found == expected
+        actual = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
+        assert actual == expected
     assert algorithm(preset="dapo", advantage="dr_grpo").advantage == BaselineAdvantage()
 
 

@@ -95,9 +95,9 @@ def test_only_a_deep_check_imports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     loaded = load_recipe(tmp_path / "recipe.yaml")
     assert check_recipe(loaded) == []
-    found = [str(problem) for problem in check_recipe(loaded, deep=True)]
+    actual = [str(problem) for problem in check_recipe(loaded, deep=True)]
     expected = (
         f"{tmp_path}/recipe.yaml:2:55: data.domains.sums.rewards.0: importing mine.py:reward "
         "failed: ModuleNotFoundError: No module named 'no_such_module'"
     )
-    assert expected in found
+    assert expected in actual

@@ -152,11 +152,11 @@ def test_log_probs_are_those_of_plain_transformers(
 
 def test_any_split_of_a_batch_makes_the_same_step(build: Callable[[], TrainStrategy]):
     batch = random_batch(LENGTHS)
-    whole, parts = build(), build()
-    train(whole, batch)
+    full, parts = build(), build()
+    train(full, batch)
     parts.forward_backward(batch.take([2, 0]), loss)
     train(parts, batch.take([3, 1]))
-    for (name, ours), (_, theirs) in zip(whole.weights(), parts.weights(), strict=True):
+    for (name, ours), (_, theirs) in zip(full.weights(), parts.weights(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 

@@ -124,8 +124,8 @@ def test_the_order_of_a_batch_follows_from_ids_alone(order: list[int], inner: li
 
 
 def test_a_sample_whose_score_failed_is_in_neither_batch_nor_denominator():
-    whole = group([1, None, 0], texts=["x", "yyyy", "z"], of=PROMPT)
-    batch = collate([whole])
+    complete_one = group([1, None, 0], texts=["x", "yyyy", "z"], of=PROMPT)
+    batch = collate([complete_one])
     assert batch.uids == (SampleId(0, 0), SampleId(0, 2))
     assert sum(weights_of(batch)) == 1.0
     assert max(weights_of(batch)) == 0.5

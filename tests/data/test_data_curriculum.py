@@ -299,21 +299,21 @@ def test_a_restored_stream_continues_equally_between_steps_and_within_one(
     def opened() -> PromptStream:
         return stream_of(sizes, near_half_window=window, **RETIRE)
 
-    whole = opened()
+    full = opened()
     for number in range(steps):
-        step(whole, 4, rates=rates, first=4 * number)
+        step(full, 4, rates=rates, first=4 * number)
     for number in range(more):
-        prompt = whole.next()
+        prompt = full.next()
         if number < scored:
-            whole.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
+            full.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
     resumed = opened()
     step(resumed, 4, rates=rates, first=0)
-    resumed.restore(json.loads(json.dumps(whole.state())))
-    assert resumed.state() == whole.state()
+    resumed.restore(json.loads(json.dumps(full.state())))
+    assert resumed.state() == full.state()
     for number in range(50, 60):
-        ours, theirs = (step(s, 4, rates=rates, first=4 * number) for s in (whole, resumed))
+        ours, theirs = (step(s, 4, rates=rates, first=4 * number) for s in (full, resumed))
         assert ours == theirs
-        assert whole.metrics() == resumed.metrics()
+        assert full.metrics() == resumed.metrics()
 
 
 def test_only_prompts_that_were_tried_are_in_the_state():

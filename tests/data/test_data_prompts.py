@@ -22,14 +22,14 @@ def stream_of(rows: Rows | dict[str, Rows], *, seed: int = 0, **options: Any) ->
     sources = rows if isinstance(rows, dict) else {"toy": rows}
     shares = options.pop("shares", {})
     opening = {key: options.pop(key) for key in ("count_tokens", "engine_limit") if key in options}
-    whole = {key: options.pop(key) for key in list(options) if key in RlDataConfig.model_fields}
+    full = {key: options.pop(key) for key in list(options) if key in RlDataConfig.model_fields}
     kind = SftDomain if "completion" in options else RlvrDomain
     kind = DpoDomain if "chosen" in options else kind
     domains = {
         name: kind(source=f"object:{name}", share=shares.get(name, 1.0), **options)
         for name in sources
     }
-    data = RlDataConfig[Any](domains=domains, **whole)
+    data = RlDataConfig[Any](domains=domains, **full)
     return PromptStream.open(data, seed=seed, base=None, objects=sources, **opening)
 
 
@@ -105,14 +105,14 @@ def test_shares_hold_over_any_window(shares: list[float], skip: int):
 @given(before=st.integers(0, 30), share=st.floats(0.1, 5), seed=st.integers(0, 5))
 def test_a_restored_stream_continues_with_the_next_prompt(before: int, share: float, seed: int):
     rows = {"a": list("abcde"), "b": list("xyz")}
-    whole = stream_of(rows, shares={"a": share}, seed=seed)
-    drawn(whole, before)
-    state = json.loads(json.dumps(whole.state()))
+    full = stream_of(rows, shares={"a": share}, seed=seed)
+    drawn(full, before)
+    state = json.loads(json.dumps(full.state()))
     resumed = stream_of(rows, shares={"a": share}, seed=seed)
     drawn(resumed, 3)
     resumed.restore(state)
-    assert drawn(resumed, 20) == drawn(whole, 20)
-    assert resumed.state() == whole.state()
+    assert drawn(resumed, 20) == drawn(full, 20)
+    assert resumed.state() == full.state()
 
 
 @pytest.mark.parametrize(

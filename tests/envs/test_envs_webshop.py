@@ -216,8 +216,8 @@ def test_a_product_page_is_the_same_state_after_any_search(file: Path) -> None:
     states = []
     for words in ("shirt", "cotton shirt"):
         env = trip(file)
-        found = env.step(f"search[{words}]")[4]["state"]
-        states.append((found, env.step("click[b01]")[4]["state"]))
+        actual = env.step(f"search[{words}]")[4]["state"]
+        states.append((actual, env.step("click[b01]")[4]["state"]))
     (first, item), (second, same) = states
     assert first != second
     assert item == same

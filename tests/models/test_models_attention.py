@@ -142,5 +142,5 @@ def test_soft_caps_and_sinks_attend_by_their_definition(
     torch.testing.assert_close(ours, expected)
     leaves = [*given, *([] if sinks is None else [sinks])]
     weight = torch.randn_like(expected)
-    found = torch.autograd.grad((ours * weight).sum(), leaves)
-    torch.testing.assert_close(found, torch.autograd.grad((expected * weight).sum(), leaves))
+    actual = torch.autograd.grad((ours * weight).sum(), leaves)
+    torch.testing.assert_close(actual, torch.autograd.grad((expected * weight).sum(), leaves))

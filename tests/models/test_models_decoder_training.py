@@ -84,10 +84,10 @@ def test_hidden_states_and_all_gradients_are_those_of_the_modules(name: str):
     assert hidden is not None
     expected = own_hidden(modules, ids_N, layout)
     torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
-    found, wanted = gradients(plain, hidden), gradients(modules, expected)
-    assert found.keys() == wanted.keys()
+    actual, wanted = gradients(plain, hidden), gradients(modules, expected)
+    assert actual.keys() == wanted.keys()
     for parameter, value in wanted.items():
-        torch.testing.assert_close(found[parameter], value, rtol=1e-9, atol=1e-10, msg=parameter)
+        torch.testing.assert_close(actual[parameter], value, rtol=1e-9, atol=1e-10, msg=parameter)
 
 
 def test_in_half_precision_both_forwards_have_similar_errors():

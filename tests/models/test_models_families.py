@@ -55,12 +55,12 @@ def test_the_table_has_at_least_35_families_and_none_that_is_wrong():
 def test_a_family_is_exact_or_refused_at_load_as_the_table_says(family: str, tmp_path: Path):
     folder = save_family(family, tmp_path / family)
     reference = load_model(ModelConfig(path=str(folder)), device="cpu", attention="eager")
-    found = {
+    actual = {
         "cpu_engine": judge_engine(folder, reference, device="cpu"),
         "learner": judge_learner(folder, reference),
     }
-    cleaned = {name: reason_only(verdict, folder) for name, verdict in found.items()}
-    assert cleaned == {name: Verdict(*RECORDED[family][name]) for name in found}
+    cleaned = {name: reason_only(verdict, folder) for name, verdict in actual.items()}
+    assert cleaned == {name: Verdict(*RECORDED[family][name]) for name in actual}
     # The GPU's runner, with the references of its kernels.
     assert judge_paged(folder, reference).result in ("exact", "refused")
 

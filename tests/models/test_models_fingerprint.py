@@ -113,15 +113,15 @@ def test_damage_that_simple_sums_would_miss_is_found(damage: Callable[[Tensor], 
 
 def test_a_stream_gives_the_same_as_a_list_and_threads_change_nothing() -> None:
     pairs = [(str(size), random_bytes(size)) for size in SIZES]
-    found = set[str]()
+    actual = set[str]()
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found |= {fingerprint(pairs), fingerprint(iter(pairs)), fingerprint(pairs[::-1])}
+            actual |= {fingerprint(pairs), fingerprint(iter(pairs)), fingerprint(pairs[::-1])}
     finally:
         torch.set_num_threads(threads)
-    assert len(found) == 1
+    assert len(actual) == 1
 
 
 @pytest.mark.parametrize("size", [5, SMALL_BYTES + 8, LARGE])
@@ -156,7 +156,7 @@ def test_the_kernel_sums_all_tensors_at_once_wherever_they_begin_and_end(
 ) -> None:
     monkeypatch.setattr(module, "KERNEL_BYTES", 1)
     sizes = [*SIZES, LARGE, 3 * ROW_BYTES - 8, 17 * ROW_BYTES + 16]
-    whole = [random_bytes(size).to(kernel_device) for size in sizes]
+    full = [random_bytes(size).to(kernel_device) for size in sizes]
     moved = [random_bytes(LARGE).to(kernel_device)[start:] for start in (1, 8, 16)]
-    assert same_by_cpu_and_gpu([*whole, *moved])
-    assert same_by_cpu_and_gpu(whole[-1:])
+    assert same_by_cpu_and_gpu([*full, *moved])
+    assert same_by_cpu_and_gpu(full[-1:])

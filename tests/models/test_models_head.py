@@ -485,10 +485,10 @@ def test_the_fused_kernels_scale_and_cap_logits_as_the_reference_does(kernel_dev
     )
     given = [one.detach().to(kernel_device).requires_grad_() for one in of]
     rows = targets.to(kernel_device), temperature.float().to(kernel_device)
-    found: Any = FusedLogprobs.apply(*given, *rows, options)
-    torch.testing.assert_close(found[0].cpu(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[1].cpu(), spread, atol=1e-5, rtol=1e-5)
-    ours = torch.autograd.grad((found[0].exp() * found[1]).sum(), given)
+    actual: Any = FusedLogprobs.apply(*given, *rows, options)
+    torch.testing.assert_close(actual[0].cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual[1].cpu(), spread, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((actual[0].exp() * actual[1]).sum(), given)
     for one, other in zip(
         ours, torch.autograd.grad((expected.exp() * spread).sum(), of), strict=True
     ):

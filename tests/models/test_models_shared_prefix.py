@@ -222,12 +222,12 @@ def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(
     )
     torch.testing.assert_close(at_once, by_run[0], rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(at_once)
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad((at_once * weights).sum(), given),
         torch.autograd.grad((by_run[0] * weights).sum(), given),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_segment_sees_the_keys_on_the_way_to_it_and_its_own():

@@ -188,10 +188,10 @@ def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
-    whole = read_trace(two_samples)
+    full_run = read_trace(two_samples)
     with (two_samples / TRACE).open("a") as file:
         file.write('{"step":2,"zero":1000.0,"spans":[[8,0,"wai')
-    assert read_trace(two_samples) == whole
+    assert read_trace(two_samples) == full_run
 
 
 def test_rows_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:

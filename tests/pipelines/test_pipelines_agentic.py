@@ -108,7 +108,7 @@ def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     folder = tmp_path_factory.mktemp("agentic")
     recipe = recipe_of(folder)
     recipe["algorithm"] = {"advantage": "gigpo"}
@@ -116,20 +116,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return run_recipe(load(recipe, folder))
 
 
-def test_a_policy_learns_what_its_environment_rewards(whole: RunResult) -> None:
-    success = [row["env/success"] for row in rows_of(whole, "metrics.jsonl") if row["step"]]
+def test_a_policy_learns_what_its_environment_rewards(full_run: RunResult) -> None:
+    success = [row["env/success"] for row in rows_of(full_run, "metrics.jsonl") if row["step"]]
     assert success[0] < 0.5
     assert sum(success[-3:]) / 3 > success[0] + 0.2
 
 
-def test_every_metric_of_an_agentic_run_is_documented(whole: RunResult) -> None:
-    logged = {name for row in rows_of(whole, "metrics.jsonl") for name in row} - {"step"}
+def test_every_metric_of_an_agentic_run_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in rows_of(full_run, "metrics.jsonl") for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
     assert {"env/success", "env/turns", "env/episodes", "eval/pass@1"} <= logged
 
 
-def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(whole: RunResult) -> None:
-    rows = rows_of(whole, "samples.jsonl")
+def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(full_run: RunResult) -> None:
+    rows = rows_of(full_run, "samples.jsonl")
     seeds: dict[str, set[int]] = {}
     for row in rows:
         seeds.setdefault(row["sample"].split(".")[0], set()).add(row["episode"]["seed"])
@@ -140,9 +140,9 @@ def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(whole: RunResul
     assert {len(of) for of in seeds.values()} == {1}
 
 
-def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) -> None:
-    rows = rows_of(whole, "validation.jsonl")
-    training = {row["episode"]["seed"] for row in rows_of(whole, "samples.jsonl")}
+def test_validation_plays_other_seeds_the_same_ones_each_time(full_run: RunResult) -> None:
+    rows = rows_of(full_run, "validation.jsonl")
+    training = {row["episode"]["seed"] for row in rows_of(full_run, "samples.jsonl")}
     by_step = {
         step: [row["episode"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
     }

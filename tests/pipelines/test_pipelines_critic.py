@@ -60,12 +60,12 @@ def test_the_critic_is_trained_in_each_step_and_says_how_well_it_does(run_toy: R
 
 def test_a_resumed_run_with_a_critic_equals_an_uninterrupted_one(run_toy: RunToy) -> None:
     options = (*PPO, "run.deterministic=true", "train.minibatches=2", "critic.warmup_steps=1")
-    whole = run_toy(*options, name="critic-whole", steps=6)
+    full_run = run_toy(*options, name="critic-whole", steps=6)
     run_toy(*options, name="critic-halved", steps=3)
     halved = run_toy(*options, name="critic-halved", steps=6, resume=True)
     for name in LEARNING:
-        assert state_of(whole, name) == state_of(halved, name)
-    assert figures(whole) == figures(halved)
+        assert state_of(full_run, name) == state_of(halved, name)
+    assert figures(full_run) == figures(halved)
 
 
 def test_in_the_warm_up_only_the_critic_is_trained_and_nothing_is_published(

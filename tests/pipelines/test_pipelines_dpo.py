@@ -87,18 +87,18 @@ def margins(loaded: LoadedRecipe, result: RunResult) -> npt.NDArray[np.float64]:
 
 
 @pytest.fixture(scope="module")
-def whole(toy: Toy) -> RunResult:
+def full_run(toy: Toy) -> RunResult:
     return run(recipe_of(toy, steps=20))
 
 
-def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult) -> None:
-    first, last = figures(whole)[0], figures(whole)[-1]
+def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, full_run: RunResult) -> None:
+    first, last = figures(full_run)[0], figures(full_run)[-1]
     # The policy starts as its own reference: every margin is 0.
     assert first["train/mean/margin"] == first["train/mean/preference_accuracy"] == 0
     assert first["train/loss"] == pytest.approx(log(2))
     assert last["train/mean/preference_accuracy"] > 0.9
     assert last["train/loss"] < 0.5 * first["train/loss"]
-    assert (margins(recipe_of(toy), whole) > 0).mean() > 0.9
+    assert (margins(recipe_of(toy), full_run) > 0).mean() > 0.9
 
 
 def test_swapped_labels_reverse_the_gradient(toy: Toy) -> None:
@@ -119,7 +119,7 @@ def test_ipo_brings_the_margin_to_its_target(toy: Toy) -> None:
     [(30, "true", "true"), (30, "false", "false"), (10, "false", "true")],
 )
 def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
-    toy: Toy, whole: RunResult, tokens: int, deterministic: str, share_prefix: str
+    toy: Toy, full_run: RunResult, tokens: int, deterministic: str, share_prefix: str
 ) -> None:
     """There is room for three answers, or for less than two. An answer that is cut off from its
     pair would have another margin."""
@@ -129,7 +129,7 @@ def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
         f"train.share_prefix={share_prefix}",
     ]
     small = figures(run(recipe_of(toy, *options, steps=3)))
-    for row, other in zip(small, figures(whole)[:3], strict=True):
+    for row, other in zip(small, figures(full_run)[:3], strict=True):
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
         assert row["train/mean/margin"] == pytest.approx(other["train/mean/margin"], rel=1e-3)
     assert small[2]["train/mean/margin"] > 0.5
@@ -153,8 +153,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_metric_is_documented(whole: RunResult) -> None:
-    logged = {name for row in read_metrics(whole.folder / "metrics.jsonl") for name in row}
+def test_every_metric_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in read_metrics(full_run.folder / "metrics.jsonl") for name in row}
     assert {name for name in logged - {"step"} if not is_documented(name)} == set()
 
 

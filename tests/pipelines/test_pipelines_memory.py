@@ -58,10 +58,10 @@ def on_one_gpu(**sections: Any) -> Recipe:
 
 def test_the_parameters_of_a_shape_are_counted_as_they_are(tiny_folder: Path) -> None:
     assert SHAPE.parameters == PARAMETERS
-    found = ModelShape.read(str(tiny_folder))
-    assert found is not None
+    result = ModelShape.read(str(tiny_folder))
+    assert result is not None
     held = (tiny_folder / "model.safetensors").stat().st_size / 4
-    assert found.parameters == pytest.approx(held, rel=0.02)
+    assert result.parameters == pytest.approx(held, rel=0.02)
 
 
 def test_a_mixture_counts_all_its_experts() -> None:
@@ -74,41 +74,41 @@ def test_a_mixture_counts_all_its_experts() -> None:
 
 
 def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
-    found = phases(on_one_gpu())
+    result = phases(on_one_gpu())
     weights, state = 2 * PARAMETERS, 12 * PARAMETERS
     cache = 3 * 10 * (2 * 2 * 1 * 4) * 2
-    assert found[0, "generate"] == {"policy": weights + state, "generators": cache}
+    assert result[0, "generate"] == {"policy": weights + state, "generators": cache}
     layer = 2 * (4 + 4) * 8 + 2 * (8 + 4) * 2 + 4 * 16 * 2
     head = 2 * 5 * 100 * 4
     gradients, activations = 6 * PARAMETERS, 10 * 2 * layer
     training = weights + state + gradients + activations + head
-    assert found[0, "train"] == {"policy": training, "generators": 0}
+    assert result[0, "train"] == {"policy": training, "generators": 0}
 
 
 def test_an_engine_that_keeps_its_cache_holds_it_while_the_policy_trains() -> None:
     recipe = on_one_gpu()
     keeps = recipe.infer.model_copy(update={"free_cache": False})
-    found = phases(recipe.model_copy(update={"infer": keeps}))
-    assert found[0, "train"]["generators"] == found[0, "generate"]["generators"] > 0
+    result = phases(recipe.model_copy(update={"infer": keeps}))
+    assert result[0, "train"]["generators"] == result[0, "generate"]["generators"] > 0
 
 
 def test_a_policy_that_sleeps_holds_its_weights_only_which_the_engine_uses() -> None:
-    found = phases(on_one_gpu(train={"sleep": True}))
-    assert found[0, "generate"]["policy"] == 2 * PARAMETERS
-    assert found[0, "train"]["policy"] > 14 * PARAMETERS
+    result = phases(on_one_gpu(train={"sleep": True}))
+    assert result[0, "generate"]["policy"] == 2 * PARAMETERS
+    assert result[0, "train"]["policy"] > 14 * PARAMETERS
 
 
 def test_adapters_leave_the_model_without_state_and_the_engine_with_sums() -> None:
-    found = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
+    result = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
     adapters, sums = 2 * 2 * (8 + 8), 2 * 8 * 8
-    assert found[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
-    assert found[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
+    assert result[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
+    assert result[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
 
 
 def test_a_reference_on_a_shared_gpu_is_awake_only_while_it_scores() -> None:
-    found = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
-    assert found[0, "generate"]["reference"] == 0
-    assert found[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
+    result = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
+    assert result[0, "generate"]["reference"] == 0
+    assert result[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
 
 
 def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> None:
@@ -220,7 +220,7 @@ def test_ranks_of_a_sharded_policy_divide_its_parameters_state_and_gradients(ran
 
 def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
     sizes = {"itemsize": 2, "tokens": 100, "ranks": 4}
-    whole, half, kept = (
+    full_run, half, kept = (
         trained_footprint(SHAPE, TrainConfig(strategy="fsdp", parallel=parallel), **sizes)
         for parallel in (
             ParallelConfig(),
@@ -228,8 +228,8 @@ def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
             ParallelConfig(recompute=True),
         )
     )
-    assert half.activations == whole.activations // 2
-    assert kept.activations < whole.activations
+    assert half.activations == full_run.activations // 2
+    assert kept.activations < full_run.activations
 
 
 def test_the_least_that_a_run_takes_does_not_depend_on_its_lengths() -> None:

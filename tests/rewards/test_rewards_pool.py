@@ -126,15 +126,15 @@ async def appears(file: Path) -> None:
 
 def children() -> set[int]:
     """Live children of this process, by /proc."""
-    found: set[int] = set()
+    actual: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(parent) == os.getpid() and state not in "ZX":
-            found.add(int(stat.parent.name))
-    return found
+            actual.add(int(stat.parent.name))
+    return actual
 
 
 @pytest.fixture(autouse=True)

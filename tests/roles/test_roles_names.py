@@ -22,9 +22,9 @@ TRANSPORT = {"call", "broadcast", "call_collective", "scatter", "getattr", "Call
 def role_methods() -> dict[str, set[str]]:
     """The public methods of each role's Protocol, with those that it inherits."""
     return {
-        name: {method for method in dir(found) if not method.startswith("_")}
-        for name, found in vars(protocols).items()
-        if isinstance(found, type) and name.endswith("Role") and name not in BASES
+        name: {method for method in dir(member) if not method.startswith("_")}
+        for name, member in vars(protocols).items()
+        if isinstance(member, type) and name.endswith("Role") and name not in BASES
     }
 
 

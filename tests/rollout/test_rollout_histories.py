@@ -249,14 +249,14 @@ class History:
             before = np.concatenate([PROMPT, *(one.token_ids for one in drawn)], dtype=np.int32)
             request = Request(uid, before, SAMPLING, stream=turn, group=uid.group)
             drawn.append(await access.generate(request))
-        whole = replace(
+        complete_one = replace(
             drawn[-1],
             token_ids=np.concatenate([one.token_ids for one in drawn]),
             logprobs=np.concatenate([one.logprobs for one in drawn]),
             versions=np.concatenate([one.versions for one in drawn]),
             kept_cache=self.check_flags(drawn),
         )
-        return make_sample(of, PROMPT, completion=whole, temperature=1.0, text="")
+        return make_sample(of, PROMPT, completion=complete_one, temperature=1.0, text="")
 
     def check_flags(self, drawn):
         """The flags of all turns. A turn begins over a cache of its own version; one that no engine

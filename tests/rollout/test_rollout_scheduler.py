@@ -688,10 +688,10 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
         groups = await rollout.take()
         state, saved = rollout.state(), rollout.untrained()
         await train(rollout, groups, [engine])
-    found = []
+    actual = []
 
     def find(uid):
-        found.append(uid)
+        actual.append(uid)
         return prompt(uid=uid)
 
     again = FakeEngine()
@@ -707,7 +707,7 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
     assert batches[0] == [(0, "toy/0"), (1, "toy/1")]
     assert batches[1] == [(2, "old/2"), (3, "old/3")]
     assert batches[2] == [(4, "toy/0"), (5, "toy/1")]
-    assert found == ["old/2", "old/3"]
+    assert actual == ["old/2", "old/3"]
 
 
 async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():

@@ -103,9 +103,9 @@ async def test_the_prompts_do_not_depend_on_which_group_was_scored_first(seed: i
 
 @pytest.mark.parametrize("linger_s", [0.0, 0.003, 0.006])
 async def test_a_resumed_rollout_continues_with_the_same_prompts(linger_s: float):
-    whole, _ = await run(open_stream(), steps=8, seconds=at_random(1))
+    full, _ = await run(open_stream(), steps=8, seconds=at_random(1))
     first, saved = await run(open_stream(), steps=3, seconds=at_random(2), linger_s=linger_s)
     stream = open_stream()
     stream.restore(saved["prompts"])
     second, _ = await run(stream, steps=5, seconds=at_random(3), saved=saved)
-    assert first + second == whole
+    assert first + second == full

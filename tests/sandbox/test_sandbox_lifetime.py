@@ -209,7 +209,7 @@ def test_a_closed_starter_raises() -> None:
 
 
 def children_of(pid: int, name: str) -> list[int]:
-    found: list[int] = []
+    actual: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -217,8 +217,8 @@ def children_of(pid: int, name: str) -> list[int]:
             except OSError:
                 continue
             if int(words[2].split()[1]) == pid and name in words[0]:
-                found.append(int(entry.name))
-    return found
+                actual.append(int(entry.name))
+    return actual
 
 
 RUN_AND_WAIT = """
@@ -341,10 +341,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def processes_with(mark: str) -> list[int]:
     """Living processes (zombies have no command line) that sleep for the time of the mark."""
-    found: list[int] = []
+    actual: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if f"sleep\0{mark}\0".encode() == (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    actual.append(int(entry.name))
+    return actual

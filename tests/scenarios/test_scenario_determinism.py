@@ -44,12 +44,12 @@ def test_less_work_for_a_slow_engine_does_not_change_the_weights(
 
 
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(run_toy: Run) -> None:
-    whole = run_toy(DETERMINISTIC, DROPS, name="whole", steps=4)
+    full_run = run_toy(DETERMINISTIC, DROPS, name="full_run", steps=4)
     run_toy(DETERMINISTIC, DROPS, name="halved", steps=2)
     halved = run_toy(DETERMINISTIC, DROPS, name="halved", steps=4, resume=True)
-    assert learner_state(whole) == learner_state(halved)
-    assert _figures(whole.folder) == _figures(halved.folder)
-    assert _dropped(whole.folder) > 0
+    assert learner_state(full_run) == learner_state(halved)
+    assert _figures(full_run.folder) == _figures(halved.folder)
+    assert _dropped(full_run.folder) > 0
 
 
 def test_another_seed_gives_other_weights(run_toy: Run) -> None:

@@ -74,21 +74,23 @@ def written(toy: Toy, tmp_path: Path) -> Written:
 
 
 def test_the_constants_of_a_recorded_run_are_found(written: Written) -> None:
-    found = calibrate_run(written.path)
+    calibration = calibrate_run(written.path)
     # The first two steps are the warm-up, the last one's end is not in the trace.
-    assert found.steps == 4
-    assert astuple(found.engine.step_time) == pytest.approx(astuple(STEP_TIME), rel=1e-6)
-    assert found.engine.mean_error < 1e-6
-    assert found.train.base_s == pytest.approx(TRAIN_BASE_S, abs=1e-5)
-    assert found.train.token_s == pytest.approx(TRAIN_TOKEN_S, abs=1e-6)
-    assert found.train.worst_error < 1e-4
-    assert found.devices.transfer_s + found.devices.publish_s == pytest.approx(PUBLISH_S, abs=1e-5)
-    assert found.devices.controller_s == pytest.approx(REST_S, abs=1e-5)
-    assert found.devices.call_s == pytest.approx(WAY_S, abs=1e-5)
-    assert found.work.reward.trace == pytest.approx([REWARD_S] * 56, abs=1e-5)
-    assert sorted(found.work.lengths.trace) == sorted(written.lengths)
-    assert found.work.prompt_tokens == PROMPT
-    assert found.work.flat == pytest.approx(1 / 5)
+    assert calibration.steps == 4
+    assert astuple(calibration.engine.step_time) == pytest.approx(astuple(STEP_TIME), rel=1e-6)
+    assert calibration.engine.mean_error < 1e-6
+    assert calibration.train.base_s == pytest.approx(TRAIN_BASE_S, abs=1e-5)
+    assert calibration.train.token_s == pytest.approx(TRAIN_TOKEN_S, abs=1e-6)
+    assert calibration.train.worst_error < 1e-4
+    assert calibration.devices.transfer_s + calibration.devices.publish_s == pytest.approx(
+        PUBLISH_S, abs=1e-5
+    )
+    assert calibration.devices.controller_s == pytest.approx(REST_S, abs=1e-5)
+    assert calibration.devices.call_s == pytest.approx(WAY_S, abs=1e-5)
+    assert calibration.work.reward.trace == pytest.approx([REWARD_S] * 56, abs=1e-5)
+    assert sorted(calibration.work.lengths.trace) == sorted(written.lengths)
+    assert calibration.work.prompt_tokens == PROMPT
+    assert calibration.work.flat == pytest.approx(1 / 5)
 
 
 def test_samples_that_continue_during_a_publish_are_not_lost(written: Written) -> None:
@@ -105,10 +107,10 @@ def test_samples_that_continue_during_a_publish_are_not_lost(written: Written) -
         row["engines"] += [[0, 8, 400, 0, seconds, half + n * seconds, 0] for n in range(2)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (written.path / ENGINE_STEPS).write_text(text, encoding="utf-8")
-    found = calibrate_run(written.path)
-    assert found.devices.publish_s == pytest.approx(PUBLISH_S - 1.5 * seconds, abs=1e-4)
-    devices = found.apply(recipe_scenario(found.recipe)).devices
-    assert devices.publish_s == found.devices.publish_s
+    calibration = calibrate_run(written.path)
+    assert calibration.devices.publish_s == pytest.approx(PUBLISH_S - 1.5 * seconds, abs=1e-4)
+    devices = calibration.apply(recipe_scenario(calibration.recipe)).devices
+    assert devices.publish_s == calibration.devices.publish_s
     assert devices.transfer_s == pytest.approx(1.5 * seconds, abs=1e-4)
 
 
@@ -126,10 +128,10 @@ def test_the_recipe_gives_the_batch_and_the_run_gives_the_times(written: Written
 def test_a_synchronous_step_is_the_sum_of_its_parts(written: Written, toy: Toy) -> None:
     """One group of two with one token each: prefill, one engine step, reward, train, publish."""
     one = toy("rollout.groups_per_step=1", "rollout.group_size=2", "sampling.max_tokens=1").recipe
-    found = calibrate_run(written.path)
-    scenario = found.apply(recipe_scenario(one)).change(work={"flat": 0.0})
+    calibration = calibrate_run(written.path)
+    scenario = calibration.apply(recipe_scenario(one)).change(work={"flat": 0.0})
     scenario = scenario.change(devices={"colocated": False, "generators": 1, "trainers": 1})
-    step = found.engine.step_time.seconds(2, 2 * PROMPT, PROMPT)
+    step = calibration.engine.step_time.seconds(2, 2 * PROMPT, PROMPT)
     parts = step + WAY_S + REWARD_S + TRAIN_BASE_S + 22 * TRAIN_TOKEN_S + PUBLISH_S + REST_S
     assert simulate(scenario).step_s == pytest.approx(parts, rel=1e-3)
 
@@ -153,9 +155,9 @@ def test_the_slowdown_of_a_step_by_training_is_measured_and_removed(written: Wri
                 batch = 1 + n % 4 if name == "generate" else 3 + n % 4
                 row["engines"].append([0, batch, 10 + n, 0, 0.002 * batch * times, at, 0])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = calibrate_run(written.path)
-    assert found.devices.contention == pytest.approx(1.5, rel=1e-3)
-    assert found.engine.step_time.seconds(2, 15) == pytest.approx(0.004, rel=0.01)
+    calibration = calibrate_run(written.path)
+    assert calibration.devices.contention == pytest.approx(1.5, rel=1e-3)
+    assert calibration.engine.step_time.seconds(2, 15) == pytest.approx(0.004, rel=0.01)
 
 
 def test_a_run_without_records_names_the_option_that_records_them(run_toy: RunToy) -> None:
@@ -200,11 +202,11 @@ def test_a_real_run_can_be_calibrated_on_and_simulated(run_toy: RunToy, toy: Toy
     rows = [json.loads(line) for line in (run / ENGINE_STEPS).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(len(row["samples"]) == len(row["answers"]) == 16 for row in rows)
-    found = calibrate_run(run)
-    assert found.steps == 2
-    assert 1 <= min(found.work.lengths.trace) <= max(found.work.lengths.trace) <= 6
-    assert found.engine.step_time.seconds(16, 200) > 0
-    assert found.train.token_s > 0
+    calibration = calibrate_run(run)
+    assert calibration.steps == 2
+    assert 1 <= min(calibration.work.lengths.trace) <= max(calibration.work.lengths.trace) <= 6
+    assert calibration.engine.step_time.seconds(16, 200) > 0
+    assert calibration.train.token_s > 0
     answer = CliRunner().invoke(
         app, ["simulate", str(run / "recipe.yaml"), "--from", str(run), "--steps", "3"]
     )

@@ -213,8 +213,8 @@ def test_only_tokens_over_an_older_cache_are_flagged():
             _at(5.0, engine.commit_shared(PolicyVersion(2), keep_cache=True)),
         ]
         first, second, *_ = await _all(*map(engine.generate, (_request(0), _request(1))), *changes)
-        whole = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
-        return [first, second, await engine.generate(whole)]
+        complete_one = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
+        return [first, second, await engine.generate(complete_one)]
 
     first, second, again = run_virtual(main())
     assert first.versions.tolist() == [0, 0, 1, 1, 1, 2]
@@ -281,16 +281,16 @@ def test_an_aborted_sequence_continues_on_another_engine_with_its_tokens_and_len
         other = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=1)
         part, _ = await _all(one.generate(_request()), _at(3.5, one.abort(SampleId(0, 0))))
         assert _now() == 4
-        whole = await other.generate(_request(prompt=2, continue_from=part))
+        complete_one = await other.generate(_request(prompt=2, continue_from=part))
         assert one.load().running == 0
-        return part, whole, other.usage().prefilled_tokens
+        return part, complete_one, other.usage().prefilled_tokens
 
-    part, whole, prefilled = run_virtual(main())
+    part, complete_one, prefilled = run_virtual(main())
     assert (part.stop, len(part.token_ids)) == (StopReason.ABORTED, 4)
-    assert (whole.stop, len(whole.token_ids)) == (StopReason.STOP, 10)
-    assert whole.versions.tolist() == [0] * 4 + [1] * 6
+    assert (complete_one.stop, len(complete_one.token_ids)) == (StopReason.STOP, 10)
+    assert complete_one.versions.tolist() == [0] * 4 + [1] * 6
     assert prefilled == 2 + 4
-    assert not whole.versions.flags.writeable
+    assert not complete_one.versions.flags.writeable
 
 
 def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
@@ -314,8 +314,8 @@ def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
 def test_a_finished_sequence_that_is_continued_ends_immediately():
     async def main() -> tuple[float, Completion]:
         engine = SimulatedEngine(SECOND, lambda _: 3, slots=1)
-        whole = await engine.generate(_request())
-        again = await engine.generate(_request(continue_from=whole))
+        complete_one = await engine.generate(_request())
+        again = await engine.generate(_request(continue_from=complete_one))
         return _now(), again
 
     time, again = run_virtual(main())
@@ -509,9 +509,9 @@ def test_the_closed_form_equals_a_step_by_step_simulation(jobs, slots, capacity)
 
     planned = [_PlannedRequest(at / 10, prompt, length) for at, prompt, length in jobs]
     ends, preempted = _step_by_step(planned, slots=slots, capacity=capacity)
-    found, thrown_out = run_virtual(main())
+    actual, thrown_out = run_virtual(main())
     assert thrown_out == preempted
-    np.testing.assert_allclose(found, ends, rtol=1e-9)
+    np.testing.assert_allclose(actual, ends, rtol=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
@@ -664,9 +664,9 @@ def test_shares_of_groups_without_signal_and_of_failures_are_as_configured():
     groups = run_virtual(main())
     failed = sum(not score.ok for scores in groups for score in scores)
     assert failed / 4500 == pytest.approx(0.1, abs=0.02)
-    whole = [scores for scores in groups if all(score.ok for score in scores)]
-    flat = [scores for scores in whole if len({score.value for score in scores}) == 1]
-    assert len(flat) / len(whole) == pytest.approx(0.3, abs=0.05)
+    complete_one = [scores for scores in groups if all(score.ok for score in scores)]
+    flat = [scores for scores in complete_one if len({score.value for score in scores}) == 1]
+    assert len(flat) / len(complete_one) == pytest.approx(0.3, abs=0.05)
     assert {scores[0].value for scores in flat} == {0.0, 1.0}
 
 
@@ -695,11 +695,11 @@ def _records(step_time: StepTime, *, noise: float, count: int = 400) -> list[Ste
 def test_a_fit_finds_the_parts_of_noisy_records():
     true = StepTime(0.02, 1e-4, 4e-8, 2e-6)
     fit = fit_step_time(_records(true, noise=0.03, count=1600))
-    found = fit.step_time
-    assert found.base_s == pytest.approx(true.base_s, rel=0.03)
-    assert found.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
-    assert found.per_kv_token_s == pytest.approx(true.per_kv_token_s, rel=0.15)
-    assert found.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.05)
+    actual = fit.step_time
+    assert actual.base_s == pytest.approx(true.base_s, rel=0.03)
+    assert actual.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
+    assert actual.per_kv_token_s == pytest.approx(true.per_kv_token_s, rel=0.15)
+    assert actual.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.05)
     assert fit.mean_error == pytest.approx(0.03 * np.sqrt(2 / np.pi), rel=0.15)
     assert fit.mean_error < fit.worst_error < 0.2
     assert fit.records == 1600
@@ -714,11 +714,11 @@ def test_a_fit_without_noise_is_exact():
 
 def test_a_part_that_would_be_negative_is_zero_and_the_others_are_fitted_without_it():
     records = [StepRecord(batch, 10 * batch, 0, 1.0 - 0.01 * batch) for batch in range(1, 20)]
-    found = fit_step_time(records).step_time
-    assert (found.per_sequence_s, found.per_kv_token_s, found.per_prefill_token_s) == (0, 0, 0)
+    actual = fit_step_time(records).step_time
+    assert (actual.per_sequence_s, actual.per_kv_token_s, actual.per_prefill_token_s) == (0, 0, 0)
     # With the base alone, the least relative error is at sum(1 / t) / sum(1 / t^2).
     inverse = np.array([1 / record.seconds for record in records])
-    assert found.base_s == pytest.approx(inverse.sum() / (inverse**2).sum())
+    assert actual.base_s == pytest.approx(inverse.sum() / (inverse**2).sum())
 
 
 @settings(max_examples=50, deadline=None)
@@ -736,12 +736,12 @@ def test_a_part_that_would_be_negative_is_zero_and_the_others_are_fitted_without
     )
 )
 def test_no_records_make_a_negative_part(records):
-    found = fit_step_time(records).step_time
+    actual = fit_step_time(records).step_time
     parts = (
-        found.base_s,
-        found.per_sequence_s,
-        found.per_kv_token_s,
-        found.per_prefill_token_s,
+        actual.base_s,
+        actual.per_sequence_s,
+        actual.per_kv_token_s,
+        actual.per_prefill_token_s,
     )
     assert min(parts) >= 0
 

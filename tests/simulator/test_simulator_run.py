@@ -144,9 +144,9 @@ def test_samples_of_a_lost_engine_are_still_trained() -> None:
         rollout={"max_staleness": 1}, failures=[{"engine": 0, "at_s": 50.0, "back_s": 300.0}]
     )
     report = simulate(lost)
-    whole = simulate(lost.change(failures=()))
-    assert report.samples == whole.samples
-    assert report.seconds > whole.seconds
+    full = simulate(lost.change(failures=()))
+    assert report.samples == full.samples
+    assert report.seconds > full.seconds
     assert not report.dropped
 
 

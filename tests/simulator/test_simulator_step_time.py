@@ -24,9 +24,9 @@ from rollick.types import Request, SampleId, Sampling, StepRecord
 def test_steps_that_were_disturbed_count_in_a_fit_that_keeps_the_total() -> None:
     """One of ten steps takes eleven times as long: the mean step takes twice as long."""
     records = [StepRecord(4, 100, 0, 0.11 if n == 0 else 0.01) for n in range(10)]
-    plain, whole = fit_step_time(records), fit_step_time(records, keep_total=True)
+    plain, full = fit_step_time(records), fit_step_time(records, keep_total=True)
     assert plain.step_time.seconds(4, 100) < 0.012
-    assert whole.step_time.seconds(4, 100) == pytest.approx(0.02)
+    assert full.step_time.seconds(4, 100) == pytest.approx(0.02)
 
 
 def test_training_is_what_is_fixed_and_the_rest_by_token() -> None:

@@ -57,8 +57,8 @@ def with_one_prompt(batch: Batch, *, tokens: int) -> Batch:
 
 
 def value_loss(inputs: ValueInputs) -> Loss:
-    found = value(inputs, ValueLoss(clip=CLIP))
-    return Loss((inputs.weights_T * found.loss_T).sum(), found.sums)
+    actual = value(inputs, ValueLoss(clip=CLIP))
+    return Loss((inputs.weights_T * actual.loss_T).sum(), actual.sums)
 
 
 def gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
@@ -250,13 +250,13 @@ def test_deterministic_values_do_not_depend_on_neighbours_or_micro_batches(folde
 
 def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder: Path):
     batch = annotated_batch(LENGTHS)
-    found: list[np.ndarray[Any, Any]] = []
+    actual: list[np.ndarray[Any, Any]] = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         critic = critic_of(folder, run={"deterministic": True})
         critic.forward_backward(batch.take(order), value_loss)
         critic.step()
-        found.append(critic.values(batch).values_N)
-    assert np.array_equal(found[0], found[1])
+        actual.append(critic.values(batch).values_N)
+    assert np.array_equal(actual[0], actual[1])
 
 
 def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: Path):

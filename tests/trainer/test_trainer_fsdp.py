@@ -114,21 +114,21 @@ def near_the_policy(batch: Batch, logprobs_N: Any) -> Batch:
     return replace(batch, logprobs_N=(logprobs_N + noise_N).astype(np.float32))
 
 
-def whole(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
+def full_run(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
     """What the local strategy says."""
     strategy = LocalStrategy(recipe)
     if dtype is torch.float64:
         module: Any = strategy.module.double()
         module.set_experts_implementation("eager")
         widen_norms(module)
-    found: list[Outcome] = []
+    actual: list[Outcome] = []
     for loss in LOSSES:
         report = strategy.forward_backward(batch, loss)
         named = strategy.module.named_parameters()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        found.append(Outcome(strategy.logprobs(batch), report, gradients))
+        actual.append(Outcome(strategy.logprobs(batch), report, gradients))
         strategy.optimizer.drop_gradients()
-    return found
+    return actual
 
 
 def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
@@ -136,13 +136,13 @@ def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
     strategy = FsdpStrategy(recipe, dtype=dtype)
     if dtype is torch.float64:
         widen_norms(strategy.model)
-    found: list[Outcome] = []
+    actual: list[Outcome] = []
     for loss in LOSSES:
         report = strategy.forward_backward(batch, loss)
         gradients = gathered_gradients(strategy)
-        found.append(Outcome(strategy.logprobs(batch), report, gradients))
+        actual.append(Outcome(strategy.logprobs(batch), report, gradients))
         strategy.sharded.drop_gradients()
-    return found
+    return actual
 
 
 def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def on_one_rank(
     batch = asking_for_more(grouped(random_batch(LENGTHS)))
     plain = recipe_with(folder, **dict(train))
     batch = near_the_policy(batch, LocalStrategy(plain).logprobs(batch))
-    return batch, whole(plain, batch, dtype)
+    return batch, full_run(plain, batch, dtype)
 
 
 def compare(
@@ -255,7 +255,7 @@ def test_ranks_may_have_unequal_parts_of_a_batch_or_none(
     recipe = recipe_with(dense, tokens_per_microbatch=8)
     batch = random_batch(lengths)
     batch = near_the_policy(batch, LocalStrategy(recipe).logprobs(batch))
-    expected = whole(recipe, batch, torch.float64)
+    expected = full_run(recipe, batch, torch.float64)
     cut = recipe_with(dense, parallel, tokens_per_microbatch=8)
     for answer in ranks(4).run(sharded, cut, batch, torch.float64):
         assert_equal(answer, expected, torch.float64)
@@ -322,14 +322,14 @@ def test_the_loss_that_balances_experts_uses_the_counts_of_the_whole_batch(
     batch = grouped(random_batch(LENGTHS))
     plain = recipe_with(mixture, **options)
     batch = near_the_policy(batch, LocalStrategy(plain).logprobs(batch))
-    expected = whole(plain, batch, torch.float64)
+    expected = full_run(plain, batch, torch.float64)
     report = expected[0].report
     shown = report.sums["expert_balance"] / report.tokens
     assert shown == pytest.approx(2, rel=0.5)  # the experts of a row, if all were chosen alike
     for tokens in (10_000, 15):
         cut = {**options, "tokens_per_microbatch": tokens}
         assert_equal(
-            whole(recipe_with(mixture, **cut), batch, torch.float64), expected, torch.float64
+            full_run(recipe_with(mixture, **cut), batch, torch.float64), expected, torch.float64
         )
         recipe = recipe_with(mixture, parallel, **cut)
         for answer in ranks(4).run(sharded, recipe, batch, torch.float64):
@@ -536,5 +536,5 @@ def test_a_rotary_embedding_that_depends_on_the_length_is_that_of_one_rank(
     recipe = recipe_of(tmp_path, infer={"max_length": 16}, train={"strategy": "fsdp"})
     batch = random_batch([7, 12, 5])
     expected = LocalStrategy(recipe).logprobs(batch)
-    for found in ranks(2).run(sharded_logprobs, recipe, batch):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for actual in ranks(2).run(sharded_logprobs, recipe, batch):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -55,12 +55,12 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_the_gradient_does_not_depend_on_split_packing_or_order(folder: Path):
     """Promise 3, in float64."""
-    whole = strategy_of(folder)
-    whole.module.double()
+    full = strategy_of(folder)
+    full.module.double()
     batch = random_batch(LENGTHS)
-    expected = gradient(whole, batch)
-    assert relative(gradient(whole, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
-    assert relative(gradient(whole, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
+    expected = gradient(full, batch)
+    assert relative(gradient(full, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
+    assert relative(gradient(full, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
     for tokens, chunk in [(1, 1), (13, 3), (25, 2048)]:
         train = {"tokens_per_microbatch": tokens, "logprob_chunk_tokens": chunk}
         split = strategy_of(folder, train=train)

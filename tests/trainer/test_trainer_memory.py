@@ -59,7 +59,7 @@ def test_host_memory_is_kept_from_one_sleep_to_the_next() -> None:
 def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, dtype: str) -> None:
     """The body sleeps on a GPU only, so its tensors are parked here by hand."""
     folder = save_tiny(tmp_path, hidden=16, layers=1)
-    batch, found = random_batch([5, 9]), []
+    batch, actual = random_batch([5, 9]), []
     for sleeps in (False, True):
         strategy = LocalStrategy(recipe_of(folder, model={"path": str(folder), "dtype": dtype}))
         strategy.forward_backward(batch, loss)
@@ -72,8 +72,8 @@ def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, 
             assert all(value.untyped_storage().size() == 0 for value in gradients.values())
             offloaded.restore_from_host()
         strategy.step()
-        found.append(strategy.logprobs(batch))
-    assert np.array_equal(found[0], found[1])
+        actual.append(strategy.logprobs(batch))
+    assert np.array_equal(actual[0], actual[1])
 
 
 def test_a_meter_counts_what_was_held_since_it_began() -> None:

@@ -172,14 +172,14 @@ def outcome(model: Any, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, to
 @pytest.mark.parametrize("case", SHARED)
 def test_a_shared_prefix_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
     batch = batch_of(SHARED[case])
-    whole = pack(batch, device="cpu", deterministic=False)
+    full = pack(batch, device="cpu", deterministic=False)
     shared = pack(batch, device="cpu", deterministic=False, share_prefix=True)
     assert sum(shared.layout.lengths) == len(shared.token_ids_N) == COMPUTED[case]
-    assert shared.indices_T.tolist() == whole.indices_T.tolist()
+    assert shared.indices_T.tolist() == full.indices_T.tolist()
     for name in ("targets_T", "temperature_T", "sequence_T"):
-        assert torch.equal(getattr(shared, name), getattr(whole, name)), name
+        assert torch.equal(getattr(shared, name), getattr(full, name)), name
 
-    expected_T, gradients = outcome(model, whole)
+    expected_T, gradients = outcome(model, full)
     logprobs_T, own = outcome(model, shared)
     torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-10, atol=0)
     for name, expected in gradients.items():
@@ -219,17 +219,17 @@ def test_kept_groups_are_never_split_however_large():
     cut = [[0, 2], [1, 3]]
     for tokens in (1, 5, 8):
         for by_uid in (False, True):
-            found = microbatches(batch, tokens=tokens, by_uid=by_uid, keep_groups=True)
-            assert sorted(map(sorted, found)) == cut, (tokens, by_uid)
+            actual = microbatches(batch, tokens=tokens, by_uid=by_uid, keep_groups=True)
+            assert sorted(map(sorted, actual)) == cut, (tokens, by_uid)
     assert microbatches(batch, tokens=13, by_uid=False, keep_groups=True) == [[0, 2, 1, 3]]
 
 
 def test_kept_groups_count_what_they_share_once():
     batch = batch_of(["0 pqrA", "0 pqrB", "1 stC", "1 stD"])
-    found = microbatches(batch, tokens=9, by_uid=False, share_prefix=True, keep_groups=True)
-    assert found == [[0, 1, 2, 3]]
-    found = microbatches(batch, tokens=8, by_uid=False, share_prefix=True, keep_groups=True)
-    assert found == [[0, 1], [2, 3]]
+    actual = microbatches(batch, tokens=9, by_uid=False, share_prefix=True, keep_groups=True)
+    assert actual == [[0, 1, 2, 3]]
+    actual = microbatches(batch, tokens=8, by_uid=False, share_prefix=True, keep_groups=True)
+    assert actual == [[0, 1], [2, 3]]
 
 
 def test_a_group_larger_than_a_part_is_cut_and_its_beginning_counts_in_each_piece():

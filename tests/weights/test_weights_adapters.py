@@ -214,8 +214,8 @@ def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> Non
     def route(policy: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
         by_rank = dict(enumerate(places))
         plan = plan_publish(devices, policy=policy, generators=by_rank, config=config)
-        [found] = plan.routes()
-        return found.adapters, found.delta
+        [actual] = plan.routes()
+        return actual.adapters, actual.delta
 
     assert route(learner, able, able) == (True, False)
     assert route(learner, able, unable) == (False, True)

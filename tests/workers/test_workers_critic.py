@@ -58,9 +58,9 @@ class FakeCritic:
         assert batch.returns_N is not None
         streams = (batch.values_N, batch.returns_N, batch.weights_N)
         old_T, returns_T, weights_T = (torch.as_tensor(stream[mask_N]) for stream in streams)
-        found = loss(ValueInputs(torch.ones_like(old_T), old_T, returns_T, weights_T))
-        self.totals.append(found.total.item())
-        return LossReport(loss=found.total.item(), tokens=int(mask_N.sum()), sums={"value": 3.0})
+        actual = loss(ValueInputs(torch.ones_like(old_T), old_T, returns_T, weights_T))
+        self.totals.append(actual.total.item())
+        return LossReport(loss=actual.total.item(), tokens=int(mask_N.sum()), sums={"value": 3.0})
 
     def step(self) -> OptimReport:
         self.steps += 1

@@ -85,9 +85,9 @@ def test_a_minibatch_is_scaled_in_every_part_of_its_loss(tiny_folder: Path) -> N
     strategy, batch = plain(2), random_batch([5, 5, 5, 5])
     batch = replace(batch, kl_weights_N=batch.weights_N / 2, entropy_weights_N=batch.weights_N / 4)
     learner(strategy, tiny_folder, minibatches=2).train(batch)
-    for name, whole in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
+    for name, full in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
         sums = [getattr(part, name).sum() for part in strategy.parts]
-        assert sums == pytest.approx([whole, whole])
+        assert sums == pytest.approx([full, full])
 
 
 def test_a_loss_of_pairs_has_complete_pairs_in_its_minibatches(tiny_folder: Path) -> None:

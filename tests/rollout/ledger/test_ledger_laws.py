@@ -145,14 +145,14 @@ class History:
 
     def advance(self, with_what):
         groups = self.open_groups()
-        whole, which = with_what % 2, with_what // 2
+        complete_one, which = with_what % 2, with_what // 2
         group = groups[which % len(groups)]
         under_way = group.unfinished()
         order = under_way[which % len(under_way) :] + under_way[: which % len(under_way)]
-        for uid in order if whole else order[:1]:
+        for uid in order if complete_one else order[:1]:
             while group.samples[uid.index] in NEXT:
                 self.step_sample(group, uid)
-                if not whole:
+                if not complete_one:
                     break
             if group.state is not GroupState.OPEN:
                 return

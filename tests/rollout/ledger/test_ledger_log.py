@@ -134,10 +134,10 @@ def test_only_a_checkpoint_mark_waits_for_the_disk(tmp_path, monkeypatch):
 
 def test_a_log_cut_at_any_byte_keeps_the_earlier_events_and_can_be_continued(tmp_path):
     path = write(tmp_path / "log", *ALL)
-    whole = path.read_bytes()
-    for cut in range(len(whole)):
-        path.write_bytes(whole[:cut])
-        lines = whole[:cut].count(b"\n")
+    full = path.read_bytes()
+    for cut in range(len(full)):
+        path.write_bytes(full[:cut])
+        lines = full[:cut].count(b"\n")
         assert read_log(path).events == ALL[:lines]
         if cut % 7 == 0:  # a sync each time
             write(path, GroupDeferred(9))
