@@ -65,7 +65,7 @@ HERE = Path(__file__).parent
 PARTS = ("speed", "table", "cost", "ray", "growth", "clock")
 GROUP_SIZE = 8
 EQUAL_WORK = 0.01
-"""How far the trained tokens of two compared runs may lie apart."""
+"""Largest difference of the trained tokens of two compared runs."""
 TOKENS = 32
 """Of a response in the measurements of cost, and half of them in a prompt."""
 TAILS, SHARES = (5, 10, 20, 30, 40), (0.4, 0.5, 0.6, 0.7, 0.8)

@@ -1,4 +1,4 @@
-"""A run's checkpoints: whole or absent, verified before use, and never lost to a later save."""
+"""A run's checkpoints: complete or absent, verified before use, and never lost to a later save."""
 
 import errno
 import hashlib

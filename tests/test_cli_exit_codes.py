@@ -1,4 +1,4 @@
-"""The exit code of `rollick train` tells a supervisor whether to try again."""
+"""The exit code of `rollick train` shows a supervisor whether to try again."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, and what nobody may do. Found by reading."""
+"""The layers of the package: which imports and calls are allowed. Checked on the syntax tree."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ THIRD_PARTY = {
     "wandb": {"observe"},
     "yaml": {"config", "simulator"},
 }
-"""Where each third party lives. numpy and torch are the language of the numeric rooms."""
+"""The packages that may import each third-party library. numpy and torch are allowed everywhere."""
 
 EVERYWHERE = {"numpy", "torch"}
 

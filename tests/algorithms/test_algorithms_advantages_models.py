@@ -184,7 +184,7 @@ def test_gae_is_whitened_over_the_batch_and_its_returns_are_not():
 
 
 def random_gae_group(masks: list[list[bool]], seed: int) -> Group:
-    """Every third sample failed, every second one is truncated; junk outside the masks."""
+    """Every third sample failed, every second one is truncated; noise outside the masks."""
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
     scores = [None if n % 3 == 2 else float(numbers(seed + n, 1)[0]) for n in range(len(masks))]
     values = [

@@ -507,7 +507,7 @@ def test_truncated_samples_are_masked_only_where_the_recipe_says_so():
 
 
 def test_the_score_of_a_sample_that_is_not_in_the_batch_still_counts_in_its_groups_mean():
-    """Its answer was judged, and the others are compared with it."""
+    """Its answer was scored, and the others are compared with it."""
     credit = credit_of({}, rollout={"drop_truncated": True})
     groups = [cut(group([1, 0, 0.5], of=A), 2)]
     batch, _ = credit.assign(groups, batch_of(groups, credit))

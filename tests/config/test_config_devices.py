@@ -1,4 +1,4 @@
-"""Device lists: the grammar, and what is said of everything else."""
+"""Device lists: the grammar, and the errors for everything else."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def near(logprobs_N: Any, mask_N: Any, random: np.random.Generator) -> Any:
 
 
 def samples(strategy: LocalStrategy, *, pairs: bool) -> Batch:
-    """Members of a group begin alike; the middle of each answer is an observation, where nothing
+    """Members of a group share a prefix; the middle of each answer is an observation, where nothing
     is known (-inf). All that a loss may look at is there."""
     random = np.random.default_rng(5)
     batch = random_batch(LENGTHS, prompt=PROMPT, seed=2)

@@ -1,6 +1,6 @@
 """What every TrainStrategy promises. A new strategy joins by one entry in STRATEGIES.
 
-A sharded strategy is on real ranks: `OnRanks` calls all of them alike, as a worker group does.
+A sharded strategy runs on real ranks: `OnRanks` calls all of them, as a worker group does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STRATEGIES = [
 
 LENGTHS = [5, 9, 5, 3]
 OPTIMIZER: dict[str, Any] = {"optimizer": {"lr": 1e-2, "eps": 1e-4}}
-"""eps is large, so that Adam does not blow up gradients that are rounding alone to whole steps: a
+"""eps is large, so that Adam does not blow up gradients that consist of rounding to full steps: a
 router has such ones, for experts that were not chosen."""
 
 
@@ -88,7 +88,7 @@ def build(
 
 
 class OnRanks:
-    """A sharded strategy: every call goes to all ranks, which must answer alike."""
+    """A sharded strategy: every call goes to all ranks, which must return the same."""
 
     numbers = count()
     built: dict[int, FsdpStrategy] = {}  # noqa: RUF012, in the process of a rank

@@ -1,4 +1,4 @@
-"""Batch: samples taken out of it keep their tokens and their weight in the whole."""
+"""Batch: selected samples keep their tokens and their weights of the full batch."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which prompts are drawn, by what their judged groups say of them."""
+"""Which prompts are drawn, by the scores of their groups."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def prompt_of(stream: PromptStream, uid: str) -> Prompt:
 
 
 def teach(stream: PromptStream, scores: dict[str, Sequence[float | None]]) -> None:
-    """A step in which these prompts were judged."""
+    """A step in which these prompts were scored."""
     for number, (uid, values) in enumerate(scores.items()):
         stream.record_group(group(values, uid=number, of=prompt_of(stream, uid)))
     stream.update_selection()
@@ -293,7 +293,7 @@ def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
 def test_a_restored_stream_continues_equally_between_steps_and_within_one(
     steps: int, more: int, scored: int, window: int
 ):
-    """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
+    """After complete steps, `more` prompts are drawn, of which the first `scored` have scores."""
     sizes, rates = {"a": 6, "b": 4}, {f"{d}/{n}": n / 5 for d in "ab" for n in range(6)}
 
     def opened() -> PromptStream:

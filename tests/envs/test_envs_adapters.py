@@ -1,4 +1,4 @@
-"""Environments of other packages, played as TextEnvs."""
+"""Environments of other packages as TextEnvs."""
 
 from __future__ import annotations
 

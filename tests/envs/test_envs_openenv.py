@@ -1,4 +1,4 @@
-"""Servers of OpenEnv, played as TextEnvs: with the real package, where it is installed."""
+"""OpenEnv servers as TextEnvs, with the real package where it is installed."""
 
 from __future__ import annotations
 

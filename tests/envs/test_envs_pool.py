@@ -78,7 +78,7 @@ async def play(session: EnvSession, *actions: str) -> list[EnvCallResult]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has collected yet does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

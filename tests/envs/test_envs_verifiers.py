@@ -1,4 +1,4 @@
-"""Environments of verifiers, played as TextEnvs: with the real package, where it is installed."""
+"""Environments of verifiers as TextEnvs, with the real package where it is installed."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def by_asin(file: Path, asin: str) -> Product:
 
 
 def trip(file: Path, **options: Any) -> WebShop:
-    """Somebody wants the blue shirt, whatever the seed says."""
+    """The goal is the blue shirt, whatever the seed."""
     env = WebShop(products=str(file), style="plain", **options)
     env.goal = shirt_goal(file)
     return env

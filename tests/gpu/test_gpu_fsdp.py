@@ -48,7 +48,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_with(folder: Path, *, dtype: str = "float32", **train: Any) -> Recipe:
-    # eps is large, so that a gradient's last bits are not blown up to whole steps by Adam.
+    # eps is large, so that a gradient's last bits are not amplified to full steps by Adam.
     train = {"optimizer": {"lr": 1e-3, "eps": 1e-3}, **train}
     return recipe_of(folder, model={"path": str(folder), "dtype": dtype}, train=train)
 

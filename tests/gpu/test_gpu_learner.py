@@ -25,7 +25,7 @@ LENGTHS = [7, 12, 7, 3, 9, 12]
 
 def _learner(folder: Path, device: str, **sections: dict[str, Any]) -> LocalStrategy:
     sections.setdefault("model", {"path": str(folder), "dtype": "float32"})
-    # eps is large, so that a gradient's last bits are not blown up to whole steps by Adam.
+    # eps is large, so that a gradient's last bits are not amplified to full steps by Adam.
     sections.setdefault("train", {"optimizer": {"lr": 1e-3, "eps": 1e-3}})
     return LocalStrategy(recipe_of(folder, **sections), device=device)
 

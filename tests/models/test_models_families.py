@@ -137,7 +137,7 @@ def test_an_error_of_the_models_own_code_is_reported_with_its_inputs():
 
 
 def test_a_window_longer_than_every_sequence_is_no_reason_to_refuse():
-    """PhiMoE's attention is not told its window; its mask has it."""
+    """PhiMoE's attention does not get its window as an argument; only its mask has it."""
     model: Any = tiny_family("phimoe", attention=VARLEN)
     model.config.sliding_window = 64
     with pytest.raises(ModelError, match="two sequences in one pack differ"):

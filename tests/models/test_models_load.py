@@ -55,7 +55,7 @@ def test_the_generation_config_defines_the_end_of_an_answer(folder: Path, tmp_pa
 
 
 def test_a_loaded_model_does_not_depend_on_its_file(folder: Path, tmp_path: Path):
-    """Parameters must not be views of the file: an export may write it anew."""
+    """Parameters must not be views of the file: an export may overwrite it."""
     copy = save_tiny(tmp_path / "copy", hidden=32)
     model = load_model(ModelConfig(path=str(copy)), device="cpu", attention="sdpa")
     before = fingerprint(model.named_parameters())

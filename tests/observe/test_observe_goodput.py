@@ -1,4 +1,4 @@
-"""Where the time of a run went: each state gets what it should, and the states sum to the whole."""
+"""Where the time of a run went: each state gets its time, and the states sum to the wall time."""
 
 from collections.abc import Callable
 from dataclasses import replace

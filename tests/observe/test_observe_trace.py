@@ -262,7 +262,7 @@ def check_format(events: list[dict[str, Any]]) -> None:
 def test_every_trained_sample_of_a_run_has_its_full_timeline(
     run_toy: Run, tmp_path: Path, staleness: int
 ) -> None:
-    # Most groups are dropped, so the timeline has lives of both kinds.
+    # Most groups are dropped, so the timeline has samples of both kinds.
     dropping = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
     options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", dropping]
     result = run_toy(*options, steps=3)

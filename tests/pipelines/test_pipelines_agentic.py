@@ -237,7 +237,7 @@ def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path:
     rows = rows_of(result, "samples.jsonl")
     episodes = [row["episode"] for row in rows]
     assert len(rows) == 32
-    # An episode of two turns is summed up once, after the first; nobody sums up what is over.
+    # An episode of two turns has one summary, after the first turn; a finished one gets none.
     for row, episode in zip(rows, episodes, strict=True):
         assert [before for before, _ in episode["summaries"]] == [1] * (len(episode["replies"]) - 1)
         assert len(episode["rewards"]) == len(episode["replies"])

@@ -84,7 +84,7 @@ def test_each_divergence_falls_to_less_than_a_tenth(
 def test_the_full_distribution_of_the_student_becomes_the_teachers(
     toy: Toy, teacher: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Measured outside of the library, over the whole vocabulary and not the likeliest tokens."""
+    """Measured outside of the library, over the full vocabulary and not the most likely tokens."""
     result = distill(toy, teacher, steps=25)
     strategy = LocalStrategy(toy().recipe)
     strategy.load(learner_of(result))

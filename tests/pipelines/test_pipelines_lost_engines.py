@@ -1,4 +1,4 @@
-"""Generators that die on the way: the run goes on with the others, and says so."""
+"""Generators that die during a run: it continues with the others and reports the loss."""
 
 import asyncio
 import math
@@ -337,7 +337,7 @@ def engine_of(pipeline: RLPipeline, rank: int) -> Any:
 
 
 def lose(engine: Any, method: str) -> None:
-    """From now on the method says that the engine is lost; its host lives on."""
+    """From now on the method reports the engine as lost; its host stays alive."""
 
     async def gone(*args: Any, **options: Any) -> Any:
         raise EngineLost("its own process died")

@@ -1,4 +1,4 @@
-"""How much memory a run is said to take before it starts, and what it says that it took."""
+"""The predicted memory of a run, and its metrics of predicted and measured memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells at its end: training and held-out scores apart, and what export takes."""
+"""The last lines of a run: training and held-out scores, and the step that export takes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ ANSWERS = ("a", "bb", "b a", "abba")
 
 @pytest.fixture(scope="module")
 def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a reward model that nobody has trained."""
+    """A folder with an untrained reward model."""
     folder = tmp_path_factory.mktemp("scorer")
     LocalRewardModel(recipe_of(tiny_folder), trainable=False).export(folder)
     return folder

@@ -221,7 +221,7 @@ def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) ->
 def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
     toy: Toy, tmp_path: Path
 ) -> None:
-    """The samples of the step that the signal cut are in the checkpoint: nobody scores them again.
+    """The samples of the step that the signal cut are in the checkpoint: they are not scored again.
     Their calls and costs must not be lost."""
     controller, per_step = os.getpid(), 16
 

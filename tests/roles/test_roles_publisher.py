@@ -31,7 +31,7 @@ FIVE, SIX = PolicyVersion(5), PolicyVersion(6)
 
 @dataclass
 class Diary:
-    """What the roles did, in order, and what they are told to do wrong."""
+    """What the roles did, in order, and the failures to inject."""
 
     lines: list[str] = field(default_factory=list[str])
     weights: dict[int, dict[str, torch.Tensor]] = field(

@@ -1,4 +1,4 @@
-"""The lag of the event loop: measured, and told once."""
+"""The lag of the event loop: measured, and reported once."""
 
 import asyncio
 import time

@@ -13,7 +13,7 @@ from rollick.types import SampleId
 
 
 class Launches:
-    """A fleet whose launched samples stay on their engines until they are told to leave."""
+    """A fleet whose launched samples stay on their engines until they are released."""
 
     def __init__(self, *slots, queue=0.0, order="oldest"):
         self.launched = []

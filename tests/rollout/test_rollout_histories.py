@@ -1,4 +1,4 @@
-"""The whole rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
+"""The complete rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
 
 A history is a shape (rule, sizes, lengths, failures) and a list of moves: steps, publishes that
 move samples, engines that are lost and join, pauses, checkpoints and kills. What the rollout may
@@ -163,7 +163,7 @@ class History:
         self.seen = Counter()
 
     async def play(self, moves):
-        """All moves, in as many lives as there are kills."""
+        """All moves; each kill restarts the rollout."""
         left = list(moves)
         while left:
             try:
@@ -260,7 +260,7 @@ class History:
 
     def check_flags(self, drawn):
         """The flags of all turns. A turn begins over a cache of its own version; one that no engine
-        lost and that nobody moved is flagged from the first publish on."""
+        lost and not moved is flagged from the first publish on."""
         for turn in drawn:
             if turn.kept_cache is not None:
                 assert self.shape.keeps
@@ -454,7 +454,7 @@ class History:
         assert set(self.rollout.fleet.engine_of) <= set(under_way) | self.rollout_leavers()
 
     def check_rounds(self, counts):
-        """Nothing is shed, nothing is put off twice, and nobody waits who could start."""
+        """Nothing is dropped or deferred twice, and no group waits that could start."""
         ledger, samples = self.rollout.ledger, self.rollout._samples
         assert set(counts.dropped_by_reason) <= {"no_signal"}
         events = effective_events(LogContents(tuple(self.events)))
@@ -474,7 +474,7 @@ class History:
 
 
 class Opened:
-    """The block of one life: after a kill nothing more is told."""
+    """The block between two kills: after a kill no event is recorded."""
 
     def __init__(self, history, rollout):
         self.history = history

@@ -32,7 +32,7 @@ def put(queue, group, *, deadline=0, tokens=1.0, order="oldest", started=False):
     ],
 )
 def test_requests_are_ordered_by_deadline_then_started_then_longest(first, second):
-    # The ids speak for the second, so that only the rule can put the first one first.
+    # The ids favour the second, so only the rule can put the first one first.
     queue = RequestQueue()
     put(queue, 1, **second)
     put(queue, 2, **first)

@@ -540,7 +540,7 @@ LOADS = st.builds(
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Requests, snapshots and engines come and go in any order. Two routers are told the same."""
+    """Requests, snapshots and engines come and go in any order. Two routers get the same events."""
 
     @initialize(queue=st.sampled_from([0.0, 0.5, 1.0]), mean=st.sampled_from([0.0, 20.0]))
     def begin(self, queue, mean):

@@ -1,4 +1,4 @@
-"""The rollout as a whole, on fake engines: what a batch contains, and what stops a run."""
+"""The rollout on fake engines: what a batch contains, and what stops a run."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def by_index(sample):
 
 
 def spread(group):
-    """The reason to drop a group whose scores are all alike."""
+    """The reason to drop a group with equal scores."""
     values = [member.score.value for member in group.members if member.score.ok]
     return None if len(set(values)) > 1 else "no_signal"
 
@@ -513,7 +513,7 @@ async def test_interrupted_samples_continue_with_their_tokens_after_admission_re
 
 
 async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions():
-    """Group 1 runs on a slow engine when version 1 is published, and goes on with a quick one."""
+    """Group 1 runs on a slow engine when version 1 is published, and continues on a fast one."""
     slow = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 0): 2.0, (1, 1): 2.0}))
     quick = FakeEngine(reply=lambda request: "abcd")
     async with opened([slow], max_staleness=1, groups_per_step=1) as rollout:

@@ -60,7 +60,7 @@ def test_another_seed_gives_other_weights(run_toy: Run) -> None:
 
 @pytest.fixture(scope="module")
 def twelve(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """Twelve steps that nobody stopped."""
+    """Twelve uninterrupted steps."""
     runs = tmp_path_factory.mktemp("twelve")
     return run_recipe(toy(tiny_folder, runs, DETERMINISTIC, "checkpoint.every=1", steps=12))
 

@@ -1,4 +1,4 @@
-"""A run that is killed in the middle of a step goes on with the same groups; its log adds up."""
+"""A run that is killed during a step resumes with the same groups; its log adds up."""
 
 import json
 import os
@@ -110,7 +110,7 @@ def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> LogContent
 
 
 def _is_in_a_step(path: Path) -> bool:
-    """Whether groups have started after the first checkpoint that is whole."""
+    """Whether groups have started after the first complete checkpoint."""
     if not (path.parent / "checkpoints" / "step-000002").exists():
         return False
     events = read_log(path).events

@@ -1,4 +1,4 @@
-"""A learner whose process is killed: the run goes on, and ends with the same weights, metrics and
+"""A learner whose process is killed: the run continues and ends with the same weights, metrics and
 samples as without the fault."""
 
 from __future__ import annotations

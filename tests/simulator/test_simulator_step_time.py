@@ -36,7 +36,7 @@ def test_training_is_what_is_fixed_and_the_rest_by_token() -> None:
 
 
 def test_errors_of_a_training_fit_are_relative() -> None:
-    """Two steps alike but for their time: 1.0 and 3.0, so 2.0 is 100 % and 33 % off."""
+    """Two equal steps with different times: 1.0 and 3.0, so 2.0 is 100 % and 33 % off."""
     fit = fit_train_time([TrainRecord(10, 1.0, 0.0), TrainRecord(10, 3.0, 0.0)])
     assert fit.worst_error == pytest.approx(1.0)
     assert fit.mean_error == pytest.approx((1 + 1 / 3) / 2)

@@ -77,7 +77,7 @@ def token_loss(inputs: LossInputs) -> Loss:
 
 
 def sequence_loss(inputs: LossInputs) -> Loss:
-    """One ratio for a whole sample, so that its tokens need each other."""
+    """One ratio for each sample, so its tokens depend on each other."""
     return weighted_loss(inputs, gspo(inputs, GspoLoss()))
 
 
@@ -90,7 +90,7 @@ def recipe_with(folder: Path, parallel: Mapping[str, Any] | None = None, **train
 
 
 def grouped(batch: Batch, *, prompt: int = 4) -> Batch:
-    """The same with samples of a group that begin alike."""
+    """The same with samples of a group that share a prefix."""
     token_ids_N = batch.token_ids_N.copy()
     offsets = batch.offsets_B1
     shared = np.arange(4, 4 + prompt)
@@ -109,7 +109,7 @@ def asking_for_more(batch: Batch) -> Batch:
 
 
 def near_the_policy(batch: Batch, logprobs_N: Any) -> Batch:
-    """Drawn by a policy close by: else a ratio of a whole sample is clipped, with no gradient."""
+    """Drawn by a policy close by: else the ratio of a sample is clipped, with no gradient."""
     noise_N = np.random.default_rng(1).normal(scale=0.01, size=batch.tokens)
     return replace(batch, logprobs_N=(logprobs_N + noise_N).astype(np.float32))
 
@@ -157,7 +157,7 @@ def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
 
 
 def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
-    """Of the whole gradient, relative."""
+    """Relative, of the full gradient."""
     assert ours.keys() == theirs.keys()
     size = sum(value.double().square().sum() for value in theirs.values()) ** 0.5
     error = sum((ours[n] - theirs[n]).double().square().sum() for n in theirs) ** 0.5
@@ -325,7 +325,9 @@ def test_the_loss_that_balances_experts_uses_the_counts_of_the_whole_batch(
     expected = full_run(plain, batch, torch.float64)
     report = expected[0].report
     shown = report.sums["expert_balance"] / report.tokens
-    assert shown == pytest.approx(2, rel=0.5)  # the experts of a row, if all were chosen alike
+    assert shown == pytest.approx(
+        2, rel=0.5
+    )  # the experts of a row, if all were chosen equally often
     for tokens in (10_000, 15):
         cut = {**options, "tokens_per_microbatch": tokens}
         assert_equal(

@@ -255,7 +255,7 @@ def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens
 def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_themselves(
     folder: Path,
 ):
-    """Where the teacher's likeliest token is the drawn one, both speak of the same number."""
+    """Where the teacher's most likely token is the sampled one, both give the same number."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
@@ -273,7 +273,7 @@ def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_t
 
 
 def test_a_batch_without_an_entropy_term_gives_the_loss_no_entropy(folder: Path):
-    """Its graph over the whole vocabulary is not kept for nothing."""
+    """Its graph over the full vocabulary is not kept."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:

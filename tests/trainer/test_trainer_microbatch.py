@@ -265,7 +265,7 @@ def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
 
 
 def test_no_split_of_a_batch_with_shared_prefixes_changes_its_gradient(tmp_path: Path):
-    """Promise 3, in float64: whole, a group cut in two, and every sample alone."""
+    """Invariant 3, in float64: one batch, a group split in two, and every sample alone."""
     folder = save_tiny(tmp_path, hidden=16)
     batch = batch_of(["0 pqrA", "0 pqrBC", "1 stD", "1 stxyEF", "0 pqrGH"])
     gradients: list[torch.Tensor] = []

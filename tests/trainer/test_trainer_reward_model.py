@@ -133,7 +133,7 @@ def test_what_is_no_pair_is_refused(folder: Path) -> None:
 
 
 def role_of(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
-    """A group with a reward model from this folder, and nobody else."""
+    """A worker group with only a reward model, from this folder."""
     args = (recipe_of(path), ModelConfig(path=str(path)))
     spec = RoleSpec("reward_model", "rollick.workers.scorer:create_reward_model", args)
     devices = DeviceMap({"reward_model": parse_devices("cpu")})

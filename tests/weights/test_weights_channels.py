@@ -1,4 +1,4 @@
-"""Every channel brings the learner's weights to an engine bit for bit; a wrong byte is found.
+"""Every channel brings the learner's weights to an engine bit for bit; a wrong byte is detected.
 
 In one process with a real native engine; between processes the sender is this one.
 """
@@ -170,7 +170,7 @@ while True:
 
 
 class Child:
-    """A process that receives, and does what it is told."""
+    """A process that receives weights and executes commands."""
 
     def __init__(self) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -1,4 +1,4 @@
-"""Changes: lossless, small where little changed, and never more than the whole."""
+"""Changes: lossless, small where little changed, and never larger than the full weights."""
 
 from __future__ import annotations
 

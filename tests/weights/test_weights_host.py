@@ -210,7 +210,7 @@ def test_memory_of_an_engine_that_is_left_out_is_not_written_by_later_publishes(
         assert (held.item(), scalar(receivers[1], manifest)) == (1.0, value)
         sender.release(PublishOutcome(True, held={1: True}))
     assert len(sender.buffers) == 3
-    # Engine 0 is lost: nobody reads its memory.
+    # Engine 0 is lost: its memory is no longer read.
     offer(sender, PolicyVersion(5))
     sender.release(PublishOutcome(True, held={0: False, 1: True}))
     assert len(sender.buffers) == 2

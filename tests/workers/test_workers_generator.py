@@ -473,7 +473,7 @@ async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
 
 
 class Mortal(FakeEngine):
-    """An engine that can be asked whether it lives."""
+    """An engine with a health check."""
 
     alive = True
 

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 class FakeStrategy:
-    """Keeps the batches it gets and reports what it is told."""
+    """Records its batches and returns the given reports."""
 
     def __init__(self, losses: Sequence[LossReport], steps: Sequence[OptimReport]) -> None:
         self.parts: list[Batch] = []

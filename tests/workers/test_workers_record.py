@@ -1,4 +1,4 @@
-"""A generator that records: what was asked for is kept once, and is bounded."""
+"""A generator that records requests: each once, in bounded memory."""
 
 import asyncio
 

@@ -345,7 +345,7 @@ class History:
             assert all(self.model.version - start <= self.horizon for start in starts)
 
     def check_log(self):
-        """The log alone, and the checkpoint with the log after it, tell what the ledger tells."""
+        """The log alone, and the checkpoint with the later log, give the counts of the ledger."""
         log, counts = LogContents(tuple(self.events)), ledger_counts(self.ledger)
         since = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
         for model in (audit(log), since):
