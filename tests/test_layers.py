@@ -34,7 +34,7 @@ LEVELS = {
     12: {"cli"},
     13: {"__main__"},
 }
-LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
+LEVEL_OF = {package: level for level, packages in LEVELS.items() for package in packages}
 
 THIRD_PARTY = {
     "accelerate": {"models"},
@@ -90,7 +90,7 @@ EVERYWHERE = {"numpy", "torch"}
 NO_TORCH = {
     "types", "errors", "interrupt", "config", "observe", "children", "cli", "__init__", "__main__"
 }  # fmt: skip
-"""Rooms that `import rollick`, `rollick check` or a reward process load."""
+"""Packages that `import rollick`, `rollick check` or a reward process load."""
 
 UNPICKLES = {
     "children/child_loop.py": "frames from its own parent",
@@ -109,14 +109,14 @@ class Import:
     module: str
 
     @property
-    def room(self) -> str:
-        return room_of(self.file)
+    def package(self) -> str:
+        return package_of(self.file)
 
     def __str__(self) -> str:
         return f"rollick/{self.file}:{self.line} imports {self.module}"
 
 
-def room_of(file: str) -> str:
+def package_of(file: str) -> str:
     return Path(file).parts[0].removesuffix(".py")
 
 
@@ -160,7 +160,7 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def ours() -> Iterator[tuple[Import, str]]:
-    """Imports inside the package, with the room they lead to."""
+    """Imports inside the package, with the package they lead to."""
     for item in imports():
         parts = item.module.split(".")
         if parts[0] == "rollick" and len(parts) > 1:
@@ -168,17 +168,17 @@ def ours() -> Iterator[tuple[Import, str]]:
 
 
 def test_every_package_has_a_level() -> None:
-    rooms = {room_of(file) for file in trees()}
-    assert rooms - {"__init__", "testing"} <= set(LEVEL_OF)
+    packages = {package_of(file) for file in trees()}
+    assert packages - {"__init__", "testing"} <= set(LEVEL_OF)
 
 
 def test_imports_point_down() -> None:
     wrong = [
         str(item)
         for item, target in ours()
-        if item.room != target
-        and {item.room, target} <= set(LEVEL_OF)
-        and LEVEL_OF[target] >= LEVEL_OF[item.room]
+        if item.package != target
+        and {item.package, target} <= set(LEVEL_OF)
+        and LEVEL_OF[target] >= LEVEL_OF[item.package]
     ]
     assert wrong == []
 
@@ -187,7 +187,7 @@ def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
     wrong = [
         str(item)
         for item, target in ours()
-        if target == "testing" and item.room not in ("testing", "cli")
+        if target == "testing" and item.package not in ("testing", "cli")
     ]
     assert wrong == []
 
@@ -198,7 +198,7 @@ def test_each_third_party_has_one_home() -> None:
         top = item.module.split(".")[0]
         if top in sys.stdlib_module_names or top == "rollick" or top in EVERYWHERE:
             continue
-        if item.room not in THIRD_PARTY.get(top, set()):
+        if item.package not in THIRD_PARTY.get(top, set()):
             wrong.append(str(item))
     assert wrong == []
 
@@ -207,7 +207,7 @@ def test_light_packages_never_import_torch() -> None:
     wrong = [
         str(item)
         for item in imports()
-        if item.room in NO_TORCH
+        if item.package in NO_TORCH
         and item.module.split(".")[0] in ("torch", "ray", "transformers", "datasets")
     ]
     assert wrong == []

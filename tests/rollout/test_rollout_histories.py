@@ -42,8 +42,8 @@ from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, Sampling, frozen_array
 
 HISTORIES = 500
-"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own laws
-have a thousand more."""
+"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own
+invariants have a thousand more."""
 LONGEST = 24
 PROMPT = frozen_array([1, 2, 3, 4], np.int32)
 SAMPLING = Sampling(max_tokens=LONGEST)
@@ -197,7 +197,7 @@ class History:
         raise AssertionError("no batch comes any more")
 
     def opened(self):
-        """The rollout of one life, from the last checkpoint on."""
+        """The rollout from the last checkpoint to the next kill."""
         state, groups, model = self.saved
         self.model = deepcopy(model)
         self.engines = [self.new_engine() for _ in range(self.shape.engines)]
@@ -237,7 +237,7 @@ class History:
 
     def next_prompt(self):
         self.drawn += 1
-        return prompt(uid=f"life {self.life}, draw {self.drawn}")
+        return prompt(uid=f"restart {self.restarts}, draw {self.drawn}")
 
     async def episode(self, uid, of, access):
         """Some turns, with an environment between them; a turn's length follows from its id."""

@@ -1,4 +1,4 @@
-"""The router: tables of who is chosen, laws of reservations, and a limit that finds its cache."""
+"""The router: tables of choices, invariants of reservations, limits that find the cache size."""
 
 from itertools import count
 from math import inf

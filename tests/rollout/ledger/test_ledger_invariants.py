@@ -1,8 +1,9 @@
-"""Laws of the ledger under any order of events: random histories, drawn and shrunk by Hypothesis.
+"""Invariants of the ledger under any order of events: random histories by Hypothesis.
 
-A history is a shape of ledger and a string of bytes; two bytes are one move: which of those that
-are possible, and with what. Starts, completions, losses, drops, parks, takes, trainings, publishes,
-saves and kills come in any order. Every token's version is followed beside the ledger.
+A history is a shape of ledger and a string of bytes. Two bytes are one move: the first selects one
+of the possible moves, the second its argument. Starts, completions, losses, drops, deferrals,
+takes, trainings, publishes, saves and kills come in any order. A model beside the ledger follows every
+token's version.
 """
 
 import json
@@ -137,7 +138,10 @@ class History:
         for _ in range(1 + with_what % 8):
             if not self.ledger.may_start():
                 break
-            name = self.ledger.next_prompt_uid or f"life {self.life}, group {self.told.started}"
+            name = (
+                self.ledger.next_prompt_uid
+                or f"restart {self.restarts}, group {self.model.started}"
+            )
             uid = self.ledger.start_group(prompt(uid=name), PolicyVersion(self.model.version))
             assert uid == self.model.started, "an id was left out or used again"
             assert self.prompt_of.setdefault(uid, name) == name, "a kill changed a group's prompt"
