@@ -2,8 +2,8 @@
 
 A history is a shape of ledger and a string of bytes. Two bytes are one move: the first selects one
 of the possible moves, the second its argument. Starts, completions, losses, drops, deferrals,
-takes, trainings, publishes, saves and kills come in any order. A model beside the ledger follows every
-token's version.
+takes, trainings, publishes, saves and kills come in any order. A model beside the ledger follows
+every token's version.
 """
 
 import json
