@@ -91,7 +91,7 @@ def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
     )  # fmt: skip
 
 
-def test_the_best_policy_on_slippery_ice_drowns_now_and_then() -> None:
+def test_the_best_policy_on_slippery_ice_sometimes_falls_in() -> None:
     options = {"slip": 2 / 3, "max_steps": 200}
     best = run_episodes(FrozenLake, range(100), options=options, policy=solver_policy)
     chance = run_episodes(FrozenLake, range(100), options=options, policy=random_policy)
