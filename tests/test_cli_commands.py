@@ -140,7 +140,7 @@ def test_eval_without_held_out_prompts_is_refused(
     assert len(list(runs.glob("eval-*"))) == before
 
 
-def test_eval_on_training_prompts_says_that_it_is_one(
+def test_eval_on_training_prompts_is_labelled_as_such(
     rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
 ) -> None:
     assert "on held-out prompts" in rollick("eval", tiny_folder, recipe)
@@ -150,7 +150,7 @@ def test_eval_on_training_prompts_says_that_it_is_one(
     assert report == json.loads((newest(runs, "eval") / "evaluation.json").read_text())
 
 
-def test_eval_of_a_run_without_a_checkpoint_says_so(
+def test_eval_of_a_run_without_a_checkpoint_is_an_error(
     rollick: Command, recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe.read_text())

@@ -32,7 +32,7 @@ def test_an_unknown_project_gets_a_message_with_the_known_ones(tmp_path: Path) -
     assert error.value.fix == "use rlvr"
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
+def test_the_command_prints_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollick.cli", "init", "rlvr", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

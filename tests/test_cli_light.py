@@ -154,7 +154,7 @@ def test_every_way_to_start_it_prints_the_version(folder: Path, module: str) -> 
     assert (child.returncode, child.stdout) == (0, f"rollick {rollick.__version__}\n")
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_the_package_declares_its_types() -> None:
     assert (Path(rollick.__file__).parent / "py.typed").is_file()
 
 

@@ -45,7 +45,7 @@ def test_every_answer_is_the_prompts_symbols_in_the_order_of_its_domain() -> Non
     ("completion", "score"),
     [("abcde", 1.0), ("abced", 0.3), ("edcba", 0.1), ("abcd", 0.0), ("abcdef", 0.0), ("", 0.0)],
 )
-def test_only_the_whole_answer_scores_one(reward: Any, completion: str, score: float) -> None:
+def test_only_the_full_answer_scores_one(reward: Any, completion: str, score: float) -> None:
     assert reward(completion, "abcde") == pytest.approx(score)
 
 

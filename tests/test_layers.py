@@ -192,7 +192,7 @@ def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
     assert wrong == []
 
 
-def test_each_third_party_has_one_home() -> None:
+def test_each_third_party_library_is_imported_only_where_allowed() -> None:
     wrong: list[str] = []
     for item in imports():
         top = item.module.split(".")[0]
@@ -234,7 +234,7 @@ INSIDE_BOXES = "sandbox/inside/"
 """Code that runs in boxes only: it executes what models wrote."""
 
 
-def test_nothing_is_evaluated_outside_boxes() -> None:
+def test_nothing_is_evaluated_outside_the_sandbox() -> None:
     forbidden = {"eval", "exec", "compile", "__import__", "os.system"}
     wrong = [
         f"rollick/{file}:{node.lineno} {name}"
@@ -244,7 +244,7 @@ def test_nothing_is_evaluated_outside_boxes() -> None:
     assert wrong == []
 
 
-def test_what_runs_inside_boxes_is_imported_nowhere() -> None:
+def test_code_for_sandbox_boxes_is_imported_nowhere() -> None:
     wrong = [str(item) for item in imports() if item.module.startswith("rollick.sandbox.inside")]
     assert wrong == []
 
@@ -288,7 +288,7 @@ def test_no_public_class_name_is_defined_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
+def test_no_module_has_a_meaningless_name() -> None:
     empty = {"utils", "util", "common", "helpers", "misc", "manager"}
     assert [file for file in trees() if Path(file).stem in empty] == []
 

@@ -71,7 +71,7 @@ def test_a_loss_that_breaks_the_contract_is_told_which_rule(loss: Any, complaint
         check_loss(loss)
 
 
-def test_a_loss_over_pairs_may_look_at_both_answers_and_no_further() -> None:
+def test_a_loss_over_pairs_may_depend_on_both_answers_and_on_no_others() -> None:
     function, options = part("losses", "dpo")
     with pytest.raises(AssertionError, match="with the other samples"):
         check_loss(function, options, pairs=False)

@@ -95,7 +95,7 @@ def test_rloo_compares_a_score_with_the_mean_of_the_others():
     assert rloo([group([1, 2, 6])], BaselineAdvantage(name="rloo")) == [[-3, -1.5, 4.5]]
 
 
-def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
+def test_reinforce_pp_baseline_has_one_scale_for_the_full_batch():
     # centred: 1 -1 | 2 -2, mean 0, squares 10 over n - 1 = 3
     std = math.sqrt(10 / 3) + 1e-6
     actual = compute("reinforce++_baseline", [[1, -1], [6, 2]])

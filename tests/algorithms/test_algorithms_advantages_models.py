@@ -282,7 +282,7 @@ def opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
     return annotated(full_group, *(annotations for _, _, annotations in members))
 
 
-def test_opd_compares_with_the_old_policy_where_it_is_known_and_else_with_the_one_that_drew():
+def test_opd_compares_with_the_old_policy_if_computed_and_else_with_the_behaviour_policy():
     teacher = floats(NAN, NAN, NAN, NAN, -0.5, -3, -INF)
     old = floats(INF, INF, INF, INF, -2, -2, -2)
     # fakes draw every token at -1; the last one is no token of the policy

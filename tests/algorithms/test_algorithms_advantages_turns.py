@@ -340,7 +340,7 @@ def test_a_sample_of_one_turn_begins_in_the_state_that_its_prompt_describes():
 @pytest.mark.parametrize(
     ("states", "message"), [((), "2 turns and 0 states"), (("a",) * 3, "2 turns and 3 states")]
 )
-def test_gigpo_says_which_sample_has_no_states(states: tuple[str, ...], message: str):
+def test_gigpo_names_the_sample_that_has_no_states(states: tuple[str, ...], message: str):
     full_group = masked_group([1], "....x.x")
     [member] = full_group.members
     member = replace(member, sample=replace(member.sample, states=states))

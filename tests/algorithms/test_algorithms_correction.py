@@ -177,7 +177,7 @@ def test_no_tokens_have_no_weights(variant: str):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_carry_no_gradient_and_are_finite_however_far_apart(variant: str):
+def test_weights_have_no_gradient_and_are_finite_for_any_mismatch(variant: str):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(

@@ -126,7 +126,7 @@ def test_two_domains_have_their_own_advantages_denominators_and_factors():
     assert batch.scores_B.tolist() == [1, 0, 0, 2, 4, 2]
 
 
-def test_streams_that_no_algorithm_asks_for_are_not_there():
+def test_streams_that_no_algorithm_needs_are_absent():
     credit = credit_of({})
     groups = [group([1, 0], of=A)]
     batch, means = credit.assign(groups, batch_of(groups, credit))
@@ -449,7 +449,7 @@ def test_a_fixed_coefficient_stays_whatever_the_kl():
     assert after.kl_weights_N.tolist() == before.kl_weights_N.tolist()
 
 
-def test_a_coefficient_in_the_reward_is_steered_by_the_kl_that_was_in_the_reward():
+def test_a_coefficient_in_the_reward_adapts_to_the_kl_that_was_in_the_reward():
     steered = {**STATEFUL["kl"], "place": "reward"}
     credit = credit_of({"kl": steered})
     assign(credit, [1, 0])
@@ -457,7 +457,7 @@ def test_a_coefficient_in_the_reward_is_steered_by_the_kl_that_was_in_the_reward
     assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * 0.9)}
 
 
-def test_each_domain_steers_by_the_kl_of_its_own_tokens():
+def test_each_domain_adapts_to_the_kl_of_its_own_tokens():
     """The learner's mean is over all tokens; the other domain has no KL, and thrice the tokens."""
     credit = credit_of(STATEFUL, {"loss": "cispo"})
     groups = [
@@ -469,7 +469,7 @@ def test_each_domain_steers_by_the_kl_of_its_own_tokens():
     assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
 
 
-def test_a_domain_without_a_sample_in_the_batch_is_not_steered():
+def test_the_coefficient_of_a_domain_without_a_sample_in_the_batch_stays():
     credit = credit_of(STATEFUL, {"loss": "cispo", "kl": {"coefficient": 0.2}})
     groups = [group([1, 0], of=B)]
     credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
@@ -496,7 +496,7 @@ def test_only_groups_of_a_suitable_difficulty_are_trained_on_each_domain_by_its_
     assert trained(batch, batch.weights_N) == pytest.approx([0.25] * 8)
 
 
-def test_truncated_samples_are_masked_only_where_the_recipe_says_so():
+def test_truncated_samples_are_masked_only_if_configured():
     groups = [cut(group([1, 0, 0], of=A), 2)]
     keeps, drops = credit_of({}), credit_of({}, rollout={"drop_truncated": True})
     assert keeps.trained_members(groups[0]) == [True, True, True]

@@ -155,7 +155,7 @@ def test_ppo_stops_the_gradient_beyond_the_clip_and_counts_by_sign():
     assert counts == {"clip_share": 2, "clip_share_positive": 1, "clip_share_negative": 1}
 
 
-def test_ppo_clips_higher_where_asked():
+def test_ppo_clips_higher_if_configured():
     at = inputs([0.625], old=[0.5])
     assert gradient_of(ppo(at, PpoLoss(clip_high=0.28)), at) == pytest.approx([-1.25])
     assert gradient_of(ppo(at, PpoLoss(clip_high=0.2)), at) == [0]

@@ -272,7 +272,9 @@ def test_device_numbers_are_printed_as_ranges():
     assert numbers_to_ranges([0, 1, 2, 6, 8, 9]) == "0-2,6,8-9"
 
 
-def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp_path: Path):
+def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_allows(
+    tmp_path: Path,
+):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_experts": 6}))
     text = describe_plan(

@@ -155,7 +155,7 @@ async def test_errors_of_rollick_travel_as_they_are(group):
 
 
 @pytest.mark.parametrize("method", ["divide", "divide_async"])
-async def test_other_errors_name_role_host_and_method_and_bring_their_traceback(group, method):
+async def test_other_errors_name_role_host_and_method_and_include_their_traceback(group, method):
     with pytest.raises(WorkerError) as caught:
         await group.call("generators", method, rank=1)
     first, *story = str(caught.value).splitlines()

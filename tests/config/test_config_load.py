@@ -297,7 +297,7 @@ def test_an_unreadable_file_is_reported(folder: Path, content: bytes | None) -> 
         load_recipe(folder / "recipe.yaml")
 
 
-def test_an_empty_file_says_what_is_needed(folder: Path) -> None:
+def test_the_error_of_an_empty_file_names_the_required_keys(folder: Path) -> None:
     (folder / "recipe.yaml").write_text("# nothing\n")
     with pytest.raises(ConfigError) as caught:
         load_recipe(folder / "recipe.yaml")

@@ -196,7 +196,7 @@ def test_a_template_without_tools_is_detected(name: str):
     assert not CODECS[name].reads_tools
 
 
-def test_a_template_that_fails_on_the_shape_of_a_message_says_which_conversation():
+def test_a_template_that_fails_on_a_message_names_the_conversation():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ 'a' + messages[0]['content'] + messages[0]['role'] * 'x' }}"
     with pytest.raises(DataError, match="roles user"):

@@ -143,7 +143,7 @@ def test_a_choice_of_another_length_than_the_group_is_an_error():
         collate([group([1, 0])], select_members=lambda of: [True])
 
 
-def test_truncated_samples_are_trained_on_unless_somebody_leaves_them_out():
+def test_truncated_samples_are_trained_on_unless_excluded():
     cut = changed(group([1, 0], texts=["x", "y"], of=PROMPT), 1, stop=StopReason.LENGTH)
     assert collate([cut]).samples == 2
 
@@ -160,7 +160,7 @@ def test_the_first_token_of_a_sequence_is_never_trained():
     assert weights_of(batch) == [0, 0.5, 0.5]
 
 
-def test_nothing_to_train_on_is_an_error_that_says_why():
+def test_an_empty_training_batch_is_an_error_with_the_reason():
     cut = changed(group([None, 1]), 1, stop=StopReason.LENGTH)
     with pytest.raises(DataError, match=r"none of 2 samples in 1 groups.*1 failed scores, 1 trunc"):
         collate([cut], select_members=lambda of: [not sample.truncated for sample in of.samples])

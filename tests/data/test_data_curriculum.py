@@ -69,7 +69,7 @@ def step(stream: PromptStream, groups: int, *, rates: dict[str, float], first: i
     return [prompt.uid for prompt in prompts]
 
 
-def test_a_verdict_counts_the_judged_samples_and_no_failed_reward():
+def test_outcomes_count_scored_samples_and_no_failed_reward():
     verdict = GroupOutcome.of(group([1, 0.5, None, 0, 1], uid=7), pass_score=0.999)
     assert verdict == GroupOutcome(group=7, prompt="toy/0", domain="toy", passes=2, fails=2)
 

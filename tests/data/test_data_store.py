@@ -73,7 +73,7 @@ def varied_groups() -> list[Group]:
     return [replace(first, members=members), group([0], uid=9, of=prompt("x", answer={"a": 1.5}))]
 
 
-def test_groups_come_back_bit_for_bit(tmp_path: Path):
+def test_saved_groups_are_loaded_bit_for_bit(tmp_path: Path):
     groups = varied_groups()
     save_groups(tmp_path / "groups", groups)
     loaded = load_groups(tmp_path / "groups")
@@ -82,7 +82,7 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     assert not loaded[0].samples[0].token_ids.flags.writeable
 
 
-def test_flags_of_kept_caches_come_back_with_the_samples_that_have_them(tmp_path: Path):
+def test_flags_of_kept_caches_are_loaded_with_their_samples(tmp_path: Path):
     plain = group([0, 1, 2], texts=["ab", "cde", "f"])
     flags = mask_of("....x.x")
     first, second, third = plain.members

@@ -27,7 +27,7 @@ def gym() -> Any:
     return GymEnv
 
 
-def test_a_gymnasium_environment_with_text_of_its_own_is_played(gym: Any) -> None:
+def test_a_gymnasium_environment_with_text_observations_is_played(gym: Any) -> None:
     options = {"id": "FrozenLake-v1", "actions": ["Left", "Down", "Right", "Up"], "max_steps": 30}
     env = gym(**options)
     text, _ = env.reset(0)
@@ -41,7 +41,7 @@ def test_a_gymnasium_environment_with_text_of_its_own_is_played(gym: Any) -> Non
     assert report.errors == 0
 
 
-def test_a_gymnasium_environment_without_text_says_its_numbers(gym: Any) -> None:
+def test_a_gymnasium_environment_without_text_shows_its_numbers(gym: Any) -> None:
     env = gym(id="CartPole-v1", style="plain")
     text, _ = env.reset(1)
     assert text.startswith("[") and text.count(",") == 3  # noqa: PT018

@@ -156,7 +156,7 @@ def test_actions_without_effect_are_explained_and_marked(
     assert (info["valid"], info["effective"]) == (valid, False)
 
 
-def test_on_certain_slip_every_step_goes_to_the_side() -> None:
+def test_if_slipping_is_certain_every_step_goes_sideways() -> None:
     for _ in range(20):
         env = lake("SFF", "FFF", "FFG", slip=1.0)
         env.player += env.width + 1  # the middle

@@ -179,7 +179,7 @@ def test_a_server_of_tools_offers_them(url: str) -> None:
     env.close()
 
 
-def test_it_has_a_name_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_name_and_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_env("openenv") is RemoteEnv
     with pytest.raises(EnvError, match="reset is not JSON"):
         RemoteEnv(url="http://x", reset="{")

@@ -283,7 +283,7 @@ async def test_many_episodes_of_one_process_do_not_disturb_each_other(folder: Pa
     assert [reply.response.reward for reply in replies if reply.response] == [1.0] * 8
 
 
-def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_name_and_reports_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_env("verifiers") is VerifiersEnv
     recipe = {
         "pipeline": "agentic",

@@ -83,7 +83,7 @@ def test_equal_lengths_make_one_kernel_call():
     assert layout.order_N.tolist()[:5] == [15, 0, 1, 2, 3]
 
 
-def test_neighbours_of_equal_length_are_read_in_place():
+def test_adjacent_rows_of_equal_length_are_read_in_place():
     layout = PackedLayout.of([5, 5, 3])
     assert layout.calls == (AttentionCall(2, 5), AttentionCall(1, 3))
     assert layout.order_N is None

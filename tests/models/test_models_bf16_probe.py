@@ -29,7 +29,7 @@ def test_a_probe_that_succeeds_is_a_yes_and_is_cached():
     assert probe_bf16(trial=DIES) is True
 
 
-def test_where_bfloat16_crashes_workers_get_a_setting_and_the_log_says_so(
+def test_where_bfloat16_crashes_workers_get_a_setting_with_a_log_message(
     caplog: pytest.LogCaptureFixture,
 ):
     probe_bf16(trial=DIES)

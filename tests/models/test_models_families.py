@@ -52,7 +52,7 @@ def test_the_table_has_at_least_35_families_and_none_that_is_wrong():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_exact_or_refused_at_load_as_the_table_says(family: str, tmp_path: Path):
+def test_a_family_is_exact_or_refused_at_load_as_in_the_table(family: str, tmp_path: Path):
     folder = save_family(family, tmp_path / family)
     reference = load_model(ModelConfig(path=str(folder)), device="cpu", attention="eager")
     actual = {

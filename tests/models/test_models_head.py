@@ -189,7 +189,7 @@ def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
         assert torch.equal(one, other)
 
 
-def test_the_likeliest_tokens_by_hand():
+def test_the_most_likely_tokens_by_hand():
     """Logits (0, ln 5, ln 2) at temperature 1: probabilities 1/8, 5/8 and 2/8."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [log(5)], [log(2)]])
     ids, logprobs = top_logprobs(hidden, OutputHead(weight), torch.ones(1), k=2, chunk=8)
@@ -201,7 +201,7 @@ def test_the_likeliest_tokens_by_hand():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_the_likeliest_tokens_are_those_of_the_dense_formula(
+def test_the_most_likely_tokens_are_those_of_the_dense_formula(
     k: int, rows: int, batch_invariant: bool, with_bias: bool
 ):
     hidden, weight, _, temperature = inputs(rows=rows)
@@ -222,7 +222,7 @@ def test_the_likeliest_tokens_are_those_of_the_dense_formula(
         assert not logprobs.requires_grad
 
 
-def test_a_student_at_its_own_likeliest_tokens_has_their_log_probs():
+def test_a_student_at_its_own_most_likely_tokens_has_their_log_probs():
     hidden, weight, _, temperature = inputs(rows=9)
     ids, logprobs = top_logprobs(hidden, OutputHead(weight), temperature, k=4, chunk=4)
     assert torch.equal(
@@ -424,7 +424,7 @@ def test_a_second_backward_through_the_same_log_probs_is_the_first():
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_likeliest_tokens_take_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
+def test_the_most_likely_tokens_need_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
     hidden, weight, _, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
     with Made() as seen:

@@ -176,7 +176,7 @@ def test_tensorboards_own_loader_reads_the_event_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES["sinks"]) - {"tensorboard"}))
-def test_a_sink_whose_library_is_missing_is_off_and_says_which_extra_to_install(
+def test_a_sink_without_its_library_is_disabled_and_names_the_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, name, None)

@@ -47,7 +47,7 @@ def state_of(result: RunResult, name: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (newest(result) / name).iterdir()}
 
 
-def test_the_critic_is_trained_in_each_step_and_says_how_well_it_does(run_toy: RunToy) -> None:
+def test_the_critic_is_trained_in_each_step_and_reports_its_metrics(run_toy: RunToy) -> None:
     result = run_toy(*PPO, "train.minibatches=2", steps=3)
     rows = figures(result)
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -96,7 +96,7 @@ async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method
         assert drawn_at(report.groups) == {1}
 
 
-async def test_a_publish_that_fails_although_all_generators_live_is_an_error(toy: Toy) -> None:
+async def test_a_publish_that_fails_with_all_generators_alive_is_an_error(toy: Toy) -> None:
     async with opened(toy(*SEPARATE)) as pipeline:
         cut_off(pipeline, 1, methods=("receive",))
         pipeline.state.version = PolicyVersion(1)
@@ -188,7 +188,7 @@ async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> li
 
 
 @pytest.mark.parametrize("restarts_fail", [0, 2])
-async def test_a_lost_generator_comes_back_with_the_current_weights(
+async def test_a_lost_generator_is_restarted_with_the_current_weights(
     toy: Toy, caplog: pytest.LogCaptureFixture, restarts_fail: int
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
@@ -231,7 +231,7 @@ async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
 
 
 @pytest.mark.slow
-async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
+async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
     async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
         state = pipeline.state
@@ -345,7 +345,7 @@ def lose(engine: Any, method: str) -> None:
     setattr(engine, method, gone)
 
 
-async def test_an_engine_lost_in_a_living_host_comes_back_in_a_new_one(
+async def test_an_engine_lost_in_a_running_host_is_restarted_in_a_new_one(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:

@@ -111,7 +111,7 @@ def test_a_reference_on_a_shared_gpu_is_awake_only_while_it_scores() -> None:
     assert result[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
 
 
-def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> None:
+def test_a_micro_batch_is_its_limit_or_a_full_batch_or_one_long_sample() -> None:
     assert microbatch_tokens(on_one_gpu()) == 10
     assert microbatch_tokens(on_one_gpu(train={"tokens_per_microbatch": 64})) == 64
     few = {"groups_per_step": 2, "group_size": 2}

@@ -134,7 +134,7 @@ def test_a_gguf_file_needs_its_package_until_it_is_converted(
     assert machine(loaded) == []
 
 
-def test_every_extra_that_the_code_asks_for_is_in_the_table() -> None:
+def test_every_extra_that_the_code_needs_is_in_the_table() -> None:
     """Except those of files in which no recipe decides: the CLI, and the reader of GGUF files."""
     package = Path(rollick.__file__).parent
     needed_extras: set[str] = set()

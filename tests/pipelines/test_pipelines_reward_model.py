@@ -77,7 +77,7 @@ async def test_the_score_of_a_sample_is_that_of_the_model_times_the_weight(
     assert counted["reward/calls/model"] == len(ANSWERS)
 
 
-async def test_it_stands_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
+async def test_it_works_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
     loaded = asking(toy, scorer, "model", {"name": "length", "options": {"max_length": 1}})
     async with open_run(loaded) as run:
         scores = [await run.scoring.score(one) for one in samples_of(ANSWERS)]

@@ -260,7 +260,7 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_score(toy: Toy) ->
     assert all(row["score"] is None or row["score"] < 7 for row in rows_of(result, "samples.jsonl"))
 
 
-def test_rewards_that_all_fail_stop_the_run_and_say_why(toy: Toy) -> None:
+def test_rewards_that_all_fail_stop_the_run_with_the_reason(toy: Toy) -> None:
     def reward(completion: str) -> float:
         raise ConnectionError("the judge is away")
 
@@ -268,7 +268,7 @@ def test_rewards_that_all_fail_stop_the_run_and_say_why(toy: Toy) -> None:
         train_with(toy, reward)
 
 
-def test_a_task_without_any_signal_stops_the_run_and_says_what_to_try(toy: Toy) -> None:
+def test_a_task_without_any_signal_stops_the_run_with_advice(toy: Toy) -> None:
     with pytest.raises(RollickError, match=r"scored the same.*easier prompts"):
         train_with(toy, lambda completion: 0.0, "rollout.max_drops_per_step=4")
 

@@ -155,7 +155,7 @@ def test_prompts_can_come_from_a_function(train: Train) -> None:
     assert train(lambda: iter(["say a", "say b"])).step == 1
 
 
-def test_a_finished_run_goes_on_with_more_steps(train: Train) -> None:
+def test_a_finished_run_continues_with_more_steps(train: Train) -> None:
     train(run__name="longer")
     result = train(run__name="longer", run__steps=2, resume=True)
     assert result.step == 2

@@ -273,7 +273,7 @@ async def test_an_object_that_equals_everything_passes_no_test_for_a_value() -> 
     ],
     ids=["proxies", "one box"],
 )
-async def test_a_right_program_scores_one_and_the_isolation_says_what_its_tests_need(
+async def test_a_right_program_scores_one_with_the_isolation_that_its_tests_allow(
     test_file: str, shared: bool
 ) -> None:
     program = (

@@ -175,7 +175,7 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
     assert same.value == 1, "the child has the folder and the import path of its parent"
 
 
-async def test_turn_rewards_come_back_from_the_child_weighted(folder: Path):
+async def test_turn_rewards_are_returned_from_the_child_weighted(folder: Path):
     rewards = {"moves": "mine.py:moves", "length": "mine.py:length"}
     async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
         score = await pool.score(
@@ -295,7 +295,7 @@ async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: 
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
-async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_sessions_of_their_own(
+async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_other_sessions(
     folder: Path,
 ):
     async with open_pool(folder) as pool:

@@ -56,7 +56,7 @@ def test_no_string_names_a_method_of_a_role() -> None:
     assert wrong == []
 
 
-def test_a_string_that_names_a_method_is_found() -> None:
+def test_a_string_that_names_a_method_is_detected() -> None:
     assert list(named_by_string("group.call('policy', 'train', batch)")) == [(1, "train")]
     assert list(named_by_string("group.scatter(role, method='values')")) == [(1, "values")]
     assert list(named_by_string("options.get('train')")) == []

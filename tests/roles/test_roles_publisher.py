@@ -173,7 +173,7 @@ async def test_an_engine_of_the_learners_process_that_does_not_share_gets_its_te
     assert diary.weights[0]["a"][0] == 3.0
 
 
-async def test_if_one_engine_cannot_verify_nobody_commits() -> None:
+async def test_if_one_engine_cannot_verify_none_commits() -> None:
     diary = Diary(damage_for=2)
     async with group_of(diary, "cpu:0-2") as group:
         with pytest.raises(WeightError, match="nothing was committed"):

@@ -50,7 +50,7 @@ def test_of_two_engines_the_slower_one_is_named() -> None:
     assert named == [0]
 
 
-def test_one_slow_step_names_nobody() -> None:
+def test_one_slow_step_names_no_engine() -> None:
     speeds = speeds_of(3)
     named = [step(speeds, 100, 20 if number == 7 else 100, 100) for number in range(20)]
     assert not any(named)

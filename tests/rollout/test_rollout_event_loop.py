@@ -38,7 +38,7 @@ async def test_a_lag_that_is_not_over_counts_too():
         assert lag.take_ms() > 150
 
 
-async def test_where_models_run_in_the_same_process_nothing_is_warned_of(caplog):
+async def test_models_in_the_same_process_cause_no_warning(caplog):
     async with LagMeter.open(lambda: "train", warn=False) as lag:
         await hold_up(0.2)
         assert lag.take_ms() > 150

@@ -241,7 +241,7 @@ def test_an_engine_may_be_lost_twice_and_a_late_report_is_ignored():
     assert [send(made, group) for group in (1, 2)] == [1, 1]
 
 
-def test_an_engine_that_comes_back_has_none_of_the_caches_it_had():
+def test_a_restarted_engine_has_none_of_its_earlier_caches():
     made = router(FOUR, FOUR)
     assert send(made, 0, session="a") == 0
     made.remove(0)

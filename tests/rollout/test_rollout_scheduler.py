@@ -484,7 +484,7 @@ async def test_a_token_that_is_too_old_is_refused():
             await rollout.take()
 
 
-async def test_paused_admission_starts_nothing_and_says_so():
+async def test_paused_admission_starts_nothing_and_is_reported():
     engine = FakeEngine()
     async with opened([engine], stuck_after_s=0.05) as rollout:
         groups = await rollout.take()

@@ -84,7 +84,7 @@ async def _all(*works: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in running]
 
 
-def test_two_sequences_end_when_the_arithmetic_says():
+def test_two_sequences_end_at_the_computed_times():
     async def main() -> list[float]:
         engine = SimulatedEngine(QUARTERS, _wanting(2, 1), slots=2)
         both = (_timed(engine, _request(0, prompt=2)), _timed(engine, _request(1, prompt=3)))
@@ -635,7 +635,7 @@ def test_samples_of_a_group_can_correlate_without_changing_the_distribution():
     assert logs.std() == pytest.approx(others.std(), rel=0.1)
 
 
-def test_latencies_are_what_their_names_say():
+def test_latencies_have_the_named_distributions():
     uids = [SampleId(n, 0) for n in range(2000)]
     assert {Latencies(0, Constant(1.5)).seconds(uid) for uid in uids} == {1.5}
     bent = Latencies(0, LogNormal(0.2, 20))

@@ -115,7 +115,7 @@ def test_engine_and_trainer_slow_each_other_down_only_while_both_work() -> None:
 
 
 @pytest.mark.parametrize(("padded", "first"), [(True, 0.010), (False, 0.006)])
-def test_a_padded_engine_pays_for_the_longest_sequence_in_every_row(
+def test_in_a_padded_engine_every_row_costs_as_much_as_the_longest(
     padded: bool, first: float
 ) -> None:
     """Samples of 1 and 3 tokens after prompts of 1 and 5: of the first step's 6 tokens it makes 10;

@@ -315,7 +315,7 @@ def windowed_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "parallel", [{"data": 2, "expert": 2}, slowly({"data": 2, "context": 2})], ids=str
 )
-def test_the_loss_that_balances_experts_uses_the_counts_of_the_whole_batch(
+def test_the_loss_that_balances_experts_uses_the_counts_of_the_full_batch(
     ranks: RanksOf, mixture: Path, parallel: dict[str, int]
 ):
     options: dict[str, Any] = {"expert_balance": 0.5, "share_prefix": False}

@@ -337,7 +337,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: P
     assert fingerprint(strategy.weights()) != before
 
 
-def test_a_step_on_a_positive_advantage_makes_the_tokens_likelier(folder: Path):
+def test_a_step_on_a_positive_advantage_makes_the_tokens_more_likely(folder: Path):
     strategy = strategy_of(folder)
     batch = random_batch(LENGTHS)
     batch = replace(batch, advantages_N=np.ones_like(batch.advantages_N))

@@ -78,7 +78,7 @@ def batch_of(samples: Sequence[str]) -> Batch:
     )
 
 
-def test_parts_are_filled_longest_first_and_a_long_sample_goes_alone():
+def test_parts_are_filled_longest_first_and_a_long_sample_is_alone():
     assert plan_microbatches([3, 9, 4, 3], tokens=7) == [[1], [2, 0], [3]]
 
 
@@ -98,7 +98,7 @@ def test_every_sample_is_in_one_part_that_fits(lengths: list[int], tokens: int, 
         assert len(part) == 1 or sum(lengths[place] for place in part) <= tokens
 
 
-def test_a_first_token_never_counts_even_if_its_mask_says_so():
+def test_a_first_token_never_counts_even_if_its_mask_is_true():
     batch = replace(random_batch([3, 2]), loss_mask_N=np.array([1, 0, 1, 1, 1], bool))
     places, samples = trained_tokens(batch)
     assert places.tolist() == [2, 4]
@@ -232,7 +232,7 @@ def test_kept_groups_count_what_they_share_once():
     assert actual == [[0, 1], [2, 3]]
 
 
-def test_a_group_larger_than_a_part_is_cut_and_its_beginning_counts_in_each_piece():
+def test_a_group_larger_than_a_part_is_split_and_its_prefix_counts_in_each_piece():
     plan = plan_shared_microbatches([5, 5, 5, 9], groups=[0] * 4, shared=[3] * 4, tokens=7)
     assert plan == [[3], [0, 1], [2]]
 

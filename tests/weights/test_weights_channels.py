@@ -80,7 +80,7 @@ async def carry(sender: WeightSender, worker: GeneratorWorker, pairs: Pairs, rou
     ],
     ids=lambda route: f"{route.channel}{'-delta' * route.delta}",
 )
-async def test_every_channel_brings_three_versions_bit_for_bit(
+async def test_every_channel_transfers_three_versions_bit_for_bit(
     route: Route, dtype: torch.dtype
 ) -> None:
     engine, sender = engine_of(0, dtype), WeightSender()

@@ -135,7 +135,7 @@ def test_weights_of_several_pages_arrive_and_a_wrong_byte_at_either_end_is_notic
     receiver.receive(manifest)
 
 
-def test_memory_that_cannot_be_reached_is_an_error_that_says_so(sender: HostSender) -> None:
+def test_unreachable_memory_is_an_error_with_the_reason(sender: HostSender) -> None:
     manifest = offer(sender)
     sender.close()
     with pytest.raises(WeightError, match="has ended, or is on another machine"):

@@ -85,7 +85,7 @@ def ppo_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     return recipe_of(folder, algorithm={"preset": "ppo"}, **sections)
 
 
-def test_every_trained_token_counts_the_same_over_the_whole_batch(tiny_folder: Path):
+def test_every_trained_token_counts_the_same_over_the_full_batch(tiny_folder: Path):
     strategy, batch = FakeCritic(), judged(random_batch([5, 6, 7]))
     report = CriticWorker(strategy, ppo_recipe(tiny_folder)).train(batch)
     (part,) = strategy.parts
@@ -205,7 +205,7 @@ def dense_logprobs(folder: Path, batch: Batch, b: int, *, tokens: int) -> torch.
     return (logits / float(batch.temperature_B[b])).log_softmax(-1)
 
 
-def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_likeliest(
+def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_most_likely_ones(
     tiny_folder: Path, teacher_folder: Path
 ):
     batch = random_batch([6, 5])

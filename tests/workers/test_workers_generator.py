@@ -302,7 +302,7 @@ async def test_a_broken_connection_fails_pending_and_later_calls_with_the_cause(
             await engine.generate(request(4))
 
 
-async def test_an_engine_that_is_lost_stays_lost_and_answers_at_once() -> None:
+async def test_a_lost_engine_stays_lost_and_fails_calls_at_once() -> None:
     fake = FakeEngine()
     async with remote(fake) as (engine, calls):
         assert not engine.lost

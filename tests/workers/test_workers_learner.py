@@ -55,7 +55,7 @@ def plain(count: int) -> FakeStrategy:
     return FakeStrategy([loss] * count, [step] * count)
 
 
-def test_a_batch_is_one_step_unless_the_recipe_says_otherwise(tiny_folder: Path) -> None:
+def test_a_batch_is_one_step_unless_configured_otherwise(tiny_folder: Path) -> None:
     strategy, batch = plain(1), random_batch([5, 6, 7])
     report = learner(strategy, tiny_folder).train(batch)
     assert strategy.parts == [batch]

@@ -36,7 +36,7 @@ async def test_an_engine_that_reports_no_steps_has_none() -> None:
     assert (await worker.take_record()).steps == []
 
 
-async def test_nothing_is_kept_without_being_asked_for() -> None:
+async def test_nothing_is_recorded_unless_requested() -> None:
     worker = GeneratorWorker(FakeEngine())
     await answer(worker, 1)
     assert (await worker.take_record()).answers == []

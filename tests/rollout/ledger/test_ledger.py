@@ -83,7 +83,7 @@ def waits(ledger: Ledger, version: int) -> list[int]:
     ("groups", "staleness", "places"),
     [(4, 0, 4), (4, 1, 8), (4, 0.5, 6), (3, 0.5, 5), (4, 2, 12), (1, 0, 1), (10, 0.1, 11)],
 )
-def test_as_many_groups_are_in_flight_as_the_budget_says(groups, staleness, places):
+def test_as_many_groups_are_in_flight_as_the_budget_allows(groups, staleness, places):
     ledger = make_ledger(groups, 2, staleness)
     assert fill(ledger) == list(range(places))
     with pytest.raises(LedgerError, match="no slot"):
@@ -165,7 +165,7 @@ def test_with_staleness_two_a_batch_leaves_no_more_old_groups_than_the_next_can_
     assert take(ledger, 2) == [2, 4]
 
 
-def test_a_smaller_batch_can_be_asked_for_but_takes_what_it_must():
+def test_a_smaller_batch_can_be_requested_but_takes_what_it_must():
     ledger = make_ledger(4, 1, 1)
     fill(ledger)
     complete(ledger, 0, 1, 2, 3)
@@ -222,7 +222,7 @@ def test_the_samples_that_a_batch_waits_for_are_named_with_their_state():
     }
 
 
-def test_counts_tell_where_every_sample_is():
+def test_counts_cover_the_state_of_every_sample():
     ledger = make_ledger(4, 2, drops_allowed=0)
     fill(ledger)
     ledger.sample_started(SampleId(0, 1))
@@ -480,7 +480,7 @@ def test_late_groups_are_deferred_and_start_again_as_a_long_round_of_their_own()
     check_ledger(ledger)
 
 
-def test_with_staleness_a_long_round_goes_beside_other_groups_and_is_due_at_its_deadline():
+def test_with_staleness_a_long_round_runs_beside_other_groups_and_is_due_at_its_deadline():
     ledger = make_ledger(1, 1, 1, rule="long_rounds", surplus=1)
     assert fill(ledger) == [0, 1, 2]
     complete(ledger, 0)
