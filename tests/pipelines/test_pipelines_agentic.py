@@ -175,8 +175,8 @@ def test_environments_that_raise_hang_or_return_garbage_are_counted_exactly(
     # Those that the hang lost are made again, and no episode fails for that.
     episodes = sum(row.get("env/episodes", 0) for row in metrics)
     assert episodes == 3 * 32
-    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/remade"]
-    assert metrics[-1]["env/remade"] == counted["lost"] > 0
+    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/episode_restarts"]
+    assert metrics[-1]["env/episode_restarts"] == counted["lost"] > 0
     assert result.step == 3
 
 

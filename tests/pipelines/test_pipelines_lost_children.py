@@ -93,7 +93,7 @@ def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
     assert (tmp_path / "fault.0").exists()
     assert learner_state(full) == learner_state(hurt)
     assert hurt.metrics["env/restarts"] == 1
-    assert hurt.metrics["env/remade"] >= 1
+    assert hurt.metrics["env/episode_restarts"] >= 1
     [fault] = read_faults(hurt.folder)
     assert (fault.role, fault.rank) == ("environments", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
