@@ -9,7 +9,6 @@ wall clock, memory        ---+
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
