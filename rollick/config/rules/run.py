@@ -124,7 +124,9 @@ def _check_program_time(context: Context) -> Problems:
                 where, seconds = (*path, "rewards", index), reward.options.get("timeout_s")
                 yield from _check_fits(context, where, "timeout_s", seconds, limits["rewards"])
         environment = schema.environment_of(domain)
-        if environment is not None and environment.name == "tools":
+        if environment is None or environment.name != "tools":
+            continue
+        if "python" in str(environment.options.get("tools")):
             where, seconds = (*path, "environment"), environment.options.get("program_s")
             yield from _check_fits(context, where, "program_s", seconds, limits["steps"])
 
