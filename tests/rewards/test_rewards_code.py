@@ -102,19 +102,18 @@ async def test_a_program_that_hangs_scores_zero() -> None:
     assert "timeout" in score.detail
 
 
-async def test_programs_that_hang_score_zero_within_the_time_that_the_rules_of_a_recipe_allow() -> (
-    None
-):
-    assert {"timeout_s": CodeSettings().timeout_s, "program_s": ToolEnv.program_s} == (
-        PROGRAM_SECONDS
-    )
+async def test_programs_that_hang_score_zero_in_the_time_that_a_recipe_must_give() -> None:
+    defaults = {"timeout_s": CodeSettings().timeout_s, "program_s": ToolEnv.program_s}
+    assert defaults == PROGRAM_SECONDS
+    tests = {"test_list": MBPP_ROW["test_list"]}
     batch = declaration_of(module.code).batch
     assert batch == ROUNDS * LocalSandbox().concurrency
     spec = RewardSpec(name="code", options={"timeout_s": 0.4})
     async with RewardPool.open({"code": "code"}, processes=1, timeout_s=ROUNDS * 0.4 + 3) as pool:
-        hanging = ["```python\ndef add(a, b):\n  while True: pass\n```"] * batch
+        code = "```python\ndef add(a, b):\n  while True: pass\n# {}\n```"
+        hanging = [code.format(number) for number in range(batch)]
         scores = await asyncio.gather(
-            *(pool.score(sample(text, of=prompt(**MBPP_ROW)), [spec]) for text in hanging)
+            *(pool.score(sample(text, of=prompt(**tests)), [spec]) for text in hanging)
         )
         assert [(score.ok, score.value) for score in scores] == [(True, 0.0)] * batch
         assert pool.stats.restarts == 0
