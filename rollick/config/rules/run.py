@@ -132,7 +132,7 @@ def _check_program_time(context: Context) -> Problems:
 
 
 def _check_fits(
-    context: Context, section: KeyPath, option: str, given: schema.Scalar, limit_s: float
+    context: Context, section: KeyPath, option: str, given: object, limit_s: float
 ) -> Problems:
     seconds = PROGRAM_SECONDS[option] if given is None else given
     if isinstance(seconds, int | float) and ROUNDS * seconds > limit_s:
