@@ -29,7 +29,11 @@ def log_to_stderr() -> None:
     """Print rollick's INFO log messages to stderr."""
     import logging
 
-    logging.basicConfig(format="%(message)s")
+    from rollick.observe.terminal import SafeFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(SafeFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("rollick").setLevel(logging.INFO)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -248,6 +249,16 @@ def test_a_group_of_symbols_is_the_same_puzzle() -> None:
 )
 def test_replies_are_read_by_their_format(text: str, style: Any, actions: list[int]) -> None:
     assert read_actions(text, style, WORDS, limit=2) == actions
+
+
+@pytest.mark.parametrize("part", ["</think><answer>", "<answer>", "</answer> ", "</think> ", "\n"])
+def test_a_long_reply_in_no_format_is_read_in_one_pass(part: str) -> None:
+    """A step that takes too long would be masked, and a policy could choose that."""
+    text = "<think></think><answer>" + part * (300_000 // len(part)) + "x"
+    begun = time.process_time()
+    assert read_reply(text, "think") is None
+    assert read_reply(text.removeprefix("<think></think>"), "answer") is None
+    assert time.process_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("style", ["plain", "answer", "think"])

@@ -60,6 +60,25 @@ def test_an_invalid_tool_call_is_explained(style: CallStyle, text: str) -> None:
     assert isinstance(read_calls(text, style, TOOLS), BadCall)
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_a_long_reply_without_an_end_of_a_call_is_read_in_one_pass(style: CallStyle) -> None:
+    """A step that takes too long would be masked, and a policy could choose that."""
+    for part in ("<search>", "<tool_call>", "[TOOL_CALLS] [", '{"name": ', "<search></calculator>"):
+        begun = time.process_time()
+        calls = read_calls(part * (300_000 // len(part)), style, TOOLS)
+        assert isinstance(calls, BadCall) or not calls
+        assert time.process_time() - begun < 1.0
+
+
+def test_tags_of_other_tools_inside_a_call_are_text() -> None:
+    text = "<search> <calculator>1</search><search> <calculator>2</calculator>"
+    expected = [
+        ToolCall("search", {TOOLS["search"]: "<calculator>1"}),
+        ToolCall("calculator", {TOOLS["calculator"]: "2"}),
+    ]
+    assert read_calls(text, "tag", TOOLS) == expected
+
+
 def test_several_calls_come_in_order() -> None:
     text = "".join(write_call(ToolCall("calculator", {"expression": e}), "hermes") for e in "12")
     calls = read_calls(text, "hermes", TOOLS)
