@@ -82,7 +82,7 @@ ASIDE = re.compile(
         |lower|greater|older|younger|longer|shorter|times|exactly\s+the|the\s+same)\b.*
       | ,\s+[^\s0-9]*+[0-9]\S*+\s+of\s+(?:them|which|whom)\b.* | (?<=cents),\s+or\s+\$[0-9.]+
       | ,\s+[0-9]\S*\s+[a-z]+\s+and\s+[0-9]\S*\s+[a-z]+(?=[.\s]*$)
-      | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b.*
+      | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b[^,]{1,80}, | ,\s+who\b.*
       | :\s+[^\s0-9]*+[0-9]\S*+\s+[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9].*""",
     re.IGNORECASE | re.VERBOSE,
 )

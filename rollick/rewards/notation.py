@@ -242,7 +242,8 @@ def _decimal(digits: str) -> Fraction:
 
 def _is_unit(text: str) -> bool:
     words: list[str] = re.findall(r"[a-z.]+", text.lower().replace("left over", "leftover"))
-    changes_value = words[:1] in (["squared"], ["cubed"], ["factorial"])
+    is_difference = words[1:2] == ["than"]  # `27 less than the total` is not 27
+    changes_value = is_difference or words[:1] in (["squared"], ["cubed"], ["factorial"])
     return UNIT.fullmatch(text) is not None and not changes_value and NOT_UNITS.isdisjoint(words)
 
 
