@@ -49,7 +49,7 @@ NUMBER = re.compile(
     (?:\.[0-9]+)?(?:\s?/\s?[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?!\w))?\s?(?:\\?%)?""",
     re.VERBOSE,
 )
-GLUED = re.compile(r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|mph|hrs?|mins?|ft|lbs?|°)?(?![\w^])")
+GLUED = re.compile(r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|m|g|l|L|mph|hrs?|mins?|ft|lbs?|°)?(?![\w^])")
 """What may follow a number without a space."""
 SCALE = re.compile(r"\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b", re.IGNORECASE)
 UNIT = re.compile(
@@ -115,6 +115,8 @@ NOT_STATED = re.compile(
       | \bbetween\s+[^,;]{1,40}\band\s+
       | \b(?:if|unless|suppose|assum\w+|whether)\b[^,]{0,200}
       | (?:(?<![=-])[<>≠≤≥]=?|!=|\\(?:neq?|geq?|leq?|lt|gt)(?![a-z]))\s*
+      | \b(?:plus|minus)\s+
+      | \b(?:no\s+(?:es|son)|n['’]est\s+pas|nicht|kein\w*|não\s+é|non\s+è)\s+ | (?:不是|并非|不等于)\s*
     )$""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -128,7 +130,20 @@ OPERAND = re.compile(
     re.IGNORECASE,
 )
 """Before a value that is an operand: `3 * `."""
-OPERATOR = re.compile(r":[0-9]|\s*(?:\*(?!\*)|[×÷^]|\\(?:times|cdot|div|pm)|[+-]\s*[0-9])")
+OPERATOR = re.compile(
+    r":[0-9]|\s*(?:\*(?!\*)|[×÷^]|\\(?:times|cdot|div|pm)|[+-]\s*[0-9]"
+    r"|(?:divided|multiplied)\s+by\b|(?:plus|minus|times)\s+\$?[0-9]|(?:squared|cubed)\b)"
+)
+"""After a number that is an operand, and not a value."""
+THEREFORE = re.compile(r"\b(?:so(?!\s+(?:far|many|much)\b)|thus|hence|therefore)\s", re.IGNORECASE)
+"""Begins the conclusion of a sentence, which replaces the values before it."""
+ATTRIBUTE = re.compile(r"-[a-z]{2,}", re.IGNORECASE)
+"""After a number that describes what is counted: `6-inch pencils`."""
+RESULT = re.compile(
+    r"[0-9)%][a-z\s]{0,30}(?:[-+*/×÷–−]|x(?=\s?\$?[0-9])|\\(?:times|cdot|div))[^=\n]{0,80}=[\s$*\\(€£]*$",
+    re.IGNORECASE,
+)
+"""Before the result of a calculation: `30 - 3 = `."""
 ADJUNCT = re.compile(
     r"""\b(?:in|for|after|before|per|at|on|(?<!left\s)(?<!up\s)with|within|by|from|over|during|until
     |towards?|against|under|above|through|throughout|across|when|while|since|using|given|once
@@ -225,11 +240,15 @@ APPOSITION = re.compile(
 )
 """What a value is equal to: `3 less than that, or 27`."""
 REMARK = re.compile(
-    r"\b(?:common\s+(?:mistake|error|misconception)|would\s+(?:give|have)|(?:began|started)\s+with"
-    r"|at\s+first|initially|originally|at\s+the\s+(?:start|beginning))\b",
+    r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE
+)
+"""Says what would be wrong."""
+EARLIER = re.compile(
+    r"\b(?:would\s+have|(?:began|started)\s+with|at\s+first|initially|originally"
+    r"|at\s+the\s+(?:start|beginning))\b",
     re.IGNORECASE,
 )
-"""Says what would be wrong or different, or what the problem gives."""
+"""Says what would be different or what the problem gives, unless it calculates a value."""
 ASKS = re.compile(
     r"\b(?:how\s+(?:many|much|long|far|old|do|can|should)"
     r"|what\s+(?:is|are|was|were|does|do|should|would|comes))\b.*\?",

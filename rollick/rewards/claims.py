@@ -19,6 +19,7 @@ from rollick.rewards.claim_patterns import (
     APPOSITION,
     ASIDE,
     ASKS,
+    ATTRIBUTE,
     BETWEEN_SCRIPTS,
     BOLD_TAG,
     CALCULATION,
@@ -30,6 +31,7 @@ from rollick.rewards.claim_patterns import (
     CORRECTED,
     DENIAL,
     DENIED_AFTER,
+    EARLIER,
     EMPHASIS,
     EQUATION,
     EXPLANATION,
@@ -56,12 +58,14 @@ from rollick.rewards.claim_patterns import (
     RELATION,
     REMARK,
     RESTATED,
+    RESULT,
     SCALE,
     SENTENCE,
     STATEMENT,
     SUPPOSITION,
     TAIL,
     TAKES_BACK,
+    THEREFORE,
     UNFINISHED,
     UNIT,
     UNSOLVED,
@@ -152,7 +156,9 @@ def read_plain(response: str) -> list[str]:
             if is_offer or not any(map(str.isalnum, sentence)):
                 continue
             if sentence is not first and (
-                PARENTHESES.fullmatch(sentence) or REMARK.search(sentence)
+                PARENTHESES.fullmatch(sentence)
+                or REMARK.search(sentence)
+                or (EARLIER.search(sentence) and "=" not in sentence)
             ):
                 continue
             if _has_value(sentence):
@@ -199,7 +205,7 @@ def _read_sentence(line: str, sentence: str) -> list[str]:
 def _right_side(text: str) -> list[str]:
     """The value of an equation that names or computes it: `Total = 30 - 3 = 27`."""
     left, _, value = text.rpartition("=")
-    is_value = "=" in left or EQUATION.fullmatch(text)
+    is_value = "=" in left or EQUATION.fullmatch(text) or RESULT.search(f"{left}=")
     return [value.strip()] if is_value else []
 
 
@@ -226,7 +232,7 @@ def _has_value(text: str) -> bool:
 def stated_values(sentence: str) -> list[str]:
     """The formulas and numbers that a sentence states, in order of their weight: the last one is
     its answer. A formula or a bold number outweighs a number in a phrase such as "in 5 days"."""
-    sentence = APPOSITION.sub("", sentence)
+    sentence = _last_conclusion(APPOSITION.sub("", sentence))
     aside = ASIDE.search(sentence)
     if aside:
         before, after = sentence[: aside.start()], sentence[aside.end() :]
@@ -240,6 +246,9 @@ def stated_values(sentence: str) -> list[str]:
     named = [span for span in numbers if IS_ANSWER.match(sentence, span.end)]
     if named:
         return [named[-1].content.strip()]
+    result = _last_result(sentence, numbers)
+    if result:
+        return [result.content.strip()]
     if ALTERNATIVE.search(sentence) and _have_different_values(formulas + numbers):
         return []
     bold = [span for span in numbers if _is_bold(sentence, span)]
@@ -254,6 +263,29 @@ def stated_values(sentence: str) -> list[str]:
     numbers = [span for span in numbers if not GIVEN.search(sentence[: span.start])]
     main = [span for span in numbers if not _is_adjunct(sentence, span)]
     return [span.content.strip() for span in main or numbers]
+
+
+def _last_result(sentence: str, numbers: list[Span]) -> Span | None:
+    """The result of the last calculation, if no clause after it states another value."""
+    results = [span for span in numbers if _is_result(sentence, span)]
+    if not results:
+        return None
+    later = [span for span in numbers if span.start > results[-1].start]
+    later = [span for span in later if not _is_adjunct(sentence, span)]
+    states_other = later and CLAUSE.search(sentence, results[-1].end, later[-1].start)
+    return None if states_other else results[-1]
+
+
+def _is_result(sentence: str, span: Span) -> bool:
+    return RESULT.search(sentence[max(0, span.start - 300) : span.start]) is not None
+
+
+def _last_conclusion(sentence: str) -> str:
+    """From the last `so` that has a value after it."""
+    for match in reversed(list(THEREFORE.finditer(sentence))):
+        if _has_value(sentence[match.end() :]):
+            return sentence[match.end() :]
+    return sentence
 
 
 def _have_different_values(spans: list[Span]) -> bool:
@@ -283,7 +315,8 @@ def _find_numbers(sentence: str) -> list[Span]:
         if not any(letter.isdigit() for letter in match[0]):
             continue
         is_part = match[0][-1].isdigit() and not GLUED.match(masked, match.end())
-        if is_part or OPERATOR.match(masked, match.end()):
+        is_operand = OPERATOR.match(masked, match.end())
+        if is_part or is_operand or ATTRIBUTE.match(masked, match.end()):
             continue
         scale = SCALE.match(masked, match.end())
         end = scale.end() if scale else match.end()
@@ -305,6 +338,7 @@ def _is_denied(sentence: str, span: Span) -> bool:
         r"\s*(?:[a-zA-Z]\s*)?(?:[<>≠≤≥]|\\n?[lg]?eq?(?![a-z])|\\neq?(?![a-z]))", span.content
     )
     is_denied = NOT_STATED.search(before.rstrip(OPENING) + " ") or OPERAND.search(before)
+    is_denied = is_denied and not _is_result(sentence, span)
     is_denied = is_denied or DENIED_AFTER.match(sentence, span.end)
     is_unreal = before.endswith("would be ") and CONDITION.match(sentence, span.end)
     is_unclear = is_relation or after_relation or is_unsolved or is_unreal

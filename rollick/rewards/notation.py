@@ -21,6 +21,7 @@ SYMBOLS = str.maketrans(
         **dict.fromkeys("·⋅", r"\cdot "),
         **dict.fromkeys("\u00a0~", " "),
         **dict.fromkeys("°`", ""),
+        **{"¢": " cents"},
         **{"×": r"\times ", "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "％": "%"},
         **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "π": r"\pi ", "∞": r"\infty "},
         **{"≈": r"\approx ", "≃": r"\approx ", "≠": r"\ne "},
@@ -35,6 +36,8 @@ DIGIT_GROUP = re.compile(
     r"(?<=[0-9])(?:,?\\[,:;!>]|\{,\}|[\u2009\u202f\u00a0])\s*(?=[0-9]{3}(?![0-9]))"
 )
 """What separates groups of three digits in LaTeX or print: `2\\,173` is 2173."""
+PICTOGRAPH = re.compile("[\u2600-\u27bf\u2b50\ufe0f\U0001f000-\U0001faff]+")
+"""Emoji and check marks."""
 CONCLUSION = re.compile(r"^\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])\s*")
 APPROXIMATELY = re.compile(r"^([a-zA-Z]\s*)?\\(?:approx|simeq|doteq)(?![a-zA-Z])\s*")
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b")
@@ -121,7 +124,7 @@ class Number:
 
 def normalise(text: str) -> str:
     """The normal form of equivalent spellings."""
-    text = DIGIT_GROUP.sub("", text).translate(SYMBOLS).strip()
+    text = PICTOGRAPH.sub("", DIGIT_GROUP.sub("", text)).translate(SYMBOLS).strip()
     text = re.sub(r"√\s*\(", "sqrt(", text)
     text = re.sub(r"√\s*([0-9]+|[a-zA-Z])", r"\\sqrt{\1}", text)
     text = SPACING.sub(" ", text)
