@@ -135,6 +135,11 @@ OPERATOR = re.compile(
     r"|(?:divided|multiplied)\s+by\b|(?:plus|minus|times)\s+\$?[0-9]|(?:squared|cubed)\b)"
 )
 """After a number that is an operand, and not a value."""
+UNKNOWN = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+NAME = re.compile(r"\\?[a-zA-Z]+(?:_\w|\([a-z]\))?")
+"""A formula that only names an unknown or a function: `k`, `f(x)`."""
+RESIDUE = re.compile(r"\s*\\p?mod\s*(?:\{[^{}]*\}|\w)|\s*\(\s*(?:\\b?mod|mod)\b[^()]*\)")
+"""After a residue: `3 \\pmod{7}`."""
 THEREFORE = re.compile(r"\b(?:so(?!\s+(?:far|many|much)\b)|thus|hence|therefore)\s", re.IGNORECASE)
 """Begins the conclusion of a sentence, which replaces the values before it."""
 ATTRIBUTE = re.compile(r"-[a-z]{2,}", re.IGNORECASE)

@@ -44,6 +44,7 @@ from rollick.rewards.claim_patterns import (
     JOINED,
     KNOWN,
     LEAD,
+    NAME,
     NO_ANSWER,
     NO_INFORMATION,
     NOT_STATED,
@@ -57,6 +58,7 @@ from rollick.rewards.claim_patterns import (
     QUANTITY_OF,
     RELATION,
     REMARK,
+    RESIDUE,
     RESTATED,
     RESULT,
     SCALE,
@@ -68,6 +70,7 @@ from rollick.rewards.claim_patterns import (
     THEREFORE,
     UNFINISHED,
     UNIT,
+    UNKNOWN,
     UNSOLVED,
     VALUE_FIRST,
 )
@@ -204,6 +207,8 @@ def _read_sentence(line: str, sentence: str) -> list[str]:
 
 def _right_side(text: str) -> list[str]:
     """The value of an equation that names or computes it: `Total = 30 - 3 = 27`."""
+    if "\\equiv" in text:
+        text = RESIDUE.sub("", text.replace("\\equiv", "="))
     left, _, value = text.rpartition("=")
     is_value = "=" in left or EQUATION.fullmatch(text) or RESULT.search(f"{left}=")
     return [value.strip()] if is_value else []
@@ -246,7 +251,9 @@ def stated_values(sentence: str) -> list[str]:
     named = [span for span in numbers if IS_ANSWER.match(sentence, span.end)]
     if named:
         return [named[-1].content.strip()]
-    result = _last_result(sentence, numbers)
+    named = [span for span in formulas if not NAME.fullmatch(span.content.strip(" .,;"))]
+    formulas = named or formulas
+    result = _last_result(sentence, sorted(formulas + numbers))
     if result:
         return [result.content.strip()]
     if ALTERNATIVE.search(sentence) and _have_different_values(formulas + numbers):
@@ -277,7 +284,13 @@ def _last_result(sentence: str, numbers: list[Span]) -> Span | None:
 
 
 def _is_result(sentence: str, span: Span) -> bool:
-    return RESULT.search(sentence[max(0, span.start - 300) : span.start]) is not None
+    """Whether the value follows a calculation, before the formula or in it. An equation with an
+    unknown, `2x + 3 = 27`, calculates nothing."""
+    left, equals, _ = span.content.rpartition("=")
+    if not equals:
+        return RESULT.search(sentence[max(0, span.start - 300) : span.start]) is not None
+    calculation = left.rpartition("=")[2] + equals
+    return RESULT.search(calculation) is not None and not UNKNOWN.search(calculation)
 
 
 def _last_conclusion(sentence: str) -> str:
