@@ -18,7 +18,7 @@ RESTATED = re.compile(
 )
 """A number with the same number in parentheses: `27 (27)`."""
 LEAD = re.compile(
-    r"""(?:\s|[:,=~≈]|\\approx(?![a-z])|(?:about|approximately|approx\.?|around|roughly|nearly|almost
+    r"""(?:\s|[:,=~≈…]|\.{2,3}|\\approx(?![a-z])|(?:about|approximately|approx\.?|around|roughly|nearly|almost
     |exactly|precisely|simply|just|therefore|thus|hence|then|indeed|clearly|definitely|certainly|probably
     |actually|also|again|only|nothing\s+but|in\s+fact|equal\s+to|given\s+by|found\s+to\s+be|the\s+number
     |a\s+total\s+of)(?![a-zA-Z]))+""",
@@ -30,7 +30,7 @@ DENIAL = re.compile(r"(?:not|never|neither|no|cannot|can't)\b", re.IGNORECASE)
 _TAIL_WORDS = (
     r"because|since|as|when|where|whereas|which|while|so|if|for|after|before|due|given|assuming|with"
     r"|out\s+of|of\s+the|of\s+these|instead|rather|not|unless|though|although|but|that|is|are|was|were|in"
-    r"|on|at|by(?=\s+[a-z])|and\s+(?:so|thus|hence|therefore|not)|i\.e\.?|e\.g\.?"
+    r"|on|at|by(?=\s+[a-z])|and\s+(?:so|thus|hence|therefore|not|that|this)|i\.e\.?|e\.g\.?"
 )
 TAIL = re.compile(
     rf"""\s*(?: [,;—–-]?\s+(?:{_TAIL_WORDS})(?![\w'])
@@ -57,6 +57,7 @@ UNIT = re.compile(
     r"(?:(?:\s*/\s*|\s+per\s+)[a-zA-Z]+)?(?:\^\{?[23]\}?)?(?!\w)"
 )
 DENIED_AFTER = re.compile(
+    r"[^.;0-9]{0,40}\bbut\s+(?:it|that|this)\s+(?:is|was)(?:n['’]t|\s+not|\s+wrong)\b|"
     r"\s*times\s+(?:as|more|larger|bigger|greater|that|the)\b|"
     r"\s*(?:[a-z]+\s+){0,2}(?:is|are|was|were|would\s+be|ca|can|does"
     r"|do(?=(?:n['’]t|\s+not)\s+(?:work|fit|satisfy|hold)))"
@@ -79,11 +80,12 @@ ASIDE = re.compile(
       | ,?\s+(?:because|since)\b(?:(?!,\s+(?:so|but)\b).)*
       | ,\s+which\s+(?:is|are|was|were|makes|means)\s+(?:[^\s0-9]*+[0-9]\S*+\s+)?(?:[a-z]+\s+){0,2}?
         (?:\S*[0-9]\s?%\s+of|more|less|fewer|under|over|above|below|within|enough|half|twice|larger|smaller|higher
-        |lower|greater|older|younger|longer|shorter|times|exactly\s+the|the\s+same)\b.*
+        |lower|greater|older|younger|longer|shorter|times|exactly\s+the|the\s+same|reached|attained|achieved
+        |mentioned|stated|known|expected|allowed|needed|required|when|where|what)\b.*
       | ,\s+[^\s0-9]*+[0-9]\S*+\s+of\s+(?:them|which|whom)\b.* | (?<=cents),\s+or\s+\$[0-9.]+
       | ,\s+[0-9]\S*\s+[a-z]+\s+and\s+[0-9]\S*\s+[a-z]+(?=[.\s]*$)
       | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b[^,]{1,80}, | ,\s+who\b.*
-      | :\s+[^\s0-9]*+[0-9]\S*+\s+[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9].*""",
+      | :\s+[^\s0-9]*+[0-9]\S*+\s+(?:[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9]|(?:plus|minus|times|from)\b).*""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
@@ -107,7 +109,9 @@ NOT_STATED = re.compile(
       | \b(?:equation|eq|problem|question|exercise|step|figure|table|page|chapter)\.?\s*
       | (?<![a-z0-9+*/-])(?:[0-9]+\s*[a-z]|[a-z]\^\{?[0-9]+\}?)\s*=\s*
       | \b(?:at\s+(?:least|most)|over|under|above|below|exceeds?|between|up\s+to|within)\s+
-      | \b(?:could|might|may|can)\s+be\s+(?:[a-z]+\s+)?
+      | \b(?:could|might|may|can)\s+(?:also\s+|well\s+|even\s+)?be\s+(?:[a-z]+\s+)?
+      | \b(?:thought|believed|figured|expected)\b[^,.0-9]{0,60}
+      | \b(?:subtract|deduct|add|multiply|divide)(?:s|ing)?\s+(?:by\s+)?
       | \b(?:problem|question)\s+(?:mentions|says|states|gives)\s+(?:[a-z]+\s+){0,2}
       | \b(?:perhaps|maybe|possibly|guess\w*(?:\s+of)?|try|trying|test|testing|half|half\s+of|twice
           |double|triple|times|(?:multiples?|factors?|powers?|root|third|quarter|percent)\s+of|%\s+of
@@ -136,6 +140,8 @@ OPERATOR = re.compile(
 )
 """After a number that is an operand, and not a value."""
 UNKNOWN = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+ALIGNED = re.compile(r"\\(?:begin|end)\{(?:align|aligned|gather|split|eqnarray)\*?\}")
+"""Begins or ends rows of equations."""
 NAME = re.compile(r"\\?[a-zA-Z]+(?:_\w|\([a-z]\))?")
 """A formula that only names an unknown or a function: `k`, `f(x)`."""
 RESIDUE = re.compile(r"\s*\\p?mod\s*(?:\{[^{}]*\}|\w)|\s*\(\s*(?:\\b?mod|mod)\b[^()]*\)")
@@ -244,9 +250,7 @@ APPOSITION = re.compile(
     re.IGNORECASE,
 )
 """What a value is equal to: `3 less than that, or 27`."""
-REMARK = re.compile(
-    r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE
-)
+REMARK = re.compile(r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE)
 """Says what would be wrong."""
 EARLIER = re.compile(
     r"\b(?:would\s+have|(?:began|started)\s+with|at\s+first|initially|originally"
@@ -274,7 +278,7 @@ BETWEEN_SCRIPTS = re.compile(
 COPULA = re.compile(r"\b(?:is|are|was|equals|be|get|gives)\s+|=")
 PARENTHESES = re.compile(r"\s*\([^()]*\)[.\s]*")
 SUPPOSITION = re.compile(
-    r"\W*(?:(?:now|so|then|first)\s+)?(?:suppose|assume|say|let\s+[a-z]\s*="
+    r"\W*(?:(?:now|so|then|first)\s+)?(?:suppose|assume|say|let\s+[a-z]+\s*(?:=|be\b|denote\b)"
     r"|let(?:['’]s|\s+us)\s+(?:call|say|assume|suppose|denote))[^,]*$",
     re.IGNORECASE,
 )

@@ -15,6 +15,7 @@ import re
 from rollick.rewards.answers import MAX_SENTENCE, find_retractions
 from rollick.rewards.claim_patterns import (
     ADJUNCT,
+    ALIGNED,
     ALTERNATIVE,
     APPOSITION,
     ASIDE,
@@ -107,6 +108,8 @@ def read_claim(text: str) -> list[str]:
     text = collapse_spaces(text[:MAX_SENTENCE])
     text = CALCULATION.sub("", text)
     text = CLOSING_EMPHASIS.sub("", EMPHASIS.sub(r"\2", text))
+    if text.endswith(")") and text.count("(") < text.count(")"):  # `(Answer: 27)`
+        text = text[:-1]
     candidates = [text, trim_claim(text)]
     digits = RESTATED.sub(r"\1\2", words_to_digits(text))
     if digits != text:
@@ -119,6 +122,12 @@ def read_claim(text: str) -> list[str]:
         candidates += stated_values(text)[-1:]
     candidates += _right_side(candidates[1] or "")
     return [candidate for candidate in candidates if candidate]
+
+
+def read_box(content: str) -> list[str]:
+    """What a box may state: its content, or the value that an equation in it names."""
+    equation = EQUATION.fullmatch(content)
+    return [content, equation[1].strip()] if equation else [content]
 
 
 def read_plain(response: str) -> list[str]:
@@ -137,7 +146,7 @@ def read_plain(response: str) -> list[str]:
         and "\n" in formulas[-1].content.strip("\n")
         and not _has_value(text[formulas[-1].end :])
     ):
-        return [formulas[-1].content.strip()]
+        return _last_row(formulas[-1].content.strip())
     text = EMPHASIS.sub(r"**\2**", BOLD_TAG.sub("**", text))
     text = words_to_digits(BETWEEN_SCRIPTS.sub(" ", text))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -169,6 +178,15 @@ def read_plain(response: str) -> list[str]:
             if not IS_FINISHED.search(sentence.strip()):
                 return _read_sentence(line, sentence) if line is lines[-1] else []
     return _read_sentence(lines[-1], _split_sentences(lines[-1])[-1]) if lines else []
+
+
+def _last_row(formula: str) -> list[str]:
+    """A formula of several lines, and the value of the last row if they are aligned equations."""
+    if not ALIGNED.search(formula):
+        return [formula]
+    rows = ALIGNED.sub("", formula).replace("&", "").split("\\\\")
+    rows = [row.strip(" \n.,") for row in rows if row.strip()]
+    return [formula, *(_right_side(f"={rows[-1]}") if rows else [])]
 
 
 def _without_remarks(response: str) -> str:

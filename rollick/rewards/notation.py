@@ -31,7 +31,9 @@ SYMBOLS = str.maketrans(
 )
 _SPACES = "left|right|displaystyle|quad|qquad|[!;:,> ]"
 SPACING = re.compile(rf"(?<!\\)\\(?:{_SPACES})(?![a-zA-Z])|\\big[lr]?")
-TEXT_MACRO = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:rm|bf|it)|rm|bf)\s*\{([^{}]*)\}")
+TEXT_MACRO = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|mbox|underline|emph|boldsymbol|math(?:rm|bf|it)|rm|bf)\s*\{([^{}]*)\}"
+)
 DIGIT_GROUP = re.compile(
     r"(?<=[0-9])(?:,?\\[,:;!>]|\{,\}|[\u2009\u202f\u00a0])\s*(?=[0-9]{3}(?![0-9]))"
 )
@@ -41,7 +43,16 @@ PICTOGRAPH = re.compile("[\u2600-\u27bf\u2b50\ufe0f\U0001f000-\U0001faff]+")
 CONCLUSION = re.compile(r"^\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])\s*")
 APPROXIMATELY = re.compile(r"^([a-zA-Z]\s*)?\\(?:approx|simeq|doteq)(?![a-zA-Z])\s*")
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b")
-WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("{", "}"))
+WRAPPERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("**", "**"),
+    ("{", "}"),
+    ('"', '"'),
+)
+DECIMAL_BASE = re.compile(r"(?<=[0-9])_(?:10|\{10\})$")
 
 DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(
@@ -135,6 +146,7 @@ def normalise(text: str) -> str:
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\{", "{ ").replace("\\}", " }")
     text = _unwrap(" ".join(text.split()))
     text = CONCLUSION.sub("", text)
+    text = DECIMAL_BASE.sub("", text)
     text = APPROXIMATELY.sub(lambda match: f"{match[1]}=" if match[1] else "", text)
     chosen = CHOICE.fullmatch(text)
     return chosen[1] if chosen else LABEL.sub("", text)
