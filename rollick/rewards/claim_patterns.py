@@ -85,7 +85,8 @@ ASIDE = re.compile(
       | ,\s+[^\s0-9]*+[0-9]\S*+\s+of\s+(?:them|which|whom)\b.* | (?<=cents),\s+or\s+\$[0-9.]+
       | ,\s+[0-9]\S*\s+[a-z]+\s+and\s+[0-9]\S*\s+[a-z]+(?=[.\s]*$)
       | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b[^,]{1,80}, | ,\s+who\b.*
-      | :\s+[^\s0-9]*+[0-9]\S*+\s+(?:[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9]|(?:plus|minus|times|from)\b).*""",
+      | :\s+[^\s0-9]*+[0-9]\S*+\s+(?:[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9]
+        |(?:plus|minus|times|from)\b).*""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
@@ -120,7 +121,8 @@ NOT_STATED = re.compile(
       | \b(?:if|unless|suppose|assum\w+|whether)\b[^,]{0,200}
       | (?:(?<![=-])[<>≠≤≥]=?|!=|\\(?:neq?|geq?|leq?|lt|gt)(?![a-z]))\s*
       | \b(?:plus|minus)\s+
-      | \b(?:no\s+(?:es|son)|n['’]est\s+pas|nicht|kein\w*|não\s+é|non\s+è)\s+ | (?:不是|并非|不等于)\s*
+      | \b(?:no\s+(?:es|son)|n['’]est\s+pas|nicht|kein\w*|não\s+é|non\s+è)\s+
+      | (?:不是|并非|不等于)\s*
     )$""",
     re.IGNORECASE | re.VERBOSE,
 )

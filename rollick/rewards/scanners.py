@@ -32,7 +32,8 @@ class Span(NamedTuple):
 
 
 def find_boxes(text: str) -> list[Span]:
-    r"""The complete boxes (`\boxed{...}`, `\fbox{...}`, `\framebox{...}`), by their start. They may be nested."""
+    r"""The complete boxes (`\boxed{...}`, `\fbox{...}`, `\framebox{...}`), by their start. They
+    may be nested."""
     boxes: list[tuple[int, int, slice]] = []
     open_braces: list[tuple[int, int] | None] = []
     for match in BOX_OR_BRACE.finditer(text):
