@@ -39,7 +39,17 @@ import yaml
 
 TEMPLATES = Path(__file__).with_name("math_templates.yaml")
 TEXTS = Path(__file__).with_name("math_texts.jsonl.xz")
-PARTS = ("development", "held_out", "last", "fresh", "newest", "unseen_a", "unseen_b", "unseen_c")
+PARTS = (
+    "development",
+    "held_out",
+    "last",
+    "fresh",
+    "newest",
+    "unseen_a",
+    "unseen_b",
+    "unseen_c",
+    "unseen_d",
+)
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
 
