@@ -135,6 +135,7 @@ def fill(template: str, number: str) -> str:
         "w": str(value + 3),
         "v": str(2 * value + 1),
         "n,": grouped,
+        "n,.00": f"{value:,.2f}",
         "n{,}": grouped.replace(",", "{,}"),
         "n thin": grouped.replace(",", "\\,"),
         "n.0": number if "." in number else f"{number}.0",

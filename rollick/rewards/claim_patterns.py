@@ -104,7 +104,7 @@ NOT_STATED = re.compile(
     r"""(?: (?:\b(?:not|never|nor|neither|cannot|exclude|exclud\w+|reject\w*|discard\w*|eliminat\w*
           |rul\w+\s+out)|n['’]t)\s+(?:(?!but\b)[a-z]+\s+){0,6}
       | \b(?:rather\s+than|instead\s+of|other\s+than|except|without|unlike|than|out\s+of
-          |(?:far|away|up|down)\s+from|among|asked\s+about|[0-9]+\s+of|of\s+(?:the|these|all|his|her|their|my)
+          |(?:far|away|up|down)\s+from|among|asked\s+about|[0-9]+\s+of(?!\s+(?:them|us|you)\b)|of\s+(?:the|these|all|his|her|their|my)
           |to\s+(?:reach|make))\s+(?:(?!(?:is|are|was|equals|has|have|had|gets?)\b)[a-z]+\s+){0,3}
       | \bwould\s+(?:only\s+)?have\s+(?:[a-z]+\s+){1,2}
       | \b(?:equation|eq|problem|question|exercise|step|figure|table|page|chapter)\.?\s*

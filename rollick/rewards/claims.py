@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from rollick.rewards.answers import MAX_SENTENCE, find_retractions
+from rollick.rewards.answers import MAX_SENTENCE, PHRASE, find_retractions
 from rollick.rewards.claim_patterns import (
     ADJUNCT,
     ALIGNED,
@@ -125,7 +125,11 @@ def read_claim(text: str) -> list[str]:
 
 
 def read_box(content: str) -> list[str]:
-    """What a box may state: its content, or the value that an equation in it names."""
+    """What a box may state: its content, the value that an equation in it names, or what follows
+    "the answer is" in it."""
+    phrase = PHRASE.search(normalise(content))
+    if phrase:
+        return read_claim(phrase.string[phrase.end() :])
     equation = EQUATION.fullmatch(content)
     return [content, equation[1].strip()] if equation else [content]
 
