@@ -39,7 +39,17 @@ import yaml
 
 TEMPLATES = Path(__file__).with_name("math_templates.yaml")
 TEXTS = Path(__file__).with_name("math_texts.jsonl.xz")
-PARTS = ("development", "held_out", "last", "fresh", "newest")
+PARTS = (
+    "development",
+    "held_out",
+    "last",
+    "fresh",
+    "newest",
+    "unseen_a",
+    "unseen_b",
+    "unseen_c",
+    "unseen_d",
+)
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
 
@@ -125,6 +135,7 @@ def fill(template: str, number: str) -> str:
         "w": str(value + 3),
         "v": str(2 * value + 1),
         "n,": grouped,
+        "n,.00": f"{value:,.2f}",
         "n{,}": grouped.replace(",", "{,}"),
         "n thin": grouped.replace(",", "\\,"),
         "n.0": number if "." in number else f"{number}.0",
