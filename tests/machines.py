@@ -5,8 +5,8 @@
         network.cut(node)          # nothing arrives any more; `join` ends it
         node.kill()                # the kernel ends all its processes at once
 
-Each machine has its own processes, addresses, shared memory and folder of Ray. A hub in a process of
-its own passes on what the machines send, as fast as it can, or late, or not at all.
+Each machine has its own processes, addresses, shared memory and folder of Ray. A hub, which is a
+process, passes on what the machines send: as fast as it can, or late, or not at all.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from machines import Machine, Machines
 
-from rollick.cluster.pool import RAY_SETTINGS
+from rollick.cluster.ray_start import RAY_SETTINGS
 from rollick.commands.supervise import last_logged_step
 
 PORT = 6379

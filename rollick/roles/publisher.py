@@ -35,7 +35,7 @@ class Publisher:
         """Bytes that the policy offered at the last publish, summed over the channels."""
         self._policy = roles.policy
         self._generators = roles.generators
-        self._device_map = roles.device_map
+        self._roles = roles
         self._policy_location: ProcessLocation | None = None
         self._locations: dict[int, ProcessLocation] = {}
         """Where each generator runs."""
@@ -89,7 +89,7 @@ class Publisher:
             if rank not in self._locations:
                 self._locations[rank] = await self._generators.process_location(rank)
         return plan_publish(
-            self._device_map,
+            self._roles.device_map,
             policy=self._policy_location,
             generators={rank: self._locations[rank] for rank in ranks},
             config=self.config,

@@ -18,13 +18,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import TypeVar
 
-from rollick.cluster.devices import HostSpec
+from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.group import WorkerGroup
+from rollick.cluster.nodes import kept_ranks
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
-from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
+from rollick.errors import RollickError, WorkerError, WorkerLost
 from rollick.infer.cancellation import cancel_tasks
-from rollick.observe.faults import Fault, FaultKind, FaultLog
+from rollick.observe.faults import Fault, FaultLog, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
 from rollick.roles.protocols import Role
@@ -66,16 +67,19 @@ class WorkerRecovery:
     def __init__(
         self,
         group: WorkerGroup,
-        make_specs: Callable[[], Sequence[RoleSpec]],
+        make_specs: Callable[[DeviceMap], Sequence[RoleSpec]],
         *,
         faults: FaultLog,
         goodput: TimeAccount,
         restarts: int,
+        replica: int = 1,
     ) -> None:
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
         self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
         """Called for each new host, when its roles have their state."""
         self._group = group
+        self._replica = replica
+        """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
         self._faults = faults
         self._goodput = goodput
@@ -96,7 +100,7 @@ class WorkerRecovery:
                 if handle.ranks:
                     self.snapshots[handle.role] = stack.enter_context(RoleSnapshots(handle))
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
-            tasks = [asyncio.create_task(self._watch(host), name=str(host)) for host in watched]
+            tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
             stack.push_async_callback(cancel_tasks, tasks)
             stack.push_async_callback(self.settle)
             yield self
@@ -170,18 +174,23 @@ class WorkerRecovery:
         others = [each for each in self._hosts_of(role) if each != host]
         await self._repair(role, error, {host.index: repairs} | self._repaired(others))
 
-    async def _watch(self, host: HostSpec) -> None:
+    async def _watch(self, index: int) -> None:
         """Repair the host as soon as its process ends, not only when it is called next."""
-        while True:
+        while (host := self._host(index)) and main_role(host):
             repairs = self.repairs_of(host)
-            await self._group.wait_lost(host)
+            error = await self._group.wait_lost(host)
             if not self.can_repair(host):
                 return  # The next call to it raises.
             try:
-                await self.repair_host(host, WorkerLost(f"{host} was lost"), repairs=repairs)
+                await self.repair_host(host, error, repairs=repairs)
             except RollickError as error:
                 LOG.warning("%s is not replaced: %s", host, error)
                 return  # The next call to it raises.
+
+    def _host(self, index: int) -> HostSpec | None:
+        """None if the policy goes on without it."""
+        hosts = self._group.device_map.hosts()
+        return next((host for host in hosts if host.index == index), None)
 
     async def _answers(self, role: RoleName) -> bool:
         handle = self._direct.handle(role)
@@ -200,7 +209,7 @@ class WorkerRecovery:
             hosts = self._hosts_of(role)
             if self._repaired(hosts) != before:
                 return
-            fault = self._faults.begin(role, 0, kind=_kind(error), cause=error.message)
+            fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
             while not (refusal := self._refusal(role, hosts)):
                 self._budget.spend(role)
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
@@ -231,7 +240,10 @@ class WorkerRecovery:
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
         """Returns how many batches were trained on again."""
-        await self._group.restart_hosts(hosts, self._make_specs())
+        missing = await self._group.replace_hosts(hosts)
+        if missing:
+            hosts = self._continue_without(missing, hosts)
+        await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.restarted()
         for host in hosts:
             self._repairs[host.index] += 1
@@ -239,6 +251,22 @@ class WorkerRecovery:
         for host in hosts:
             await self.on_replaced(host)
         return redone
+
+    def _continue_without(
+        self, missing: Sequence[HostSpec], hosts: Sequence[HostSpec]
+    ) -> list[HostSpec]:
+        """Leave out the policy's ranks on hosts for which there is no room. Returns the hosts that
+        remain. Raises ClusterUnavailable if the policy cannot train without them."""
+        placed = [host.roles["policy"] for host in hosts if is_rank(host) and host not in missing]
+        kept = kept_ranks(placed, unit=self._replica)
+        if not kept or not all(map(is_rank, missing)):
+            raise self._group.no_room(missing)
+        ranks = self._group.device_map.ranks("policy")
+        self._group.shrink("policy", kept)
+        text = "the policy continues with %d ranks instead of %d: no machine has room for %s"
+        LOG.warning(text, len(kept), ranks, ", ".join(map(str, missing)))
+        left = {host.index for host in hosts if host not in missing}
+        return [host for host in self._group.device_map.hosts() if host.index in left]
 
     def _repaired(self, hosts: Sequence[HostSpec]) -> dict[int, int]:
         return {host.index: self._repairs[host.index] for host in hosts}
@@ -258,17 +286,16 @@ def main_role(host: HostSpec) -> RoleName | None:
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
+def is_rank(host: HostSpec) -> bool:
+    """Whether the host has nothing but a rank of the policy and engines."""
+    return "policy" in host.roles and {*host.roles} <= {"policy", "generators"}
+
+
 def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
     """The roles on these hosts that have state."""
     names = {name for host in hosts for name in host.roles}
     trained: tuple[RoleName, ...] = ("policy", "critic")
     return [name for name in trained if name in names]
-
-
-def _kind(error: RollickError) -> FaultKind:
-    if isinstance(error, WorkerHung):
-        return "hung"
-    return "killed" if isinstance(error, WorkerLost) else "raised"
 
 
 async def _nothing(host: HostSpec) -> None: ...
