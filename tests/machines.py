@@ -77,6 +77,14 @@ class Machine:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def runs(self, program: str) -> bool:
+        """Whether a process has this text in its command line."""
+        for pid in self.processes():
+            with suppress(OSError):
+                if program in Path(f"/proc/{pid}/cmdline").read_text():
+                    return True
+        return False
+
     def processes(self) -> list[int]:
         own = os.readlink(f"/proc/{self.init}/ns/pid")
         found: list[int] = []

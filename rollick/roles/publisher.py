@@ -67,8 +67,8 @@ class Publisher:
         lost = generators.lost_ranks
         try:
             await self.publish(version, without=lost, keep_cache=keep_cache)
-        except (WorkerError, EngineLost):
-            # If all engines pass a health check, the failure is not that of a lost engine.
+        except (WorkerError, EngineLost, WeightError):
+            # A transfer between machines also fails at the policy, maybe first. If all engines pass a health check, the failure is not that of a lost engine.
             await generators.health_check()
             known, lost = lost, generators.lost_ranks
             if lost == known or len(lost) == generators.ranks:
