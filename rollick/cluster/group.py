@@ -75,7 +75,7 @@ class InlineTransport:
         return []
 
     def remove(self, hosts: Sequence[HostSpec]) -> None:
-        """Keeps them: this process goes on anyway."""
+        """Does nothing: the hosts are this process."""
 
     async def wait_lost(self, host: HostSpec) -> WorkerLost:
         """Never returns: the host is this process."""
@@ -156,7 +156,7 @@ class WorkerGroup:
         await _gather([self._build_host(host, roles) for host in hosts])
 
     def shrink(self, role: RoleName, ranks: Sequence[int]) -> None:
-        """Go on with these ranks of a role, numbered anew. Ends hosts that have no role left."""
+        """Continue with these ranks of a role, which get new numbers. Ends hosts without a role."""
         before = self.device_map.hosts()
         self._use(self.device_map.with_ranks(role, ranks))
         kept = {host.index for host in self.device_map.hosts()}

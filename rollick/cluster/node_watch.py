@@ -26,7 +26,7 @@ from rollick.errors import NodeLost
 
 BEAT_S = 2.0
 SILENT_S = 20.0
-ANSWER_S = 3.0
+ANSWER_S = 5.0
 """How long a machine may take to answer when one of its workers was lost."""
 
 
@@ -43,6 +43,8 @@ class NodeWatch:
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._sentinels: dict[str, Any] = {}
         self._silent: set[str] = set()
+        self._have_answered: set[str] = set()
+        """Machines whose sentinel has started."""
         self._calls: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Deadlines of the calls in flight to workers of a machine."""
 
@@ -72,7 +74,7 @@ class NodeWatch:
     async def answers(self, node: str | None) -> bool:
         """Whether the machine of a lost worker answers now. If not, no worker is placed there until
         it does."""
-        if node is None or node not in self._beats:
+        if node is None or node not in self._have_answered:
             return True
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -107,9 +109,13 @@ class NodeWatch:
                 if not isinstance(error, TimeoutError) and await self._starts_again(node):
                     continue
                 self._lose(node)
+                alive, _ = await asyncio.to_thread(_read_nodes)
+                if node not in alive:
+                    return  # If the machine comes back, it is a new node.
                 await self._starts_again(node)
             else:
                 self._silent.discard(node)
+                self._have_answered.add(node)
             await asyncio.sleep(BEAT_S)
 
     async def _starts_again(self, node: str) -> bool:

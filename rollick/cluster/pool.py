@@ -149,15 +149,17 @@ class RayTransport:
             self._stopped.discard(host.index)
             if old := self.processes.pop(host.index, None):
                 before[host.index] = old.node
-        missing = list(hosts)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._cluster.place_timeout_s):
-                while missing:
+                while missing := self._not_placed(hosts):
                     await self._place(missing, before)
-                    missing = [host for host in missing if host.index not in self.processes]
-                    await asyncio.sleep(PLACE_AGAIN_S if missing else 0)
+                    await asyncio.sleep(PLACE_AGAIN_S if self._not_placed(hosts) else 0)
+        missing = self._not_placed(hosts)
         self.remove(missing)
         return missing
+
+    def _not_placed(self, hosts: Sequence[HostSpec]) -> list[HostSpec]:
+        return [host for host in hosts if host.index not in self.processes]
 
     def remove(self, hosts: Sequence[HostSpec]) -> None:
         for host in hosts:

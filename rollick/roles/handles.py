@@ -175,7 +175,7 @@ class Roles:
 
     @property
     def device_map(self) -> DeviceMap:
-        """It changes when a sharded policy goes on with fewer ranks."""
+        """It changes when a sharded policy continues with fewer ranks."""
         return self._group.device_map
 
     def handle(self, role: RoleName) -> AnyHandle:

@@ -68,7 +68,8 @@ class Publisher:
         try:
             await self.publish(version, without=lost, keep_cache=keep_cache)
         except (WorkerError, EngineLost, WeightError):
-            # A transfer between machines also fails at the policy, maybe first. If all engines pass a health check, the failure is not that of a lost engine.
+            # A transfer between machines also fails at the policy, maybe first. If all engines pass
+            # a health check, the failure is not that of a lost engine.
             await generators.health_check()
             known, lost = lost, generators.lost_ranks
             if lost == known or len(lost) == generators.ranks:

@@ -1,7 +1,9 @@
 """Repairs lost workers, so that the calls to them can be made again.
 
-    a call fails, or a process ends -> its hosts are replaced -> trained roles get their snapshot,
-    and the batches since -> the call is made again
+    a call fails, a process ends, or its machine does not answer -> its hosts are replaced
+        -> trained roles get their snapshot, and the batches since -> the call is made again
+
+If there is no room for a rank of a sharded policy, the policy continues with fewer ranks.
 
 Hosts that share a sharded role are replaced together, because its ranks form one process group. All
 roles of a host are rebuilt. Its generators are lost with it: EngineRestarter connects to the new
@@ -86,6 +88,8 @@ class WorkerRecovery:
         self._budget = RoleRestarts(restarts)
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
+        self._failures: dict[RoleName, RollickError] = {}
+        """Of roles that cannot be repaired, such as for want of room. They end the run."""
         self._lock = asyncio.Lock()
         self._direct = Roles(group)
         """Handles without recovery."""
@@ -108,10 +112,9 @@ class WorkerRecovery:
     async def run(
         self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
     ) -> T:
-        now, hosts = asyncio.get_running_loop().time, self._hosts_of(role)
-        raised = 0
+        now, raised = asyncio.get_running_loop().time, 0
         while True:
-            begun, before = now(), self._repaired(hosts)
+            begun, before = now(), self._repaired(self._hosts_of(role))
             try:
                 return await attempt()
             except WorkerError as error:
@@ -188,7 +191,7 @@ class WorkerRecovery:
                 return  # The next call to it raises.
 
     def _host(self, index: int) -> HostSpec | None:
-        """None if the policy goes on without it."""
+        """None if the policy continues without it."""
         hosts = self._group.device_map.hosts()
         return next((host for host in hosts if host.index == index), None)
 
@@ -209,6 +212,8 @@ class WorkerRecovery:
             hosts = self._hosts_of(role)
             if self._repaired(hosts) != before:
                 return
+            if (failure := self._failures.get(role)) is not None:
+                raise failure.copy()
             fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
             while not (refusal := self._refusal(role, hosts)):
                 self._budget.spend(role)
@@ -219,6 +224,7 @@ class WorkerRecovery:
                     error = failed
                 except RollickError as failed:
                     fault.give_up(failed.message)
+                    self._failures[role] = failed
                     raise
                 else:
                     fault.rejoined(redone_steps=redone)
@@ -229,6 +235,8 @@ class WorkerRecovery:
 
     def _refusal(self, role: RoleName, hosts: Sequence[HostSpec]) -> str:
         """Why a loss of these hosts cannot be repaired; empty if it can."""
+        if role in self._failures:
+            return self._failures[role].message
         if self._budget.is_spent(role):
             return "the restarts are used up (cluster.restarts)"
         for name in _trained_on(hosts):

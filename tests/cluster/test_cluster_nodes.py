@@ -28,9 +28,7 @@ GPU, GPUS = Node("g", cpus=8, gpus=1), Node("h", cpus=4, gpus=4)
         pytest.param("cpu:0", [A, B], 3, {}, {}, id="no room at all"),
         pytest.param("cpu:0", [], 0, {}, {}, id="no machine"),
         pytest.param("cpu:0", [A, B], 1, {0: "a"}, {0: "a"}, id="its own machine answers"),
-        pytest.param(
-            "cpu:0", [Node("a")], 1, {0: "a"}, {0: "a"}, id="its own room is not free yet"
-        ),
+        pytest.param("cpu:0", [Node("a")], 1, {0: "a"}, {0: "a"}, id="its room is not free yet"),
         pytest.param("cpu:0", [B], 1, {0: "a"}, {0: "b"}, id="its own machine is lost"),
         pytest.param("cuda:0", [B, GPU, GPUS], 1, {}, {0: "h"}, id="a GPU"),
         pytest.param("cuda:0", [A, B], 0, {}, {}, id="no GPU"),

@@ -1,5 +1,5 @@
-"""A machine of the cluster is lost, or its network fails: the run completes on what is left, or ends
-with exit code 69 and a good checkpoint."""
+"""A machine of the cluster is lost, or its network fails: the run completes on what is left, or
+ends with exit code 69 and a good checkpoint."""
 
 from __future__ import annotations
 
