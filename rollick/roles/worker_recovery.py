@@ -30,7 +30,7 @@ from rollick.infer.cancellation import cancel_tasks
 from rollick.observe.faults import Fault, FaultLog, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
-from rollick.roles.protocols import Role
+from rollick.roles.protocols import Role, TrainedRole
 from rollick.roles.snapshots import RoleSnapshots
 from rollick.types import RoleName
 
@@ -120,6 +120,7 @@ class WorkerRecovery:
             except WorkerError as error:
                 if self._group.is_closed or (others and await self._answers(role)):
                     raise
+                error = await self._root_cause(role, error)
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # It is not the process that fails, but what it is given.
                     raise
@@ -204,6 +205,22 @@ class WorkerRecovery:
         except (TimeoutError, RollickError):
             return False
         return True
+
+    async def _root_cause(self, role: RoleName, error: WorkerError) -> WorkerError:
+        """The loss of a rank, if the error is that of another one which was connected to it."""
+        if role != "policy" or isinstance(error, WorkerLost):
+            return error
+
+        async def ping(rank: int) -> WorkerError | None:
+            try:
+                machine = TrainedRole.machine
+                await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
+            except WorkerError as lost:
+                return lost
+            return None
+
+        answers = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
+        return next((lost for lost in answers if lost), error)
 
     async def _repair(self, role: RoleName, error: RollickError, before: Mapping[int, int]) -> None:
         """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
