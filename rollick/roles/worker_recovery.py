@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap, HostSpec
@@ -211,12 +211,13 @@ class WorkerRecovery:
         if role != "policy" or isinstance(error, WorkerLost):
             return error
 
-        async def ping(rank: int) -> WorkerError | None:
-            try:
-                machine = TrainedRole.machine
-                await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
-            except WorkerError as lost:
-                return lost
+        async def ping(rank: int) -> WorkerLost | None:
+            with suppress(WorkerError):
+                try:
+                    machine = TrainedRole.machine
+                    await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
+                except WorkerLost as lost:
+                    return lost
             return None
 
         answers = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
