@@ -71,6 +71,10 @@ class WorkerHung(WorkerLost):
     """A worker process did not answer before its deadline, or makes no progress."""
 
 
+class NodeLost(WorkerLost):
+    """The machine of a worker is off, hangs, or cannot be reached."""
+
+
 class WeightError(RollickError):
     """Published weights failed verification. The receiver keeps its present version."""
 

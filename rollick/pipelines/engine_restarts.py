@@ -100,7 +100,7 @@ class EngineRestarter:
     def _record_loss(self, rank: int) -> Fault:
         engine = self.generators.engines[rank]
         cause = engine.failure.message if engine.failure else ""
-        kind = "hung" if engine.is_hung else "killed"
+        kind = engine.fault
         return self.faults.begin("generators", rank, kind=kind, cause=cause)
 
     async def _restart(self, rank: int, fault: Fault, repairs: int) -> None:

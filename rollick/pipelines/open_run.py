@@ -226,17 +226,18 @@ async def _open_roles(
     loaded: LoadedRecipe, faults: FaultLog, goodput: TimeAccount
 ) -> AsyncGenerator[tuple[Roles, WorkerRecovery]]:
     recipe, device_map = loaded.recipe, DeviceMap.of(loaded.recipe)
-    specs = _RoleSpecs(loaded, device_map)
+    specs = _RoleSpecs(loaded)
     async with open_group(
         device_map,
-        specs(),
+        specs(device_map),
         cluster=recipe.cluster,
         threads=_threads(recipe),
         env=_environment(recipe),
     ) as group:
         # Inline, the loss of a worker is that of the controller.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
-        recovery = WorkerRecovery(group, specs, faults=faults, goodput=goodput, restarts=restarts)
+        options = {"restarts": restarts, "replica": recipe.train.parallel.others}
+        recovery = WorkerRecovery(group, specs, faults=faults, goodput=goodput, **options)
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):
             yield Roles(group, None if is_inline else recovery), recovery
 
@@ -254,29 +255,26 @@ class _RoleSpecs:
     """How to build all roles. Each call opens a new rendezvous for the ranks of a sharded learner:
     a process group cannot be joined twice."""
 
-    def __init__(self, loaded: LoadedRecipe, device_map: DeviceMap) -> None:
+    def __init__(self, loaded: LoadedRecipe) -> None:
         self._loaded = loaded
-        self._device_map = device_map
         self._store: Any = None
         """Of the rendezvous; it stops when it is garbage-collected."""
 
-    def __call__(self) -> list[RoleSpec]:
-        ranks, timeout_s = (
-            self._device_map.ranks("policy"),
-            self._loaded.recipe.cluster.call_timeout_s,
-        )
+    def __call__(self, device_map: DeviceMap) -> list[RoleSpec]:
+        recipe, ranks = self._loaded.recipe, device_map.ranks("policy")
+        timeout_s = recipe.cluster.call_timeout_s
         rendezvous = None
         if ranks > 1:
             self._store, rendezvous = open_rendezvous(
                 own_address(), ranks=ranks, timeout_s=timeout_s
             )
-        return _role_specs(self._loaded, self._device_map, rendezvous)
+        return _role_specs(self._loaded, device_map, rendezvous)
 
 
 def _role_specs(
     loaded: LoadedRecipe, device_map: DeviceMap, rendezvous: Rendezvous | None
 ) -> list[RoleSpec]:
-    recipe = loaded.recipe
+    recipe = _fit_parallel(loaded.recipe) if device_map.earlier else loaded.recipe
     creators: Mapping[RoleName, tuple[str, *tuple[Any, ...]]] = {
         "policy": ("learner:create", loaded.base, rendezvous),
         "reference": ("scorer:create",),
@@ -291,6 +289,13 @@ def _role_specs(
         create, *arguments = creators[role]
         specs.append(RoleSpec(role, f"rollick.workers.{create}", (recipe, *arguments)))
     return specs
+
+
+def _fit_parallel(recipe: Recipe) -> Recipe:
+    """The recipe for a policy that lost ranks: `data` is what they allow."""
+    train = recipe.train
+    parallel = train.parallel.model_copy(update={"data": 0})
+    return recipe.model_copy(update={"train": train.model_copy(update={"parallel": parallel})})
 
 
 def _threads(recipe: Recipe) -> int:

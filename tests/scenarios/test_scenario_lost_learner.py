@@ -80,9 +80,9 @@ def check_equal(faulty: RunResult, calm: RunResult) -> None:
     assert rows(faulty.folder, "samples.jsonl") == rows(calm.folder, "samples.jsonl")
 
 
-def check_repaired(result: RunResult, *, times: int = 1) -> None:
+def check_repaired(result: RunResult, *, times: int = 1, kind: str = "killed") -> None:
     faults = faults_of(result, "policy")
-    assert [fault.kind for fault in faults] == ["killed"] * times
+    assert [fault.kind for fault in faults] == [kind] * times
     assert all(fault.rejoined_at is not None for fault in faults)
 
 
@@ -105,6 +105,21 @@ def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
     faulty = run("faulty", *options, steps=steps, die=ALL_POINTS)
     check_repaired(faulty, times=len(POINTS))
     check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["backward:2", "before_update:2"])
+def test_a_rank_that_is_stopped_while_the_other_waits_in_a_collective_is_replaced(
+    run: Run, point: str
+) -> None:
+    calm = run("calm", *TWO_RANKS)
+    faulty = run("faulty", *TWO_RANKS, die=[f"{point}:stop"])
+    check_repaired(faulty, kind="hung")
+    check_equal(faulty, calm)
+    [fault] = faults_of(faulty, "policy")
+    assert "stopped by a signal" in fault.cause
+    assert fault.rejoined_at is not None
+    assert fault.rejoined_at - fault.detected_at < 60
 
 
 @pytest.mark.slow
