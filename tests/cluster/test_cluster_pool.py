@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from rollick.cluster.pool import check_address, worker_environment
+from rollick.cluster.pool import worker_environment
+from rollick.cluster.ray_start import check_address
 from rollick.errors import PlacementError
 
 
