@@ -39,6 +39,8 @@ STEP_FOLDER = re.compile(r"^step-(\d{6,})$")
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 SAVE_LOCK = ".save.lock"
+TIE_BREAK = "tie_break"
+"""Key of `meta`: a number that orders checkpoints with equal scores."""
 NEARLY_FULL_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -309,9 +311,14 @@ def _folder_name(step: int) -> str:
 
 
 def _by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Checkpoints with a score, best first; ties: newer first."""
-    scored = [c for c in checkpoints if c.score is not None]
-    return sorted(scored, key=lambda c: (c.score or 0.0, c.step), reverse=True)
+    """Checkpoints with a score, best first; ties: higher TIE_BREAK, then newer first."""
+
+    def rank(checkpoint: Checkpoint) -> tuple[float, float, int]:
+        second: JSON = checkpoint.meta.get(TIE_BREAK)
+        is_number = isinstance(second, int | float) and isfinite(second)
+        return checkpoint.score or 0.0, second if is_number else 0.0, checkpoint.step
+
+    return sorted((c for c in checkpoints if c.score is not None), key=rank, reverse=True)
 
 
 def _hash_file(path: Path) -> str:

@@ -16,7 +16,7 @@ from rollick.checkpoint import CheckpointStore
 from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.config.recipe_record import record_recipe
 from rollick.config.schema import Recipe
-from rollick.errors import CheckpointError, ConfigError
+from rollick.errors import CheckpointError, ConfigError, writing_to
 from rollick.observe.metrics import read_metrics, rewrite
 from rollick.observe.row_file import RowFile
 
@@ -85,12 +85,15 @@ def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
     path = Path(recipe.run.folder) / recipe.run.name
     if resume and not (path / "recipe.yaml").exists():
         raise CheckpointError(f"{path} holds no run to resume", fix="start without --resume")
-    path.mkdir(parents=True, exist_ok=True)
+    with writing_to(path):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / RUN_LOCK).touch()
     with run_lock(path):
         folder = RunFolder(path, recipe)
         if not resume:
             refuse_existing_run(folder)
-            folder.write_recipe(loaded)
+            with writing_to(path):
+                folder.write_recipe(loaded)
         elif changes := folder.changed_settings(loaded):
             LOG.warning("resuming with other settings:\n  %s", "\n  ".join(changes))
         try:

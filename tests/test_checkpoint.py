@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollick.checkpoint import Checkpoint, CheckpointStore
+from rollick.checkpoint import TIE_BREAK, Checkpoint, CheckpointStore
 from rollick.errors import CheckpointError
 from rollick.run_folder import run_lock
 
@@ -80,6 +80,15 @@ def test_the_last_and_the_best_are_kept_and_the_others_deleted(tmp_path: Path):
     best = store.best()
     assert best is not None
     assert (best.step, best.score) == (2, 0.9)
+
+
+def test_of_equal_scores_the_higher_tie_break_is_best(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=3, keep_best=1)
+    for step, second in [(1, 0.2), (2, 0.4), (3, 0.3), (4, "junk"), (5, float("nan"))]:
+        store.save(step, writer("w"), meta={TIE_BREAK: second}, score=0.0)
+    assert store.best_step() == 2
+    store.save(6, writer("w"), meta={TIE_BREAK: 0.1}, score=0.5)
+    assert store.best_step() == 6
 
 
 def test_the_newer_of_equal_scores_is_best_and_a_score_that_is_not_finite_is_none(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rollick.cli import main
-from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.config.load import dump_recipe, load_recipe, recipe_from_dict
 from rollick.config.names import resolve
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.testing.toys import toy_recipe
@@ -176,6 +176,18 @@ def test_an_exported_policy_is_a_plain_folder_with_the_same_outputs(
             drawn = model.generate(**encoded, max_new_tokens=3, do_sample=False)
         text = tokenizer.decode(drawn[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == response
+
+
+def test_export_overwrites_neither_a_file_nor_the_run_nor_its_base_model(
+    rollick: Command, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("text")
+    said = rollick("export", trained, tmp_path / "file", code=2)
+    assert f"{tmp_path / 'file'} cannot be written: " in said
+    assert (tmp_path / "file").read_text() == "text"
+    assert "is the run, and would be overwritten" in rollick("export", trained, trained, code=2)
+    model = load_recipe(trained / "recipe.yaml", check=False).recipe.model.path
+    assert "is the model that the run began with" in rollick("export", trained, model, code=2)
 
 
 def test_export_of_something_else_is_refused(rollick: Command, tmp_path: Path) -> None:

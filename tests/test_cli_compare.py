@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,35 @@ def test_incomparable_results_are_reported(make_run: MakeRun, tmp_path: Path) ->
     assert choose_metrics(groups, None) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
     with pytest.raises(DataError, match=r"a has no metric 'score/men'. did you mean 'score/mean'"):
         choose_metrics(groups, "score/men")
-    with pytest.raises(ConfigError, match="is not a run's folder"):
+    with pytest.raises(DataError, match="is not a run's folder"):
         group_runs([tmp_path])
     empty = make_run("c")
     (empty / "metrics.jsonl").unlink()
     with pytest.raises(DataError, match="c has no metrics"):
         group_runs([empty])
+    with pytest.raises(ConfigError, match="typing_mistake is not a run's folder"):
+        group_runs([tmp_path / "a", tmp_path / "typing_mistake"])
+
+
+def test_a_pattern_may_match_evaluations_and_models_too(
+    make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, evaluation = make_run("a"), make_run("eval-1")
+    (evaluation / "metrics.jsonl").unlink()
+    (tmp_path / "exported").mkdir()
+    [group] = group_runs([run, evaluation, tmp_path / "exported"])
+    assert [member.name for member in group.runs] == ["a"]
+    assert f"skipped: {evaluation} has no metrics" in caplog.text
+    assert f"skipped: {tmp_path / 'exported'} is not a run's folder" in caplog.text
+
+
+def test_runs_that_never_pass_are_compared_by_their_held_out_score(make_run: MakeRun) -> None:
+    def chosen(**values: float) -> tuple[str, Sequence[str]]:
+        runs = [make_run(f"{name}{values}", **{"eval/score": 0.2}, **values) for name in "ab"]
+        return choose_metrics(group_runs(runs), None)
+
+    assert chosen(last=0.0) == ("eval/score", ["eval/score", "score/mean"])
+    assert chosen(last=0.1) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
 
 
 def test_the_doctor_names_what_keeps_a_run_from_learning(make_run: MakeRun) -> None:

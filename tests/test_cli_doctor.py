@@ -281,6 +281,13 @@ main()
         ({}, False, 3, "died", "it last reported 3 s ago, step 2 of 4 done"),
         ({"outcome": "interrupted"}, False, 3, "interrupted", "continue from that checkpoint"),
         ({"outcome": "failed", "error": "no space"}, False, 3, "failed", "no space"),
+        (
+            {"outcome": "finished", "step": 3},
+            False,
+            3,
+            "finished",
+            "(run.max_minutes); run the same",
+        ),
         ({"outcome": "finished", "step": 4}, False, 7200, "finished", "finished 120 min ago"),
     ],
 )

@@ -85,7 +85,8 @@ def test_a_signal_to_the_whole_group_saves_a_run_on_ray(tiny_folder: Path, tmp_p
         os.killpg(child.pid, signal.SIGTERM)
         out, err = child.communicate(timeout=60)
     assert child.returncode == 75, err
-    assert "continue with --resume" in out
+    assert "stopped: step" in out
+    assert "continue it with --resume" in err
     store = CheckpointStore(tmp_path / "stopped" / "checkpoints", keep_last=1, keep_best=1)
     newest = store.latest()
     assert newest is not None

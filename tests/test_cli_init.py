@@ -32,6 +32,12 @@ def test_an_unknown_project_gets_a_message_with_the_known_ones(tmp_path: Path) -
     assert error.value.fix == "use rlvr"
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file cannot be written: .*choose a path"):
+        write_starter("rlvr", tmp_path / "file")
+
+
 def test_the_command_prints_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollick.cli", "init", "rlvr", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)

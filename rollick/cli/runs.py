@@ -62,15 +62,12 @@ def train(
 
     loaded = load_recipe(recipe, overrides or ())
     log_to_stderr()
-    interrupted: RunInterrupted | None = None
     try:
         result = run_recipe(loaded, resume=resume)
-    except RunInterrupted as error:
-        interrupted, result = error, error.result
+    except RunInterrupted as interrupted:
+        typer.echo(str(interrupted.result))
+        raise
     typer.echo(str(result))
-    if interrupted:
-        typer.echo("stopped by a signal; continue with --resume")
-        raise interrupted
 
 
 @app.command("eval")

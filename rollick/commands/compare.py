@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ from typing import Any
 from rollick.config.load import load_recipe
 from rollick.config.problems import did_you_mean
 from rollick.config.recipe_record import CODE, flatten_settings, show_setting
-from rollick.errors import ConfigError, DataError
+from rollick.errors import ConfigError, DataError, RollickError
 from rollick.observe.comparison import (
     DEFAULT_METRICS,
+    HELD_OUT,
+    TRAINING_SCORE,
     RunCurves,
     RunGroup,
     common_metric,
 )
 from rollick.observe.metrics import read_metrics
+from rollick.observe.report import LOSS
+
+LOG = logging.getLogger("rollick")
 
 NOT_COMPARED = ("run.name", "run.folder", "run.seed", "observe.")
 """Settings that do not change what a run learns; beginnings of their names."""
@@ -27,11 +33,27 @@ MAX_SETTINGS = 3
 Settings = Mapping[str, Any]
 
 
+class NoCurves(DataError):
+    """A folder without the metrics of a run."""
+
+
 def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
-    """The runs in the order given; those that differ only in their seed are one group."""
+    """The runs in the order given; those that differ only in their seed are one group.
+
+    A pattern such as runs/* also gives evaluations, replays and exported models: they are skipped
+    with a warning if there is a run to compare.
+    """
     runs: dict[Path, tuple[Settings, RunCurves]] = {}
+    skipped: list[RollickError] = []
     for folder in folders:
-        runs[folder.resolve()] = _read_run(folder)
+        try:
+            runs[folder.resolve()] = _read_run(folder)
+        except NoCurves as problem:
+            skipped.append(problem)
+    if not runs and skipped:
+        raise skipped[0]
+    for problem in skipped:
+        LOG.warning("skipped: %s", problem.message)
     groups: list[tuple[Settings, list[RunCurves]]] = []
     for settings, run in runs.values():
         members = next((members for other, members in groups if other == settings), None)
@@ -52,8 +74,8 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
         if (common := common_metric(groups)) is None:
             message = f"the runs have none of {', '.join(DEFAULT_METRICS)} in common"
             raise DataError(message, fix="choose another metric with --metric")
-        loss = () if common == DEFAULT_METRICS[-1] else DEFAULT_METRICS[-1:]
-        return common, [name for name in DEFAULT_METRICS if name not in loss]
+        held_out = common if common in HELD_OUT else HELD_OUT[0]
+        return common, [held_out, TRAINING_SCORE, *([LOSS] if common == LOSS else [])]
     for run in (run for group in groups for run in group.runs):
         if not run.points(metric):
             known = list(dict.fromkeys(name for row in run.rows for name in row))
@@ -65,11 +87,12 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
 def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
     if not (folder / "recipe.yaml").is_file():
         fix = "give folders with recipe.yaml, such as runs/NAME"
-        raise ConfigError(f"{folder} is not a run's folder", fix=fix)
+        error = NoCurves if folder.exists() else ConfigError
+        raise error(f"{folder} is not a run's folder", fix=fix)
     path = folder / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
     if not rows:
-        raise DataError(f"{folder} has no metrics", fix="wait for its first step")
+        raise NoCurves(f"{folder} has no metrics", fix="give a run that has made a step")
     recipe = load_recipe(folder / "recipe.yaml", check=False).recipe
     settings = {
         name: value

@@ -33,6 +33,9 @@ def find_episode(run: Path, *, sample: str, step: int | None, training: bool) ->
         matches = sample in ("", row["sample"]) and step in (None, row.get("step"))
         if matches and "episode" in row:
             return row
+    if not sample and step is None:
+        fix = "give a run with an environment; samples of other runs are text in this file"
+        raise DataError(f"{path} has no episode of an environment", fix=fix)
     raise DataError(f"{path} has no such episode", fix="look at its rows for sample and step")
 
 

@@ -220,6 +220,8 @@ def _advice(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence) -
     begin = "that checkpoint" if evidence.checkpoint is not None else "the beginning"
     resume = f"run the same command with --resume to continue from {begin}"
     stacks = f"; stacks are in {evidence.stuck}" if evidence.stuck else ""
+    if state == "finished" and snapshot is not None and 0 < snapshot.step < snapshot.steps:
+        return f"it ended before its last step (run.max_minutes); {resume}"
     advice: Mapping[State, str] = {
         "finished": "nothing to do; `rollick export` writes the policy",
         "interrupted": resume,

@@ -47,7 +47,8 @@ def check_machine(loaded: LoadedRecipe) -> list[Problem]:
     """What this machine lacks to run the recipe."""
     context = Context(loaded.recipe, loaded.source, loaded.base)
     packages = list(check_packages(context))
-    found = [*_check_models(context), *packages, *_check_datasets(context), *_check_gpus(context)]
+    hub = [*_check_models(context), *_check_datasets(context)]
+    found = [*hub, *packages, *_check_gpus(context), *_check_folder(context)]
     return list(dict.fromkeys(found))
 
 
@@ -102,7 +103,7 @@ def _check_datasets(context: Context) -> Problems:
         kind, _, name = domain.source.partition(":")
         name = name.partition("?")[0].partition(":")[0]
         if kind == "hub" and not Path(name).exists() and (problem := problem_of(name)):
-            fix = "write it as hub:NAME, or use a file"
+            fix = "check its name, download it where the hub can be reached, or use a file"
             yield context.problem((*path, "source"), f"dataset {name!r}: {problem}", fix)
 
 
@@ -147,6 +148,17 @@ def _describe_missing_gpus(missing: Sequence[int], count: int) -> tuple[str, str
         return f"{names}: this machine has no GPU", "use cpu"
     have = "GPU 0" if count == 1 else f"GPUs 0-{count - 1}"
     return f"{names}: this machine has {have} only", f"use {have.split()[1]}, or cpu"
+
+
+def _check_folder(context: Context) -> Problems:
+    """Whether the folder for the run can be made and written."""
+    folder = Path(context.recipe.run.folder).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        yield context.problem("run.folder", f"{existing} is a file", "choose a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        fix = "choose a folder that you may write to"
+        yield context.problem("run.folder", f"{existing} is not writable", fix)
 
 
 def _can_be_read(domain: schema.Domain, *, deep: bool) -> bool:

@@ -131,6 +131,7 @@ def test_a_fingerprint_of_a_view_is_that_of_its_values():
     [
         ("/nowhere/model", "does not exist"),
         ("./nowhere", "does not exist"),
+        ("runs/nowhere", "does not exist.*if another recipe or command writes it, run that first"),
         ("/nowhere/x.gguf", "does not exist"),
         ("package:no_such_package_here/x.gguf", "is not installed"),
         ("package:rollick/x.gguf", "has no file 'x.gguf'"),

@@ -23,6 +23,7 @@ from rollick.errors import ConfigError
 from rollick.models.loading.locate import converted_folder
 from rollick.pipelines.memory import plan_memory, read_shapes
 from rollick.pipelines.preflight import check_machine, check_memory, check_rows
+from rollick.run_folder import open_folder
 
 Load = Callable[..., LoadedRecipe]
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -175,6 +176,19 @@ def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
     with pytest.raises(ConfigError, match=r"devices\.policy: GPU 0"):
         rollick.run_recipe(loaded)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_first(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loaded = load("cluster.backend=inline", run={"folder": str(tmp_path / "file/runs")})
+    assert machine(loaded) == [
+        f"here: run.folder: {tmp_path / 'file'} is a file; choose a folder",
+    ]
+    with (
+        pytest.raises(ConfigError, match=r"file/runs/\S+ cannot be written: .*choose a path"),
+        open_folder(loaded, resume=False),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,18 @@ def test_pass_at_1_is_reported_for_scores_between_0_and_1() -> None:
     ]
 
 
+def test_where_no_sample_passes_the_best_validation_has_the_highest_score(run_toy: RunToy) -> None:
+    scores = [HeldOutScore(0, 0.1, 0.0), HeldOutScore(40, 0.3, 0.0), HeldOutScore(60, 0.2, 0.0)]
+    [line] = [line for line in str(result(*scores, saved=40)).splitlines() if "score   0.1" in line]
+    assert line.endswith("0.1 before (step 0) → 0.3 best (step 40) → 0.2 last (step 60)")
+    # A learning rate so high that the score falls; a threshold that nobody reaches.
+    options = ["evaluate.every=1", "checkpoint.every=1", "rollout.drop_no_signal=false"]
+    run = run_toy(*options, "evaluate.pass_threshold=2", "train.optimizer.lr=1", steps=4)
+    assert {one.pass_at_1 for one in run.held_out} == {0.0}
+    highest = max(run.held_out, key=lambda one: (one.score, one.step))
+    assert run.best_checkpoint == find_checkpoint(run.folder, best=True).step == highest.step
+
+
 def test_a_best_step_that_was_not_saved_is_named() -> None:
     scores = [HeldOutScore(50, 0.9, 0.9), HeldOutScore(60, 0.5, 0.5)]
     last = str(result(*scores, saved=60)).splitlines()[-1]

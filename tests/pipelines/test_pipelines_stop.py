@@ -185,7 +185,9 @@ def test_a_run_saves_by_the_clock_and_warns_if_it_would_never_save(
     assert ("a crash loses all steps" in caplog.text) is (every_s == 0)
 
 
-def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) -> None:
+def test_a_signal_ends_a_sweep_and_the_run_is_saved(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     domain = {"source": "object:rows", "rewards": ["object:reward"]}
     rows = [{"prompt": f"say {letter}"} for letter in "abcdefgh"]
     controller, trained = os.getpid(), list[str]()
@@ -215,7 +217,9 @@ def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) ->
     assert ended.value.code == 75
     step = ended.value.result.step
     assert saved_steps(toy(name="first"))[1] == step < 100
-    assert f"at step {step}; continue it with resume=True" in str(ended.value)
+    advice = f"at step {step}; continue it with --resume (in Python: resume=True)"
+    assert advice in str(ended.value)
+    assert advice in caplog.text  # Python prints nothing about a SystemExit.
 
 
 def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
