@@ -76,10 +76,12 @@ def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
     lines = [describe_memory(rows), ""]
     on_cpu, memory = machine_bounds(rows), memory_bytes()
     if on_cpu.most:
-        lines.append(f"workers   {describe_bounds(on_cpu)}")
+        lines.append(f"in total  {describe_bounds(on_cpu)}")
     if on_cpu.most and memory:
         enough = on_cpu.most <= memory
         advice = "lower train.tokens_per_microbatch, infer.slots or infer.max_length if it runs out"
+        if on_cpu.snapshots > 0.1 * memory:
+            advice += f", or set checkpoint.snapshot=false ({on_cpu.snapshots / GB:.3g} GB)"
         lines.append(f"machine   {memory / GB:.3g} GB{'' if enough else f'; {advice}'}")
     return "\n".join(lines)
 

@@ -32,6 +32,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "rollout/response_length": ("tokens", "Mean length of a response."),
     "rollout/truncated": ("share", "Samples that reached the token limit."),
     "rollout/dropped/*": ("groups", "Dropped groups by reason."),
+    "rollout/kept_no_signal": (
+        "groups",
+        "Groups of the batch whose samples score the same, with `drop_no_signal: false`.",
+    ),
     "rollout/domain/*": (
         "",
         "By domain: groups (trained), dropped (groups), samples (finished), response_length, "

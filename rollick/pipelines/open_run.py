@@ -41,7 +41,7 @@ from rollick.pipelines.episodes import Episodes, has_agents, open_environments
 from rollick.pipelines.evaluate import Evaluator
 from rollick.pipelines.memory import MemoryWatch, measure_models
 from rollick.pipelines.phases import Phases, Residency, Telemetry
-from rollick.pipelines.preflight import check_machine
+from rollick.pipelines.preflight import check_machine, check_rows
 from rollick.pipelines.run_guard import guard_run
 from rollick.pipelines.run_report import report_run
 from rollick.pipelines.scoring import Scoring, open_scoring
@@ -104,7 +104,10 @@ async def open_run(
     loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
 ) -> AsyncGenerator[OpenRun]:
     objects, recipe = objects or RunObjects(), loaded.recipe
-    raise_problems(check_machine(loaded), origin=loaded.source.location.origin)
+    problems = check_machine(loaded)
+    if objects.names:  # `rollick check` cannot see them.
+        problems += check_rows(loaded, objects=objects)
+    raise_problems(problems, origin=loaded.source.location.origin)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_open_folder(loaded, resume=resume))
         state, stopwatch = RunState(folder), Stopwatch()

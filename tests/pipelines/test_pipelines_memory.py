@@ -149,7 +149,7 @@ def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None
         "generate, publish, validate",
         "train",
     ]
-    assert printed[4].startswith("workers   ")
+    assert printed[4].startswith("in total  ")
     assert printed[5].startswith("machine   ")
     assert read_shapes(loaded.recipe) is not None
 

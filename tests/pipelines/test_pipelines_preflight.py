@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -283,8 +284,9 @@ def test_a_model_that_cannot_fit_is_refused(load: Load, tmp_path: Path) -> None:
     shapes = read_shapes(loaded.recipe)
     assert shapes is not None
     [problem] = check_memory(loaded, plan_memory(loaded.recipe, shapes))
-    assert "model.path: the CPU workers need at least" in str(problem)
+    assert "model.path: CPU workers and snapshots need at least" in str(problem)
     assert "train.lora" in str(problem)
+    assert re.search(r"or checkpoint\.snapshot=false, which saves \S+ GB", str(problem))
 
 
 class _Refuses(BaseHTTPRequestHandler):

@@ -15,6 +15,7 @@ import pytest
 
 import rollick
 from rollick.config.load import load_recipe
+from rollick.errors import ConfigError
 from rollick.pipelines.run import wait_for
 
 SCRIPT = """
@@ -138,6 +139,29 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(
 ) -> None:
     with pytest.raises(rollick.ConfigError, match=message):
         train(**options)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "score", "said"),
+    [
+        (
+            [{"prompt": "say a", "answer": "a"}],
+            lambda completion, anser: 1.0,
+            "rewards.0: reward needs 'anser', and the rows have prompt, answer; "
+            "did you mean 'answer'?",
+        ),
+        ([{"question": "say a"}], reward, "no 'prompt' among question"),
+        ([], reward, "data.domains.prompts.source: has no rows; add rows"),
+    ],
+)
+def test_rows_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
+    train: Train, tmp_path: Path, prompts: Any, score: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        train(prompts, score, run__name="none")
+    assert said in str(refused.value)
+    assert refused.value.__context__ is None  # No "During handling of the above exception".
+    assert not (tmp_path / "none").exists()
 
 
 def test_several_rewards_are_added(train: Train) -> None:

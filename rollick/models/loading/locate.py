@@ -20,8 +20,8 @@ PACKAGE_PREFIX = "package:"
 CACHE_FORMAT = "1"
 """Part of a converted model's name; change it to convert all models again."""
 EDGE_BYTES = 1 << 20
-RUNS = "runs"
-"""The default folder of runs: a path in it is never a name on the hub."""
+LOCAL = (".", "runs/", "recipes/")
+"""Beginnings of paths that are never names on the hub."""
 WRITTEN_FIRST = (
     "if another recipe or command writes it, run that first; the top of a recipe says so"
 )
@@ -70,7 +70,7 @@ def locate_model(path: str) -> ModelLocation:
 
 def _is_local(source: str) -> bool:
     """Whether a path that leads to nothing here cannot be meant as a name on the hub."""
-    return not HUB_NAME.fullmatch(source) or source.startswith((".", f"{RUNS}/"))
+    return not HUB_NAME.fullmatch(source) or source.startswith(LOCAL)
 
 
 def check_reachable(location: ModelLocation) -> None:
@@ -82,7 +82,7 @@ def check_reachable(location: ModelLocation) -> None:
     if location.kind == "hub" and (problem := find_hub_problem(location.path)):
         message = f"there is no folder {location.path!r} here, {problem}"
         fix = "give the path of a folder, or download the model where the hub can be reached"
-        raise ModelError(message, fix=f"{fix}; {WRITTEN_FIRST}")
+        raise ModelError(message, fix=fix)
 
 
 def _in_package(path: str) -> str:
