@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import rollick
+from rollick.commands.recipe import check_and_describe
 from rollick.config.extras import LORA, REQUIREMENTS, SERVER
-from rollick.config.load import LoadedRecipe, recipe_from_dict
+from rollick.config.load import LoadedRecipe, dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError
 from rollick.models.loading.locate import converted_folder
 from rollick.pipelines.memory import plan_memory, read_shapes
@@ -286,6 +287,10 @@ def test_a_model_that_cannot_fit_is_refused(load: Load, tmp_path: Path) -> None:
     [problem] = check_memory(loaded, plan_memory(loaded.recipe, shapes))
     assert "model.path: CPU workers and snapshots need at least" in str(problem)
     assert "train.lora" in str(problem)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(loaded.recipe))
+    described = check_and_describe(file, (), deep=False, recipe_only=True)
+    assert re.search(r"\nmachine .* if it runs out, .*set checkpoint\.snapshot=false \(", described)
     assert re.search(r"or checkpoint\.snapshot=false, which saves \S+ GB", str(problem))
 
 
