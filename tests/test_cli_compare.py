@@ -26,7 +26,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
     def make(name: str, *overrides: str, last: float = 0.5, code: str = "", **more: float) -> Path:
         recipe = toy_recipe(tmp_path / "model", tmp_path, name=name)
-        loaded = recipe_from_dict(recipe, overrides=overrides)
+        loaded = recipe_from_dict(recipe, overrides=overrides, objects=frozenset({"rows"}))
         folder = tmp_path / name
         (folder / "code").mkdir(parents=True)
         (folder / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
@@ -76,6 +76,11 @@ def test_runs_with_other_code_or_many_other_settings_have_different_labels(
     many = ["run.steps=9", "train.optimizer.lr=1", "rollout.group_size=2", "infer.slots=3"]
     named = group_runs([make_run("c"), make_run("d", *many)])
     assert [group.label for group in named] == ["c", "d"]
+    given = "data.domains.letters.source=object:rows"
+    twice = [make_run("g", given), make_run("h", given), make_run("i", given, "run.seed=1")]
+    assert [group.label for group in group_runs(twice)] == ["g, i", "h"]
+    other = make_run("j", given, "run.steps=9")
+    assert [group.label for group in group_runs([*twice, other])] == ["g, i", "h", "j"]
     [alone] = group_runs([make_run("e", "run.seed=1"), make_run("f", "run.seed=2")])
     assert alone.label == "e, f"
 
@@ -103,7 +108,7 @@ def test_incomparable_results_are_reported(make_run: MakeRun, tmp_path: Path) ->
         group_runs([tmp_path])
     empty = make_run("c")
     (empty / "metrics.jsonl").unlink()
-    with pytest.raises(DataError, match="c has no metrics"):
+    with pytest.raises(DataError, match="c has made no step"):
         group_runs([empty])
     with pytest.raises(ConfigError, match="typing_mistake is not a run's folder"):
         group_runs([tmp_path / "a", tmp_path / "typing_mistake"])
@@ -117,8 +122,23 @@ def test_a_pattern_may_match_evaluations_and_models_too(
     (tmp_path / "exported").mkdir()
     [group] = group_runs([run, evaluation, tmp_path / "exported"])
     assert [member.name for member in group.runs] == ["a"]
-    assert f"skipped: {evaluation} has no metrics" in caplog.text
-    assert f"skipped: {tmp_path / 'exported'} is not a run's folder" in caplog.text
+    [message] = caplog.messages
+    assert message == (
+        f"skipped 2: {evaluation} has made no step; {tmp_path / 'exported'} is not a run's folder"
+    )
+
+
+def test_the_runs_that_lack_the_default_metrics_are_named(make_run: MakeRun) -> None:
+    rows = {"a": {"step": 1, "score/mean": 0.5}, "b": {"step": 1, "train/loss": 0.5}}
+    folders = [make_run(name) for name in rows]
+    for folder in folders:
+        (folder / "metrics.jsonl").write_text(json.dumps(rows[folder.name]) + "\n")
+    groups = group_runs(folders)
+    expected = (
+        r"pass@1 is not in a and 1 more; .*; score/mean is not in b; train/loss is not in a\."
+    )
+    with pytest.raises(DataError, match=expected):
+        choose_metrics(groups, None)
 
 
 def test_runs_that_never_pass_are_compared_by_their_held_out_score(make_run: MakeRun) -> None:

@@ -52,11 +52,13 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
             skipped.append(problem)
     if not runs and skipped:
         raise skipped[0]
-    for problem in skipped:
-        LOG.warning("skipped: %s", problem.message)
+    if skipped:
+        LOG.warning("skipped %d: %s", len(skipped), "; ".join(one.message for one in skipped))
     groups: list[tuple[Settings, list[RunCurves]]] = []
     for settings, run in runs.values():
-        members = next((members for other, members in groups if other == settings), None)
+        members = next(
+            (m for other, m in groups if other == settings and _joins(run, m, other)), None
+        )
         if members is None:
             groups.append((settings, [run]))
         else:
@@ -68,12 +70,20 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
     ]
 
 
+def _joins(run: RunCurves, members: Sequence[RunCurves], settings: Settings) -> bool:
+    """Whether a run with these settings is one more seed of a group. Rows and rewards that were
+    given in Python have no name that tells them apart: two runs of one seed may differ in them."""
+    has_objects = any("object:" in show_setting(value) for value in settings.values())
+    return not has_objects or run.seed not in [member.seed for member in members]
+
+
 def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str, Sequence[str]]:
     """The metric of the table, and those of the picture."""
     if metric is None:
         if (common := common_metric(groups)) is None:
-            message = f"the runs have none of {', '.join(DEFAULT_METRICS)} in common"
-            raise DataError(message, fix="choose another metric with --metric")
+            lacking = "; ".join(_describe_lack(groups, name) for name in DEFAULT_METRICS)
+            message = f"the runs have no default metric in common: {lacking}"
+            raise DataError(message, fix="leave runs out, or choose another metric with --metric")
         held_out = common if common in HELD_OUT else HELD_OUT[0]
         return common, [held_out, TRAINING_SCORE, *([LOSS] if common == LOSS else [])]
     for run in (run for group in groups for run in group.runs):
@@ -84,6 +94,13 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
     return metric, [metric]
 
 
+def _describe_lack(groups: Sequence[RunGroup], metric: str) -> str:
+    """A run without the metric, and how many others are without it."""
+    lacking = [run.name for group in groups for run in group.runs if not run.points(metric)]
+    others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return f"{metric} is not in {lacking[0]}{others}"
+
+
 def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
     if not (folder / "recipe.yaml").is_file():
         fix = "give folders with recipe.yaml, such as runs/NAME"
@@ -91,8 +108,8 @@ def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
         raise error(f"{folder} is not a run's folder", fix=fix)
     path = folder / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise NoCurves(f"{folder} has no metrics", fix="give a run that has made a step")
+    if not rows or not rows[-1]["step"]:
+        raise NoCurves(f"{folder} has made no step", fix="give a run that has")
     recipe = load_recipe(folder / "recipe.yaml", check=False).recipe
     settings = {
         name: value
@@ -115,10 +132,11 @@ def _labels(groups: Sequence[Settings]) -> list[str]:
         return [""] * len(groups)
     last = [name if "/" in name else name.rpartition(".")[2] for name in different]
     short = last if len(set(last)) == len(last) else different
-    return [
+    labels = [
         ", ".join(
             f"{label}={show_setting(settings.get(name))}"
             for label, name in zip(short, different, strict=True)
         )
         for settings in groups
     ]
+    return labels if len(set(labels)) == len(labels) else [""] * len(groups)
