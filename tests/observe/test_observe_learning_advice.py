@@ -66,10 +66,11 @@ def test_a_symptom_is_named_with_its_values_and_what_to_try(name: str) -> None:
 def test_groups_with_equal_scores_are_counted_where_they_are_kept(
     run_toy: Callable[..., RunResult],
 ) -> None:
-    always = {"source": "rollick.testing.toys:letter_rows", "rewards": ["length"]}
+    one = {"name": "length", "options": {"max_length": 1000}}  # 1 for every answer.
+    always = {"source": "rollick.testing.toys:letter_rows", "rewards": [one]}
     options = ["rollout.drop_no_signal=false", "evaluate.every=0"]
     data = {"domains": {"letters": always}}
-    run = run_toy(*options, "sampling.temperature=0", data=data, steps=1)
+    run = run_toy(*options, data=data, steps=1)
     assert run.metrics["rollout/kept_no_signal"] == run.metrics["rollout/groups"] == 4
     baseline = run_toy(*options, "algorithm=reinforce++", data=data, steps=1)
     assert "rollout/kept_no_signal" not in baseline.metrics
