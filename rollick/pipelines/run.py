@@ -50,7 +50,7 @@ def run_recipe(
         raise
     if result.interrupted:
         interrupted = RunInterrupted(result)
-        LOG.warning("%s", interrupted)  # Python ends without a word: it is a SystemExit.
+        LOG.warning("%s", interrupted)  # Python prints nothing about a SystemExit.
         raise interrupted
     return result
 
