@@ -104,10 +104,7 @@ async def open_run(
     loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
 ) -> AsyncGenerator[OpenRun]:
     objects, recipe = objects or RunObjects(), loaded.recipe
-    problems = check_machine(loaded)
-    if objects.names:  # `rollick check` cannot see them.
-        problems += check_rows(loaded, objects=objects)
-    raise_problems(problems, origin=loaded.source.location.origin)
+    _check(loaded, objects)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_open_folder(loaded, resume=resume))
         state, stopwatch = RunState(folder), Stopwatch()
@@ -183,6 +180,15 @@ def _live_view(recipe: Recipe, folder: Path) -> LiveView:
 def _watch_memory(recipe: Recipe, roles: Roles) -> MemoryWatch:
     shapes = measure_models(recipe, lambda model: ModelShape.of(load_config(model).to_dict()))
     return MemoryWatch(recipe, roles, shapes)
+
+
+def _check(loaded: LoadedRecipe, objects: RunObjects) -> None:
+    """Raises if this machine cannot run the recipe, or rows or rewards given in Python do not
+    fit, which `rollick check` cannot see."""
+    problems = check_machine(loaded)
+    if objects.names:
+        problems += check_rows(loaded, objects=objects)
+    raise_problems(problems, origin=loaded.source.location.origin)
 
 
 @contextmanager
