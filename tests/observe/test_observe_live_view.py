@@ -109,3 +109,9 @@ def test_the_time_left_is_at_most_the_limit_of_the_run() -> None:
         clock.seconds = 60
         view.step(1, {})
     assert view.pace.run_left_s == 240
+
+
+def test_a_score_that_is_not_a_number_is_not_shown() -> None:
+    view = LiveView("run", 2, mode="off")
+    view.step(1, {"score/mean": float("nan"), "score/trained": 0.5, "train/loss": float("inf")})
+    assert view.summary() == "score 0.5"
