@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollick import LoadedRecipe, RunResult
 from rollick.commands.doctor import environment_facts, examine
@@ -27,6 +29,7 @@ from rollick.observe.diagnosis import (
     diagnose,
     duration,
     read_situation,
+    render,
     write_situation,
 )
 from rollick.pipelines.run import run_recipe
@@ -318,6 +321,13 @@ def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: P
     assert read_situation(tmp_path) == snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
     assert read_situation(tmp_path) is None
+
+
+def test_the_doctor_names_the_worker_processes() -> None:
+    shown, running = StringIO(), snapshot(processes={"policy 0": 12, "generators 0": 13})
+    diagnosis = diagnose(running, RunEvidence(Path("runs/toy"), alive=True), now=1001.0)
+    Console(file=shown, width=200).print(render(diagnosis))
+    assert "worker processes: policy 0 12, generators 0 13" in shown.getvalue()
 
 
 def test_the_facts_of_the_machine_are_printed_at_once() -> None:

@@ -45,6 +45,11 @@ def train(
     restarts: Annotated[
         int, Option(min=0, help="After a crash, resume; at most N times without a new checkpoint.")
     ] = 0,
+    standby: Annotated[
+        bool,
+        Option("--standby", help="With --restarts: keep a second, prepared process to resume in."),
+    ] = False,
+    wait: Annotated[bool, Option("--wait", hidden=True)] = False,
 ) -> None:
     """Run a recipe. A signal saves a checkpoint and exits with code 75; --resume continues.
 
@@ -55,13 +60,25 @@ def train(
         from rollick.commands.supervise import supervise_train
 
         log_to_stderr()
-        raise typer.Exit(supervise_train(recipe, overrides or (), restarts=restarts, resume=resume))
+        raise typer.Exit(
+            supervise_train(
+                recipe, overrides or (), restarts=restarts, standby=standby, resume=resume
+            )
+        )
     from rollick.config.load import load_recipe
     from rollick.pipelines.run import run_recipe
     from rollick.pipelines.state import RunInterrupted
 
     loaded = load_recipe(recipe, overrides or ())
     log_to_stderr()
+    if wait:
+        from rollick.commands.standby import wait_for_start
+        from rollick.pipelines.standby import prepare_run
+
+        prepare_run(loaded)
+        if not wait_for_start():
+            return
+        loaded = load_recipe(recipe, overrides or ())  # It may have changed meanwhile.
     try:
         result = run_recipe(loaded, resume=resume)
     except RunInterrupted as interrupted:

@@ -49,6 +49,10 @@ class Transport(Protocol):
         """Returns when the host's process has ended, or its machine does not answer."""
         ...
 
+    def process_ids(self) -> Mapping[int, int]:
+        """Processes of hosts on this machine, by the index of the host; without this process."""
+        ...
+
     async def close(self) -> None:
         """End all hosts within a bounded time."""
 
@@ -81,6 +85,9 @@ class InlineTransport:
         """Never returns: the host is this process."""
         await asyncio.Event().wait()
         raise AssertionError
+
+    def process_ids(self) -> Mapping[int, int]:
+        return {}
 
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
@@ -172,6 +179,16 @@ class WorkerGroup:
     async def wait_lost(self, host: HostSpec) -> WorkerLost:
         """Returns when the host's process has ended, or its machine does not answer."""
         return await self._transport.wait_lost(host)
+
+    def worker_processes(self) -> dict[str, int]:
+        """Process ids on this machine, by role and rank; none if the workers run in this one."""
+        pids, hosts = self._transport.process_ids(), self.device_map.hosts()
+        return {
+            str(each): pids[host.index]
+            for host in hosts
+            if host.index in pids
+            for each in host.role_ranks
+        }
 
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         limit_s = self.deadlines.ceiling_s
@@ -308,8 +325,10 @@ async def open_group(
     else:
         # Imported here, so that an inline run does not load Ray.
         from rollick.cluster.pool import RayTransport
+        from rollick.cluster.spares import WorkerPlan
 
-        transport = await RayTransport.open(hosts, cluster, threads, env or {})
+        plan = WorkerPlan(threads, env or {}, modules_of(roles))
+        transport = await RayTransport.open(hosts, cluster, plan)
     deadlines = Deadlines(
         cluster.call_timeout_s,
         measured=cluster.backend != "inline",
@@ -325,6 +344,11 @@ async def open_group(
             await group.close()
         raise
     await group.close()
+
+
+def modules_of(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
+    """The modules that build the roles."""
+    return tuple(sorted({role.target.partition(":")[0] for role in roles}))
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Hosts as Ray actors. Only this module and node_watch.py import Ray. Ray's errors become ones that
-name a host.
+"""Hosts as Ray actors. Ray's errors become ones that name a host.
 
 open: ray.init (or join) -> one actor per host -> all answered within place_timeout_s
+replace: a spare (spares.py) or a new actor takes the place of a lost one
 send: Call -> actor -> Reply          (a Reply carries errors as values, so that they arrive
                                        as they were raised and not as Ray's wrapped classes)
 close: graceful close with a deadline, then ray.kill, then ray.shutdown if we started Ray
@@ -10,10 +10,11 @@ close: graceful close with a deadline, then ray.kill, then ray.shutdown if we st
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from rollick.cluster.machine import machine_id
 from rollick.cluster.node_watch import NodeWatch, node_lost, on_node
 from rollick.cluster.nodes import plan_placement
 from rollick.cluster.ray_start import start_ray
+from rollick.cluster.spares import SpareWorkers, WorkerPlan, keep_prepared, take_prepared
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
 from rollick.errors import (
@@ -52,8 +54,8 @@ PASSED_ON = ("ONEDNN_MAX_CPU_ISA",)
 PLACE_AGAIN_S = 0.5
 """How often to look for room for a lost host."""
 
-CreateActor = Callable[..., Any]
-"""Called with a host, and the machine where it must be, if any."""
+SPARE_DELAY_S = 5.0
+"""How long after a restart a new spare is started, so that it does not slow the restart down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +76,26 @@ class HostProcess(NamedTuple):
 
 
 class HostActor:
-    """A Host inside a Ray actor."""
+    """A Host inside a Ray actor; it has none until `place`."""
 
-    def __init__(self, spec: HostSpec, *, device: str, threads: int) -> None:
+    def __init__(self) -> None:
         # Ctrl-C is for the controller: it saves and then closes the workers.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._host = Host(spec, device=device, threads=threads)
+        self._host: Host
 
-    async def place(self) -> HostProcess:
-        """A reply means that the actor is placed."""
-        return HostProcess(os.getpid(), machine_id(), ray.get_runtime_context().get_node_id())
+    async def preload(self, modules: Sequence[str]) -> HostProcess:
+        """Import what a host will need."""
+        for module in modules:
+            importlib.import_module(module)
+        return _this_process()
+
+    async def place(self, spec: HostSpec, threads: int) -> HostProcess:
+        """Create the host. A reply means that the actor is placed."""
+        # A worker sees only its own GPU, as number 0.
+        device = "cuda:0" if spec.device.kind == "cuda" else "cpu"
+        self._host = Host(spec, device=device, threads=threads)
+        return _this_process()
 
     async def stay(self) -> None:
         """Never returns: the call fails when this process ends."""
@@ -100,6 +111,10 @@ class HostActor:
         return await _reply_of(self._host.close())
 
 
+def _this_process() -> HostProcess:
+    return HostProcess(os.getpid(), machine_id(), ray.get_runtime_context().get_node_id())
+
+
 async def _reply_of(work: Awaitable[Any]) -> Reply:
     try:
         return Reply(await work)
@@ -110,9 +125,12 @@ async def _reply_of(work: Awaitable[Any]) -> Reply:
 class RayTransport:
     """One Ray actor for each host. Create it with `open`."""
 
-    def __init__(self, cluster: ClusterConfig, create: CreateActor, *, owns_ray: bool) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, spares: SpareWorkers, *, threads: int, owns_ray: bool
+    ) -> None:
         self._cluster = cluster
-        self._create = create
+        self._spares = spares
+        self._threads = threads
         self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
         self.processes: dict[int, HostProcess] = {}
@@ -124,19 +142,19 @@ class RayTransport:
 
     @classmethod
     async def open(
-        cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, threads: int, env: Mapping[str, str]
+        cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, plan: WorkerPlan
     ) -> RayTransport:
         """Wait until every actor is placed. Raises PlacementError after place_timeout_s."""
         owns_ray = start_ray(cluster.address)
-        variables = worker_environment(threads=threads, env=env)
-        create = partial(_create_actor, cluster=cluster, threads=threads, variables=variables)
-        transport = cls(cluster, create, owns_ray=owns_ray)
+        spares = take_prepared(plan) or _new_spares(cluster, plan)
+        transport = cls(cluster, spares, threads=plan.threads, owns_ray=owns_ray)
         try:
             if owns_ray:
                 check_totals(hosts, cluster)
-            transport._actors = {host.index: create(host) for host in hosts}
+            transport._actors = {h.index: spares.take_or_create(h.device.kind) for h in hosts}
             await transport._wait_placed(hosts)
             transport._watch = asyncio.create_task(transport._kill_stopped(), name="stopped hosts")
+            transport._refill_later()
         except BaseException:
             transport._kill()
             raise
@@ -156,7 +174,17 @@ class RayTransport:
                     await asyncio.sleep(PLACE_AGAIN_S if self._not_placed(hosts) else 0)
         missing = self._not_placed(hosts)
         self.remove(missing)
+        self._refill_later()
         return missing
+
+    def _refill_later(self) -> None:
+        """Replace used spares. Only on CPUs: a spare on a GPU would reserve one."""
+        count = self._cluster.spare_workers
+        asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._refill, count)
+
+    def _refill(self, count: int) -> None:
+        if self._actors:  # Not closed.
+            self._spares.start("cpu", count)
 
     def _not_placed(self, hosts: Sequence[HostSpec]) -> list[HostSpec]:
         return [host for host in hosts if host.index not in self.processes]
@@ -172,10 +200,10 @@ class RayTransport:
         plan = plan_placement(hosts, nodes, cpus=self._cluster.cpus_per_worker, before=before)
 
         async def start(host: HostSpec, node: str) -> None:
-            self._actors[host.index] = actor = self._create(host, node)
+            self._actors[host.index] = actor = self._spares.take_or_create(host.device.kind, node)
             with suppress(RayError, WorkerLost):
                 async with self._nodes.while_it_answers(node):
-                    self._is_placed(host, await actor.place.remote())
+                    self._is_placed(host, await actor.place.remote(host, self._threads))
 
         await asyncio.gather(*(start(h, plan[h.index]) for h in hosts if h.index in plan))
 
@@ -185,7 +213,7 @@ class RayTransport:
 
     async def _wait_placed(self, hosts: Sequence[HostSpec]) -> None:
         cluster, placed = self._cluster, 0
-        replies = [self._actors[host.index].place.remote() for host in hosts]
+        replies = [self._actors[h.index].place.remote(h, self._threads) for h in hosts]
         try:
             async with asyncio.timeout(cluster.place_timeout_s):
                 for placed, host in enumerate(hosts):
@@ -202,16 +230,19 @@ class RayTransport:
     async def _kill_stopped(self) -> None:
         """Kill hosts of this machine that a signal has stopped (SIGSTOP) for LOOK_S. They would
         answer nothing until a deadline."""
-        here, suspects = machine_id(), set[int]()
+        suspects = set[int]()
         while True:
             await asyncio.sleep(LOOK_S)
-            found = [(i, each.pid) for i, each in self.processes.items() if each.machine == here]
-            stopped = {index: pid for index, pid in found if is_stopped(pid)}
+            stopped = {i: pid for i, pid in self.process_ids().items() if is_stopped(pid)}
             for index in suspects.intersection(stopped):
                 self._stopped.add(index)
                 with suppress(ProcessLookupError):
                     os.kill(stopped[index], signal.SIGKILL)
             suspects = set(stopped)
+
+    def process_ids(self) -> Mapping[int, int]:
+        here = machine_id()
+        return {i: each.pid for i, each in self.processes.items() if each.machine == here}
 
     async def wait_lost(self, host: HostSpec) -> WorkerLost:
         try:
@@ -285,6 +316,7 @@ class RayTransport:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors = {}
+        self._spares.kill()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
@@ -296,26 +328,35 @@ def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str
     return {**passed, **count, **env}
 
 
+def prepare_workers(kinds: Sequence[str], cluster: ClusterConfig, plan: WorkerPlan) -> None:
+    """Start a spare for each host of a later run of this process, and wait until they have
+    imported. `kinds`: the device of each."""
+    spares = _new_spares(cluster, plan)
+    for kind in set(kinds):
+        spares.start(kind, kinds.count(kind))
+    spares.wait(cluster.place_timeout_s)
+    keep_prepared(plan, spares)
+
+
+def _new_spares(cluster: ClusterConfig, plan: WorkerPlan) -> SpareWorkers:
+    variables = worker_environment(threads=plan.threads, env=plan.env)
+    return SpareWorkers(partial(_create_actor, cluster=cluster, variables=variables), plan.modules)
+
+
 def _create_actor(
-    host: HostSpec,
-    node: str | None = None,
-    *,
-    cluster: ClusterConfig,
-    threads: int,
-    variables: Mapping[str, str],
+    kind: str, node: str | None = None, *, cluster: ClusterConfig, variables: Mapping[str, str]
 ) -> Any:
-    on_gpu = host.device.kind == "cuda"
-    kind: Any = ray.remote(HostActor)
-    return kind.options(
+    """An actor without a host, on a kind of device; on the machine `node`, if it is given."""
+    actor: Any = ray.remote(HostActor)
+    return actor.options(
         num_cpus=cluster.cpus_per_worker,
-        num_gpus=1 if on_gpu else 0,
+        num_gpus=1 if kind == "cuda" else 0,
         max_concurrency=MAX_CALLS_PER_HOST,
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": dict(variables)},
         scheduling_strategy=on_node(node) if node else None,
-        # A worker sees only its own GPU, as number 0.
-    ).remote(host, device="cuda:0" if on_gpu else "cpu", threads=threads)
+    ).remote()
 
 
 def check_totals(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> None:

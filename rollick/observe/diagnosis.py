@@ -86,6 +86,8 @@ class RunSnapshot:
     queued: int = 0
     engines: Sequence[EngineView] = ()
     rewards: RewardView | None = None
+    processes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Process ids of the workers on the controller's machine, by role and rank."""
     outcome: str = ""
     """Empty while the run is active; then finished, interrupted or failed."""
     error: str = ""
@@ -288,6 +290,9 @@ def _tables(snapshot: RunSnapshot) -> list[RenderableType]:
         failed = f"{rewards.failures} failed, {rewards.timeouts} of them timed out"
         done = f"{rewards.under_way} under way, {rewards.calls} done"
         parts.append(Text(f"rewards: {done}, {failed}"))
+    if snapshot.processes:
+        named = (f"{worker} {pid}" for worker, pid in snapshot.processes.items())
+        parts.append(Text(f"worker processes: {', '.join(named)}"))
     return parts
 
 

@@ -119,6 +119,7 @@ async def open_run(
         stack.enter_context(_guard(recipe, folder))
         view = _live_view(recipe, folder.path)
         roles, recovery = await stack.enter_async_context(_open_roles(loaded, faults, goodput))
+        status.worker_processes = roles.generators.group.worker_processes
         await stack.enter_async_context(roles.generators.connect())
         _check_engines(recipe, roles.generators.engines)
         opening = open_environments(loaded, folder.path, faults)
@@ -240,8 +241,8 @@ async def _open_roles(
         device_map,
         specs(device_map),
         cluster=recipe.cluster,
-        threads=_threads(recipe),
-        env=_environment(recipe),
+        threads=worker_threads(recipe),
+        env=worker_environment(recipe),
     ) as group:
         # Inline, the loss of a worker is that of the controller.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
@@ -277,10 +278,10 @@ class _RoleSpecs:
             self._store, rendezvous = open_rendezvous(
                 own_address(), ranks=ranks, timeout_s=timeout_s
             )
-        return _role_specs(self._loaded, device_map, rendezvous)
+        return role_specs(self._loaded, device_map, rendezvous)
 
 
-def _role_specs(
+def role_specs(
     loaded: LoadedRecipe, device_map: DeviceMap, rendezvous: Rendezvous | None
 ) -> list[RoleSpec]:
     recipe = _fit_parallel(loaded.recipe) if device_map.earlier else loaded.recipe
@@ -307,7 +308,7 @@ def _fit_parallel(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": train.model_copy(update={"parallel": parallel})})
 
 
-def _threads(recipe: Recipe) -> int:
+def worker_threads(recipe: Recipe) -> int:
     """CPU threads of each worker process: run.threads, or cores divided by processes."""
     if recipe.run.threads:
         return recipe.run.threads
@@ -316,7 +317,7 @@ def _threads(recipe: Recipe) -> int:
     return max(1, (os.cpu_count() or 1) // len(DeviceMap.of(recipe).hosts()))
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def worker_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of the workers: avoid bfloat16 kernels that crash on some CPUs."""
     on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
     scoring = (recipe.reward_model, recipe.judge)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollick.config.schema import RewardSpec
-from rollick.errors import RewardError
+from rollick.errors import RewardError, WorkerLost
 from rollick.rewards.pool import RewardPool, RewardPoolStats
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus
@@ -413,6 +413,34 @@ async def test_a_reward_that_cannot_be_loaded_is_an_error_when_the_pool_opens(
     (folder / "leaving.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(RewardError, match=message):
         async with RewardPool.open(rewards, processes=1, timeout_s=1, base=folder):
+            pass
+
+
+KILLED_WHILE_LOADING = """
+import os, signal
+with open(__file__ + ".tries", "a+") as file:
+    file.write("x")
+    file.seek(0)
+    if len(file.read()) <= TIMES:
+        os.kill(os.getpid(), signal.SIGKILL)
+def f(completion):
+    return 0.5
+"""
+
+
+async def test_a_process_that_is_killed_while_it_loads_is_started_again(folder: Path):
+    (folder / "killed.py").write_text(KILLED_WHILE_LOADING.replace("TIMES", "2"))
+    async with RewardPool.open({"f": "killed.py:f"}, processes=1, timeout_s=9, base=folder) as pool:
+        score = await pool.score(sample(), [RewardSpec(name="f")])
+    assert score.value == 0.5
+
+
+async def test_a_process_that_is_always_killed_while_it_loads_is_no_mistake_of_the_reward(
+    folder: Path,
+):
+    (folder / "killed.py").write_text(KILLED_WHILE_LOADING.replace("TIMES", "9"))
+    with pytest.raises(WorkerLost, match=r"died while loading f \(killed by SIGKILL"):
+        async with RewardPool.open({"f": "killed.py:f"}, processes=1, timeout_s=9, base=folder):
             pass
 
 

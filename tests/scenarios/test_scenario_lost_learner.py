@@ -16,7 +16,7 @@ from conftest import checkpoint_state, figures, toy
 from dying_learner import POINTS, VARIABLE, install
 
 from rollick import RunResult, run_recipe
-from rollick.cluster.pool import start_ray
+from rollick.cluster.ray_start import start_ray
 from rollick.errors import WorkerLost
 from rollick.observe.faults import Fault, read_faults
 

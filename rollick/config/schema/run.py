@@ -198,6 +198,9 @@ class ClusterConfig(Section):
     restarts: NonNegative = 3
     """Restarts of a lost role between two finished steps; then the run ends. Generators have
     rollout.engine_restarts."""
+    spare_workers: Annotated[NonNegative, IgnoredWith("backend", ("inline",))] = 0
+    """Processes that have imported their packages and replace lost CPU workers, seconds faster
+    than a new one would. Each takes about 0.4 GB."""
     call_timeout_s: Seconds = 1800
     """Time limit of the first call of each kind to a worker. Later calls have ten times as long as
     the slowest of recent ones took, but never longer than this."""
