@@ -54,11 +54,15 @@ def _fix(part: Any, max_length: int, *, layer_type: str | None) -> None:
     """The embedding's own code computes its frequencies when it sees the last position: those of
     some families are not what their type is elsewhere."""
     options = {} if layer_type is None else {"layer_type": layer_type}
-    device = next(part.buffers()).device
-    with torch.no_grad():
-        part(
-            torch.zeros(1, device=device),
-            torch.tensor([[max_length - 1]], device=device),
-            **options,
-        )
+    try:
+        device = next(part.buffers()).device
+        last = torch.tensor([[max_length - 1]], device=device)
+        with torch.no_grad():
+            part(torch.zeros(1, device=device), last, **options)
+    except Exception as error:  # whatever code of another kind raises
+        raise ModelError(
+            f"the rotary embedding {type(part).__name__} depends on the length and cannot be set "
+            f"for sequences of {max_length} tokens ({type(error).__name__}: {error})",
+            fix="choose a model of a family that docs/models.md lists as exact",
+        ) from error
     part.fixed_length = max_length
