@@ -386,6 +386,7 @@ class Rollout:
                 await self._changed.wait()
         except TimeoutError:
             awaited = self.ledger.awaited_samples(self.version, count)
-            if self._clock() >= self._samples.stuck_at(awaited, limit_s=limit_s):
+            limits_s = {"limit_s": limit_s, "score_limit_s": self._deps.score_limit_s}
+            if self._clock() >= self._samples.stuck_at(awaited, **limits_s):
                 waits = self.describe_waits(count)
                 raise limits.stuck_error(waits, step=self.step + 1, stuck_after_s=limit_s) from None

@@ -110,6 +110,18 @@ def test_a_sample_that_is_longer_than_the_frequencies_allow_is_refused(folder: P
         _learner(folder).logprobs(random_batch([12, 41]))
 
 
+class _Unknown(torch.nn.Module):
+    rope_type = "dynamic"
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
+def test_an_embedding_that_cannot_be_set_to_a_length_is_refused():
+    with pytest.raises(ModelError, match=r"_Unknown depends on the length and cannot be set.* 40"):
+        fix_rope(torch.nn.Sequential(_Unknown()), 40)
+
+
 async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]]) -> list[Completion]:
     requests = [
         Request(

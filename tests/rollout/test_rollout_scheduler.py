@@ -353,6 +353,26 @@ async def test_a_tool_that_outlasts_its_own_limit_is_stuck():
             await rollout.take()
 
 
+async def test_a_reward_that_works_within_its_own_limit_is_not_stuck():
+    async def score(sample):
+        await asyncio.sleep(0.4)
+        return await by_index(sample)
+
+    async with opened([FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=30) as rollout:
+        assert ids(await rollout.take()) == [0, 1]
+
+
+async def test_a_reward_that_outlasts_its_own_limit_is_stuck():
+    async def score(sample):
+        await asyncio.sleep(math.inf)
+
+    with pytest.raises(StuckError, match=r"being scored for 0\.\d+ s"):
+        async with opened(
+            [FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=0.2
+        ) as rollout:
+            await rollout.take()
+
+
 async def test_a_take_that_waits_for_a_publish_is_named():
     async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
         rollout.trained(await rollout.take(), 1)

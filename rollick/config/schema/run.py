@@ -31,8 +31,8 @@ class RunConfig(Section):
     """CPU threads of each worker process; 0: the machine's cores, or 1 if deterministic."""
     stuck_after_s: Seconds = 600
     """The run stops after this long without progress, and reports what it waits for. Generated
-    tokens are progress; a call of an environment or agent is never stuck before its own time limit
-    (`environments`)."""
+    tokens are progress; a call of an environment, an agent or a reward is never stuck before its
+    own time limit (`environments`, `rewards.timeout_s`)."""
     stop_grace_s: Seconds = 600
     """After a signal: time to finish the step and save. Then the run exits immediately, with its
     last checkpoint."""
