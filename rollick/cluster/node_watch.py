@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollick.cluster.nodes import Node
+from rollick.cluster.nodes import ClusterNode
 from rollick.errors import NodeLost
 
 BEAT_S = 2.0
@@ -84,11 +84,11 @@ class NodeWatch:
             return False
         return node not in self._silent
 
-    async def free_nodes(self) -> list[Node]:
+    async def free_nodes(self) -> list[ClusterNode]:
         """The machines that answer, and their free resources."""
         alive, free = await asyncio.to_thread(_read_nodes)
         return [
-            Node(node, free[node].get("CPU", 0.0), free[node].get("GPU", 0.0))
+            ClusterNode(node, free[node].get("CPU", 0.0), free[node].get("GPU", 0.0))
             for node in alive
             if node in free and node not in self._silent
         ]

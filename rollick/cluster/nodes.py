@@ -13,7 +13,7 @@ from rollick.cluster.devices import HostSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A machine of the cluster that answers, and what is free there."""
 
     id: str
@@ -23,7 +23,7 @@ class Node:
 
 def plan_placement(
     hosts: Sequence[HostSpec],
-    nodes: Collection[Node],
+    nodes: Collection[ClusterNode],
     *,
     cpus: float,
     before: Mapping[int, str],

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from rollick.cluster.devices import DeviceMap, HostSpec
-from rollick.cluster.nodes import Node, kept_ranks, plan_placement
+from rollick.cluster.nodes import ClusterNode, kept_ranks, plan_placement
 from rollick.config.devices import parse_devices
 
 
@@ -15,8 +15,8 @@ def hosts(devices: str) -> tuple[HostSpec, ...]:
     return DeviceMap({"generators": parse_devices(devices)}).hosts()
 
 
-A, B = Node("a", cpus=1), Node("b", cpus=2)
-GPU, GPUS = Node("g", cpus=8, gpus=1), Node("h", cpus=4, gpus=4)
+A, B = ClusterNode("a", cpus=1), ClusterNode("b", cpus=2)
+GPU, GPUS = ClusterNode("g", cpus=8, gpus=1), ClusterNode("h", cpus=4, gpus=4)
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,18 @@ GPU, GPUS = Node("g", cpus=8, gpus=1), Node("h", cpus=4, gpus=4)
         pytest.param("cpu:0", [A, B], 3, {}, {}, id="no room at all"),
         pytest.param("cpu:0", [], 0, {}, {}, id="no machine"),
         pytest.param("cpu:0", [A, B], 1, {0: "a"}, {0: "a"}, id="its own machine answers"),
-        pytest.param("cpu:0", [Node("a")], 1, {0: "a"}, {0: "a"}, id="its room is not free yet"),
+        pytest.param(
+            "cpu:0", [ClusterNode("a")], 1, {0: "a"}, {0: "a"}, id="its room is not free yet"
+        ),
         pytest.param("cpu:0", [B], 1, {0: "a"}, {0: "b"}, id="its own machine is lost"),
-        pytest.param("cuda:0", [B, GPU, GPUS], 1, {}, {0: "h"}, id="a GPU"),
-        pytest.param("cuda:0", [A, B], 0, {}, {}, id="no GPU"),
+        pytest.param("0", [B, GPU, GPUS], 1, {}, {0: "h"}, id="a GPU"),
+        pytest.param("0", [A, B], 0, {}, {}, id="no GPU"),
         pytest.param("cpu:0", [GPU, B], 1, {}, {0: "b"}, id="leaves the GPUs to others"),
     ],
 )
 def test_hosts_go_to_machines_with_room(
     devices: str,
-    nodes: list[Node],
+    nodes: list[ClusterNode],
     cpus: float,
     before: Mapping[int, str],
     placed: Mapping[int, str],
