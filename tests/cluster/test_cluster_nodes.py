@@ -32,8 +32,8 @@ GPU, GPUS = ClusterNode("g", cpus=8, gpus=1), ClusterNode("h", cpus=4, gpus=4)
             "cpu:0", [ClusterNode("a")], 1, {0: "a"}, {0: "a"}, id="its room is not free yet"
         ),
         pytest.param("cpu:0", [B], 1, {0: "a"}, {0: "b"}, id="its own machine is lost"),
-        pytest.param("cuda:0", [B, GPU, GPUS], 1, {}, {0: "h"}, id="a GPU"),
-        pytest.param("cuda:0", [A, B], 0, {}, {}, id="no GPU"),
+        pytest.param("0", [B, GPU, GPUS], 1, {}, {0: "h"}, id="a GPU"),
+        pytest.param("0", [A, B], 0, {}, {}, id="no GPU"),
         pytest.param("cpu:0", [GPU, B], 1, {}, {0: "b"}, id="leaves the GPUs to others"),
     ],
 )
