@@ -113,6 +113,10 @@ class EngineLost(EngineError):
     exit_code = EXIT_RETRY
 
 
+class EngineCorrupt(EngineLost):
+    """The weights of an engine changed without an update, for example by a memory error."""
+
+
 class StuckError(RollickError):
     """No progress within a deadline. The message states what waits for what."""
 

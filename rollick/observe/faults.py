@@ -22,7 +22,18 @@ from typing import Any, Literal
 
 FAULTS = "faults.jsonl"
 
-FaultKind = Literal["killed", "hung", "raised", "corrupt", "not_finite", "slow", "disk", "node"]
+FaultKind = Literal[
+    "killed",
+    "hung",
+    "raised",
+    "corrupt",
+    "not_finite",
+    "exploded",
+    "rolled_back",
+    "slow",
+    "disk",
+    "node",
+]
 
 LOG = logging.getLogger("rollick")
 

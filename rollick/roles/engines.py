@@ -25,7 +25,14 @@ from itertools import count
 from typing import Self, TypeVar
 
 from rollick.cluster.group import WorkerGroup
-from rollick.errors import EngineError, EngineLost, RollickError, WorkerError, WorkerHung
+from rollick.errors import (
+    EngineCorrupt,
+    EngineError,
+    EngineLost,
+    RollickError,
+    WorkerError,
+    WorkerHung,
+)
 from rollick.roles.calls import RoleHandle
 from rollick.roles.engine_health import EngineHealth
 from rollick.roles.protocols import (
@@ -147,6 +154,17 @@ class RemoteEngine:
         except RollickError as error:
             self.mark_lost(error)
 
+    async def check_weights(self) -> None:
+        """Raises EngineLost and marks the engine as lost if its weights are damaged, or if it does
+        not answer."""
+        self._check_connected()
+        try:
+            with self.health.expect_no_progress():
+                await self.handle.call_rank(self.rank, GeneratorRole.check_weights)
+        except RollickError as error:
+            self.mark_lost(error)
+        self._check_connected()
+
     async def take_record(self) -> EngineRecord:
         """The engine's record since the last call; empty if the engine does not respond."""
         try:
@@ -179,7 +197,8 @@ class RemoteEngine:
             reason, fix = error.message, error.fix
         self.is_hung = self.is_hung or (not self.lost and isinstance(error, WorkerHung))
         name = "generator" if self.handle.role == "generators" else self.handle.role
-        self.fail(EngineLost(f"{name} {self.rank} is lost: {reason}", fix=fix))
+        kind = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
+        self.fail(kind(f"{name} {self.rank} is lost: {reason}", fix=fix))
         self.handle.group.abandon(self.handle.role, self.rank)
 
     async def _run(self, loop: Callable[[], Awaitable[None]]) -> None:

@@ -18,6 +18,7 @@ from rollick.infer.engine import InferenceClient
 from rollick.rollout.engine_speeds import EngineSpeeds
 from rollick.rollout.request_queue import QueueOrder, RequestNeeds, RequestQueue
 from rollick.rollout.router import Router
+from rollick.rollout.unchecked import UncheckedSamples
 from rollick.types import Completion, Request, SampleId
 
 LOG = logging.getLogger("rollick")
@@ -45,6 +46,7 @@ class Fleet:
         self._activity = (False, False)
         self.router = Router(queue=queue)
         self.speeds = EngineSpeeds()
+        self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
         self._order: QueueOrder = order
         self._launch = launch
@@ -66,6 +68,7 @@ class Fleet:
         number, self._next_number = self._next_number, self._next_number + 1
         self.engines[number] = engine
         self.speeds.add(number)
+        self.unchecked.add(number, engine)
         self.router.add(number, engine.load())
         self.dispatch()
         return number
@@ -116,11 +119,20 @@ class Fleet:
 
     def completed(self, number: int, request: Request, completion: Completion) -> None:
         """A request ended with tokens; its time counts for the speed of its engine."""
+        self.unchecked.record(number, request.uid)
         earlier = request.continue_from
         # The first token is that of the prefill.
         tokens = len(completion.token_ids) - (len(earlier.token_ids) if earlier else 0) - 1
         seconds = completion.seconds - completion.queued_s - completion.prefill_s
         self.speeds.observe(number, tokens=tokens, seconds=seconds)
+
+    async def check_engines(self) -> frozenset[SampleId]:
+        """Check the weights of the engines; a damaged one leaves. Returns its samples since its
+        last check."""
+        result = await self.unchecked.check()
+        for number, error in result.lost.items():
+            self.remove(number, reason=str(error))
+        return result.damaged
 
     def end_step(self) -> list[int]:
         """Give each engine work by its speed; returns those that are called slow since now."""

@@ -32,6 +32,7 @@ from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.request_queue import QueueOrder
 from rollick.rollout.scored_groups import ScoredGroups, mask_old_tokens, without_loss
 from rollick.rollout.stats import RolloutStats, StepWindow
+from rollick.rollout.unchecked import DAMAGED
 from rollick.types import Group, PolicyVersion, Prompt, Sample, SampleId, Score, ScoredSample
 
 PROGRESS_CHECKS = 4
@@ -93,10 +94,10 @@ class Rollout:
         """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
         With max_staleness 0 no sample is in flight afterwards, until `trained` and `published`."""
         started = self._samples.now()
-        taken = self._take_now(count)
+        taken = await self._take_checked(count)
         while taken is None:
             await self._wait_for_change(count)
-            taken = self._take_now(count)
+            taken = await self._take_checked(count)
         self._remove(taken.removed)
         if not self.ledger.horizon and self._aborting is not None:
             await asyncio.wait({self._aborting})
@@ -147,6 +148,11 @@ class Rollout:
                 await self.fleet.wait_until_empty()
         except TimeoutError:
             raise limits.abort_error(list(self.fleet.engine_of)) from None
+
+    def drop_before(self, version: int, reason: str) -> None:
+        """Drop the groups that started before this version, and start others."""
+        started = [g.uid for g in self.ledger.active_groups() if g.started < version]
+        self._remove(self.ledger.drop_groups(started, reason))
 
     def fail(self, error: Exception) -> None:
         """Make `take` raise this error: no batch can come."""
@@ -364,6 +370,16 @@ class Rollout:
         group, tokens = mask_old_tokens(group, self.ledger.policy.oldest_allowed(self.version))
         self._window.masked_tokens += tokens
         return group
+
+    async def _take_checked(self, count: int | None) -> TakenBatch | None:
+        """The batch if there is one, without samples of engines whose weights are damaged."""
+        ledger, unchecked = self.ledger, self.fleet.unchecked
+        while self._failure is None and self._deps.is_training:
+            if not unchecked.contains_any(ledger.next_batch(self.version, count)):
+                break
+            damaged = {uid.group for uid in await self.fleet.check_engines()}
+            self._remove(ledger.drop_groups(damaged, DAMAGED))
+        return self._take_now(count)
 
     def _take_now(self, count: int | None) -> TakenBatch | None:
         """The batch if there is one; raises if there will never be one."""

@@ -67,6 +67,7 @@ class NativeEngine:
         self.weights, self._infer = weights, infer
         self.runner = _create_runner(weights, infer, stops, deterministic=deterministic)
         _run_in_new_thread(self._probe)
+        _run_in_new_thread(self.weights.remember)
         self._limits = RequestLimits(infer.max_length, vocabulary_size(weights.module), stops)
         self._paused = False
         self._asleep = False
@@ -228,6 +229,10 @@ class NativeEngine:
 
     def fingerprint(self) -> Fingerprint:
         return self.weights.fingerprint()
+
+    async def check_weights(self) -> None:
+        async with self._lock:
+            await self._in_thread(self.weights.check)
 
     async def close(self) -> None:
         if self._closed:
