@@ -26,8 +26,8 @@ from rollick.rollout.unchecked import DAMAGED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-FIXED = ("run.deterministic=true", "cluster.backend=ray", "rollout.drop_no_signal=false")
-APART = "devices.generators=cpu:1"
+RAY = ("cluster.backend=ray", "rollout.drop_no_signal=false")
+FIXED = ("run.deterministic=true", "devices.generators=cpu:1")
 TWO = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=flipping")
 BROKEN_LOSS = """
 import dataclasses
@@ -64,7 +64,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def run(tiny_folder: Path, tmp_path: Path, plan: Path) -> Run:
     def start(name: str, *overrides: str, **options: Any) -> RunResult:
-        return run_recipe(toy(tiny_folder, tmp_path, *FIXED, *overrides, name=name, **options))
+        return run_recipe(toy(tiny_folder, tmp_path, *RAY, *overrides, name=name, **options))
 
     return start
 
@@ -99,7 +99,7 @@ def test_an_asynchronous_publish_finds_no_damage_in_a_healthy_run(run: Run) -> N
 
 def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
-    loss = (APART, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
+    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
     # Steps 4 and 5 explode. The snapshot after step 3 may be broken: that after step 2 is not.
     good = run("good", *loss, steps=2)
     undone = run("undone", *loss, steps=5)
@@ -119,7 +119,7 @@ def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path
 
 def test_what_a_broken_policy_has_generated_is_dropped(run: Run, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
-    loss = (APART, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
+    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
     result = run("stale", *loss, "rollout.max_staleness=1", steps=8)
     counts = audit(read_log(result.folder / "ledger.jsonl"))
     assert counts.groups.trained == 32
@@ -130,5 +130,5 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_after_its_rollbacks(
     run: Run, tmp_path: Path
 ) -> None:
     with pytest.raises(RollickError, match=r"may roll back 2 times \(train.rollbacks\)"):
-        run("huge", APART, "train.optimizer.lr=1e3", "train.max_skipped_steps=2", steps=60)
+        run("huge", *FIXED, "train.optimizer.lr=1e3", "train.max_skipped_steps=2", steps=60)
     assert len(faults_of(tmp_path / "huge", "rolled_back")) == 2

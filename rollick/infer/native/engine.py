@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.errors import EngineError, RollickError
+from rollick.errors import EngineError, EngineLost, RollickError, is_out_of_memory
 from rollick.infer.cancellation import run_to_completion
 from rollick.infer.engine import Capability, Delta, StopRules, WeightStream
 from rollick.infer.native.gpu.forward import ForwardOptions
@@ -368,5 +368,7 @@ def _run_in_new_thread(work: Callable[[], Result]) -> Result:
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return EngineError(error.message, fix=error.fix)
+    if is_out_of_memory(error):  # A new process has its memory back.
+        return EngineLost(f"the engine is out of memory: {error}", fix="lower infer.slots")
     fix = error.fix if isinstance(error, RollickError) else "see the cause above"
     return EngineError(f"the engine failed: {type(error).__name__}: {error}", fix=fix)
