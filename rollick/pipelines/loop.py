@@ -28,6 +28,7 @@ from rollick.pipelines.checkpoints import SAVE_FAILED, PipelineState
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.open_run import OpenRun
 from rollick.pipelines.phases import phase
+from rollick.pipelines.rank_speeds import RankSpeeds
 from rollick.pipelines.state import INTERRUPTIBLE, HeldOutScore, RunResult
 from rollick.pipelines.step_guard import StepGuard
 from rollick.types import Prompt
@@ -110,6 +111,9 @@ class RunLoop(Generic[R]):
         self.pipeline = pipeline
         self.time_is_up = False
         self.first_step = run.state.step
+        self.ranks = RankSpeeds(
+            run.roles.policy, run.telemetry.faults, adapts=not run.recipe.run.deterministic
+        )
         self.validation: Sequence[Prompt] = run.open_prompts(validation=True).all()
         self.earlier_faults = {fault.id: fault for fault in read_faults(run.state.folder.path)}
         """Those of the run's earlier processes by id."""
@@ -148,6 +152,7 @@ class RunLoop(Generic[R]):
                     self._end_in_time()
                 break
             state.step += 1
+            await self.ranks.measure()
             self.checkpoints.recovery.finish_step(
                 amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
             )
@@ -227,7 +232,7 @@ class RunLoop(Generic[R]):
         goodput, faults = self.telemetry.goodput, self.telemetry.faults
         metrics |= self.telemetry.stopwatch.finish() | goodput.finish_step(self.state.step)
         metrics |= fault_metrics((self.earlier_faults | {f.id: f for f in faults.faults}).values())
-        metrics |= self.pipeline.closing_metrics(metrics)
+        metrics |= self.ranks.metrics() | self.pipeline.closing_metrics(metrics)
         self.telemetry.log.log(self.state.step, metrics)
         self.telemetry.view.step(self.state.step, metrics)
         self.telemetry.view.advise(find_advice(self.telemetry.log.history))
