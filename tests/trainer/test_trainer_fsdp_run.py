@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,23 +50,19 @@ def test_a_run_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult], tm
 
 @contextmanager
 def throttled(pid: int) -> Iterator[None]:
-    """The process runs for a fifth of the time only."""
-    ended = threading.Event()
-
-    def throttle() -> None:
-        while not ended.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            ended.wait(0.02)
-            os.kill(pid, signal.SIGCONT)
-            ended.wait(0.005)
-
-    thread = threading.Thread(target=throttle)
-    thread.start()
+    """The process shares one core with three others."""
+    core = {min(os.sched_getaffinity(0))}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), core)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
     try:
+        for process in busy:
+            os.sched_setaffinity(process.pid, core)
         yield
     finally:
-        ended.set()
-        thread.join()
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
@@ -74,7 +70,8 @@ def throttled(pid: int) -> Iterator[None]:
 async def test_a_slow_rank_is_named_within_twenty_steps_and_gets_less_work(
     toy: Callable[..., LoadedRecipe],
 ) -> None:
-    loaded = toy(*SHARDED, "rollout.drop_no_signal=false", steps=20)
+    options = (*SHARDED, "devices.generators=cpu:2", "rollout.drop_no_signal=false")
+    loaded = toy(*options, steps=20)
     async with open_run(loaded) as run, open_rl(run) as pipeline:
         loop, group = RunLoop(run, pipeline), run.roles.policy.group
         transport: Any = group._transport
