@@ -52,6 +52,8 @@ class Pipeline(ABC, Generic[R]):
         dumps, faults = run.state.folder.dumps, run.telemetry.faults
         self.guard = StepGuard(run.recipe, dumps, faults, run.recovery)
         self.guard.recall(run.telemetry.log.history)
+        adapts = not run.recipe.run.deterministic
+        self.ranks = RankSpeeds(run.roles.policy, faults, adapts=adapts)
 
     @abstractmethod
     async def step(self) -> R: ...
@@ -111,9 +113,6 @@ class RunLoop(Generic[R]):
         self.pipeline = pipeline
         self.time_is_up = False
         self.first_step = run.state.step
-        self.ranks = RankSpeeds(
-            run.roles.policy, run.telemetry.faults, adapts=not run.recipe.run.deterministic
-        )
         self.validation: Sequence[Prompt] = run.open_prompts(validation=True).all()
         self.earlier_faults = {fault.id: fault for fault in read_faults(run.state.folder.path)}
         """Those of the run's earlier processes by id."""
@@ -152,7 +151,7 @@ class RunLoop(Generic[R]):
                     self._end_in_time()
                 break
             state.step += 1
-            await self.ranks.measure()
+            await self.pipeline.ranks.measure()
             self.checkpoints.recovery.finish_step(
                 amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
             )
@@ -232,7 +231,7 @@ class RunLoop(Generic[R]):
         goodput, faults = self.telemetry.goodput, self.telemetry.faults
         metrics |= self.telemetry.stopwatch.finish() | goodput.finish_step(self.state.step)
         metrics |= fault_metrics((self.earlier_faults | {f.id: f for f in faults.faults}).values())
-        metrics |= self.ranks.metrics() | self.pipeline.closing_metrics(metrics)
+        metrics |= self.pipeline.ranks.metrics() | self.pipeline.closing_metrics(metrics)
         self.telemetry.log.log(self.state.step, metrics)
         self.telemetry.view.step(self.state.step, metrics)
         self.telemetry.view.advise(find_advice(self.telemetry.log.history))

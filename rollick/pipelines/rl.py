@@ -74,9 +74,7 @@ class RLPipeline(Pipeline[StepReport]):
             report = await self.train(batch)
             rolled_back = await self.guard.roll_back_if_due(self.state.step + 1)
             changed = rolled_back or (report is not None and report.changed)
-            await self.publish(groups, changed=changed)
-        if rolled_back:
-            self.source.rollout.drop_before(self.state.version, ROLLED_BACK)
+            await self.publish(groups, changed=changed, drop_older=ROLLED_BACK * rolled_back)
         return StepReport(groups, batch, report, critic)
 
     @phase("generate")
@@ -107,7 +105,9 @@ class RLPipeline(Pipeline[StepReport]):
         return report
 
     @phase("publish")
-    async def publish(self, groups: Sequence[Group], *, changed: bool) -> None:
+    async def publish(
+        self, groups: Sequence[Group], *, changed: bool, drop_older: str = ""
+    ) -> None:
         """Send the new weights to the engines, unless the step changed none."""
         state, rollout, at_publish = self.state, self.source.rollout, self.recipe.rollout.at_publish
         moves = False
@@ -122,7 +122,7 @@ class RLPipeline(Pipeline[StepReport]):
             rollout.pause_admission()
         rollout.trained(groups, state.version)
         self.telemetry.trace.trained(state.version, step=state.step + 1)
-        rollout.published(state.version)
+        rollout.published(state.version, drop_older=drop_older)
         if moves and not is_last:
             rollout.resume_admission()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,11 +88,13 @@ class StepGuard:
         """Undo the steps if too many in a row were troubled. Returns whether that was done: then
         the weights must be published, and what the old ones generated must be dropped."""
         limit = self._train.max_skipped_steps
-        due = [role for role, troubled in self._troubled.items() if len(troubled) >= limit]
-        if not due:
+        roles: Sequence[RoleName] = [
+            r for r, steps in self._troubled.items() if len(steps) >= limit
+        ]
+        if not roles:
             return False
-        cause, path = self._describe(due[0]), self._quarantine()
-        fault = self._faults.begin(due[0], 0, kind="rolled_back", cause=cause)
+        cause, path = self._describe(roles[0]), self._quarantine()
+        fault = self._faults.begin(roles[0], 0, kind="rolled_back", cause=cause)
         undone = await self._recovery.roll_back()
         fault.rejoined(redone_steps=undone)
         self.rollbacks += 1

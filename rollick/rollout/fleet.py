@@ -34,8 +34,10 @@ class Fleet:
         *,
         queue: float = 1.0,
         order: QueueOrder = "oldest",
+        checks: bool = True,
     ) -> None:
-        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router."""
+        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router. `checks`: whether
+        samples are noted for `check_engines`."""
         self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
         self.may_gain_engine: Callable[[], bool] = lambda: False
@@ -49,6 +51,7 @@ class Fleet:
         self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
         self._order: QueueOrder = order
+        self._checks = checks
         self._launch = launch
         self._acquiring: dict[SampleId, asyncio.Future[int]] = {}
         self.engine_of: dict[SampleId, int] = {}
@@ -68,7 +71,8 @@ class Fleet:
         number, self._next_number = self._next_number, self._next_number + 1
         self.engines[number] = engine
         self.speeds.add(number)
-        self.unchecked.add(number, engine)
+        if self._checks:
+            self.unchecked.add(number, engine)
         self.router.add(number, engine.load())
         self.dispatch()
         return number
@@ -126,13 +130,13 @@ class Fleet:
         seconds = completion.seconds - completion.queued_s - completion.prefill_s
         self.speeds.observe(number, tokens=tokens, seconds=seconds)
 
-    async def check_engines(self) -> frozenset[SampleId]:
-        """Check the weights of the engines; a damaged one leaves. Returns its samples since its
-        last check."""
+    async def check_engines(self) -> set[int]:
+        """Check the weights of the engines; a damaged one leaves. Returns the groups of its samples
+        since its last check."""
         result = await self.unchecked.check()
         for number, error in result.lost.items():
             self.remove(number, reason=str(error))
-        return result.damaged
+        return {uid.group for uid in result.damaged}
 
     def end_step(self) -> list[int]:
         """Give each engine work by its speed; returns those that are called slow since now."""

@@ -4,9 +4,9 @@
                 ^                                                                 |
                 +------------- a dropped or trained group frees its slot ---------+
 
-Owns the tasks, one for each sample in flight. The ledger decides which group may start and which
-groups make a batch; the router decides which engine gets a request. No loop polls: each event (a
-sample ends, is scored, a version is published) starts what it makes possible.
+Owns the tasks, one for each sample in flight. The ledger decides which groups start and make a
+batch, the router which engine gets a request. No loop polls: each event starts what it makes
+possible.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Rollout:
     ) -> None:
         self.ledger = make_ledger(deps)
         order: QueueOrder = "longest" if deps.config.longest_first else "oldest"
-        self.fleet = Fleet(engines, self._launch, queue=deps.config.engine_queue, order=order)
+        queue, checks = deps.config.engine_queue, deps.is_training
+        self.fleet = Fleet(engines, self._launch, queue=queue, order=order, checks=checks)
         self.lengths = LengthPredictor(initial=256)
         self.version = version
         self.step = 0
@@ -94,10 +95,8 @@ class Rollout:
         """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
         With max_staleness 0 no sample is in flight afterwards, until `trained` and `published`."""
         started = self._samples.now()
-        taken = await self._take_checked(count)
-        while taken is None:
+        while (taken := await self._take_checked(count)) is None:
             await self._wait_for_change(count)
-            taken = await self._take_checked(count)
         self._remove(taken.removed)
         if not self.ledger.horizon and self._aborting is not None:
             await asyncio.wait({self._aborting})
@@ -124,10 +123,13 @@ class Rollout:
         self.ledger.trained(uids, PolicyVersion(version))
         self._admit()
 
-    def published(self, version: int) -> None:
-        """All engines generate with `version` now."""
+    def published(self, version: int, *, drop_older: str = "") -> None:
+        """All engines generate with `version` now. `drop_older`: why earlier groups are dropped."""
         self.version = PolicyVersion(version)
         self._remove(self.ledger.published(self.version))
+        if drop_older:
+            older = [g.uid for g in self.ledger.active_groups() if g.started < self.version]
+            self._remove(self.ledger.drop_groups(older, drop_older))
         self._admit()
 
     def pause_admission(self) -> None:
@@ -148,11 +150,6 @@ class Rollout:
                 await self.fleet.wait_until_empty()
         except TimeoutError:
             raise limits.abort_error(list(self.fleet.engine_of)) from None
-
-    def drop_before(self, version: int, reason: str) -> None:
-        """Drop the groups that started before this version, and start others."""
-        started = [g.uid for g in self.ledger.active_groups() if g.started < version]
-        self._remove(self.ledger.drop_groups(started, reason))
 
     def fail(self, error: Exception) -> None:
         """Make `take` raise this error: no batch can come."""
@@ -373,12 +370,8 @@ class Rollout:
 
     async def _take_checked(self, count: int | None) -> TakenBatch | None:
         """The batch if there is one, without samples of engines whose weights are damaged."""
-        ledger, unchecked = self.ledger, self.fleet.unchecked
-        while self._failure is None and self._deps.is_training:
-            if not unchecked.contains_any(ledger.next_batch(self.version, count)):
-                break
-            damaged = {uid.group for uid in await self.fleet.check_engines()}
-            self._remove(ledger.drop_groups(damaged, DAMAGED))
+        while self.fleet.unchecked.contains_any(self.ledger.next_batch(self.version, count)):
+            self._remove(self.ledger.drop_groups(await self.fleet.check_engines(), DAMAGED))
         return self._take_now(count)
 
     def _take_now(self, count: int | None) -> TakenBatch | None:

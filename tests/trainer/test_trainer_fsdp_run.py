@@ -73,13 +73,13 @@ async def test_a_slow_rank_is_named_within_twenty_steps_and_gets_less_work(
     options = (*SHARDED, "devices.generators=cpu:2", "rollout.drop_no_signal=false")
     loaded = toy(*options, steps=20)
     async with open_run(loaded) as run, open_rl(run) as pipeline:
-        loop, group = RunLoop(run, pipeline), run.roles.policy.group
+        group = run.roles.policy.group
         transport: Any = group._transport
         host = group.device_map.host_of("policy", 1)
         with throttled(transport.processes[host.index].pid):
-            result = await loop.run()
+            result = await RunLoop(run, pipeline).run()
     faults = [fault for fault in read_faults(result.folder) if fault.role == "policy"]
     assert [(fault.kind, fault.rank) for fault in faults] == [("slow", 1)]
     assert result.metrics["speed/slow_ranks"] == 1
-    assert loop.ranks._shares()[0] == 1.0
-    assert loop.ranks._shares()[1] < 0.55
+    assert pipeline.ranks._shares()[0] == 1.0
+    assert pipeline.ranks._shares()[1] < 0.55
