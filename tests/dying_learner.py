@@ -5,6 +5,7 @@ DYING_LEARNER names a file with one death in each line:
     POINT:VISIT            at the VISIT-th time (from 1) that this process reaches POINT. The line
                            is then removed: the next process dies by the next line
     POINT:VISIT:always     the line stays
+    POINT:VISIT:stop       the process is stopped (SIGSTOP) instead of killed
 
 `install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
 recipe cannot name a critic: in each process with the package on its path, every critic is a dying
@@ -84,12 +85,12 @@ def die_at(point: str, *, rank: int = 0) -> None:
     deaths = plan.read_text().splitlines() if plan.is_file() else []
     if rank or not deaths:
         return
-    name, visit, *always = deaths[0].split(":")
+    name, visit, *how = deaths[0].split(":")
     _VISITS[point] += 1
     if name == point and _VISITS[point] == int(visit):
-        if not always:
+        if "always" not in how:
             plan.write_text("\n".join(deaths[1:]))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in how else signal.SIGKILL)
 
 
 class _Dying:

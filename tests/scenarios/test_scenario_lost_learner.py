@@ -131,6 +131,16 @@ def test_a_learner_that_shares_its_process_with_the_engine_is_repaired_with_it(r
     assert faults_of(faulty, "generators")[0].rejoined_at is not None
 
 
+@pytest.mark.slow
+def test_a_learner_that_is_stopped_is_replaced_and_ends_with_the_same_weights(run: Run) -> None:
+    calm = run("calm", APART)
+    faulty = run("faulty", APART, die=["backward:2:stop"])
+    [fault] = faults_of(faulty, "policy")
+    assert fault.rejoined_at is not None
+    assert fault.rejoined_at - fault.detected_at < 60
+    check_equal(faulty, calm)
+
+
 def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="was lost"):
         run("bare", APART, "checkpoint.snapshot=false", die=["forward:2"])
