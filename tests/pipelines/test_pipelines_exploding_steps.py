@@ -10,7 +10,7 @@ import pytest
 from rollick import RunResult, run_recipe
 from rollick.config.load import LoadedRecipe
 from rollick.data.store import load_batch
-from rollick.errors import RollickError
+from rollick.errors import NoSignalError, RollickError
 from rollick.observe.faults import Fault, read_faults
 from rollick.observe.metrics import read_metrics
 
@@ -43,6 +43,11 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_with_an_error(toy: Toy, stal
     # Nothing is saved of what the first troubled step already showed to be broken.
     saved = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert saved == ["step-000001"]
+
+
+def test_a_dead_policy_without_signal_ends_the_run_with_a_hint(toy: Toy) -> None:
+    with pytest.raises(NoSignalError, match="the policy may be dead"):
+        run_recipe(toy("train.optimizer.lr=1e3", steps=20))
 
 
 def test_a_run_that_is_over_before_it_may_stop_does_not_end_as_if_all_were_well(
