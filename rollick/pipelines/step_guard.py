@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,13 @@ MAX_TROUBLED_AT_END = 2
 """Exploding steps in a row with which a run may not end as if all were well."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _TroubledStep:
+    number: int
+    batch: Batch
+    trouble: str
+
+
 class StepGuard:
     def __init__(
         self, recipe: Recipe, dumps: Path, faults: FaultLog, recovery: WorkerRecovery
@@ -45,8 +53,8 @@ class StepGuard:
         self._faults = faults
         self._recovery = recovery
         self._health: dict[RoleName, StepHealth] = {"policy": StepHealth(), "critic": StepHealth()}
-        self._troubled: dict[RoleName, list[tuple[Batch, str]]] = {"policy": [], "critic": []}
-        """The batches of each role's latest steps in a row that were troubled, and why."""
+        self._troubled: dict[RoleName, list[_TroubledStep]] = {"policy": [], "critic": []}
+        """Each role's latest steps in a row that were troubled."""
         self._calm: Counter[RoleName] = Counter()
         """Steps since each role's last troubled one."""
 
@@ -74,12 +82,13 @@ class StepGuard:
                 troubled.clear()
             return
         self._calm[role] = 0
-        troubled.append((batch, trouble))
-        cause = f"{trouble}, in {len(troubled)} steps in a row"
+        cause = f"{trouble}, in {len(troubled) + 1} steps in a row"
         if not signals.changed:
             cause += ": nothing was trained"
         kind = "exploded" if signals.changed else "not_finite"
-        self._faults.begin(role, 0, kind=kind, cause=cause).rejoined()
+        fault = self._faults.begin(role, 0, kind=kind, cause=cause)
+        fault.rejoined()
+        troubled.append(_TroubledStep(fault.step + 1, batch, trouble))
         LOG.warning("a step of the %s went wrong: %s", role, cause)
         if len(troubled) >= self._train.max_skipped_steps and (why := self._cannot_roll_back()):
             raise self._error(role, why)
@@ -129,18 +138,18 @@ class StepGuard:
     def _describe(self, role: RoleName) -> str:
         troubled = self._troubled[role]
         steps = f"{len(troubled)} steps in a row"
-        if all("not finite" in trouble for _, trouble in troubled):
+        if all("not finite" in step.trouble for step in troubled):
             return f"{steps} had a non-finite gradient in the {role}"
-        return f"{steps} broke the {role}: {troubled[-1][1]}"
+        return f"{steps} broke the {role}: {troubled[-1].trouble}"
 
     def _quarantine(self) -> Path:
         """Write the batches of the troubled steps; returns their folder."""
-        path = self._dumps / "non_finite"
+        path = self._dumps / "troubled_steps"
         for role, troubled in self._troubled.items():
-            for number, (batch, _) in enumerate(troubled):
-                folder = path / (f"{role}-{number}")
+            for step in troubled:
+                folder = path / f"{role}-{step.number:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
-                save_batch(folder / "batch", batch)
+                save_batch(folder / "batch", step.batch)
         return path
 
 

@@ -142,23 +142,29 @@ async def test_a_damaged_engine_gives_the_same_run_each_time(toy: Toy) -> None:
     assert await run() == await run()
 
 
-async def test_a_byte_that_flips_before_a_publish_is_found_by_it(toy: Toy) -> None:
-    """In an asynchronous run the engine goes on while the policy trains."""
-    async with opened(toy(*DETERMINISTIC, "rollout.max_staleness=1", steps=99)) as pipeline:
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_byte_that_flips_before_a_publish_is_found_by_it(toy: Toy, engines: int) -> None:
+    """In an asynchronous run the engines go on while the policy trains."""
+    options = (*DETERMINISTIC, f"devices.generators=cpu:1-{engines}", "rollout.max_staleness=1")
+    async with opened(toy(*options, steps=99)) as pipeline:
+        last = engines - 1
         await pipeline.step()
-        train, seen = pipeline.train, list[int]()
+        train = pipeline.train
 
         async def flip_then_train(batch: Any) -> Any:
-            engine = engine_of(pipeline, 1)
+            engine = engine_of(pipeline, last)
             tokens = engine.load().generated_tokens
             flip_byte(engine)
             while engine.load().generated_tokens == tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            seen.append(engine.load().generated_tokens)
             return await train(batch)
 
         pipeline.train = flip_then_train  # type: ignore[method-assign]
         await pipeline.step()
-        assert pipeline.roles.generators.lost_ranks == {1}
+        pipeline.train = train  # type: ignore[method-assign]
+        assert pipeline.roles.generators.lost_ranks == {last}
         assert len(faults_of(pipeline.state.folder.path, "corrupt")) == 1
-        assert seen
+        while not pipeline.source.restarter.restarts:
+            await pipeline.step()
+        assert (await pipeline.step()).train is not None
+        check_ledger(pipeline.source.rollout.ledger)
