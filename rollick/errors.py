@@ -6,6 +6,9 @@ A bad sample is data: it is recorded and counted. A bad configuration or a dead 
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Self
 
@@ -37,6 +40,19 @@ class RollickError(Exception):
 
 class ConfigError(RollickError):
     """A recipe is invalid. The message lists every problem with its file and line."""
+
+
+@contextmanager
+def writing_to(path: object) -> Generator[None]:
+    """Report a path for output that cannot be written as a mistake, not as a bug."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some space, then try again"
+            raise DiskError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise ConfigError(message, fix="choose a path that you may write to") from error
 
 
 class DataError(RollickError):
@@ -75,6 +91,10 @@ class WorkerOutOfMemory(WorkerError):
     """A call to a worker could not allocate memory."""
 
     exit_code = EXIT_RETRY
+
+
+class NodeLost(WorkerLost):
+    """The machine of a worker is off, hangs, or cannot be reached."""
 
 
 class WeightError(RollickError):

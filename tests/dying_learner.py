@@ -5,7 +5,7 @@ DYING_LEARNER names a file with one death in each line:
     POINT:VISIT            at the VISIT-th time (from 1) that this process reaches POINT. The line
                            is then removed: the next process dies by the next line
     POINT:VISIT:always     the line stays
-    POINT:VISIT:stop       the process is stopped (SIGSTOP) instead of killed
+    POINT:VISIT:stop       the process is stopped instead (SIGSTOP)
 
 `install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
 recipe cannot name a critic: in each process with the package on its path, every critic is a dying

@@ -32,6 +32,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "rollout/response_length": ("tokens", "Mean length of a response."),
     "rollout/truncated": ("share", "Samples that reached the token limit."),
     "rollout/dropped/*": ("groups", "Dropped groups by reason."),
+    "rollout/kept_no_signal": (
+        "groups",
+        "Groups of the batch whose samples score the same, with `drop_no_signal: false`.",
+    ),
     "rollout/domain/*": (
         "",
         "By domain: groups (trained), dropped (groups), samples (finished), response_length, "
@@ -75,7 +79,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
         "failed (raised), garbage, timeout, crashed, lost (with its process; restarted).",
     ),
     "env/restarts": ("processes", "Environment processes replaced since the start or resume."),
-    "env/remade": ("episodes", "Episodes restarted because their process was lost, since then."),
+    "env/episode_restarts": ("episodes", "Episodes restarted because their process was lost."),
     "env/seconds": ("s", "Time inside environments since the start or resume, over all processes."),
     "controller/event_loop_lag_ms": ("ms", "Largest delay of the controller's event loop."),
     "controller/engines": ("engines", "Engines that respond."),
@@ -155,6 +159,7 @@ RENAMED: Mapping[str, str] = {
     "rollout/bias/length_shed": "rollout/bias/length_dropped",
     "rollout/bias/score_shed": "rollout/bias/score_dropped",
     "rollout/parked": "rollout/deferred_waiting",
+    "env/remade": "env/episode_restarts",
     "train/max/max_abs_dp": "train/max/probability_change",
     "train/mean/preferred": "train/mean/preference_accuracy",
     "train/mean/clip_share_up": "train/mean/clip_share_positive",

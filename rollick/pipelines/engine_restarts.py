@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rollick.cluster.devices import HostSpec
-from rollick.errors import EngineCorrupt, EngineLost, RollickError
+from rollick.errors import EngineLost, RollickError
 from rollick.infer.cancellation import cancel_tasks
-from rollick.observe.faults import Fault, FaultKind, FaultLog
+from rollick.observe.faults import Fault, FaultLog
 from rollick.pipelines.phases import Residency
 from rollick.pipelines.state import RunState
 from rollick.roles.engines import Generators
@@ -101,9 +101,7 @@ class EngineRestarter:
     def _record_loss(self, rank: int) -> Fault:
         engine = self.generators.engines[rank]
         cause = engine.failure.message if engine.failure else ""
-        kind: FaultKind = "hung" if engine.is_hung else "killed"
-        if isinstance(engine.failure, EngineCorrupt):
-            kind = "corrupt"
+        kind = engine.fault
         return self.faults.begin("generators", rank, kind=kind, cause=cause)
 
     async def _restart(self, rank: int, fault: Fault, repairs: int) -> None:

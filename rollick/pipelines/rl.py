@@ -23,6 +23,7 @@ from rollick.data.collate import collate
 from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.observe.reward_hacking import alarm_metrics, find_alarms
 from rollick.pipelines.checkpoints import PipelineState
+from rollick.pipelines.domains import count_kept_no_signal
 from rollick.pipelines.group_source import GroupSource, open_group_source
 from rollick.pipelines.loop import Pipeline, RunLoop
 from rollick.pipelines.open_run import OpenRun, open_run
@@ -131,6 +132,7 @@ class RLPipeline(Pipeline[StepReport]):
         for trained in (report.train, report.critic):
             metrics |= trained.metrics() if trained else {}
         metrics |= {f"train/mean/{name}": value for name, value in self.credit_means.items()}
+        metrics |= count_kept_no_signal(self.recipe, report.groups)
         return metrics | self.credit.metrics | self.scoring.metrics()
 
     def closing_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

@@ -81,8 +81,13 @@ class RunResult:
 
     @property
     def best(self) -> HeldOutScore | None:
-        """The validation with the highest pass@1, the newer of equals."""
-        return max(self.held_out, key=lambda one: (one.pass_at_1, one.step), default=None)
+        """The validation with the highest pass@1; of equals the one with the highest score, then
+        the newer one."""
+
+        def rank(one: HeldOutScore) -> tuple[float, float, int]:
+            return one.pass_at_1, one.score, one.step
+
+        return max(self.held_out, key=rank, default=None)
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: step {self.step}"]
@@ -127,7 +132,7 @@ class RunInterrupted(SystemExit):
 
     def __str__(self) -> str:
         stopped = f"{self.result.folder}: a signal stopped the run at step {self.result.step}"
-        return f"{stopped}; continue it with resume=True"
+        return f"{stopped}; continue it with --resume (in Python: resume=True)"
 
 
 class RunState:

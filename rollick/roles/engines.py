@@ -31,8 +31,9 @@ from rollick.errors import (
     EngineLost,
     RollickError,
     WorkerError,
-    WorkerHung,
+    WorkerLost,
 )
+from rollick.observe.faults import FaultKind, fault_kind
 from rollick.roles.calls import RoleHandle
 from rollick.roles.engine_health import EngineHealth
 from rollick.roles.protocols import (
@@ -97,8 +98,8 @@ class RemoteEngine:
         self.outbox = _Outbox()
         self.has_outgoing = asyncio.Event()
         self.failure: RollickError | None = None
-        self.is_hung = False
-        """Whether it is lost because it did not answer in time."""
+        self.fault: FaultKind = "killed"
+        """Kind of its failure."""
         self.host_answers = False
         """Whether the engine itself reported its loss, so that its host can close it."""
         self.lost_event = asyncio.Event()
@@ -190,12 +191,13 @@ class RemoteEngine:
     def mark_lost(self, error: Exception) -> None:
         """Fail all requests with an EngineLost that contains the reason; end all calls."""
         if not self.lost:
-            self.is_hung = isinstance(error, WorkerHung)
+            self.fault = (
+                fault_kind(error) if isinstance(error, WorkerLost | EngineCorrupt) else "killed"
+            )
             self.host_answers = isinstance(error, EngineLost)
         reason, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             reason, fix = error.message, error.fix
-        self.is_hung = self.is_hung or (not self.lost and isinstance(error, WorkerHung))
         name = "generator" if self.handle.role == "generators" else self.handle.role
         kind = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
         self.fail(kind(f"{name} {self.rank} is lost: {reason}", fix=fix))

@@ -18,7 +18,7 @@ from rollick.data.batch import Batch, TokenValues, TopTokens
 from rollick.errors import RollickError
 from rollick.infer.engine import Capability
 from rollick.roles.reports import CriticReport, EngineRecord, TrainReport
-from rollick.trainer.snapshot import SnapshotRecord
+from rollick.trainer.snapshot import SnapshotBytes, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import Completion, EngineLoad, FloatArray, PolicyVersion, Request, SampleId
 from rollick.weights.channels.base import PublishOutcome
@@ -69,11 +69,23 @@ class TrainedRole(Role, Protocol):
 
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...
-    def write_snapshot(self, path: str) -> SnapshotRecord:
-        """Copy the state of this rank into the controller's memory at `path`."""
+    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
+        """Copy the state of this rank into the memory at `path` of a machine. If that is another
+        one, into memory of this process: the record has its path."""
         ...
 
-    def restore_snapshot(self, record: SnapshotRecord) -> None: ...
+    def read_snapshot_part(self, path: str, offset: int, size: int) -> Awaitable[SnapshotBytes]:
+        """A part of a snapshot in memory of this process."""
+        ...
+
+    def machine(self) -> Awaitable[str]: ...
+    def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> Awaitable[str]:
+        """Receive a part of a snapshot from another machine. Returns the path of its memory."""
+        ...
+
+    def restore_snapshots(self, records: Sequence[SnapshotRecord]) -> None:
+        """Take over the state of a snapshot of this rank, or of all ranks of another number."""
+        ...
 
 
 class PolicyRole(TrainedRole, Protocol):

@@ -37,7 +37,7 @@ class Publisher:
         """Whether a lost engine is restarted, and then gets the current version."""
         self._policy = roles.policy
         self._generators = roles.generators
-        self._device_map = roles.device_map
+        self._roles = roles
         self._policy_location: ProcessLocation | None = None
         self._locations: dict[int, ProcessLocation] = {}
         """Where each generator runs."""
@@ -69,8 +69,9 @@ class Publisher:
         lost = generators.lost_ranks
         try:
             await self.publish(version, without=lost, keep_cache=keep_cache)
-        except (WorkerError, EngineLost):
-            # If all engines pass a health check, the failure is not that of a lost engine.
+        except (WorkerError, EngineLost, WeightError):
+            # A transfer between machines also fails at the policy, maybe first. If all engines pass
+            # a health check, the failure is not that of a lost engine.
             await generators.health_check()
             known, lost = lost, generators.lost_ranks
             none_left = len(lost) == generators.ranks
@@ -92,7 +93,7 @@ class Publisher:
             if rank not in self._locations:
                 self._locations[rank] = await self._generators.process_location(rank)
         return plan_publish(
-            self._device_map,
+            self._roles.device_map,
             policy=self._policy_location,
             generators={rank: self._locations[rank] for rank in ranks},
             config=self.config,

@@ -139,7 +139,7 @@ class Fleet:
         return {uid.group for uid in result.damaged}
 
     def end_step(self) -> list[int]:
-        """Give each engine work by its speed; returns those that are called slow since now."""
+        """Give each engine work by its speed; returns those that have become slow."""
         newly_slow = self.speeds.end_step()
         for number in self.engines:
             self.router.set_weight(number, self.speeds.weight(number))

@@ -4,9 +4,8 @@
                 ^                                                                 |
                 +------------- a dropped or trained group frees its slot ---------+
 
-Owns the tasks, one for each sample in flight. The ledger decides which groups start and make a
-batch, the router which engine gets a request. No loop polls: each event starts what it makes
-possible.
+Owns the tasks, one for each sample. The ledger decides which groups start and make a batch, the
+router which engine gets a request. No loop polls: each event starts what it makes possible.
 """
 
 from __future__ import annotations
@@ -395,6 +394,7 @@ class Rollout:
                 await self._changed.wait()
         except TimeoutError:
             awaited = self.ledger.awaited_samples(self.version, count)
-            if self._clock() >= self._samples.stuck_at(awaited, limit_s=limit_s):
+            limits_s = {"limit_s": limit_s, "score_limit_s": self._deps.score_limit_s}
+            if self._clock() >= self._samples.stuck_at(awaited, **limits_s):
                 waits = self.describe_waits(count)
                 raise limits.stuck_error(waits, step=self.step + 1, stuck_after_s=limit_s) from None

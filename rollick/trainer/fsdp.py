@@ -43,7 +43,12 @@ from rollick.trainer.microbatch import (
 from rollick.trainer.offload import OffloadedTensors
 from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
 from rollick.trainer.parallel.balance import RowCost, plan_ranks
-from rollick.trainer.parallel.checkpoint import load_state, save_state
+from rollick.trainer.parallel.checkpoint import (
+    describe_shards,
+    load_snapshots,
+    load_state,
+    save_state,
+)
 from rollick.trainer.parallel.collectives import all_sum, wait_for_all
 from rollick.trainer.parallel.mesh import Grid, GridShape, join_process_group
 from rollick.trainer.parallel.optimizer import ShardedOptimizer
@@ -179,7 +184,11 @@ class FsdpStrategy:
         """Of the shards on this rank."""
         self.wake()
         tensors = {**self.optimizer.tensors(), "rng.cpu": torch.get_rng_state()}
-        return TrainState(tensors, self.optimizer.steps)
+        return TrainState(tensors, self.optimizer.steps, describe_shards(self.sharded.state()))
+
+    def restore_all(self, states: Sequence[TrainState]) -> None:
+        self.wake()
+        self.sharded.resume(load_snapshots(states, self.sharded.state()))
 
     @torch.no_grad()
     def restore(self, state: TrainState) -> None:

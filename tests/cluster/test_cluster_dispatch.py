@@ -51,7 +51,7 @@ def test_no_split_is_possible_over_no_ranks():
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 7))
-def test_no_rank_carries_more_than_its_share_and_one_item(costs, ranks):
+def test_no_rank_has_more_than_its_share_and_one_item(costs, ranks):
     plan = plan_split(costs, ranks)
     assert sorted(item for part in plan for item in part) == list(range(len(costs)))
     loads = [sum(costs[item] for item in part) for part in plan]
@@ -71,7 +71,9 @@ def test_tokens_come_back_in_the_order_of_the_batch(lengths, ranks):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5))
-def test_several_numbers_a_token_and_one_a_sample_come_back_in_order_too(lengths, ranks):
+def test_results_with_several_numbers_per_token_or_one_per_sample_are_returned_in_order(
+    lengths, ranks
+):
     batch = batch_of(lengths)
     parts, plan = split_batch(batch, ranks)
     tops = [np.stack([part.token_ids_N, -part.token_ids_N], 1) for part in parts]

@@ -16,7 +16,7 @@ from conftest import figures, learner_state, toy
 from ledger_audit import audit
 
 from rollick import RunResult, run_recipe
-from rollick.cluster.pool import start_ray
+from rollick.cluster.ray_start import start_ray
 from rollick.commands.doctor import examine
 from rollick.data.store import load_batch
 from rollick.errors import RollickError

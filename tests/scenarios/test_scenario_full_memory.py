@@ -19,7 +19,7 @@ from marked_processes import marked_environment
 
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore
-from rollick.cluster.pool import start_ray
+from rollick.cluster.ray_start import start_ray
 from rollick.config.load import dump_recipe
 from rollick.errors import EXIT_RETRY, WorkerOutOfMemory
 from rollick.observe.faults import read_faults
