@@ -87,6 +87,12 @@ class WorkerHung(WorkerLost):
     """A worker process did not answer before its deadline, or makes no progress."""
 
 
+class WorkerOutOfMemory(WorkerError):
+    """A call to a worker could not allocate memory."""
+
+    exit_code = EXIT_RETRY
+
+
 class NodeLost(WorkerLost):
     """The machine of a worker is off, hangs, or cannot be reached."""
 
@@ -133,6 +139,10 @@ class EngineLost(EngineError):
     exit_code = EXIT_RETRY
 
 
+class EngineCorrupt(EngineLost):
+    """The weights of an engine changed without an update, for example by a memory error."""
+
+
 class StuckError(RollickError):
     """No progress within a deadline. The message states what waits for what."""
 
@@ -158,3 +168,10 @@ class MissingExtra(RollickError):
     def of(cls, package: str, extra: str) -> MissingExtra:
         fix = f"install it with: pip install 'rollick[{extra}]'"
         return cls(f"{package} is not installed", fix=fix)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: in Python, in torch on the CPU, or on a GPU."""
+    names = {each.__name__ for each in type(error).__mro__}
+    of_torch = "can't allocate memory" in str(error)
+    return of_torch or not names.isdisjoint({"MemoryError", "OutOfMemoryError"})

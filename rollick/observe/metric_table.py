@@ -143,6 +143,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "time/goodput/faults/*": ("faults", "Faults of the run by role."),
     "time/goodput/recovery/*": ("s", "Median time from a fault to its repair by role."),
     "speed/slow_engines": ("engines", "Engines that decode at half of the others' speed or less."),
+    "speed/slow_ranks": ("ranks", "Ranks of the policy at half of the others' speed or less."),
     "speed/tokens_per_s": ("tokens/s", "Sampled tokens divided by the duration of the step."),
     "memory/predicted_gb": ("GB", "Predicted peak of the largest process: full batches and slots."),
     "memory/peak_gb": ("GB", "Measured peak of the largest process: torch's (GPU) or resident."),

@@ -51,7 +51,8 @@ class EngineRestarter:
     async def watch(self) -> AsyncGenerator[EngineRestarter]:
         """Watches the engines until the block ends."""
         ranks = range(self.generators.ranks)
-        self.rollout.fleet.may_gain_engine = lambda: any(self._may_restart(rank) for rank in ranks)
+        may_restart = lambda: any(self._may_restart(rank) for rank in ranks)  # noqa: E731
+        self.rollout.fleet.may_gain_engine = self.publisher.may_gain_engine = may_restart
         tasks = [asyncio.create_task(self._watch(r), name=f"restart generator {r}") for r in ranks]
         try:
             yield self

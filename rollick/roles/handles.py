@@ -99,6 +99,12 @@ class Policy(TrainedHandle[PolicyRole]):
         """[N]: like `logprobs`, but of the base model, with the LoRA adapters disabled."""
         return await self.retry(lambda: self.call_collective(PolicyRole.reference_logprobs, batch))
 
+    async def measure_speeds(self, shares: Sequence[float]) -> list[float]:
+        """The seconds of each rank for the same work. Batches are then divided by the shares."""
+        method, each = PolicyRole.measure_speed, [list(shares)] * self.ranks
+        seconds = await self.retry(lambda: self.scatter(method, each))
+        return [value for value in seconds if value is not None]
+
     async def process_location(self) -> ProcessLocation:
         """Location of rank 0, the rank that sends the weights."""
         return await self.call_rank(0, PolicyRole.process_location)

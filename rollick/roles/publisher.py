@@ -4,7 +4,7 @@
               shares the policy's storage
     transfer  every engine that needs a copy receives the weights
     verify    each engine compares the fingerprint; a difference stops the publish, and no engine
-              changes
+              changes. An engine whose present weights are damaged is lost
     commit    every engine switches to the new version between two of its decode steps
 
 An engine that shares the policy's storage only commits the version. It must be paused from before
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 from rollick.config.schema import WeightsConfig
@@ -33,6 +33,8 @@ class Publisher:
         self.config = config or WeightsConfig()
         self.transferred_bytes = 0
         """Bytes that the policy offered at the last publish, summed over the channels."""
+        self.may_gain_engine: Callable[[], bool] = lambda: False
+        """Whether a lost engine is restarted, and then gets the current version."""
         self._policy = roles.policy
         self._generators = roles.generators
         self._roles = roles
@@ -72,7 +74,8 @@ class Publisher:
             # a health check, the failure is not that of a lost engine.
             await generators.health_check()
             known, lost = lost, generators.lost_ranks
-            if lost == known or len(lost) == generators.ranks:
+            none_left = len(lost) == generators.ranks
+            if lost == known or (none_left and not self.may_gain_engine()):
                 raise
             await self.publish(version, without=lost, keep_cache=keep_cache)
         if lost:

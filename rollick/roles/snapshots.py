@@ -101,6 +101,28 @@ class RoleSnapshots:
             await self.handle.train(batch)
         return len(self.untaken)
 
+    @property
+    def can_roll_back(self) -> bool:
+        return self._newest is not None and bool(self._older.records)
+
+    @property
+    def _older(self) -> _Slot:
+        """The snapshot before the newest one, if it has records."""
+        return next(slot for slot in self._slots if slot is not self._newest)
+
+    async def roll_back(self) -> int:
+        """Restore the snapshot before the newest one, in the same processes. Returns how many
+        batches this undoes, at least: those since the newest, and one before."""
+        assert self.can_roll_back, "there are two snapshots"
+        older = self._older
+        async with older.in_use:
+            await self.handle.restore_snapshots(older.records, older.memories)
+        undone = len(self.untaken) + 1
+        self._newest = older
+        self._older.records = []
+        self.untaken.clear()
+        return undone
+
     @asynccontextmanager
     async def hold(self) -> AsyncGenerator[tuple[SnapshotMemory, SnapshotRecord] | None]:
         """The newest snapshot, which does not change while the block runs. None if it does not

@@ -138,11 +138,27 @@ class WorkerRecovery:
         for role, snapshots in self.snapshots.items():
             await self.run(role, snapshots.take)
 
-    def finish_step(self, *, amortise: bool = False) -> None:
-        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
-        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them."""
-        self._budget.refill()
+    def cannot_roll_back(self) -> str:
+        """Why the trained roles cannot go back to earlier snapshots; empty if they can."""
         if not self.snapshots:
+            return "there are no snapshots (checkpoint.snapshot, cluster.backend=ray)"
+        if not all(snapshots.can_roll_back for snapshots in self.snapshots.values()):
+            return "there is no snapshot from before them"
+        return ""
+
+    async def roll_back(self) -> int:
+        """Restore the trained roles from the snapshots before the newest ones. Returns how many
+        batches this undoes."""
+        await self.settle()
+        undone = [await self.run(role, taken.roll_back) for role, taken in self.snapshots.items()]
+        return max(undone)
+
+    def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
+        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
+        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them. With
+        `hold`, keep those that there are."""
+        self._budget.refill()
+        if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(taken.seconds for taken in self.snapshots.values())
         if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:

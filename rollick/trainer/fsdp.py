@@ -61,6 +61,7 @@ from rollick.trainer.parallel.shard import (
     load_shards,
     shard,
 )
+from rollick.trainer.parallel.speed import measure_seconds, replica_shares
 from rollick.trainer.router_balance import ExpertBalance, Routing
 from rollick.trainer.strategy import (
     LossFn,
@@ -91,6 +92,8 @@ class FsdpStrategy:
             os.environ.update(safe_environment())
         self.precision = Precision(dtype or torch.float32, compute)
         self.offload = parallel.offload
+        self._shares: Sequence[float] = ()
+        """How much of a batch each replica gets."""
         tree, experts = build_tree(
             recipe.model, self.grid, parallel=parallel, master=self.precision.master
         )
@@ -203,6 +206,10 @@ class FsdpStrategy:
     def wake(self) -> None:
         self._offloaded.restore_from_host()
 
+    def measure_speed(self, shares: Sequence[float]) -> float:
+        self._shares = replica_shares(shares, replicas=self.grid.shape.replicas)
+        return measure_seconds(self.device)
+
     def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
         check_lengths(self.model, part.lengths_B.tolist())
         packed = pack(
@@ -259,6 +266,7 @@ class FsdpStrategy:
             groups_B=part.group_B.tolist(),
             shared_B=sample_prefixes(part).tolist() if shares else [0] * part.samples,
             keep_groups=self.recipe.compares_pairs,
+            shares=self._shares,
         )
         return [useful[index] for index in plan[self.grid.replica]]
 

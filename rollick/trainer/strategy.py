@@ -135,6 +135,16 @@ class TrainStrategy(Protocol):
 
 
 @runtime_checkable
+class HasRanks(Protocol):
+    """A strategy whose ranks divide each batch among themselves."""
+
+    def measure_speed(self, shares: Sequence[float]) -> float:
+        """The seconds that this rank needs for a fixed work. Batches are divided by `shares`, one
+        for each rank, from now on."""
+        ...
+
+
+@runtime_checkable
 class IsSharded(Protocol):
     """A strategy with many ranks, which can continue with another number of them."""
 

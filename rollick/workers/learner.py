@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,14 @@ from rollick.roles.protocols import PolicyRole
 from rollick.roles.reports import TrainReport
 from rollick.trainer.lora import Adapters
 from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
-from rollick.trainer.strategy import HasAdapters, LossFn, LossReport, OptimReport, TrainStrategy
+from rollick.trainer.strategy import (
+    HasAdapters,
+    HasRanks,
+    LossFn,
+    LossReport,
+    OptimReport,
+    TrainStrategy,
+)
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
 from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import WeightManifest
@@ -87,6 +94,9 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
             message = f"strategy {self.recipe.train.strategy} has no adapters to disable"
             raise ConfigError(message, fix="set devices.reference to load a reference model")
         return self.strategy.reference_logprobs(batch)
+
+    def measure_speed(self, shares: Sequence[float]) -> float:
+        return self.strategy.measure_speed(shares) if isinstance(self.strategy, HasRanks) else 0.0
 
     def process_location(self) -> ProcessLocation:
         return process_location(adapters=self._adapters is not None)

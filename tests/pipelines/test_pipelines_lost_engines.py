@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 from ledger_audit import audit, check_ledger
 
 from rollick.cluster.group import WorkerGroup
@@ -228,6 +229,24 @@ async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
     with pytest.raises(EngineLost, match="restarts are used up"):
         async with asyncio.timeout(60):
             await run()
+
+
+async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None:
+    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+        await pipeline.step()
+        host = pipeline.roles.device_map.host_of("generators", 1)
+        transport: Any = group_of(pipeline)._transport
+        worker = transport._hosts[host.index]._running_roles["generators"].role
+
+        def allocate_too_much() -> Any:
+            return torch.empty(1 << 60)
+
+        worker.engine.runner.step = allocate_too_much
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        [fault] = losses(pipeline)
+        assert (fault.rank, fault.kind) == (1, "killed")
+        assert "out of memory" in fault.cause
+        check_ledger(pipeline.source.rollout.ledger)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""A learner whose process is killed: the run continues and ends with the same weights, metrics and
-samples as without the fault."""
+"""A learner or critic whose process is killed: the run goes on, and ends with the same weights,
+metrics and samples as without the fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from conftest import checkpoint_state, figures, toy
-from dying_learner import POINTS, VARIABLE, install
+from dying_learner import CRITIC_POINTS, POINTS, VARIABLE, install
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.ray_start import start_ray
@@ -31,6 +31,7 @@ FIXED = (
 ALL_POINTS = [f"{point}:2" for point in POINTS]
 SEPARATE = "devices.generators=cpu:1"
 STEPS = 3
+CRITIC = ("algorithm=ppo", "devices.critic=cpu:1", "train.strategy=local")
 TWO_RANKS = ("devices.policy=cpu:0-1", "devices.generators=cpu:2", "train.strategy=dying_fsdp")
 
 Run = Callable[..., RunResult]
@@ -80,8 +81,10 @@ def check_equal(faulty: RunResult, calm: RunResult) -> None:
     assert rows(faulty.folder, "samples.jsonl") == rows(calm.folder, "samples.jsonl")
 
 
-def check_repaired(result: RunResult, *, times: int = 1, kind: str = "killed") -> None:
-    faults = faults_of(result, "policy")
+def check_repaired(
+    result: RunResult, *, role: str = "policy", times: int = 1, kind: str = "killed"
+) -> None:
+    faults = faults_of(result, role)
     assert [fault.kind for fault in faults] == [kind] * times
     assert all(fault.rejoined_at is not None for fault in faults)
 
@@ -104,6 +107,20 @@ def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
     calm = run("calm", *options, steps=steps)
     faulty = run("faulty", *options, steps=steps, die=ALL_POINTS)
     check_repaired(faulty, times=len(POINTS))
+    check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_critic_that_is_killed_at_eight_points_ends_with_the_same_weights(
+    run: Run, seed: int
+) -> None:
+    options, steps = (*CRITIC, f"run.seed={seed}"), len(CRITIC_POINTS) + 2
+    calm = run("calm", *options, steps=steps)
+    assert any(name.startswith("critic/") for name in checkpoint_state(calm))
+    faulty = run("faulty", *options, steps=steps, die=[f"{point}:2" for point in CRITIC_POINTS])
+    check_repaired(faulty, role="critic", times=len(CRITIC_POINTS))
     check_equal(faulty, calm)
 
 

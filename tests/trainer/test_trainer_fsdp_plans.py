@@ -15,6 +15,7 @@ from rollick.models.attention.varlen import ROOT
 from rollick.trainer.parallel.balance import RowCost, plan_ranks
 from rollick.trainer.parallel.context import cut_segments, plan_cuts
 from rollick.trainer.parallel.mesh import GridShape
+from rollick.trainer.parallel.speed import replica_shares
 from rollick.trainer.parallel.tensor import word_of
 
 FLAT = RowCost(token=1.0, pair=0.0)
@@ -46,6 +47,18 @@ def test_samples_with_a_shared_prefix_stay_together_unless_a_rank_would_be_idle(
     assert together == [[0, 1], [2, 3]]
     alone = plan_ranks([6, 6, 6], ranks=2, cost=FLAT, groups_B=[0, 0, 0], shared_B=[4] * 3)
     assert sorted(len(part) for part in alone) == [1, 2]
+
+
+def test_a_slow_rank_gets_less_work():
+    samples = {"lengths_B": [4] * 9, "groups_B": list(range(9)), "shared_B": [0] * 9}
+    parts = plan_ranks(**samples, ranks=2, cost=FLAT, shares=[0.5, 1.0])
+    assert [len(part) for part in parts] == [3, 6]
+    equal = plan_ranks(**samples, ranks=2, cost=FLAT)
+    assert equal == plan_ranks(**samples, ranks=2, cost=FLAT, shares=[1.0, 1.0])
+
+
+def test_the_ranks_that_share_a_sample_are_as_slow_as_the_slowest():
+    assert replica_shares([1.0, 0.5, 1.0, 1.0], replicas=2) == [0.5, 1.0]
 
 
 def test_pairs_are_never_cut():

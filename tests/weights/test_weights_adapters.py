@@ -18,7 +18,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.schema import ClusterConfig, Recipe, WeightsConfig
 from rollick.config.schema.losses import PpoLoss
-from rollick.errors import EngineError, WeightError
+from rollick.errors import EngineCorrupt, EngineError, WeightError
 from rollick.infer.engine import Capability, VerifiedWeights
 from rollick.infer.native.engine import NativeEngine
 from rollick.models.loading.fingerprint import fingerprint
@@ -200,6 +200,25 @@ async def test_without_its_adapter_a_weight_is_that_of_the_model_again(folder: P
         await engine_of(parts).update(none, PolicyVersion(2))
         assert held(parts) == begun
         assert engine_of(parts).fingerprint() == begun
+
+
+@pytest.mark.parametrize("part", ["merged", "kept for merging"])
+async def test_a_flipped_byte_is_found_in_merged_weights_and_in_their_base(
+    folder: Path, part: str
+) -> None:
+    parts = Parts()
+    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
+        train(parts, 0)
+        await publisher.publish(PolicyVersion(1))
+        engine = engine_of(parts)
+        await engine.check_weights()
+        name, base = next(iter(engine.weights._base.items()))
+        weight = (
+            base if part == "kept for merging" else dict(engine.module.named_parameters())[name]
+        )
+        weight.detach().view(torch.uint8).view(-1)[3] ^= 0x40
+        with pytest.raises(EngineCorrupt, match="its memory was damaged"):
+            await engine.check_weights()
 
 
 def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> None:

@@ -696,3 +696,29 @@ def test_a_fruitless_query_does_not_scan_every_group(monkeypatch):
 
     monkeypatch.setattr(ledger._table, "active", Unreadable(ledger._table.active))
     assert take(ledger, 1) is None
+
+
+def test_the_next_batch_is_the_one_that_is_taken():
+    ledger = make_ledger(2, 1, staleness=1)
+    uids = fill(ledger)
+    assert ledger.next_batch(PolicyVersion(0)) == ()
+    for uid in uids:
+        complete(ledger, uid)
+    expected = ledger.next_batch(PolicyVersion(0))
+    assert ledger.next_batch(PolicyVersion(0)) == expected, "looking changes nothing"
+    taken = ledger.take(PolicyVersion(0))
+    assert taken is not None
+    assert taken.uids == expected
+
+
+def test_dropped_groups_in_flight_are_replaced_and_a_batch_is_left_alone():
+    ledger = make_ledger(1, 1, staleness=2, drops_allowed=0)
+    first, second, third = fill(ledger)
+    complete(ledger, first)
+    assert ledger.take(PolicyVersion(0)) is not None
+    removed = ledger.drop_groups([third, second, first, 99], "damaged_engine")
+    assert removed.dropped == ((second, "damaged_engine"), (third, "damaged_engine"))
+    assert {uid.group for uid in removed.unfinished} == {second, third}
+    assert len(fill(ledger)) == 2, "these drops do not count against the limit"
+    assert ledger_counts(ledger).dropped_by_reason == {"damaged_engine": 2}
+    check_ledger(ledger)
