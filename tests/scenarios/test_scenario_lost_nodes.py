@@ -27,7 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FIXED = ("run.deterministic=true", "train.optimizer.lr=1e-4", "sampling.max_tokens=20")
 LEARNER_APART = ("devices.policy=cpu:1", "devices.generators=cpu:0")
 ENGINE_APART = ("devices.generators=cpu:1-2",)
-RANK_APART = ("devices.policy=cpu:1-2", "devices.generators=cpu:0", "train.strategy=fsdp")
+RANK_APART = (
+    "devices.policy=cpu:1-2",
+    "devices.generators=cpu:0",
+    "train.strategy=fsdp",
+    "run.deterministic=false",
+)
 ON_CLUSTER = ("cluster.backend=ray", "cluster.cpus_per_worker=1", "cluster.place_timeout_s=25")
 FAULT_AT, STEPS = 5, 40
 END_S = 150.0
