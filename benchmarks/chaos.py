@@ -184,9 +184,14 @@ class ChaosRun:
         del self._faults[0]
 
     def _controller(self) -> int | None:
-        for process in find_descendants(self.process.pid):
+        """The run's main process. A standby has the same command line before and after it takes
+        over, so the run itself tells which one it is."""
+        status, below = read_situation(self.folder), find_descendants(self.process.pid)
+        for process in below:
             words = _command(process.pid)
-            if b"train" in words and b"--restarts" not in words:
+            is_run = b"train" in words and b"--restarts" not in words
+            is_first = is_run and b"--wait" not in words
+            if is_first or (status is not None and status.pid == process.pid):
                 return process.pid
         return None
 
@@ -334,6 +339,7 @@ def main() -> None:
     parser.add_argument("--standby-for-both", action="store_true")
     parser.add_argument("--out", type=Path, help="keep the runs in this folder")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ends the runs.
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.out or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
