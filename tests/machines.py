@@ -30,6 +30,8 @@ from typing import Any, Self
 
 import pytest
 
+from rollick.children.process_tree import signal_on_parent_death
+
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
 CLONE_NEWNET = 0x40000000
 MTU = 9000
@@ -53,7 +55,11 @@ class Machine:
         self.address = f"10.77.0.{number + 1}"
         flags = ["--net", "--pid", "--mount", "--uts", "--mount-proc", "--fork", "--kill-child"]
         prepare = ["bash", "-ec", PREPARE, f"machine{number}"]
-        self._outer = subprocess.Popen(["unshare", *flags, *prepare], stderr=subprocess.DEVNULL)
+        self._outer = subprocess.Popen(
+            ["unshare", *flags, *prepare],
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,
+        )
         self.init = _wait_for_child(self._outer.pid)
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -164,6 +170,11 @@ class Machines:
             with suppress(OSError):
                 machine.send(signal.SIGCONT)
         self._stack.close()
+
+
+def _end_with_parent() -> None:
+    """A test process that is killed leaves no machines."""
+    signal_on_parent_death(signal.SIGKILL)
 
 
 def can_create_machines() -> bool:
