@@ -20,6 +20,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from plugin_package import write_plugins
+
 from rollick.data.batch import Batch
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
@@ -38,10 +40,10 @@ POINTS = (
     "publish",
 )
 CRITIC_POINTS = (*POINTS[:-1], "values")
-ENTRY_POINTS = """[rollick.train_strategies]
-dying = dying_learner:DyingLocal
-dying_fsdp = dying_learner:DyingFsdp
-"""
+STRATEGIES = {
+    "dying": "dying_learner:DyingLocal",
+    "dying_fsdp": "dying_learner:DyingFsdp",
+}
 REPLACE_CRITIC = """
 import importlib.abc, importlib.util, sys
 
@@ -71,12 +73,9 @@ _VISITS: Counter[str] = Counter()
 
 def install(folder: Path) -> str:
     """Writes a package with the strategies as plugins; returns the value for PYTHONPATH."""
-    metadata = folder / "dying_learner-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dying-learner\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    path = write_plugins(folder, "train_strategies", STRATEGIES)
     (folder / "sitecustomize.py").write_text(REPLACE_CRITIC)
-    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
+    return path
 
 
 def die_at(point: str, *, rank: int = 0) -> None:

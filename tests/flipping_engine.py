@@ -11,22 +11,17 @@ import os
 from pathlib import Path
 
 import torch
+from plugin_package import write_plugins
 
 from rollick.infer.native.engine import NativeEngine
 from rollick.types import Completion, Request
 
 VARIABLE = "FLIPPING_ENGINE"
-ENTRY_POINTS = "[rollick.engines]\nflipping = flipping_engine:FlippingEngine\n"
 
 
 def install(folder: Path) -> str:
-    """Writes a package with the engine as a plugin; returns the value for PYTHONPATH."""
-    metadata = folder / "flipping_engine-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    name = "Metadata-Version: 2.1\nName: flipping-engine\nVersion: 1.0\n"
-    (metadata / "METADATA").write_text(name)
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    return os.pathsep.join([str(folder), str(Path(__file__).parent)])
+    """Returns the value for PYTHONPATH."""
+    return write_plugins(folder, "engines", {"flipping": "flipping_engine:FlippingEngine"})
 
 
 def flip_byte(engine: NativeEngine) -> None:

@@ -1,5 +1,6 @@
 """`rollick doctor` and `rollick trace`: a run that hangs, one that died, one that ended."""
 
+import asyncio
 import json
 import logging
 import os
@@ -10,17 +11,20 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_package import write_plugins
 from rich.console import Console
 
 from rollick import LoadedRecipe, RunResult
 from rollick.commands.doctor import environment_facts, examine
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, StuckError
+from rollick.infer.native.engine import NativeEngine
 from rollick.observe.diagnosis import (
     QUIET_AFTER_S,
     SILENT_AFTER_S,
@@ -36,6 +40,7 @@ from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
 from rollick.run_folder import run_lock
 from rollick.testing.toys import toy_recipe
+from rollick.types import Completion, Request
 
 Toy = Callable[..., LoadedRecipe]
 
@@ -158,46 +163,48 @@ def test_the_doctor_reports_a_killed_run_as_dead_and_how_to_resume(
     assert "run the same command with --resume to continue from the beginning" in report
 
 
-def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
-    toy: Toy, caplog: pytest.LogCaptureFixture
-) -> None:
-    def hangs(completion: str) -> float:
-        time.sleep(300)
-        return 0.0
+class HangingEngine(NativeEngine):
+    """Rewards, environments and agents have time limits; generation has none."""
 
-    domain = {"source": "rollick.testing.toys:letter_rows", "rewards": ["object:reward"]}
-    loaded = toy("run.stuck_after_s=1", data={"domains": {"letters": domain}})
+    async def generate(self, request: Request) -> Completion:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.fixture
+def hanging_toy(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    targets = {"hanging": f"{__name__}:HangingEngine"}
+    monkeypatch.syspath_prepend(write_plugins(tmp_path / "x", "engines", targets).split(":")[0])
+    return partial(toy, "infer.engine=hanging", "run.stuck_after_s=1")
+
+
+def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
+    hanging_toy: Toy, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = hanging_toy()
     with caplog.at_level(logging.ERROR, "rollick"), pytest.raises(StuckError, match="step 1 waits"):
-        run_recipe(loaded, objects=RunObjects(rewards={"reward": hangs}))
+        run_recipe(loaded)
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     stacks = (folder / "stuck.txt").read_text()
-    assert "step 1 waits for group 0: sample 0 being scored for 1" in stacks
+    assert "step 1 waits for group 0: sample 0 generating on engine 0 for 1" in stacks
     tasks, threads = stacks.split("\nthreads\n")
     assert "\ng0.0\n" in tasks
-    assert "RewardPool.score" in tasks.split("\ng0.0\n")[1].split("\ng0.1\n")[0]
+    assert "RemoteEngine.generate" in tasks.split("\ng0.0\n")[1].split("\ng0.1\n")[0]
     assert "most recent call first" in threads
-    assert "step 1 waits for group 0: sample 0 being scored" in caplog.text
+    assert "step 1 waits for group 0: sample 0 generating" in caplog.text
     diagnosis = examine(folder)
     assert diagnosis.state == "failed"
     assert "step 1 waits for group 0" in diagnosis.headline
     assert "stuck.txt" in diagnosis.advice
 
 
-def test_a_hang_in_validation_is_reported_while_its_samples_still_hang(toy: Toy) -> None:
-    def hangs(completion: str) -> float:
-        time.sleep(300)
-        return 0.0
-
-    source = "rollick.testing.toys:letter_rows"
-    trained = {"source": source, "rewards": ["rollick.testing.toys:says_letter"]}
-    held_out = {"source": source, "rewards": ["object:reward"]}
-    data = {"domains": {"letters": trained}, "validation": {"letters": held_out}}
-    loaded = toy("run.stuck_after_s=1", "evaluate.at_start=true", data=data)
+def test_a_hang_in_validation_is_reported_while_its_samples_still_hang(hanging_toy: Toy) -> None:
+    loaded = hanging_toy("evaluate.at_start=true")
     with pytest.raises(StuckError):
-        run_recipe(loaded, objects=RunObjects(rewards={"reward": hangs}))
+        run_recipe(loaded)
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     stacks = (folder / "stuck.txt").read_text()
-    assert "the validation of step 0 waits for group -1: sample 0 being scored" in stacks
+    assert "the validation of step 0 waits for group -1: sample 0 generating" in stacks
     assert "\ng-1.0\n" in stacks
 
 

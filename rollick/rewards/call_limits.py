@@ -14,6 +14,7 @@ the pool then scores the sample 0.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Generator
@@ -80,9 +81,15 @@ def limit_call(cpu_s: float) -> Generator[None, None, None]:
 
 
 def _raise_exceeded(number: int, frame: FrameType | None) -> None:
-    if frame is not None and frame.f_globals.get("__name__") in WEAKREF_MODULES:
+    if frame is not None and _drops_exceptions(frame):
         return  # the timer fires again
     raise CallLimitExceeded("the call exceeded its CPU time")
+
+
+def _drops_exceptions(frame: FrameType) -> bool:
+    """Whether Python would only print an exception that is raised here."""
+    is_gc = any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
+    return is_gc or frame.f_globals.get("__name__") in WEAKREF_MODULES
 
 
 def _set_memory_limit(current: tuple[int, int]) -> None:

@@ -53,6 +53,7 @@ class Client:
         self.started: list[str] = []
         self.ended: dict[str, asyncio.Event] = {}
         self.files: list[bool] = []
+        self.loaded = ""
 
     async def generate(self, prompt: Any, params: Any, part: str) -> AsyncGenerator[Any]:
         ended = self.ended[part] = asyncio.Event()
@@ -76,10 +77,12 @@ class Client:
     async def sleep(self, level: int) -> None:
         await self._unless("sleep")
 
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[str]:
-        self.files.append(Path(args[0]).exists())  # noqa: ASYNC240
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[str]:
+        for path in args:
+            self.files.append(Path(path).exists())  # noqa: ASYNC240
+            self.loaded = fingerprint(read_bundle(path))
         await self._unless(method)
-        return [fingerprint(read_bundle(args[0]))]
+        return [self.loaded]
 
     async def _unless(self, method: str) -> None:
         if method == self.hanging:

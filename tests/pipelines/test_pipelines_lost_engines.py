@@ -164,7 +164,7 @@ def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int 
     """The host of a generator is dead until it has been restarted, the first times in vain."""
     transport = group_of(pipeline)._transport
     send: Callable[..., Awaitable[Any]] = transport.send
-    restart: Callable[..., Awaitable[None]] = transport.restart
+    replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
     left = restarts_fail + 1
 
     async def cut(host: Any, call: Any, shared: Any) -> Any:
@@ -172,12 +172,12 @@ def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int 
             raise WorkerError(f"{host} died")
         return await send(host, call, shared)
 
-    async def restarted(host: Any) -> None:
+    async def replaced(hosts: Any) -> Any:
         nonlocal left
         left -= 1
-        await restart(host)
+        return await replace_hosts(hosts)
 
-    transport.send, transport.restart = cut, restarted  # type: ignore[method-assign]
+    transport.send, transport.replace = cut, replaced  # type: ignore[method-assign]
 
 
 async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> list[Group]:

@@ -44,9 +44,12 @@ def test_where_no_sample_passes_the_best_validation_has_the_highest_score(run_to
     assert line.endswith("0.1 before (step 0) → 0.3 best (step 40) → 0.2 last (step 60)")
     # A learning rate so high that the score falls; a threshold that nobody reaches.
     options = ["evaluate.every=1", "checkpoint.every=1", "rollout.drop_no_signal=false"]
-    run = run_toy(*options, "evaluate.pass_threshold=2", "train.optimizer.lr=1", steps=4)
+    run = run_toy(
+        *options, "evaluate.pass_threshold=2", "train.optimizer.lr=0.03", "run.seed=1", steps=4
+    )
     assert {one.pass_at_1 for one in run.held_out} == {0.0}
     highest = max(run.held_out, key=lambda one: (one.score, one.step))
+    assert highest.step < run.step
     assert run.best_checkpoint == find_checkpoint(run.folder, best=True).step == highest.step
 
 

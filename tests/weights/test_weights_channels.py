@@ -244,7 +244,7 @@ def test_a_broadcast_to_two_processes_survives_the_loss_of_one(
     pair_of_children: tuple[Child, Child],
 ) -> None:
     children, pairs = pair_of_children, weights(1, torch.float32)
-    sender = BroadcastSender(bucket_bytes=100_000, timeout_s=30)
+    sender = BroadcastSender(bucket_bytes=100_000, timeout_s=15)
 
     def transfer(version: int, ranks: tuple[int, ...]) -> BaseException | None:
         manifest = sender.offer(pairs, PolicyVersion(version), ranks)
