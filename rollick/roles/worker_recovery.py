@@ -19,7 +19,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from rollick.cluster.devices import HostSpec
-from rollick.cluster.group import WorkerGroup
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
 from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
@@ -65,17 +64,19 @@ class WorkerRecovery:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        direct: Roles,
         make_specs: Callable[[], Sequence[RoleSpec]],
         *,
         faults: FaultLog,
         goodput: TimeAccount,
         restarts: int,
     ) -> None:
+        """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
         self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
         """Called for each new host, when its roles have their state."""
-        self._group = group
+        self._direct = direct
+        self._group = direct.group
         self._make_specs = make_specs
         self._faults = faults
         self._goodput = goodput
@@ -83,8 +84,6 @@ class WorkerRecovery:
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
         self._lock = asyncio.Lock()
-        self._direct = Roles(group)
-        """Handles without recovery."""
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
 

@@ -70,8 +70,9 @@ class TrainState:
 class TrainStrategy(Protocol):
     """Holds a model and trains it. Called from one thread.
 
-    A sharded strategy has many ranks. All must get the same calls with the same arguments in the
-    same order, and return the same results. Each call gets the full batch; the ranks divide it.
+    A sharded strategy has many ranks, which get the same calls in the same order. Each gets its own
+    rows of a batch (parallel/shares.py). Reports are those of all rows; per-token results are
+    those of the rank's rows.
     """
 
     @property
