@@ -52,7 +52,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def main() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
-    found: dict[str, list[str]] = {
+    findings: dict[str, list[str]] = {
         "functions over 80 lines": [],
         "functions over 50 lines": [],
         "files over 400 lines": [],
@@ -67,15 +67,15 @@ def main() -> None:
         lines = text.count("\n")
         total += lines
         if lines > 400:
-            found["files over 400 lines"].append(f"{name}: {lines}")
+            findings["files over 400 lines"].append(f"{name}: {lines}")
         for function in functions(tree):
             where = f"{name}:{function.lineno} {function.name}"
             if length(function) > 80:
-                found["functions over 80 lines"].append(f"{where}: {length(function)}")
+                findings["functions over 80 lines"].append(f"{where}: {length(function)}")
             if length(function) > 50:
-                found["functions over 50 lines"].append(f"{where}: {length(function)}")
+                findings["functions over 50 lines"].append(f"{where}: {length(function)}")
             if parameters(function) > 7 and not is_kernel(function):
-                found["functions with more than 7 parameters"].append(
+                findings["functions with more than 7 parameters"].append(
                     f"{where}: {parameters(function)}"
                 )
         for node in ast.walk(tree):
@@ -84,12 +84,12 @@ def main() -> None:
             if not node.name.startswith("_"):
                 classes[node.name] += 1
             if "pipelines" in path.parts and len(attributes(node)) > 12:
-                found["classes in pipelines/ with more than 12 attributes"].append(
+                findings["classes in pipelines/ with more than 12 attributes"].append(
                     f"{name}:{node.lineno} {node.name}: {len(attributes(node))}"
                 )
-    found["public class names defined twice"] = [n for n, count in classes.items() if count > 1]
+    findings["public class names defined twice"] = [n for n, count in classes.items() if count > 1]
     print(f"{total:6}  lines in rollick/")
-    for title, places in found.items():
+    for title, places in findings.items():
         print(f"{len(places):6}  {title}")
         if "--list" in sys.argv:
             for place in places:

@@ -203,13 +203,13 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"lockstep": [], "sample": [], "stale": []}
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
-            for way, found in seconds.items():
+            for way, times in seconds.items():
                 load = {"steps": args.steps, "turns": args.turns, "unit": args.unit}
-                found.append(measure(Path(folder), way, seed=seed, **load))
-                sys.stderr.write(f"{way} seed {seed}: {found[-1]:.2f} s a step\n")
+                times.append(measure(Path(folder), way, seed=seed, **load))
+                sys.stderr.write(f"{way} seed {seed}: {times[-1]:.2f} s a step\n")
     quotients = {
-        way: [slow / fast for slow, fast in zip(seconds["lockstep"], found, strict=True)]
-        for way, found in seconds.items()
+        way: [slow / fast for slow, fast in zip(seconds["lockstep"], times, strict=True)]
+        for way, times in seconds.items()
         if way != "lockstep"
     }
     figures: dict[str, Any] = {

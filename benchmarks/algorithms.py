@@ -264,8 +264,8 @@ def _reset_peak_mb() -> float:
 
 def _status_mb(field: str) -> float:
     status = PROCESS / "status"
-    found = re.search(rf"{field}:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    return int(found[1]) / 1024 if found else 0.0
+    actual = re.search(rf"{field}:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return int(actual[1]) / 1024 if actual else 0.0
 
 
 def mixtures() -> Iterator[tuple[str, dict[str, Any]]]:

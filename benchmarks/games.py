@@ -43,13 +43,13 @@ STUDENT = {1: float("nan"), 2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 def evaluations(run: Path) -> list[tuple[int, float, float]]:
     """(step, success on held-out tasks, seconds since the first step) of each validation."""
-    found: list[tuple[int, float, float]] = []
+    points: list[tuple[int, float, float]] = []
     seconds = 0.0
     for row in read_metrics(run / "metrics.jsonl"):
         seconds += row.get("time/step", 0.0)
         if "eval/pass@1" in row:
-            found.append((int(row["step"]), row["eval/pass@1"], seconds))
-    return found
+            points.append((int(row["step"]), row["eval/pass@1"], seconds))
+    return points
 
 
 @contextmanager
@@ -146,11 +146,11 @@ def summarise(args: argparse.Namespace) -> dict[str, Any]:
             "rl_seconds": curve[-1][2] if curve else 0.0,
             "curve": curve,
         }
-    whole = [entry for entry in seeds.values() if entry.get("final") is not None]
+    finished = [entry for entry in seeds.values() if entry.get("final") is not None]
     figures: dict[str, Any] = {"game": args.game, "model": args.model, "seeds": seeds}
-    if whole:
-        figures["warm_up"] = interval([entry["warm_up"] for entry in whole])
-        figures["final"] = interval([entry["final"] for entry in whole])
+    if finished:
+        figures["warm_up"] = interval([entry["warm_up"] for entry in finished])
+        figures["final"] = interval([entry["final"] for entry in finished])
     return figures
 
 

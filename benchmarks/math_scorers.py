@@ -1,18 +1,20 @@
 """Math scorers on templates of right and wrong answers: false negatives and false positives.
 
     python benchmarks/math_scorers.py --json [--verl ../verl] [--roll ../ROLL] [--errors held_out]
+    python benchmarks/math_scorers.py --gsm8k train.jsonl
     python benchmarks/math_scorers.py --speed
 
 Every template of math_templates.yaml is filled with each of its numbers, and every scorer judges
 every text. False negatives are the share of right texts that score 0, false positives the share of
 wrong texts that score 1; both are given for the templates that are used in development, for those
-that were new when they were first scored (`held_out`, `last`, `fresh`, `newest`), and for all.
+that were new when they were first scored (all other parts), and for all.
 math-verify is installed with rollick's extra `rewards`; `--verl` and `--roll` are checkouts of verl
 and ROLL.
 `--errors PART` prints the templates that rollick's scorer gets wrong. `--others` scores the texts
 of math_texts.jsonl.xz instead: six sets by authors who had not seen the scorer, 1,044 templates in
-all with 30 draws of numbers each. `--speed` measures text rewards on hostile texts of 20,000
-characters.
+all with 30 draws of numbers each. `--gsm8k` scores the first 1,000 solutions of GSM8K without their
+`####` line, and again with the answer in the last line raised by one. `--speed` measures text
+rewards on hostile texts of 20,000 characters.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import importlib.util
 import json
 import logging
 import lzma
+import re
 import sys
 import time
 from collections import Counter
@@ -39,7 +42,17 @@ import yaml
 
 TEMPLATES = Path(__file__).with_name("math_templates.yaml")
 TEXTS = Path(__file__).with_name("math_texts.jsonl.xz")
-PARTS = ("development", "held_out", "last", "fresh", "newest")
+PARTS = (
+    "development",
+    "held_out",
+    "last",
+    "fresh",
+    "newest",
+    "unseen_a",
+    "unseen_b",
+    "unseen_c",
+    "unseen_d",
+)
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
 
@@ -61,12 +74,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--errors", choices=PARTS, help="print rollick's errors in this part")
     parser.add_argument("--others", action="store_true", help="score the sets of other authors")
+    parser.add_argument("--gsm8k", type=Path, help="a file of GSM8K, such as train.jsonl")
     parser.add_argument("--speed", action="store_true", help="measure seconds on hostile texts")
     options = parser.parse_args()
     if options.speed:
         figures: dict[str, Any] = measure_speed()
-    elif options.others:
-        texts = read_texts()
+    elif options.others or options.gsm8k:
+        texts = read_solutions(options.gsm8k) if options.gsm8k else read_texts()
         scorers = load_scorers(options.verl, options.roll)
         figures = {name: judge_sets(scorer, texts) for name, scorer in scorers.items()}
     else:
@@ -90,6 +104,24 @@ def read_texts() -> list[Case]:
         Case(str(row["set"]), row["right"], str(row["template"]), row["text"], row["answer"])
         for row in rows
     ]
+
+
+def read_solutions(path: Path, limit: int = 1000) -> list[Case]:
+    """Solutions of GSM8K without the marked answer; wrong ones end with another number."""
+    cases: list[Case] = []
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line, _ in zip(file, range(limit), strict=False)]
+    for row in rows:
+        solution, _, answer = re.sub(r"<<[^>]*>>", "", row["answer"]).rpartition("####")
+        solution, answer = solution.strip(), answer.strip()
+        cases.append(Case("gsm8k", True, "", solution, answer))
+        lines, _, last = solution.rpartition("\n")
+        other = str(Decimal(answer.replace(",", "")) + 1)
+        number = rf"(?<![\d.,]){re.escape(answer)}(?!\d|[.,]\d)"
+        if re.search(number, last):
+            text = f"{lines}\n{re.sub(number, other, last)}"
+            cases.append(Case("gsm8k", False, "", text, answer))
+    return cases
 
 
 def judge_sets(scorer: Scorer, cases: list[Case]) -> dict[str, Any]:
@@ -125,6 +157,7 @@ def fill(template: str, number: str) -> str:
         "w": str(value + 3),
         "v": str(2 * value + 1),
         "n,": grouped,
+        "n,.00": f"{value:,.2f}",
         "n{,}": grouped.replace(",", "{,}"),
         "n thin": grouped.replace(",", "\\,"),
         "n.0": number if "." in number else f"{number}.0",

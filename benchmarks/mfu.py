@@ -110,7 +110,7 @@ def measure(shape: str, options: argparse.Namespace, *, ceiling: float) -> dict[
     samples = tokens // options.length
     batch = random_batch(samples, 1, prompt=1, new=options.length - 1, vocabulary=vocabulary)
     flops = step_flops(strategy.module, tokens=tokens, length=options.length, frozen=frozen)
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "shape": shape,
         "trained": "adapters" if frozen else "all",
         "tokens": tokens,
@@ -126,11 +126,11 @@ def measure(shape: str, options: argparse.Namespace, *, ceiling: float) -> dict[
     )
     for way, steps in (("plain", plain_steps), ("transformers", other_steps)):
         if steps:
-            found["ways"][way] = _measure_way(
+            entry["ways"][way] = _measure_way(
                 way, strategy, batch, steps=steps, flops=flops, ceiling=ceiling, device=device
             )
-    best = max(found["ways"].values(), key=lambda way: way["tflops"])
-    return {**found, **{name: best[name] for name in ("mfu", "of_matmul", "seconds")}}
+    best = max(entry["ways"].values(), key=lambda way: way["tflops"])
+    return {**entry, **{name: best[name] for name in ("mfu", "of_matmul", "seconds")}}
 
 
 def _measure_way(
@@ -194,12 +194,12 @@ def main() -> None:
     result["matmul_tflops"] = round(ceiling / 1e12, 2)
     for shape in options.shapes or ["1.5B", "135M", "0.5B", "7B"]:
         try:
-            found = measure(shape, options, ceiling=ceiling)
+            entry = measure(shape, options, ceiling=ceiling)
         except Exception:
             # A shape that fails does not stop the others.
-            found = {"shape": shape, "error": traceback.format_exc()[-2000:]}
-        result["runs"].append(found)
-        print(found, file=sys.stderr, flush=True)
+            entry = {"shape": shape, "error": traceback.format_exc()[-2000:]}
+        result["runs"].append(entry)
+        print(entry, file=sys.stderr, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         if options.out:

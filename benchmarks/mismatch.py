@@ -99,11 +99,11 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
         engine = VllmEngine.create(recipe.infer, recipe.model, **options)
     count = -(-tokens // NEW_TOKENS)
     # The first batch warms up.
-    wanted = [TEMPERATURES[0], *TEMPERATURES]
-    batches = [requests_of(recipe, count, temperature) for temperature in wanted]
+    temperatures = [TEMPERATURES[0], *TEMPERATURES]
+    batches = [requests_of(recipe, count, temperature) for temperature in temperatures]
     drawn, seconds = await draw_all(engine, batches)
     rows: list[dict[str, Any]] = []
-    for place in range(1, len(wanted)):
+    for place in range(1, len(temperatures)):
         batch = completions_to_batch(batches[place], drawn[place])
         begun = perf_counter()
         own_N = strategy.logprobs(batch).astype(np.float64)
@@ -113,7 +113,7 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
             {
                 "engine": name,
                 "mode": mode,
-                "temperature": wanted[place],
+                "temperature": temperatures[place],
                 "tokens": len(gap),
                 "mean_abs": float(np.abs(gap).mean()),
                 "max_abs": float(np.abs(gap).max()),
@@ -136,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     exact = "deterministic" if options.device == "cpu" else "zero_mismatch"
     sides = [("plain", "native"), (exact, "native"), ("plain", "vllm")]
-    found: list[dict[str, Any]] = []
+    actual: list[dict[str, Any]] = []
     for mode, name in sides:
         if name in options.without:
             continue
@@ -146,11 +146,11 @@ def main() -> None:
             rows = [{"engine": name, "mode": mode, "error": traceback.format_exc()[-2000:]}]
         for row in rows:
             print(row, file=sys.stderr, flush=True)
-        found += rows
+        actual += rows
         gc.collect()
         torch._dynamo.reset()
     if options.json:
-        print(json.dumps({"device": options.device, "rows": found}))
+        print(json.dumps({"device": options.device, "rows": actual}))
 
 
 if __name__ == "__main__":

@@ -129,11 +129,11 @@ def collect(out: Path, runs: Path, seed: int) -> dict[str, Any]:
 
 
 def figures(row: dict[str, float]) -> dict[str, float]:
-    found = {"step": row["step"], "mean": mean(row[f"eval/{name}/pass@1"] for name in DOMAINS)}
+    actual = {"step": row["step"], "mean": mean(row[f"eval/{name}/pass@1"] for name in DOMAINS)}
     for name in DOMAINS:
-        found[name] = row[f"eval/{name}/pass@1"]
-        found[f"{name}_interval"] = row[f"eval/{name}/pass@1_interval"]
-    return found
+        actual[name] = row[f"eval/{name}/pass@1"]
+        actual[f"{name}_interval"] = row[f"eval/{name}/pass@1_interval"]
+    return actual
 
 
 if __name__ == "__main__":

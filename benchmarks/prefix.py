@@ -27,7 +27,7 @@ import torch
 from training_parts import SHAPES, objective, random_batch, random_strategy, wait
 
 SIZES = {"cpu": (1024, 2560, 5120), "cuda": (16384, 65536)}
-ALIKE = {"float32": 1e-3, "bfloat16": 0.1}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Side:
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             taken[name].append(side.step(batch))
     losses = {name: rounds[0][2] for name, rounds in taken.items()}
     scale = max(abs(losses["without"]), 1e-3)
-    assert abs(losses["with"] - losses["without"]) <= ALIKE[options.dtype] * scale, losses
+    assert abs(losses["with"] - losses["without"]) <= TOLERANCE[options.dtype] * scale, losses
     seconds = {name: median(one[0] for one in rounds) for name, rounds in taken.items()}
     worked = {name: median(one[1] for one in rounds) for name, rounds in taken.items()}
     prompts, new = options.groups * options.prompt, options.groups * options.samples * options.new
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", help="a file for the result too")
     parser.add_argument("--shape", choices=list(SHAPES), default="135M")
-    parser.add_argument("--dtype", choices=list(ALIKE))
+    parser.add_argument("--dtype", choices=list(TOLERANCE))
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--new", type=int, default=128)

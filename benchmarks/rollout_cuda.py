@@ -120,7 +120,7 @@ async def run_native(
         assert sum(len(one.token_ids) for one in drawn) == sequences * NEW_TOKENS
         assert all(np.isfinite(one.logprobs).all() for one in drawn)
         assert all(len(one.logprobs) == NEW_TOKENS for one in drawn)
-    found = {
+    measured = {
         "tokens_per_s": round(sequences * NEW_TOKENS / min(seconds[1:])),
         "seconds": [round(each, 4) for each in seconds[1:]],
         "start_s": round(seconds[0] - min(seconds[1:]), 2),
@@ -129,7 +129,7 @@ async def run_native(
         "options": str(runner.forward.options),
     }
     await engine.close()
-    return found
+    return measured
 
 
 def step_bytes(module: Any, *, sequences: int) -> int:
@@ -154,7 +154,7 @@ def tidy() -> None:
 def measure(shape: str, *, sequences: int, bandwidth: float) -> dict[str, Any]:
     module = module_of(shape)
     try:
-        found = asyncio.run(run_native(module, sequences=sequences))
+        measured = asyncio.run(run_native(module, sequences=sequences))
         moved = step_bytes(module, sequences=sequences)
     finally:
         del module
@@ -163,10 +163,10 @@ def measure(shape: str, *, sequences: int, bandwidth: float) -> dict[str, Any]:
     return {
         "shape": shape,
         "sequences": sequences,
-        **found,
+        **measured,
         "read_gb": round(moved / 1e9, 2),
         "ideal_ms": round(ideal_ms, 3),
-        "of_memory": round(ideal_ms / found["step_ms"], 3),
+        "of_memory": round(ideal_ms / measured["step_ms"], 3),
     }
 
 
@@ -219,14 +219,16 @@ def main() -> None:
     entries += [(shape, 256) for shape in options.shapes if (shape, 256) not in entries]
     results: list[dict[str, Any]] = []
     for shape, size in entries:
-        found = guarded(measure, shape, sequences=size, bandwidth=options.bandwidth)
+        measured = guarded(measure, shape, sequences=size, bandwidth=options.bandwidth)
         if shape in BESIDE_VLLM and "vllm" not in options.without:
             other = guarded(measure_vllm, shape, sequences=size)
-            found["vllm"] = other
-            if "error" not in found and "error" not in other:
-                found["ratio_vllm"] = round(found["tokens_per_s"] / other["tokens_per_s"], 2)
-        results.append(found)
-        shown = {key: found[key] for key in found if key not in ("steps", "options", "seconds")}
+            measured["vllm"] = other
+            if "error" not in measured and "error" not in other:
+                measured["ratio_vllm"] = round(measured["tokens_per_s"] / other["tokens_per_s"], 2)
+        results.append(measured)
+        shown = {
+            key: measured[key] for key in measured if key not in ("steps", "options", "seconds")
+        }
         print(shown, file=sys.stderr, flush=True)
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     text = json.dumps({**facts, "runs": results}, indent=1)

@@ -92,7 +92,7 @@ def child() -> None:
     llm = vllm.LLM(**job["engine"])
     start_s = perf_counter() - started
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    wanted = len(prompts) * job["sampling"]["max_tokens"]
+    expected = len(prompts) * job["sampling"]["max_tokens"]
     best = float("inf")
     for number in range(job["rounds"] + 1):
         params = [vllm.SamplingParams(**job["sampling"]) for _ in prompts]
@@ -101,16 +101,16 @@ def child() -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = perf_counter() - started
         drawn = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert drawn == wanted, (drawn, wanted)
+        assert drawn == expected, (drawn, expected)
         assert job["sampling"].get("logprobs") is None or outputs[0].outputs[0].logprobs
         if number > 0:
             best = min(best, seconds)
     print(
         json.dumps(
             {
-                "tokens_per_s": round(wanted / best, 1),
+                "tokens_per_s": round(expected / best, 1),
                 "seconds": round(best, 3),
-                "tokens": wanted,
+                "tokens": expected,
                 "start_s": round(start_s, 1),
                 "version": vllm.__version__,
             }

@@ -65,7 +65,7 @@ HERE = Path(__file__).parent
 PARTS = ("speed", "table", "cost", "ray", "growth", "clock")
 GROUP_SIZE = 8
 EQUAL_WORK = 0.01
-"""How far the trained tokens of two compared runs may lie apart."""
+"""Largest difference of the trained tokens of two compared runs."""
 TOKENS = 32
 """Of a response in the measurements of cost, and half of them in a prompt."""
 TAILS, SHARES = (5, 10, 20, 30, 40), (0.4, 0.5, 0.6, 0.7, 0.8)
@@ -103,14 +103,16 @@ class Result:
 
 
 def read_load(name: str, seeds: Sequence[int] = ()) -> Load:
-    whole: Any = yaml.safe_load((HERE / "scheduler_load.yaml").read_text(encoding="utf-8"))
+    settings_file: Any = yaml.safe_load((HERE / "scheduler_load.yaml").read_text(encoding="utf-8"))
     engine = json.loads((HERE / "scheduler_engine.json").read_text(encoding="utf-8"))
-    said = dict(whole[name])
-    splits = tuple(said.pop("splits", ()))
-    scenario = build_scenario(said, origin=f"scheduler_load.yaml: {name}")
+    settings = dict(settings_file[name])
+    splits = tuple(settings.pop("splits", ()))
+    scenario = build_scenario(settings, origin=f"scheduler_load.yaml: {name}")
     parts = ("base_s", "per_sequence_s", "per_kv_token_s", "per_prefill_token_s")
     scenario = scenario.change(devices={"step_time": {part: engine[part] for part in parts}})
-    return Load(name, scenario, splits, whole["share"], tuple(seeds or whole["seeds"]))
+    return Load(
+        name, scenario, splits, settings_file["share"], tuple(seeds or settings_file["seeds"])
+    )
 
 
 def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
@@ -125,15 +127,15 @@ def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
     show(f"{load.name}: barrier, oldest first", reports[1])
     best = calibrated[0 if longest_first else 1]
     parts = [load.devices // 4, load.devices // 2, 3 * load.devices // 4]
-    apart = [best.change(rollout={"max_staleness": 0}, devices=load.split(n)) for n in parts]
-    for part, report in zip(parts, map_(simulate, apart), strict=True):
+    separated = [best.change(rollout={"max_staleness": 0}, devices=load.split(n)) for n in parts]
+    for part, report in zip(parts, map_(simulate, separated), strict=True):
         show(f"{load.name}: barrier, {part} of {load.devices} generate", report)
         assert report.step_s > min(r.step_s for r in reports), "the baseline is not the best one"
     tried = [ours_of(best, load, split) for split in load.splits]
-    found = list(map_(simulate, tried))
-    for split, report in zip(load.splits, found, strict=True):
+    actual = list(map_(simulate, tried))
+    for split, report in zip(load.splits, actual, strict=True):
         show(f"{load.name}: ours, {split} of {load.devices} generate", report)
-    split = load.splits[int(np.argmin([report.step_s for report in found]))]
+    split = load.splits[int(np.argmin([report.step_s for report in actual]))]
     each = [
         load.scenario.change(seed=s, rollout={"longest_first": longest_first}) for s in load.seeds
     ]
@@ -342,7 +344,7 @@ async def open_cheap(engines: Sequence[Engine], groups: int) -> AsyncGenerator[R
         yield rollout
 
 
-async def lives(
+async def run_samples(
     engines: Sequence[Engine], in_flight: int, *, samples: int, clock: Callable[[], float]
 ) -> float:
     """Seconds per sample, with `in_flight` started and not trained at the beginning of each step.
@@ -369,7 +371,7 @@ def measure_cost(in_flight: int, *, samples: int, engines: int = 1) -> float:
     """CPU seconds per sample with engines in this process."""
     slots = min(in_flight, 32_768) // engines
     made: list[Any] = [AtOnce(slots) for _ in range(engines)]
-    seconds = asyncio.run(lives(made, in_flight, samples=samples, clock=time.process_time))
+    seconds = asyncio.run(run_samples(made, in_flight, samples=samples, clock=time.process_time))
     gc.collect()
     return seconds
 
@@ -399,7 +401,7 @@ async def ray_cost(samples: int) -> float:
         Generators(group, "generators").connect() as generators,
     ):
         remote: list[Any] = list(generators.engines)
-        return await lives(remote, 1024, samples=samples, clock=time.perf_counter)
+        return await run_samples(remote, 1024, samples=samples, clock=time.perf_counter)
 
 
 def measure_growth() -> tuple[float, float]:
@@ -424,31 +426,31 @@ def measure_clock(load: Load) -> float:
 def measure(
     parts: Sequence[str], seeds: Sequence[int], map_: Callable[..., Iterable[Any]]
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    actual: dict[str, float] = {}
     rlvr = read_load("rlvr", seeds)
     if "speed" in parts:
         bounds: list[float] = []
         for load in (rlvr, read_load("agentic", seeds)):
             results = compare(load, map_)
-            found[f"speedup_{load.name}"] = min(result.speedup for result in results)
+            actual[f"speedup_{load.name}"] = min(result.speedup for result in results)
             bounds.append(min(result.ours.of_bound for result in results))
             print(f"{load.name}: at least {bounds[-1]:.1%} of the bound")
-        found["of_bound"] = min(bounds)
+        actual["of_bound"] = min(bounds)
     if "table" in parts:
         table(rlvr, rlvr.scenario.devices.generators, map_)
     if "cost" in parts:
-        found["samples_per_s"] = 1 / min(measure_cost(1024, samples=30_000) for _ in range(3))
+        actual["samples_per_s"] = 1 / min(measure_cost(1024, samples=30_000) for _ in range(3))
     if "ray" in parts:
-        found["samples_per_s_ray"] = 1 / asyncio.run(ray_cost(20_000))
+        actual["samples_per_s_ray"] = 1 / asyncio.run(ray_cost(20_000))
     if "growth" in parts:
         thousand, million = measure_growth()
         print(
             f"a sample costs {thousand * 1e6:.0f} us, with a million in flight {million * 1e6:.0f}"
         )
-        found["growth"] = million / thousand
+        actual["growth"] = million / thousand
     if "clock" in parts:
-        found["faster_than_clock"] = measure_clock(read_load("many"))
-    return found
+        actual["faster_than_clock"] = measure_clock(read_load("many"))
+    return actual
 
 
 NAMES = (

@@ -96,7 +96,10 @@ class Outcome:
 
     @property
     def round_errors(self) -> list[float]:
-        return [said / seen - 1 for said, seen in zip(self.predicted_s, self.step_s, strict=True)]
+        return [
+            predicted / seen - 1
+            for predicted, seen in zip(self.predicted_s, self.step_s, strict=True)
+        ]
 
 
 def digits(completion: str) -> float:
@@ -163,17 +166,19 @@ class RunMaker:
             calibrations.append(self.run(CALIBRATION, number=number * links + link))
             for case in CASES[link : link + 1]:
                 measured[case] = self.measured(self.run(case, number=number))
-        found = [calibrate_run(folder) for folder in calibrations]
-        for name, text in found[0].describe():
+        results = [calibrate_run(folder) for folder in calibrations]
+        for name, text in results[0].describe():
             print(f"{name:<16}{text}", flush=True)
-        said = {
-            case: fmean(self.predicted(case, c) for c in found[link : link + 2])
+        predicted = {
+            case: fmean(self.predicted(case, c) for c in results[link : link + 2])
             for link, case in enumerate(CASES)
         }
         own = [self.measured(folder) for folder in calibrations]
         measured[CALIBRATION] = fmean(own)
-        said[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in found)
-        return Round({case: (measured[case], said[case]) for case in (CALIBRATION, *CASES)}, own)
+        predicted[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in results)
+        return Round(
+            {case: (measured[case], predicted[case]) for case in (CALIBRATION, *CASES)}, own
+        )
 
     def measured(self, folder: Path) -> float:
         rows = read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:]
@@ -212,21 +217,21 @@ def main() -> None:
         bench = RunMaker(home, steps=options.steps)
         rounds = [bench.round(number) for number in range(options.rounds)]
     itself, *outcomes = (
-        Outcome(case.name, *zip(*(found.steps[case] for found in rounds), strict=True))
+        Outcome(case.name, *zip(*(results.steps[case] for results in rounds), strict=True))
         for case in (CALIBRATION, *CASES)
     )
     show([itself, *outcomes])
     drift = [
         abs(after / before - 1)
-        for found in rounds
-        for before, after in pairwise(found.calibrations)
+        for results in rounds
+        for before, after in pairwise(results.calibrations)
     ]
     print(f"neighbouring calibrations differ by {max(drift):.1%} at most, {fmean(drift):.1%} mean")
     facts = {
         "worst_error": max(abs(o.error) for o in outcomes),
         "errors": {o.name: o.error for o in outcomes},
         "itself": itself.error,
-        "calibrations": [found.calibrations for found in rounds],
+        "calibrations": [results.calibrations for results in rounds],
         "drift": {"worst": max(drift), "mean": fmean(drift)},
         "runs": [asdict(o) for o in [itself, *outcomes]],
     }

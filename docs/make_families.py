@@ -42,8 +42,9 @@ model: {path: Qwen/Qwen3-0.6B}     # model_type qwen3: exact everywhere
 
 A family that is not in the table is tried when it is loaded: engine and learner compare 16 tokens
 with the model's own forward, in one pack and by prefill and decode, and refuse the model if
-anything differs. Most families in the table are probed too. Only those whose attention no setting
-can change in another way (`EXACT_FAMILIES` in `rollick/models/loading/probe.py`) load without it.
+anything differs. Most families in the table are probed too. Only families whose settings cannot
+change their attention (`EXACT_FAMILIES` in `rollick/models/loading/probe.py`) load without a probe;
+of these, the logits are compared if `config.json` has a key that scales or caps them.
 
 | column | meaning |
 |---|---|
@@ -58,12 +59,14 @@ Every verdict is measured on a tiny, randomly initialised model of the family
 switched on where a family has them.
 
 **Rotary embeddings that depend on the length** (`longrope` as in Phi-3 and Phi-4-mini, `dynamic`):
-the frequencies are those of a sequence of `infer.max_length` tokens, for all samples, as vLLM has
-them for its longest sequence. A sample's log-probs then do not depend on its neighbours. With
-`infer.max_length` at most the model's `original_max_position_embeddings`, these are the short
-factors. The learner refuses samples longer than `infer.max_length` of such a model.
+the frequencies are those that the model's own code has for a sequence of `infer.max_length` tokens,
+for all samples. A sample's log-probs then do not depend on its neighbours. With `infer.max_length`
+at most the model's `original_max_position_embeddings`, these are the short factors. The learner
+refuses samples longer than `infer.max_length` of such a model. vLLM chooses in the same way for
+`longrope`; for `dynamic` it has the frequencies of `factor` times `max_position_embeddings` tokens.
 
-**Sliding windows** count only if they are shorter than `infer.max_length`.
+**Sliding windows** count only if they are shorter than `infer.max_length`. `qwen2_moe` with
+`use_sliding_window` is refused in this case: its layers do not pass the window to our attention.
 
 ## Families
 

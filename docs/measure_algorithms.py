@@ -64,9 +64,9 @@ class Run:
 
     def values(self) -> list[float]:
         curve = measured(self.key, self._start)
-        found = curve.of(self.metric) if self.metric else curve.scores
-        scale = found[0] if self.relative else 1.0
-        return [round(value / scale, 3) for value in found]
+        entries = curve.of(self.metric) if self.metric else curve.scores
+        scale = entries[0] if self.relative else 1.0
+        return [round(value / scale, 3) for value in entries]
 
     def _start(self) -> Curve:
         more = dict(self.more)
@@ -286,19 +286,19 @@ def _axis(page: str) -> str:
 
 def measure(results: Path, *, beginning: str) -> None:
     """Run what the pages that begin so ask for; the rest stays as it was recorded."""
-    found = json.loads(results.read_text("utf-8")) if results.exists() else {}
+    entries = json.loads(results.read_text("utf-8")) if results.exists() else {}
     for page, axis, lines in plans():
         if page.startswith(beginning):
             sys.stderr.write(f"{page}\n")
             measured_lines = {label: run.values() for label, run in lines().items()}
-            found[page] = {"y": axis, "lines": measured_lines}
-            ordered = {key: found[key] for key in sorted(found)}
+            entries[page] = {"y": axis, "lines": measured_lines}
+            ordered = {key: entries[key] for key in sorted(entries)}
             results.write_text(_one_curve_a_line(ordered), "utf-8")
 
 
-def _one_curve_a_line(found: Mapping[str, Any]) -> str:
+def _one_curve_a_line(entries: Mapping[str, Any]) -> str:
     blocks: list[str] = []
-    for page, entry in found.items():
+    for page, entry in entries.items():
         lines = ",\n".join(
             f"      {json.dumps(label)}: {json.dumps(values, separators=(',', ':'))}"
             for label, values in entry["lines"].items()
@@ -310,15 +310,15 @@ def _one_curve_a_line(found: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
-def draw_all(found: Mapping[str, Any], pages: Path) -> None:
+def draw_all(entries: Mapping[str, Any], pages: Path) -> None:
     """A picture for each page, and one with the curves of all presets."""
     (pages / "pictures").mkdir(exist_ok=True)
-    for page, entry in found.items():
+    for page, entry in entries.items():
         figure = Figure(figsize=(4.8, 2.8), dpi=100, layout="constrained")
         axes = figure.subplots()
         _draw(axes, entry)
         _save(figure, pages / picture_of(page))
-    _draw_presets(found, pages / "pictures" / "presets.png")
+    _draw_presets(entries, pages / "pictures" / "presets.png")
 
 
 def _is_control(label: str) -> bool:
@@ -347,12 +347,12 @@ def _frame(axes: Axes, y: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_presets(found: Mapping[str, Any], path: Path) -> None:
+def _draw_presets(entries: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7.2, 4.0), dpi=100, layout="constrained")
     axes = figure.subplots()
     styles = ("-", "--", ":")
     for number, name in enumerate(PRESETS):
-        entry = found.get(page_of("presets", name))
+        entry = entries.get(page_of("presets", name))
         if entry is None:
             continue
         values = entry["lines"]["staleness 0"]

@@ -51,12 +51,12 @@ def teach_copying(model: LlamaForCausalLM, lessons: int, seed: int) -> None:
     for _ in track(range(lessons), "copying"):
         length = int(torch.randint(8, 49, (), generator=draw))
         shape = (LESSON_TOKENS // (2 * length), length)
-        said = torch.randint(len(SPECIAL), model.config.vocab_size, shape, generator=draw)
-        said = said.repeat(1, 2)
+        tokens = torch.randint(len(SPECIAL), model.config.vocab_size, shape, generator=draw)
+        tokens = tokens.repeat(1, 2)
         # The logits at a position predict the next token.
-        logits = model(said).logits[:, length:-1]
+        logits = model(tokens).logits[:, length:-1]
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), said[:, length + 1 :].flatten()
+            logits.flatten(0, 1), tokens[:, length + 1 :].flatten()
         )
         optimizer.zero_grad()
         loss.backward()

@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -40,7 +39,8 @@ STEP_FOLDER = re.compile(r"^step-(\d{6,})$")
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 SAVE_LOCK = ".save.lock"
-RUN_LOCK = "run.lock"
+TIE_BREAK = "tie_break"
+"""Key of `meta`: a number that orders checkpoints with equal scores."""
 NEARLY_FULL_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -292,32 +292,6 @@ class CheckpointStore:
         )
 
 
-@contextmanager
-def run_lock(folder: Path) -> Generator[None]:
-    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
-    kill needs no cleanup."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # The file stays: deleting it would let two runs lock two files of one name.
-    with (folder / RUN_LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise CheckpointError(
-                f"{folder} is in use by another run ({file.read() or 'unknown process'})",
-                fix="wait for it or stop it, or give this run another name",
-            ) from error
-        try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-            yield
-        finally:
-            file.truncate(0)
-            # Unlock explicitly, because a forked child may hold a copy of the descriptor.
-            fcntl.flock(file, fcntl.LOCK_UN)
-
-
 def _call(write: Writer, folder: Path) -> None:
     """Call the writer; report a full disk as OSError. Checked here, before the written files are
     removed and the disk has space again."""
@@ -337,9 +311,14 @@ def _folder_name(step: int) -> str:
 
 
 def _by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Checkpoints with a score, best first; ties: newer first."""
-    scored = [c for c in checkpoints if c.score is not None]
-    return sorted(scored, key=lambda c: (c.score or 0.0, c.step), reverse=True)
+    """Checkpoints with a score, best first; ties: higher TIE_BREAK, then newer first."""
+
+    def rank(checkpoint: Checkpoint) -> tuple[float, float, int]:
+        second: JSON = checkpoint.meta.get(TIE_BREAK)
+        is_number = isinstance(second, int | float) and isfinite(second)
+        return checkpoint.score or 0.0, second if is_number else 0.0, checkpoint.step
+
+    return sorted((c for c in checkpoints if c.score is not None), key=rank, reverse=True)
 
 
 def _hash_file(path: Path) -> str:

@@ -6,6 +6,9 @@ A bad sample is data: it is recorded and counted. A bad configuration or a dead 
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, Self
 
@@ -39,6 +42,19 @@ class ConfigError(RollickError):
     """A recipe is invalid. The message lists every problem with its file and line."""
 
 
+@contextmanager
+def writing_to(path: object) -> Generator[None]:
+    """Report a path for output that cannot be written as a mistake, not as a bug."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some space, then try again"
+            raise DiskError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise ConfigError(message, fix="choose a path that you may write to") from error
+
+
 class DataError(RollickError):
     """A dataset cannot be read or has no usable row."""
 
@@ -69,6 +85,16 @@ class WorkerLost(WorkerError):
 
 class WorkerHung(WorkerLost):
     """A worker process did not answer before its deadline, or makes no progress."""
+
+
+class WorkerOutOfMemory(WorkerError):
+    """A call to a worker could not allocate memory."""
+
+    exit_code = EXIT_RETRY
+
+
+class NodeLost(WorkerLost):
+    """The machine of a worker is off, hangs, or cannot be reached."""
 
 
 class WeightError(RollickError):
@@ -113,6 +139,10 @@ class EngineLost(EngineError):
     exit_code = EXIT_RETRY
 
 
+class EngineCorrupt(EngineLost):
+    """The weights of an engine changed without an update, for example by a memory error."""
+
+
 class StuckError(RollickError):
     """No progress within a deadline. The message states what waits for what."""
 
@@ -138,3 +168,10 @@ class MissingExtra(RollickError):
     def of(cls, package: str, extra: str) -> MissingExtra:
         fix = f"install it with: pip install 'rollick[{extra}]'"
         return cls(f"{package} is not installed", fix=fix)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: in Python, in torch on the CPU, or on a GPU."""
+    names = {each.__name__ for each in type(error).__mro__}
+    of_torch = "can't allocate memory" in str(error)
+    return of_torch or not names.isdisjoint({"MemoryError", "OutOfMemoryError"})

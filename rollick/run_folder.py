@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollick.checkpoint import CheckpointStore, run_lock
+from rollick.checkpoint import CheckpointStore
 from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.config.recipe_record import record_recipe
 from rollick.config.schema import Recipe
-from rollick.errors import CheckpointError, ConfigError
+from rollick.errors import CheckpointError, ConfigError, writing_to
 from rollick.observe.metrics import read_metrics, rewrite
 from rollick.observe.row_file import RowFile
 
 LOG = logging.getLogger("rollick")
 
+RUN_LOCK = "run.lock"
 ENGINE_STEPS = "engine_steps.jsonl"
 """Measured engine steps (observe.engine_steps) for simulator/calibrate.py."""
 
@@ -81,18 +85,47 @@ def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
     path = Path(recipe.run.folder) / recipe.run.name
     if resume and not (path / "recipe.yaml").exists():
         raise CheckpointError(f"{path} holds no run to resume", fix="start without --resume")
-    path.mkdir(parents=True, exist_ok=True)
+    with writing_to(path):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / RUN_LOCK).touch()
     with run_lock(path):
         folder = RunFolder(path, recipe)
         if not resume:
             refuse_existing_run(folder)
-            folder.write_recipe(loaded)
+            with writing_to(path):
+                folder.write_recipe(loaded)
         elif changes := folder.changed_settings(loaded):
             LOG.warning("resuming with other settings:\n  %s", "\n  ".join(changes))
         try:
             yield folder
         finally:
             folder.close()
+
+
+@contextmanager
+def run_lock(folder: Path) -> Generator[None]:
+    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
+    kill needs no cleanup."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The file stays: deleting it would let two runs lock two files of one name.
+    with (folder / RUN_LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise CheckpointError(
+                f"{folder} is in use by another run ({file.read() or 'unknown process'})",
+                fix="wait for it or stop it, or give this run another name",
+            ) from error
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+        finally:
+            file.truncate(0)
+            # Unlock explicitly, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def refuse_existing_run(folder: RunFolder) -> None:

@@ -1,12 +1,15 @@
-"""Training strategies whose process kills itself at named points.
+"""Training strategies, and a critic, whose process kills itself at named points.
 
 DYING_LEARNER names a file with one death in each line:
 
     POINT:VISIT            at the VISIT-th time (from 1) that this process reaches POINT. The line
                            is then removed: the next process dies by the next line
     POINT:VISIT:always     the line stays
+    POINT:VISIT:stop       the process is stopped instead (SIGSTOP)
 
-`install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes.
+`install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
+recipe cannot name a critic: in each process with the package on its path, every critic is a dying
+one.
 """
 
 from __future__ import annotations
@@ -34,9 +37,34 @@ POINTS = (
     "snapshot",
     "publish",
 )
+CRITIC_POINTS = (*POINTS[:-1], "values")
 ENTRY_POINTS = """[rollick.train_strategies]
 dying = dying_learner:DyingLocal
 dying_fsdp = dying_learner:DyingFsdp
+"""
+REPLACE_CRITIC = """
+import importlib.abc, importlib.util, sys
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "rollick.trainer.critic":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module):
+            execute(module)
+            import dying_learner
+
+            module.LocalCritic = dying_learner.dying_critic(module.LocalCritic)
+
+        spec.loader.exec_module = execute_and_replace
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
 """
 _VISITS: Counter[str] = Counter()
 
@@ -47,6 +75,7 @@ def install(folder: Path) -> str:
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dying-learner\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    (folder / "sitecustomize.py").write_text(REPLACE_CRITIC)
     return os.pathsep.join([str(folder), str(Path(__file__).parent)])
 
 
@@ -56,12 +85,12 @@ def die_at(point: str, *, rank: int = 0) -> None:
     deaths = plan.read_text().splitlines() if plan.is_file() else []
     if rank or not deaths:
         return
-    name, visit, *always = deaths[0].split(":")
+    name, visit, *how = deaths[0].split(":")
     _VISITS[point] += 1
     if name == point and _VISITS[point] == int(visit):
-        if not always:
+        if "always" not in how:
             plan.write_text("\n".join(deaths[1:]))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if "stop" in how else signal.SIGKILL)
 
 
 class _Dying:
@@ -75,8 +104,9 @@ class _Dying:
 
         def dying_loss(inputs: Any) -> Any:
             die_at("loss", rank=self.rank)
-            if inputs.logprobs_T.requires_grad:
-                inputs.logprobs_T.register_hook(lambda _: die_at("backward", rank=self.rank))
+            output_T = inputs.logprobs_T if hasattr(inputs, "logprobs_T") else inputs.values_T
+            if output_T.requires_grad:
+                output_T.register_hook(lambda _: die_at("backward", rank=self.rank))
             return loss(inputs)
 
         return super().forward_backward(batch, dying_loss)  # type: ignore[misc]
@@ -117,3 +147,18 @@ class DyingFsdp(_Dying, FsdpStrategy):
     @property
     def rank(self) -> int:  # type: ignore[override]
         return 0 if self.grid.rank == 1 else 1
+
+
+def dying_critic(critic: Any) -> Any:
+    """A critic class with the points of a strategy, but `values` instead of `publish`."""
+
+    class DyingCritic(_Dying, critic):
+        @property
+        def optimizer(self) -> MasterAdamW:
+            return self.trainable.optimizer
+
+        def values(self, batch: Batch) -> Any:
+            die_at("values")
+            return super().values(batch)
+
+    return DyingCritic

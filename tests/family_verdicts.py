@@ -116,8 +116,8 @@ def completion_error(model: nn.Module, completions: Sequence[Completion]) -> flo
         ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
         with torch.no_grad():
             expected = reference_logprobs(model, ids)[len(prompt) - 1 :]
-        found = torch.from_numpy(np.array(completion.logprobs))
-        errors.append((found - expected).abs().max().item())
+        actual = torch.from_numpy(np.array(completion.logprobs))
+        errors.append((actual - expected).abs().max().item())
     return max(errors)
 
 
@@ -178,10 +178,10 @@ def _learner_error(learner: LocalStrategy, reference: nn.Module) -> float:
         ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
         expected.append(reference_logprobs(reference, ids)[len(prompt) - 1 :])
     torch.cat(expected).sum().backward()
-    found = torch.from_numpy(learner.logprobs(batch)[batch.loss_mask_N])
+    actual = torch.from_numpy(learner.logprobs(batch)[batch.loss_mask_N])
     learner.forward_backward(batch, _sum_of_logprobs)
     return max(
-        (found - torch.cat(expected).detach()).abs().max().item(),
+        (actual - torch.cat(expected).detach()).abs().max().item(),
         _gradient_error(learner.module, reference),
     )
 

@@ -1,4 +1,4 @@
-"""A run's checkpoints: whole or absent, verified before use, and never lost to a later save."""
+"""A run's checkpoints: complete or absent, verified before use, and never lost to a later save."""
 
 import errno
 import hashlib
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rollick.checkpoint import Checkpoint, CheckpointStore, run_lock
+from rollick.checkpoint import TIE_BREAK, Checkpoint, CheckpointStore
 from rollick.errors import CheckpointError
+from rollick.run_folder import run_lock
 
 POINTS = ("created", "written", "synced", "manifest", "renamed", "verified")
 
@@ -46,7 +47,7 @@ def newest(store: CheckpointStore) -> Checkpoint:
     return checkpoint
 
 
-def test_a_saved_checkpoint_is_found_with_its_files_meta_and_score(tmp_path: Path):
+def test_a_saved_checkpoint_is_loaded_with_its_files_meta_and_score(tmp_path: Path):
     store = store_of(tmp_path / "new")
     path = store.save(12, writer("a"), meta={"ledger": [1, 2], 3: "x"}, score=0.5)
     assert path == tmp_path / "new" / "step-000012"
@@ -79,6 +80,15 @@ def test_the_last_and_the_best_are_kept_and_the_others_deleted(tmp_path: Path):
     best = store.best()
     assert best is not None
     assert (best.step, best.score) == (2, 0.9)
+
+
+def test_of_equal_scores_the_higher_tie_break_is_best(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=3, keep_best=1)
+    for step, second in [(1, 0.2), (2, 0.4), (3, 0.3), (4, "junk"), (5, float("nan"))]:
+        store.save(step, writer("w"), meta={TIE_BREAK: second}, score=0.0)
+    assert store.best_step() == 2
+    store.save(6, writer("w"), meta={TIE_BREAK: 0.1}, score=0.5)
+    assert store.best_step() == 6
 
 
 def test_the_newer_of_equal_scores_is_best_and_a_score_that_is_not_finite_is_none(tmp_path: Path):
@@ -133,7 +143,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path: Path):
             store_of(tmp_path).latest()
 
 
-def test_when_no_checkpoint_is_whole_the_run_stops_and_does_not_start_from_nothing(tmp_path: Path):
+def test_when_no_checkpoint_is_intact_the_run_stops_and_does_not_start_over(tmp_path: Path):
     store = store_of(tmp_path)
     for step in (1, 2):
         flip_a_byte(save(store, step) / "weights.bin")
@@ -195,16 +205,16 @@ def test_a_full_disk_leaves_the_older_checkpoints_and_no_temporary(tmp_path: Pat
     store = store_of(tmp_path, keep_last=1)
     save(store, 1)
     for step in (1, 2):
-        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space") as told:
+        with pytest.raises(CheckpointError, match=f"step {step} was not saved.*No space") as caught:
             store.save(step, write, meta={})
-        assert "Traceback" not in str(told.value)
+        assert "Traceback" not in str(caught.value)
         assert names(tmp_path) == ["step-000001"]
         assert (newest(store).path / "optimizer" / "moments.bin").read_text() == "w1"
     save(store, 2)
     assert newest(store).step == 2
 
 
-def test_an_error_of_the_writer_itself_goes_on_unchanged_and_leaves_no_temporary(tmp_path: Path):
+def test_an_error_of_the_writer_is_raised_unchanged_and_leaves_no_temporary(tmp_path: Path):
     def write(folder: Path) -> None:
         raise ZeroDivisionError
 
@@ -301,7 +311,7 @@ def test_a_kill_while_a_step_is_replaced_leaves_one_of_the_two(tmp_path: Path, p
     assert names(tmp_path) == ["step-000002"]
 
 
-def test_opening_the_folder_while_another_process_saves_leaves_its_temporary_alone(tmp_path: Path):
+def test_opening_the_folder_while_another_process_saves_keeps_its_temporary_folder(tmp_path: Path):
     seen: list[list[str]] = []
 
     def look(folder: Path) -> None:
@@ -328,7 +338,7 @@ def test_a_second_run_in_one_folder_is_refused_by_the_pid_of_the_first(tmp_path:
     code = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from rollick.checkpoint import run_lock
+        from rollick.run_folder import run_lock
         with run_lock(Path(sys.argv[1])):
             sys.stdout.write("locked\\n"); sys.stdout.flush()
             sys.stdin.read()

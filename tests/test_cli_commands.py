@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rollick.cli import main
-from rollick.config.load import dump_recipe, recipe_from_dict
+from rollick.config.load import dump_recipe, load_recipe, recipe_from_dict
 from rollick.config.names import resolve
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.testing.toys import toy_recipe
@@ -78,7 +78,7 @@ def newest(runs: Path, purpose: str) -> Path:
     return max(runs.glob(f"{purpose}-*"), key=lambda path: path.stat().st_mtime)
 
 
-def test_a_second_run_in_the_same_folder_is_refused_in_words(
+def test_a_second_run_in_the_same_folder_is_refused_with_a_clear_message(
     rollick: Command, recipe: Path, trained: Path
 ) -> None:
     message = rollick("train", recipe, code=2)
@@ -87,11 +87,11 @@ def test_a_second_run_in_the_same_folder_is_refused_in_words(
     assert "Traceback" not in message
 
 
-def test_resume_goes_on(rollick: Command, recipe: Path, trained: Path) -> None:
+def test_resume_continues(rollick: Command, recipe: Path, trained: Path) -> None:
     assert f"{trained}: step 3\n" in rollick("train", recipe, "run.steps=3", "--resume")
 
 
-def test_resume_of_a_finished_run_changes_nothing_and_tells_its_score(
+def test_resuming_a_finished_run_changes_nothing_and_prints_its_score(
     rollick: Command, recipe: Path, trained: Path
 ) -> None:
     steps = len((trained / "metrics.jsonl").read_text().splitlines())
@@ -140,7 +140,7 @@ def test_eval_without_held_out_prompts_is_refused(
     assert len(list(runs.glob("eval-*"))) == before
 
 
-def test_eval_on_training_prompts_says_that_it_is_one(
+def test_eval_on_training_prompts_is_labelled_as_such(
     rollick: Command, recipe: Path, tiny_folder: Path, runs: Path
 ) -> None:
     assert "on held-out prompts" in rollick("eval", tiny_folder, recipe)
@@ -150,14 +150,14 @@ def test_eval_on_training_prompts_says_that_it_is_one(
     assert report == json.loads((newest(runs, "eval") / "evaluation.json").read_text())
 
 
-def test_eval_of_a_run_without_a_checkpoint_says_so(
+def test_eval_of_a_run_without_a_checkpoint_is_an_error(
     rollick: Command, recipe: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe.read_text())
     assert "has no checkpoint" in rollick("eval", tmp_path, recipe, code=2)
 
 
-def test_an_exported_policy_is_a_plain_folder_that_says_the_same(
+def test_an_exported_policy_is_a_plain_folder_with_the_same_outputs(
     rollick: Command, recipe: Path, trained: Path, runs: Path, tmp_path: Path
 ) -> None:
     import torch
@@ -169,13 +169,25 @@ def test_an_exported_policy_is_a_plain_folder_that_says_the_same(
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     for prompt, response in responses(newest(runs, "eval")).items():
         turns = [{"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            drawn = model.generate(**asked, max_new_tokens=3, do_sample=False)
-        text = tokenizer.decode(drawn[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+            drawn = model.generate(**encoded, max_new_tokens=3, do_sample=False)
+        text = tokenizer.decode(drawn[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == response
+
+
+def test_export_overwrites_neither_a_file_nor_the_run_nor_its_base_model(
+    rollick: Command, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("text")
+    said = rollick("export", trained, tmp_path / "file", code=2)
+    assert f"{tmp_path / 'file'} cannot be written: " in said
+    assert (tmp_path / "file").read_text() == "text"
+    assert "is the run, and would be overwritten" in rollick("export", trained, trained, code=2)
+    model = load_recipe(trained / "recipe.yaml", check=False).recipe.model.path
+    assert "is the model that the run began with" in rollick("export", trained, model, code=2)
 
 
 def test_export_of_something_else_is_refused(rollick: Command, tmp_path: Path) -> None:
@@ -204,12 +216,12 @@ def test_a_preset_is_printed_as_a_section_that_a_recipe_can_have(rollick: Comman
     about, section = out.split("\n", 1)
     assert about.startswith("# GRPO with clip-higher")
     assert about.endswith("(arXiv 2503.14476)")
-    said = yaml.safe_load(section)["algorithm"]
-    assert AlgorithmConfig.model_validate(said) == AlgorithmConfig(preset="dapo")
-    assert said["loss"]["clip_high"] == 0.28
+    section_algorithm = yaml.safe_load(section)["algorithm"]
+    assert AlgorithmConfig.model_validate(section_algorithm) == AlgorithmConfig(preset="dapo")
+    assert section_algorithm["loss"]["clip_high"] == 0.28
 
 
-def test_an_unknown_preset_is_answered_with_the_nearest(rollick: Command) -> None:
+def test_an_unknown_preset_gets_a_message_with_the_nearest(rollick: Command) -> None:
     message = rollick("config", "preset", "dap", code=2)
     assert "'dap' is not one of the presets (ppo, grpo, " in message
     assert "did you mean 'dapo'?" in message

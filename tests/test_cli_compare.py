@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
     def make(name: str, *overrides: str, last: float = 0.5, code: str = "", **more: float) -> Path:
         recipe = toy_recipe(tmp_path / "model", tmp_path, name=name)
-        loaded = recipe_from_dict(recipe, overrides=overrides)
+        loaded = recipe_from_dict(recipe, overrides=overrides, objects=frozenset({"rows"}))
         folder = tmp_path / name
         (folder / "code").mkdir(parents=True)
         (folder / "recipe.yaml").write_text(dump_recipe(loaded.recipe))
@@ -67,13 +67,20 @@ def test_seeds_of_one_recipe_are_one_line_with_mean_and_deviation(make_run: Make
     assert loss[0].best.mean == 2.0
 
 
-def test_runs_of_other_code_or_many_other_settings_are_told_apart(make_run: MakeRun) -> None:
+def test_runs_with_other_code_or_many_other_settings_have_different_labels(
+    make_run: MakeRun,
+) -> None:
     changed = group_runs([make_run("a", code="x = 1\n"), make_run("b", code="x = 2\n")])
     assert len(changed) == 2
     assert all(group.label.startswith("code/rewards.py=") for group in changed)
     many = ["run.steps=9", "train.optimizer.lr=1", "rollout.group_size=2", "infer.slots=3"]
     named = group_runs([make_run("c"), make_run("d", *many)])
     assert [group.label for group in named] == ["c", "d"]
+    given = "data.domains.letters.source=object:rows"
+    twice = [make_run("g", given), make_run("h", given), make_run("i", given, "run.seed=1")]
+    assert [group.label for group in group_runs(twice)] == ["g, i", "h"]
+    other = make_run("j", given, "run.steps=9")
+    assert [group.label for group in group_runs([*twice, other])] == ["g, i", "h", "j"]
     [alone] = group_runs([make_run("e", "run.seed=1"), make_run("f", "run.seed=2")])
     assert alone.label == "e, f"
 
@@ -87,22 +94,60 @@ def test_the_command_prints_a_table_and_draws_a_picture(make_run: MakeRun, tmp_p
     assert "0.75" in done.stdout
     assert (tmp_path / "out/curves.png").read_bytes().startswith(b"\x89PNG")
     done = compare(*folders, "--picture", tmp_path / "2.png", "--metric", "score/mean", "--json")
-    told = json.loads(done.stdout)
-    assert told["metric"] == "score/mean"
-    assert [group["last"]["mean"] for group in told["groups"]] == [0.2, 0.2]
+    report = json.loads(done.stdout)
+    assert report["metric"] == "score/mean"
+    assert [group["last"]["mean"] for group in report["groups"]] == [0.2, 0.2]
 
 
-def test_what_cannot_be_compared_is_told(make_run: MakeRun, tmp_path: Path) -> None:
+def test_incomparable_results_are_reported(make_run: MakeRun, tmp_path: Path) -> None:
     groups = group_runs([make_run("a"), make_run("b")])
     assert choose_metrics(groups, None) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
     with pytest.raises(DataError, match=r"a has no metric 'score/men'. did you mean 'score/mean'"):
         choose_metrics(groups, "score/men")
-    with pytest.raises(ConfigError, match="is not a run's folder"):
+    with pytest.raises(DataError, match="is not a run's folder"):
         group_runs([tmp_path])
     empty = make_run("c")
     (empty / "metrics.jsonl").unlink()
-    with pytest.raises(DataError, match="c has no metrics"):
+    with pytest.raises(DataError, match="c has made no step"):
         group_runs([empty])
+    with pytest.raises(ConfigError, match="typing_mistake is not a run's folder"):
+        group_runs([tmp_path / "a", tmp_path / "typing_mistake"])
+
+
+def test_a_pattern_may_match_evaluations_and_models_too(
+    make_run: MakeRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, evaluation = make_run("a"), make_run("eval-1")
+    (evaluation / "metrics.jsonl").unlink()
+    (tmp_path / "exported").mkdir()
+    [group] = group_runs([run, evaluation, tmp_path / "exported"])
+    assert [member.name for member in group.runs] == ["a"]
+    [message] = caplog.messages
+    assert message == (
+        f"skipped 2: {evaluation} has made no step; {tmp_path / 'exported'} is not a run's folder"
+    )
+
+
+def test_the_runs_that_lack_the_default_metrics_are_named(make_run: MakeRun) -> None:
+    rows = {"a": {"step": 1, "score/mean": 0.5}, "b": {"step": 1, "train/loss": 0.5}}
+    folders = [make_run(name) for name in rows]
+    for folder in folders:
+        (folder / "metrics.jsonl").write_text(json.dumps(rows[folder.name]) + "\n")
+    groups = group_runs(folders)
+    expected = (
+        r"pass@1 is not in a and 1 more; .*; score/mean is not in b; train/loss is not in a\."
+    )
+    with pytest.raises(DataError, match=expected):
+        choose_metrics(groups, None)
+
+
+def test_runs_that_never_pass_are_compared_by_their_held_out_score(make_run: MakeRun) -> None:
+    def chosen(**values: float) -> tuple[str, Sequence[str]]:
+        runs = [make_run(f"{name}{values}", **{"eval/score": 0.2}, **values) for name in "ab"]
+        return choose_metrics(group_runs(runs), None)
+
+    assert chosen(last=0.0) == ("eval/score", ["eval/score", "score/mean"])
+    assert chosen(last=0.1) == ("eval/pass@1", ["eval/pass@1", "score/mean"])
 
 
 def test_the_doctor_names_what_keeps_a_run_from_learning(make_run: MakeRun) -> None:

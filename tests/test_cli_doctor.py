@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollick import LoadedRecipe, RunResult
-from rollick.checkpoint import run_lock
 from rollick.commands.doctor import environment_facts, examine
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, StuckError
@@ -28,10 +29,12 @@ from rollick.observe.diagnosis import (
     diagnose,
     duration,
     read_situation,
+    render,
     write_situation,
 )
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
+from rollick.run_folder import run_lock
 from rollick.testing.toys import toy_recipe
 
 Toy = Callable[..., LoadedRecipe]
@@ -99,32 +102,32 @@ def hanging(
 
 
 def is_scoring(folder: Path) -> bool:
-    said = read_situation(folder)
-    return said is not None and "being scored" in said.waits_for
+    expected = read_situation(folder)
+    return expected is not None and "being scored" in expected.waits_for
 
 
-def test_the_doctor_names_who_a_hanging_run_waits_for(
+def test_the_doctor_names_what_a_hanging_run_waits_for(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     folder, process = hanging
-    told = ask("doctor", folder)
-    assert told.returncode == 0, told.stderr
-    assert f"running (process {process.pid} on {socket.gethostname()})" in told.stdout
-    assert "step 1 waits for group 0: sample 0 being scored for " in told.stdout
-    assert "; and 12 more samples" in told.stdout
-    assert "rewards: 16 under way, 0 done" in told.stdout
-    assert "no checkpoint yet" in told.stdout
+    report = ask("doctor", folder)
+    assert report.returncode == 0, report.stderr
+    assert f"running (process {process.pid} on {socket.gethostname()})" in report.stdout
+    assert "step 1 waits for group 0: sample 0 being scored for " in report.stdout
+    assert "; and 12 more samples" in report.stdout
+    assert "rewards: 16 under way, 0 done" in report.stdout
+    assert "no checkpoint yet" in report.stdout
 
 
-def test_the_doctor_tells_programs_the_same(
+def test_the_doctor_reports_the_same_as_json(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
-    told = json.loads(ask("doctor", hanging[0], "--json").stdout)
-    assert told["state"] == "running"
-    [engine] = told["snapshot"]["engines"]
+    report = json.loads(ask("doctor", hanging[0], "--json").stdout)
+    assert report["state"] == "running"
+    [engine] = report["snapshot"]["engines"]
     assert (engine["in_flight"], engine["limit"]) == (0, 16)
     assert 0 <= engine["last_answer_s"] < 120
-    assert told["environment"]["torch"][0].isdigit()
+    assert report["environment"]["torch"][0].isdigit()
 
 
 def test_the_report_is_renewed_while_the_run_hangs(
@@ -141,18 +144,18 @@ def test_the_report_is_renewed_while_the_run_hangs(
     assert later.written_at - first.written_at >= 1.9
 
 
-def test_the_doctor_says_that_a_killed_run_is_dead_and_how_to_go_on(
+def test_the_doctor_reports_a_killed_run_as_dead_and_how_to_resume(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     folder, process = hanging
     process.send_signal(signal.SIGKILL)
     process.wait(30)
-    told = ask("doctor", folder).stdout
+    report = ask("doctor", folder).stdout
     assert (
-        f"dead: process {process.pid} on {socket.gethostname()} exited without an outcome" in told
+        f"dead: process {process.pid} on {socket.gethostname()} exited without an outcome" in report
     )
-    assert "when it last reported: step 1 waits for group 0" in told
-    assert "run the same command with --resume to continue from the beginning" in told
+    assert "when it last reported: step 1 waits for group 0" in report
+    assert "run the same command with --resume to continue from the beginning" in report
 
 
 def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
@@ -180,7 +183,7 @@ def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
     assert "stuck.txt" in diagnosis.advice
 
 
-def test_a_hang_in_validation_is_told_while_its_samples_still_hang(toy: Toy) -> None:
+def test_a_hang_in_validation_is_reported_while_its_samples_still_hang(toy: Toy) -> None:
     def hangs(completion: str) -> float:
         time.sleep(300)
         return 0.0
@@ -208,14 +211,14 @@ def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy)
     assert examine(folder).state == "failed"
 
 
-def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunResult]) -> None:
+def test_a_finished_run_is_reported_and_not_changed(run_toy: Callable[..., RunResult]) -> None:
     folder = run_toy(steps=1).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     with run_lock(folder):
-        told = ask("doctor", folder).stdout
-    assert "finished " in told
-    assert "step 1 of 1 done, version 1" in told
-    assert "last checkpoint: step 1, " in told
+        report = ask("doctor", folder).stdout
+    assert "finished " in report
+    assert "step 1 of 1 done, version 1" in report
+    assert "last checkpoint: step 1, " in report
     lock = folder / "run.lock"
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert {k: v for k, v in after.items() if k != lock} == {
@@ -223,13 +226,13 @@ def test_a_run_that_ended_says_so_and_is_not_touched(run_toy: Callable[..., RunR
     }
 
 
-def test_the_trace_of_a_run_is_written_where_one_says(
+def test_the_trace_of_a_run_is_written_to_the_given_path(
     run_toy: Callable[..., RunResult], tmp_path: Path
 ) -> None:
     folder = run_toy(steps=1).folder
-    told = ask("trace", folder, "--out", tmp_path / "out.json")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.startswith(f"{tmp_path / 'out.json'}: ")
+    report = ask("trace", folder, "--out", tmp_path / "out.json")
+    assert report.returncode == 0, report.stderr
+    assert report.stdout.startswith(f"{tmp_path / 'out.json'}: ")
     assert json.loads((tmp_path / "out.json").read_text())["traceEvents"]
 
 
@@ -246,11 +249,11 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_run(
     assert "step 1 was logged" in diagnosis.headline
 
 
-def test_a_folder_that_is_no_run_is_refused_in_words(tmp_path: Path) -> None:
-    told = ask("doctor", tmp_path / "nothing")
-    assert told.returncode == 2
-    assert "nothing is not a run's folder" in told.stderr
-    assert "Traceback" not in told.stderr
+def test_a_folder_that_is_no_run_is_refused_with_a_clear_message(tmp_path: Path) -> None:
+    report = ask("doctor", tmp_path / "nothing")
+    assert report.returncode == 2
+    assert "nothing is not a run's folder" in report.stderr
+    assert "Traceback" not in report.stderr
     with pytest.raises(ConfigError, match="is not a run's folder"):
         examine(tmp_path)
 
@@ -270,7 +273,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("changes", "alive", "later", "state", "said"),
+    ("changes", "alive", "later", "state", "expected"),
     [
         ({}, True, 1, "running", "step 3 waits for group 37: sample 3 in tool search for 310 s"),
         ({"phase": "start"}, True, 1, "starting", "starting workers and models"),
@@ -281,16 +284,23 @@ main()
         ({}, False, 3, "died", "it last reported 3 s ago, step 2 of 4 done"),
         ({"outcome": "interrupted"}, False, 3, "interrupted", "continue from that checkpoint"),
         ({"outcome": "failed", "error": "no space"}, False, 3, "failed", "no space"),
+        (
+            {"outcome": "finished", "step": 3},
+            False,
+            3,
+            "finished",
+            "(run.max_minutes); run the same",
+        ),
         ({"outcome": "finished", "step": 4}, False, 7200, "finished", "finished 120 min ago"),
     ],
 )
-def test_what_a_run_says_is_judged(
-    changes: dict[str, Any], alive: bool | None, later: float, state: str, said: str
+def test_a_runs_own_report_is_checked(
+    changes: dict[str, Any], alive: bool | None, later: float, state: str, expected: str
 ) -> None:
-    found = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
-    diagnosis = diagnose(snapshot(**changes), found, now=1000.0 + later)
+    evidence = RunEvidence(Path("runs/toy"), alive=alive, checkpoint=2, checkpoint_at=990.0)
+    diagnosis = diagnose(snapshot(**changes), evidence, now=1000.0 + later)
     assert diagnosis.state == state
-    assert said in "\n".join(diagnosis.lines())
+    assert expected in "\n".join(diagnosis.lines())
 
 
 def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
@@ -299,29 +309,36 @@ def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: 
     assert examine(tmp_path).state == "died"
 
 
-def test_a_run_on_another_machine_is_judged_by_its_reports(tmp_path: Path) -> None:
+def test_the_state_of_a_run_on_another_machine_comes_from_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
         write_situation(tmp_path, snapshot(host="elsewhere", written_at=written_at))
         assert examine(tmp_path).state == state
 
 
-def test_a_situation_is_read_as_it_was_written_and_junk_is_nothing(tmp_path: Path) -> None:
+def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: Path) -> None:
     write_situation(tmp_path, snapshot())
     assert read_situation(tmp_path) == snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
     assert read_situation(tmp_path) is None
 
 
-def test_what_the_machine_is_can_be_told_at_once() -> None:
+def test_the_doctor_names_the_worker_processes() -> None:
+    shown, running = StringIO(), snapshot(processes={"policy 0": 12, "generators 0": 13})
+    diagnosis = diagnose(running, RunEvidence(Path("runs/toy"), alive=True), now=1001.0)
+    Console(file=shown, width=200).print(render(diagnosis))
+    assert "worker processes: policy 0 12, generators 0 13" in shown.getvalue()
+
+
+def test_the_facts_of_the_machine_are_printed_at_once() -> None:
     facts = environment_facts()
     assert set(facts) >= {"python", "torch", "ray", "transformers", "cpus", "gpus"}
     assert all(facts.values())
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(0.25, "0.25 s"), (310, "310 s"), (1200, "20 min"), (86_400, "24 h"), (259_200, "3 days")],
 )
-def test_a_duration_is_told_in_the_unit_that_people_use(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_a_duration_is_printed_in_a_readable_unit(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

@@ -1,4 +1,4 @@
-"""The exit code of `rollick train` tells a supervisor whether to try again."""
+"""The exit code of `rollick train` shows a supervisor whether to try again."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ LOSSES = "import os\ndef die(*arguments, **options): os._exit(7)\n"
         (StoppedBySignal, 75),
     ],
 )
-def test_an_error_has_the_exit_code_of_what_to_do(error: type[RollickError], code: int) -> None:
+def test_an_error_has_the_exit_code_for_its_remedy(error: type[RollickError], code: int) -> None:
     assert error("it failed", fix="look").copy().exit_code == code
 
 
@@ -85,7 +85,8 @@ def test_a_signal_to_the_whole_group_saves_a_run_on_ray(tiny_folder: Path, tmp_p
         os.killpg(child.pid, signal.SIGTERM)
         out, err = child.communicate(timeout=60)
     assert child.returncode == 75, err
-    assert "continue with --resume" in out
+    assert "stopped: step" in out
+    assert "continue it with --resume" in err
     store = CheckpointStore(tmp_path / "stopped" / "checkpoints", keep_last=1, keep_best=1)
     newest = store.latest()
     assert newest is not None

@@ -19,20 +19,26 @@ def test_a_starter_project_passes_the_check_where_it_is_written(name: str, tmp_p
     assert recipe.pipeline == name
 
 
-def test_nothing_that_is_there_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text("mine")
     with pytest.raises(ConfigError, match=r"tasks\.py exists already"):
         write_starter("rlvr", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.py"]
 
 
-def test_an_unknown_project_is_told_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_project_gets_a_message_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no starter project 'rlvrr'") as error:
         write_starter("rlvrr", tmp_path)
     assert error.value.fix == "use rlvr"
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file cannot be written: .*choose a path"):
+        write_starter("rlvr", tmp_path / "file")
+
+
+def test_the_command_prints_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollick.cli", "init", "rlvr", "mine"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

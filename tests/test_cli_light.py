@@ -94,7 +94,7 @@ atexit.register(lambda: print(*{{name.partition(".")[0] for name in sys.modules}
     assert loaded - sys.stdlib_module_names <= LIGHT
 
 
-def test_check_sums_up_what_a_recipe_will_do(folder: Path) -> None:
+def test_check_summarises_what_a_recipe_will_do(folder: Path) -> None:
     child = run(folder, "check", "recipe.yaml", "run.steps=7")
     assert child.returncode == 0, child.stderr
     assert child.stdout.splitlines()[:5] == [
@@ -148,13 +148,13 @@ def test_list_prints_every_name_for_people(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["rollick", "rollick.cli"])
-def test_the_version_is_told_by_each_way_to_start_it(folder: Path, module: str) -> None:
+def test_every_way_to_start_it_prints_the_version(folder: Path, module: str) -> None:
     command = [sys.executable, "-m", module, "--version"]
     child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert (child.returncode, child.stdout) == (0, f"rollick {rollick.__version__}\n")
 
 
-def test_the_package_says_that_it_has_types() -> None:
+def test_the_package_declares_its_types() -> None:
     assert (Path(rollick.__file__).parent / "py.typed").is_file()
 
 

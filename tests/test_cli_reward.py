@@ -38,21 +38,21 @@ def test_a_built_in_reward_runs_on_its_examples(tmp_path: Path):
 
 def test_a_custom_reward_runs_on_rows_with_options(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
-        "def short(said, answer, most=3):\n"
-        "    if said == 'bad': raise ValueError('no good')\n"
-        "    return len(said) <= most\n"
+        "def short(question, answer, limit=3):\n"
+        "    if question == 'bad': raise ValueError('no good')\n"
+        "    return len(question) <= limit\n"
     )
-    rows = [{"said": text, "answer": 1} for text in ("abcd", "ab", "bad")]
-    # The column with the completion is not one of the row's own: `said` must come back as such.
+    rows = [{"question": text, "answer": 1} for text in ("abcd", "ab", "bad")]
+    # The column with the completion is not one of the row's own: `question` must come back as such.
     (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps({**row, "text": row["said"]}) + "\n" for row in rows)
+        "".join(json.dumps({**row, "text": row["question"]}) + "\n" for row in rows)
     )
-    arguments = ("mine.py:short", "rows.jsonl", "--completion", "text", "--option", "most=4")
+    arguments = ("mine.py:short", "rows.jsonl", "--completion", "text", "--option", "limit=4")
     child = run(tmp_path, *arguments)
     assert child.returncode == 1, child.stderr
     assert "no good" in child.stdout
-    told = [json.loads(line) for line in run(tmp_path, *arguments, "--json").stdout.splitlines()]
-    assert [(row["value"], row["status"]) for row in told] == [
+    results = [json.loads(line) for line in run(tmp_path, *arguments, "--json").stdout.splitlines()]
+    assert [(row["value"], row["status"]) for row in results] == [
         (1.0, "ok"),
         (1.0, "ok"),
         (None, "failed"),

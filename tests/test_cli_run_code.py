@@ -141,7 +141,7 @@ def test_env_show_works_after_the_environment_is_gone(
     assert "over" in shown
 
 
-def test_a_resumed_run_says_which_settings_and_code_changed(
+def test_a_resumed_run_logs_which_settings_and_code_changed(
     rollick: Command, recipe: Path, project: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rollick("train", recipe)

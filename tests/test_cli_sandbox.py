@@ -31,9 +31,13 @@ def program(tmp_path: Path) -> str:
 def test_a_program_runs_and_its_end_is_one_line_of_json(program: str) -> None:
     done = run("run", program, "--stdin", "olleh", "--json")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["status"], said["stdout"], said["isolation"]) == ("ok", "hello None\n", LEVEL)
-    assert said["seconds"] > 0
+    report = json.loads(done.stdout)
+    assert (report["status"], report["stdout"], report["isolation"]) == (
+        "ok",
+        "hello None\n",
+        LEVEL,
+    )
+    assert report["seconds"] > 0
 
 
 def test_the_plain_output_shows_status_time_and_isolation(program: str) -> None:
@@ -57,8 +61,8 @@ def test_without_isolation_it_refuses_unless_allow_unsafe_is_set(
     assert refused.returncode == 2
     assert json.loads(refused.stdout)["status"] == "refused"
     unsafe = run("run", program, "--stdin", "x", "--json", "--allow-unsafe", path=str(tmp_path))
-    said = json.loads(unsafe.stdout)
-    assert (said["status"], said["isolation"]) == ("ok", "none")
+    report = json.loads(unsafe.stdout)
+    assert (report["status"], report["isolation"]) == ("ok", "none")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -68,9 +72,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_the_layers_are_listed(tmp_path: Path) -> None:
-    found = json.loads(run("check", "--json").stdout)
-    assert found["isolation"] == LEVEL
-    assert "seccomp" in found["active"]
+    actual = json.loads(run("check", "--json").stdout)
+    assert actual["isolation"] == LEVEL
+    assert "seccomp" in actual["active"]
     without = run("check", path=str(tmp_path))
     assert without.returncode == 2
     assert "bwrap is not installed" in without.stdout

@@ -45,11 +45,11 @@ def test_every_answer_is_the_prompts_symbols_in_the_order_of_its_domain() -> Non
     ("completion", "score"),
     [("abcde", 1.0), ("abced", 0.3), ("edcba", 0.1), ("abcd", 0.0), ("abcdef", 0.0), ("", 0.0)],
 )
-def test_only_the_whole_answer_scores_one(reward: Any, completion: str, score: float) -> None:
+def test_only_the_full_answer_scores_one(reward: Any, completion: str, score: float) -> None:
     assert reward(completion, "abcde") == pytest.approx(score)
 
 
-def test_the_control_keeps_the_scores_and_changes_who_has_them() -> None:
+def test_the_control_shuffles_the_scores_among_samples() -> None:
     groups = [group(scores=[0, 0, 0, 0]), group(scores=[1, 1, 1, 1])]
     advantages = shuffled_scores(groups, {})
     assert sum(len(members) for members in advantages) == 8

@@ -53,7 +53,7 @@ def test_the_pages_are_those_that_the_generator_writes(generated: dict[str, str]
     assert stale == [], "run python docs/make_algorithms.py"
 
 
-def test_there_is_no_page_that_nobody_writes(generated: dict[str, str]) -> None:
+def test_every_page_is_generated_or_listed_as_handwritten(generated: dict[str, str]) -> None:
     there = {str(path.relative_to(PAGES)) for path in PAGES.rglob("*.md")}
     assert there == generated.keys() | BY_HAND
 
@@ -97,9 +97,9 @@ def test_links_lead_somewhere(generated: dict[str, str]) -> None:
 
 
 def test_the_recorded_curves_learn_and_their_controls_do_not() -> None:
-    found = curves()
+    recorded = curves()
     for name, preset in PRESETS.items():
-        lines = found[f"presets/{name.replace('++', '_pp')}.md"]["lines"]
+        lines = recorded[f"presets/{name.replace('++', '_pp')}.md"]["lines"]
         last = {label: sum(values[-5:]) / 5 for label, values in lines.items()}
         assert len(last) == (2 if preset.loss["name"] in WITHOUT_TRUST_REGION else 4), name
         for label, score in last.items():
@@ -118,11 +118,11 @@ def test_every_recipe_on_a_page_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     count = 0
     for path, text in recipes():
-        said = yaml.safe_load(text)
-        rewards = [] if "pipeline" in said or "opd" in text else ["exact_match"]
+        recipe = yaml.safe_load(text)
+        rewards = [] if "pipeline" in recipe or "opd" in text else ["exact_match"]
         plain = {"domains": {"mine": {"source": "mine.jsonl", "rewards": rewards}}}
-        said["data"] = {**plain, **said.get("data", {})}
-        recipe_from_dict({"model": {"path": "tiny"}, **said}, origin=path, base=tmp_path)
+        recipe["data"] = {**plain, **recipe.get("data", {})}
+        recipe_from_dict({"model": {"path": "tiny"}, **recipe}, origin=path, base=tmp_path)
         count += 1
     assert count == len(curves())
 
@@ -195,7 +195,7 @@ def test_everything_on_the_page_of_own_parts_runs(
     assert (tmp_path / "runs/packaged/metrics.jsonl").exists()
 
 
-def test_the_page_tells_every_field_that_a_loss_of_ones_own_can_get() -> None:
+def test_the_page_lists_every_field_that_a_custom_loss_can_get() -> None:
     """What only other pipelines, or the objective itself, look at is left out by name."""
     from dataclasses import fields
 

@@ -69,6 +69,13 @@ def test_the_commands_of_the_readme_work_one_after_the_other(
     assert "max_ratio_error" in out
     [export] = commands("export")
     assert Path(rollick(export).strip(), "config.json").is_file()
+    [doctor] = commands("doctor")
+    assert "runs/smollm2_sums: finished" in rollick(doctor)
+    # The folders of eval and replay are there too.
+    [[name, pattern]] = commands("compare")
+    folders = [str(path) for path in sorted(Path().glob(pattern))]
+    assert len(folders) == 3
+    assert "curves: compare.png" in rollick([name, *folders])
 
 
 def test_make_install_brings_what_the_recipes_of_the_readme_need() -> None:

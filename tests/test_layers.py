@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, and what nobody may do. Found by reading."""
+"""The layers of the package: which imports and calls are allowed. Checked on the syntax tree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEVELS = {
     12: {"cli"},
     13: {"__main__"},
 }
-LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
+LEVEL_OF = {package: level for level, packages in LEVELS.items() for package in packages}
 
 THIRD_PARTY = {
     "accelerate": {"models"},
@@ -83,14 +83,14 @@ THIRD_PARTY = {
     "wandb": {"observe"},
     "yaml": {"config", "simulator"},
 }
-"""Where each third party lives. numpy and torch are the language of the numeric rooms."""
+"""The packages that may import each third-party library. numpy and torch are allowed everywhere."""
 
 EVERYWHERE = {"numpy", "torch"}
 
 NO_TORCH = {
     "types", "errors", "interrupt", "config", "observe", "children", "cli", "__init__", "__main__"
 }  # fmt: skip
-"""Rooms that `import rollick`, `rollick check` or a reward process load."""
+"""Packages that `import rollick`, `rollick check` or a reward process load."""
 
 UNPICKLES = {
     "children/child_loop.py": "frames from its own parent",
@@ -109,14 +109,14 @@ class Import:
     module: str
 
     @property
-    def room(self) -> str:
-        return room_of(self.file)
+    def package(self) -> str:
+        return package_of(self.file)
 
     def __str__(self) -> str:
         return f"rollick/{self.file}:{self.line} imports {self.module}"
 
 
-def room_of(file: str) -> str:
+def package_of(file: str) -> str:
     return Path(file).parts[0].removesuffix(".py")
 
 
@@ -160,25 +160,25 @@ def _modules(node: ast.AST) -> list[str]:
 
 
 def ours() -> Iterator[tuple[Import, str]]:
-    """Imports inside the package, with the room they lead to."""
+    """Imports inside the package, with the package they lead to."""
     for item in imports():
         parts = item.module.split(".")
         if parts[0] == "rollick" and len(parts) > 1:
             yield item, parts[1]
 
 
-def test_every_room_has_a_level() -> None:
-    rooms = {room_of(file) for file in trees()}
-    assert rooms - {"__init__", "testing"} <= set(LEVEL_OF)
+def test_every_package_has_a_level() -> None:
+    packages = {package_of(file) for file in trees()}
+    assert packages - {"__init__", "testing"} <= set(LEVEL_OF)
 
 
 def test_imports_point_down() -> None:
     wrong = [
         str(item)
         for item, target in ours()
-        if item.room != target
-        and {item.room, target} <= set(LEVEL_OF)
-        and LEVEL_OF[target] >= LEVEL_OF[item.room]
+        if item.package != target
+        and {item.package, target} <= set(LEVEL_OF)
+        and LEVEL_OF[target] >= LEVEL_OF[item.package]
     ]
     assert wrong == []
 
@@ -187,27 +187,27 @@ def test_the_test_kit_is_imported_by_tests_and_cli_only() -> None:
     wrong = [
         str(item)
         for item, target in ours()
-        if target == "testing" and item.room not in ("testing", "cli")
+        if target == "testing" and item.package not in ("testing", "cli")
     ]
     assert wrong == []
 
 
-def test_each_third_party_has_one_home() -> None:
+def test_each_third_party_library_is_imported_only_where_allowed() -> None:
     wrong: list[str] = []
     for item in imports():
         top = item.module.split(".")[0]
         if top in sys.stdlib_module_names or top == "rollick" or top in EVERYWHERE:
             continue
-        if item.room not in THIRD_PARTY.get(top, set()):
+        if item.package not in THIRD_PARTY.get(top, set()):
             wrong.append(str(item))
     assert wrong == []
 
 
-def test_light_rooms_never_import_torch() -> None:
+def test_light_packages_never_import_torch() -> None:
     wrong = [
         str(item)
         for item in imports()
-        if item.room in NO_TORCH
+        if item.package in NO_TORCH
         and item.module.split(".")[0] in ("torch", "ray", "transformers", "datasets")
     ]
     assert wrong == []
@@ -234,7 +234,7 @@ INSIDE_BOXES = "sandbox/inside/"
 """Code that runs in boxes only: it executes what models wrote."""
 
 
-def test_nothing_is_evaluated_outside_boxes() -> None:
+def test_nothing_is_evaluated_outside_the_sandbox() -> None:
     forbidden = {"eval", "exec", "compile", "__import__", "os.system"}
     wrong = [
         f"rollick/{file}:{node.lineno} {name}"
@@ -244,7 +244,7 @@ def test_nothing_is_evaluated_outside_boxes() -> None:
     assert wrong == []
 
 
-def test_what_runs_inside_boxes_is_imported_nowhere() -> None:
+def test_code_for_sandbox_boxes_is_imported_nowhere() -> None:
     wrong = [str(item) for item in imports() if item.module.startswith("rollick.sandbox.inside")]
     assert wrong == []
 
@@ -288,7 +288,7 @@ def test_no_public_class_name_is_defined_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
+def test_no_module_has_a_meaningless_name() -> None:
     empty = {"utils", "util", "common", "helpers", "misc", "manager"}
     assert [file for file in trees() if Path(file).stem in empty] == []
 

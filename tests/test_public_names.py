@@ -34,10 +34,10 @@ def test_these_are_the_public_names() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_there_and_documented(name: str) -> None:
-    found = getattr(rollick, name)
-    assert callable(found)
-    assert found.__name__ == name
-    assert found.__doc__
+    actual = getattr(rollick, name)
+    assert callable(actual)
+    assert actual.__name__ == name
+    assert actual.__doc__
 
 
 def test_train_stays_the_function_after_its_namesake_was_imported() -> None:
@@ -47,6 +47,6 @@ def test_train_stays_the_function_after_its_namesake_was_imported() -> None:
     assert rollick.train is sys.modules["rollick.pipelines.run"].train
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_name_gets_a_message_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"rollick has no 'trian'; it has .*train"):
         _ = rollick.trian

@@ -66,12 +66,12 @@ def sum_by_token(inputs: LossInputs, options: Any) -> TokenLoss:
         (sum_by_token, "the sum mine has the shape"),
     ],
 )
-def test_a_loss_that_breaks_a_promise_is_told_which(loss: Any, complaint: str) -> None:
+def test_a_loss_that_breaks_the_contract_is_told_which_rule(loss: Any, complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_loss(loss)
 
 
-def test_a_loss_over_pairs_may_look_at_both_answers_and_no_further() -> None:
+def test_a_loss_over_pairs_may_depend_on_both_answers_and_on_no_others() -> None:
     function, options = part("losses", "dpo")
     with pytest.raises(AssertionError, match="with the other samples"):
         check_loss(function, options, pairs=False)
@@ -82,7 +82,7 @@ def over_the_mean(groups: Sequence[Group], options: Any) -> Any:
         return [[s / np.mean(g.scores) for s in g.scores] for g in groups]
 
 
-def judged_only(groups: Sequence[Group], options: Any) -> Any:
+def only_scored(groups: Sequence[Group], options: Any) -> Any:
     return [[m.score.value for m in g.members if m.score.ok] for g in groups]
 
 
@@ -103,13 +103,15 @@ def of_the_response(groups: Sequence[Group], options: Any) -> Any:
     ("advantage", "complaint"),
     [
         (over_the_mean, "not finite"),
-        (judged_only, "2 values for the 3 samples of group 1"),
+        (only_scored, "2 values for the 3 samples of group 1"),
         (over_the_first_group, "changes with the order of groups"),
         (failed_as_a_fault, "whose reward failed, has an advantage other than 0"),
         (of_the_response, "has the shape"),
     ],
 )
-def test_an_advantage_that_breaks_a_promise_is_told_which(advantage: Any, complaint: str) -> None:
+def test_an_advantage_that_breaks_the_contract_is_told_which_rule(
+    advantage: Any, complaint: str
+) -> None:
     with pytest.raises(AssertionError, match=complaint):
         check_advantage(advantage)
 

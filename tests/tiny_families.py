@@ -57,6 +57,10 @@ _LATENT = {
     "moe_intermediate_size": 16,
 }
 _WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+_DYNAMIC_BY_ALPHA = {
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 100.0},
+    "max_position_embeddings": 4096,
+}
 _SMALL_STATE = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 _VISION = {
     "hidden_size": 16,
@@ -116,8 +120,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
     "granitemoe": {**_EXPERTS, "logits_scaling": 4.0},
     "helium": {},
-    "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_dense": _DYNAMIC_BY_ALPHA,
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, **_DYNAMIC_BY_ALPHA},
     "hyperclovax": {"logits_scaling": 0.5},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, **_EXPERTS},
     "jetmoe": {"kv_channels": 8, "num_local_experts": 4, "num_key_value_heads": 2},

@@ -27,7 +27,7 @@ import cloudpickle
 from rollick.children import watchdog
 from rollick.children.child_loop import ChildSetup
 from rollick.children.process import EXIT_SECONDS, Child, ChildLost, FrameKind, pickle_callable
-from rollick.errors import RollickError
+from rollick.errors import RollickError, WorkerLost
 from rollick.observe.faults import FaultKind, FaultLog
 
 START_SECONDS = 120.0
@@ -119,7 +119,7 @@ class ChildSupervisor:
         self._watchdog = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=DEVNULL, start_new_session=True
         )
-        starts = [asyncio.create_task(self._start()) for _ in range(count)]
+        starts = [asyncio.create_task(self._start_first()) for _ in range(count)]
         await asyncio.gather(*starts, return_exceptions=True)
         return [start.result() for start in starts]
 
@@ -137,6 +137,13 @@ class ChildSupervisor:
             await self.end(child)
             raise
         return child
+
+    async def _start_first(self) -> Child:
+        """Start a child. One that a signal from outside ends while it loads is started again."""
+        for _ in range(MAX_FAILED_STARTS - 1):
+            with contextlib.suppress(WorkerLost):
+                return await self._start()
+        return await self._start()
 
     async def replace(self, child: Child, *, rank: int, timed_out: bool, cause: str) -> Child:
         """Start a new child in place of one that hung or died; `rank` is its number in the pool."""
@@ -193,6 +200,8 @@ class ChildSupervisor:
         except (ChildLost, ConnectionError):
             await child.wait()
             message = f"the {what} process died while loading {names} ({child.exit_text})"
+            if child.was_lost:
+                raise WorkerLost(message, fix="find out what sends that signal") from None
             fix = f"import the {what}'s file in a plain Python to see why"
             raise self.error(message, fix=fix) from None
         if kind == FrameKind.LOAD_FAILED:

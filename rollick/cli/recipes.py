@@ -23,8 +23,7 @@ def check(
         bool, Option("--recipe-only", help="Skip the checks of this machine.")
     ] = False,
 ) -> None:
-    """Check a recipe, and whether this machine can run it; print what it will run. Starts
-    nothing."""
+    """Check a recipe, and whether this machine can run it. Starts nothing."""
     from rollick.commands.recipe import check_and_describe
 
     description = check_and_describe(recipe, overrides or (), deep=deep, recipe_only=recipe_only)

@@ -29,7 +29,11 @@ def log_to_stderr() -> None:
     """Print rollick's INFO log messages to stderr."""
     import logging
 
-    logging.basicConfig(format="%(message)s")
+    from rollick.observe.terminal import SafeFormatter
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(SafeFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("rollick").setLevel(logging.INFO)
 
 
@@ -41,6 +45,11 @@ def train(
     restarts: Annotated[
         int, Option(min=0, help="After a crash, resume; at most N times without a new checkpoint.")
     ] = 0,
+    standby: Annotated[
+        bool,
+        Option("--standby", help="With --restarts: keep a second, prepared process to resume in."),
+    ] = False,
+    wait: Annotated[bool, Option("--wait", hidden=True)] = False,
 ) -> None:
     """Run a recipe. A signal saves a checkpoint and exits with code 75; --resume continues.
 
@@ -51,22 +60,31 @@ def train(
         from rollick.commands.supervise import supervise_train
 
         log_to_stderr()
-        raise typer.Exit(supervise_train(recipe, overrides or (), restarts=restarts, resume=resume))
+        raise typer.Exit(
+            supervise_train(
+                recipe, overrides or (), restarts=restarts, standby=standby, resume=resume
+            )
+        )
     from rollick.config.load import load_recipe
     from rollick.pipelines.run import run_recipe
     from rollick.pipelines.state import RunInterrupted
 
     loaded = load_recipe(recipe, overrides or ())
     log_to_stderr()
-    interrupted: RunInterrupted | None = None
+    if wait:
+        from rollick.commands.standby import wait_for_start
+        from rollick.pipelines.standby import prepare_run
+
+        prepare_run(loaded)
+        if not wait_for_start():
+            return
+        loaded = load_recipe(recipe, overrides or ())  # It may have changed meanwhile.
     try:
         result = run_recipe(loaded, resume=resume)
-    except RunInterrupted as error:
-        interrupted, result = error, error.result
+    except RunInterrupted as interrupted:
+        typer.echo(str(interrupted.result))
+        raise
     typer.echo(str(result))
-    if interrupted:
-        typer.echo("stopped by a signal; continue with --resume")
-        raise interrupted
 
 
 @app.command("eval")

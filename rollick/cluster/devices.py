@@ -52,6 +52,8 @@ class DeviceMap:
     """The devices of each role, by rank. Roles that share a device share a host process."""
 
     roles: Mapping[RoleName, tuple[Device, ...]]
+    earlier: tuple[Device, ...] = ()
+    """Devices that the map had before a role lost ranks. Hosts keep their index."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> DeviceMap:
@@ -73,11 +75,21 @@ class DeviceMap:
     def hosts(self) -> tuple[HostSpec, ...]:
         """One host for each distinct device, in the order of the devices."""
         hosts: list[HostSpec] = []
-        for device in sorted({device for devices in self.roles.values() for device in devices}):
+        for index, device in enumerate(self._devices):
             here: list[RoleName] = [role for role in ROLES if device in self.roles.get(role, ())]
             ranks: dict[RoleName, int] = {role: self.roles[role].index(device) for role in here}
-            hosts.append(HostSpec(len(hosts), device, ranks))
-        return tuple(hosts)
+            hosts.append(HostSpec(index, device, ranks))
+        return tuple(host for host in hosts if host.roles)
+
+    @property
+    def _devices(self) -> list[Device]:
+        used = {device for devices in self.roles.values() for device in devices}
+        return sorted(used.union(self.earlier))
+
+    def with_ranks(self, role: RoleName, ranks: Sequence[int]) -> DeviceMap:
+        """The map in which the role has only these of its ranks, with new numbers."""
+        devices = tuple(self.roles[role][rank] for rank in ranks)
+        return DeviceMap({**self.roles, role: devices}, tuple(self._devices))
 
     def ranks(self, role: RoleName) -> int:
         """Number of ranks of the role; 0 if the run does not have the role."""

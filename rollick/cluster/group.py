@@ -20,7 +20,7 @@ from rollick.cluster.devices import DeviceMap, HostSpec, RoleRank
 from rollick.cluster.payload import Payload, array_bytes
 from rollick.cluster.worker import Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
-from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
+from rollick.errors import ClusterUnavailable, RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.types import RoleName
 
 
@@ -29,8 +29,13 @@ class Transport(Protocol):
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None: ...
 
-    async def restart(self, host: HostSpec) -> None:
-        """Replace a host by a new, empty one; the old one ends."""
+    async def replace(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+        """Replace hosts by new, empty ones; the old ones end. Returns those for which there was no
+        room in time."""
+        ...
+
+    def remove(self, hosts: Sequence[HostSpec]) -> None:
+        """End hosts that are not needed any more."""
 
     def share(self, args: tuple[Any, ...]) -> Any:
         """Prepare arguments that are sent to several ranks, so that they are copied once."""
@@ -41,8 +46,13 @@ class Transport(Protocol):
         also cancels a coroutine on the host; a synchronous method keeps running there."""
         ...
 
-    async def wait_lost(self, host: HostSpec) -> None:
-        """Returns when the host's process has ended."""
+    async def wait_lost(self, host: HostSpec) -> WorkerLost:
+        """Returns when the host's process has ended, or its machine does not answer."""
+        ...
+
+    def process_ids(self) -> Mapping[int, int]:
+        """Processes of hosts on this machine, by the index of the host; without this process."""
+        ...
 
     async def close(self) -> None:
         """End all hosts within a bounded time."""
@@ -62,14 +72,23 @@ class InlineTransport:
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         await self._hosts[host.index].build(roles)
 
-    async def restart(self, host: HostSpec) -> None:
-        old, self._hosts[host.index] = self._hosts[host.index], self._make(host)
-        with suppress(RollickError):
-            await old.close()
+    async def replace(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+        for host in hosts:
+            old, self._hosts[host.index] = self._hosts[host.index], self._make(host)
+            with suppress(RollickError):
+                await old.close()
+        return []
 
-    async def wait_lost(self, host: HostSpec) -> None:
+    def remove(self, hosts: Sequence[HostSpec]) -> None:
+        """Does nothing: the hosts are this process."""
+
+    async def wait_lost(self, host: HostSpec) -> WorkerLost:
         """Never returns: the host is this process."""
         await asyncio.Event().wait()
+        raise AssertionError
+
+    def process_ids(self) -> Mapping[int, int]:
+        return {}
 
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
@@ -96,15 +115,20 @@ class WorkerGroup:
     raises the role's error, or WorkerLost if the host died or the deadline passed."""
 
     def __init__(self, device_map: DeviceMap, transport: Transport, deadlines: Deadlines) -> None:
-        self.device_map = device_map
+        self.device_map: DeviceMap
         self.deadlines = deadlines
         self._transport = transport
-        self._hosts = {each: host for host in device_map.hosts() for each in host.role_ranks}
+        self._hosts: dict[RoleRank, HostSpec] = {}
+        self._use(device_map)
         self._roles: Sequence[RoleSpec] = ()
         self._collective_locks: dict[RoleName, asyncio.Lock] = {}
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
         self._closed = False
         self._batch_bytes = 0
+
+    def _use(self, device_map: DeviceMap) -> None:
+        self.device_map = device_map
+        self._hosts = {each: host for host in device_map.hosts() for each in host.role_ranks}
 
     @property
     def is_closed(self) -> bool:
@@ -133,18 +157,46 @@ class WorkerGroup:
         host = self._hosts[RoleRank(role, rank)]
         if self._closed or not self.has_dedicated_host(role, rank):
             raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
-        await self._transport.restart(host)
+        if await self._transport.replace([host]):
+            raise self.no_room([host])
         await self._build_host(host, [spec for spec in self._roles if spec.role == role])
 
-    async def restart_hosts(self, hosts: Sequence[HostSpec], roles: Sequence[RoleSpec]) -> None:
-        """Replace hosts, and build all their roles there, by these specs from now on."""
+    async def replace_hosts(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+        """Replace hosts by new, empty ones. Returns those for which there is no room."""
+        return await self._transport.replace(hosts)
+
+    async def build_hosts(self, hosts: Sequence[HostSpec], roles: Sequence[RoleSpec]) -> None:
+        """Build the roles of new hosts, by these specs from now on."""
         self._roles = roles
-        await _gather([self._transport.restart(host) for host in hosts])
         await _gather([self._build_host(host, roles) for host in hosts])
 
-    async def wait_lost(self, host: HostSpec) -> None:
-        """Returns when the host's process has ended."""
-        await self._transport.wait_lost(host)
+    def shrink(self, role: RoleName, ranks: Sequence[int]) -> None:
+        """Continue with these ranks of a role, which get new numbers. Ends hosts without a role."""
+        before = self.device_map.hosts()
+        self._use(self.device_map.with_ranks(role, ranks))
+        kept = {host.index for host in self.device_map.hosts()}
+        self._transport.remove([host for host in before if host.index not in kept])
+
+    def no_room(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
+        names = ", ".join(map(str, hosts))
+        return ClusterUnavailable(
+            f"no machine of the cluster has room for {names}",
+            fix="add a machine, free resources, or raise cluster.place_timeout_s; then --resume",
+        )
+
+    async def wait_lost(self, host: HostSpec) -> WorkerLost:
+        """Returns when the host's process has ended, or its machine does not answer."""
+        return await self._transport.wait_lost(host)
+
+    def worker_processes(self) -> dict[str, int]:
+        """Process ids on this machine, by role and rank; none if the workers run in this one."""
+        pids, hosts = self._transport.process_ids(), self.device_map.hosts()
+        return {
+            str(each): pids[host.index]
+            for host in hosts
+            if host.index in pids
+            for each in host.role_ranks
+        }
 
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         limit_s = self.deadlines.ceiling_s
@@ -298,8 +350,10 @@ async def open_group(
     else:
         # Imported here, so that an inline run does not load Ray.
         from rollick.cluster.pool import RayTransport
+        from rollick.cluster.spares import WorkerPlan
 
-        transport = await RayTransport.open(hosts, cluster, threads, env or {})
+        plan = WorkerPlan(threads, env or {}, modules_of(roles))
+        transport = await RayTransport.open(hosts, cluster, plan)
     deadlines = Deadlines(
         cluster.call_timeout_s,
         measured=cluster.backend != "inline",
@@ -315,6 +369,11 @@ async def open_group(
             await group.close()
         raise
     await group.close()
+
+
+def modules_of(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
+    """The modules that build the roles."""
+    return tuple(sorted({role.target.partition(":")[0] for role in roles}))
 
 
 async def _gather(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -1,6 +1,7 @@
-"""Hosts as Ray actors. The only module that imports Ray. Ray's errors become ones that name a host.
+"""Hosts as Ray actors. Ray's errors become ones that name a host.
 
 open: ray.init (or join) -> one actor per host -> all answered within place_timeout_s
+replace: a spare (spares.py) or a new actor takes the place of a lost one
 send: Call -> actor -> Reply          (a Reply carries errors as values, so that they arrive
                                        as they were raised and not as Ray's wrapped classes)
 close: graceful close with a deadline, then ray.kill, then ray.shutdown if we started Ray
@@ -9,17 +10,14 @@ close: graceful close with a deadline, then ray.kill, then ray.shutdown if we st
 from __future__ import annotations
 
 import asyncio
-import logging
+import importlib
 import os
 import signal
-import socket
-import subprocess
 import threading
-import uuid
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, NamedTuple
 
 import ray
@@ -28,10 +26,15 @@ from ray.exceptions import RayActorError, RayError
 from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.machine import machine_id
+from rollick.cluster.node_watch import NodeWatch, node_lost, on_node
+from rollick.cluster.nodes import plan_placement
+from rollick.cluster.ray_start import start_ray
+from rollick.cluster.spares import SpareWorkers, WorkerPlan, keep_prepared, take_prepared
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
 from rollick.errors import (
     ClusterUnavailable,
+    NodeLost,
     PlacementError,
     RollickError,
     WorkerError,
@@ -42,26 +45,17 @@ from rollick.errors import (
 MAX_CALLS_PER_HOST = 10_000
 """Concurrent calls per host; far more than an engine has samples in flight."""
 
-RAY_SETTINGS = {
-    # No usage reports to Ray's developers.
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would start one idle worker for each core, none of which our actors can use.
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-    # Silences a warning; a host on the CPU requests no GPU.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-
 LOOK_S = 1.0
 """How often to look for hosts that a signal has stopped."""
-
-KNOCK_TIMEOUT_S = 5.0
-"""How long a given cluster may take to accept a connection."""
 
 PASSED_ON = ("ONEDNN_MAX_CPU_ISA",)
 """Variables of the controller that change numbers, so every worker must have the same."""
 
-CreateActor = Callable[[HostSpec], Any]
+PLACE_AGAIN_S = 0.5
+"""How often to look for room for a lost host."""
+
+SPARE_DELAY_S = 5.0
+"""How long after a restart a new spare is started, so that it does not slow the restart down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +71,31 @@ class HostProcess(NamedTuple):
 
     pid: int
     machine: str
+    node: str
+    """Ray's name of the machine."""
 
 
 class HostActor:
-    """A Host inside a Ray actor."""
+    """A Host inside a Ray actor; it has none until `place`."""
 
-    def __init__(self, spec: HostSpec, *, device: str, threads: int) -> None:
+    def __init__(self) -> None:
         # Ctrl-C is for the controller: it saves and then closes the workers.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._host = Host(spec, device=device, threads=threads)
+        self._host: Host
 
-    async def place(self) -> HostProcess:
-        """A reply means that the actor is placed."""
-        return HostProcess(os.getpid(), machine_id())
+    async def preload(self, modules: Sequence[str]) -> HostProcess:
+        """Import what a host will need."""
+        for module in modules:
+            importlib.import_module(module)
+        return _this_process()
+
+    async def place(self, spec: HostSpec, threads: int) -> HostProcess:
+        """Create the host. A reply means that the actor is placed."""
+        # A worker sees only its own GPU, as number 0.
+        device = "cuda:0" if spec.device.kind == "cuda" else "cpu"
+        self._host = Host(spec, device=device, threads=threads)
+        return _this_process()
 
     async def stay(self) -> None:
         """Never returns: the call fails when this process ends."""
@@ -106,6 +111,10 @@ class HostActor:
         return await _reply_of(self._host.close())
 
 
+def _this_process() -> HostProcess:
+    return HostProcess(os.getpid(), machine_id(), ray.get_runtime_context().get_node_id())
+
+
 async def _reply_of(work: Awaitable[Any]) -> Reply:
     try:
         return Reply(await work)
@@ -116,9 +125,12 @@ async def _reply_of(work: Awaitable[Any]) -> Reply:
 class RayTransport:
     """One Ray actor for each host. Create it with `open`."""
 
-    def __init__(self, cluster: ClusterConfig, create: CreateActor, *, owns_ray: bool) -> None:
+    def __init__(
+        self, cluster: ClusterConfig, spares: SpareWorkers, *, threads: int, owns_ray: bool
+    ) -> None:
         self._cluster = cluster
-        self._create = create
+        self._spares = spares
+        self._threads = threads
         self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
         self.processes: dict[int, HostProcess] = {}
@@ -126,42 +138,86 @@ class RayTransport:
         self._stopped: set[int] = set()
         """Hosts that were killed because a signal had stopped them."""
         self._watch: asyncio.Task[None] | None = None
+        self._nodes = NodeWatch()
 
     @classmethod
     async def open(
-        cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, threads: int, env: Mapping[str, str]
+        cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, plan: WorkerPlan
     ) -> RayTransport:
         """Wait until every actor is placed. Raises PlacementError after place_timeout_s."""
         owns_ray = start_ray(cluster.address)
-        variables = worker_environment(threads=threads, env=env)
-        create = partial(_create_actor, cluster=cluster, threads=threads, variables=variables)
-        transport = cls(cluster, create, owns_ray=owns_ray)
+        spares = take_prepared(plan) or _new_spares(cluster, plan)
+        transport = cls(cluster, spares, threads=plan.threads, owns_ray=owns_ray)
         try:
             if owns_ray:
                 check_totals(hosts, cluster)
-            transport._actors = {host.index: create(host) for host in hosts}
+            transport._actors = {h.index: spares.take_or_create(h.device.kind) for h in hosts}
             await transport._wait_placed(hosts)
             transport._watch = asyncio.create_task(transport._kill_stopped(), name="stopped hosts")
+            transport._refill_later()
         except BaseException:
             transport._kill()
             raise
         return transport
 
-    async def restart(self, host: HostSpec) -> None:
-        """Kill the old process, if it exists, and wait until a new one is placed."""
-        ray.kill(self._actors[host.index], no_restart=True)
-        self._actors[host.index] = self._create(host)
-        self.processes.pop(host.index, None)
-        self._stopped.discard(host.index)
-        await self._wait_placed([host])
+    async def replace(self, hosts: Sequence[HostSpec]) -> list[HostSpec]:
+        before: dict[int, str] = {}
+        for host in hosts:
+            ray.kill(self._actors[host.index], no_restart=True)
+            self._stopped.discard(host.index)
+            if old := self.processes.pop(host.index, None):
+                before[host.index] = old.node
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._cluster.place_timeout_s):
+                while missing := self._not_placed(hosts):
+                    await self._place(missing, before)
+                    await asyncio.sleep(PLACE_AGAIN_S if self._not_placed(hosts) else 0)
+        missing = self._not_placed(hosts)
+        self.remove(missing)
+        self._refill_later()
+        return missing
+
+    def _refill_later(self) -> None:
+        """Replace used spares. Only on CPUs: a spare on a GPU would reserve one."""
+        count = self._cluster.spare_workers
+        asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._refill, count)
+
+    def _refill(self, count: int) -> None:
+        if self._actors:  # Not closed.
+            self._spares.start("cpu", count)
+
+    def _not_placed(self, hosts: Sequence[HostSpec]) -> list[HostSpec]:
+        return [host for host in hosts if host.index not in self.processes]
+
+    def remove(self, hosts: Sequence[HostSpec]) -> None:
+        for host in hosts:
+            self.processes.pop(host.index, None)
+            ray.kill(self._actors[host.index], no_restart=True)
+
+    async def _place(self, hosts: Sequence[HostSpec], before: Mapping[int, str]) -> None:
+        """Start the hosts for which a machine has room, and wait until each runs or has failed."""
+        nodes = await self._nodes.free_nodes()
+        plan = plan_placement(hosts, nodes, cpus=self._cluster.cpus_per_worker, before=before)
+
+        async def start(host: HostSpec, node: str) -> None:
+            self._actors[host.index] = actor = self._spares.take_or_create(host.device.kind, node)
+            with suppress(RayError, WorkerLost):
+                async with self._nodes.while_it_answers(node):
+                    self._is_placed(host, await actor.place.remote(host, self._threads))
+
+        await asyncio.gather(*(start(h, plan[h.index]) for h in hosts if h.index in plan))
+
+    def _is_placed(self, host: HostSpec, process: HostProcess) -> None:
+        self.processes[host.index] = process
+        self._nodes.watch(process.node)
 
     async def _wait_placed(self, hosts: Sequence[HostSpec]) -> None:
         cluster, placed = self._cluster, 0
-        replies = [self._actors[host.index].place.remote() for host in hosts]
+        replies = [self._actors[h.index].place.remote(h, self._threads) for h in hosts]
         try:
             async with asyncio.timeout(cluster.place_timeout_s):
                 for placed, host in enumerate(hosts):
-                    self.processes[host.index] = await replies[placed]
+                    self._is_placed(host, await replies[placed])
         except TimeoutError:
             late = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
             within = f"within {cluster.place_timeout_s:g} s; required: {_required(hosts, cluster)}"
@@ -174,20 +230,29 @@ class RayTransport:
     async def _kill_stopped(self) -> None:
         """Kill hosts of this machine that a signal has stopped (SIGSTOP) for LOOK_S. They would
         answer nothing until a deadline."""
-        here, suspects = machine_id(), set[int]()
+        suspects = set[int]()
         while True:
             await asyncio.sleep(LOOK_S)
-            found = [(i, pid) for i, (pid, where) in self.processes.items() if where == here]
-            stopped = {index: pid for index, pid in found if is_stopped(pid)}
+            stopped = {i: pid for i, pid in self.process_ids().items() if is_stopped(pid)}
             for index in suspects.intersection(stopped):
                 self._stopped.add(index)
                 with suppress(ProcessLookupError):
                     os.kill(stopped[index], signal.SIGKILL)
             suspects = set(stopped)
 
-    async def wait_lost(self, host: HostSpec) -> None:
-        with suppress(RayError):
-            await self._actors[host.index].stay.remote()
+    def process_ids(self) -> Mapping[int, int]:
+        here = machine_id()
+        return {i: each.pid for i, each in self.processes.items() if each.machine == here}
+
+    async def wait_lost(self, host: HostSpec) -> WorkerLost:
+        try:
+            return await self._reply(host, "stay", self._actors[host.index].stay.remote())
+        except WorkerError as error:
+            return error if isinstance(error, WorkerLost) else WorkerLost(error.message)
+
+    def _node_of(self, host: HostSpec) -> str | None:
+        process = self.processes.get(host.index)
+        return process.node if process else None
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
         here = [role for role in roles if role.role in host.roles]
@@ -201,8 +266,13 @@ class RayTransport:
         return await self._reply(host, call.method, actor.call.remote(call, shared))
 
     async def _reply(self, host: HostSpec, method: str, ref: Any) -> Any:
+        node = self._node_of(host)
         try:
-            reply: Reply = await ref
+            async with self._nodes.while_it_answers(node):
+                reply: Reply = await ref
+        except NodeLost as error:
+            message = f"{host} was lost in {method!r}: {error.message}"
+            raise NodeLost(message, fix=error.fix) from None
         except asyncio.CancelledError:
             # No caller waits any more; without this the call would stay in the host's event loop.
             ray.cancel(ref)
@@ -211,6 +281,10 @@ class RayTransport:
             if host.index in self._stopped:
                 message = f"{host} was stopped by a signal in {method!r}, and killed for that"
                 raise WorkerHung(message, fix="find out what sends SIGSTOP") from None
+            if not await self._nodes.answers(node):
+                lost = node_lost(node)
+                message = f"{host} was lost in {method!r}: {lost.message}"
+                raise NodeLost(message, fix=lost.fix) from None
             fix = "see the worker's log in Ray's session folder; a usual cause is out of memory"
             raise WorkerLost(f"{host} was lost in {method!r}: {error}", fix=fix) from None
         except RayError as error:
@@ -238,55 +312,14 @@ class RayTransport:
     def _kill(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._nodes.close()
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors = {}
+        self._spares.kill()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
-
-
-def start_ray(address: str | None) -> bool:
-    """Start Ray on this machine, or join the cluster at `address`. Returns whether the caller must
-    shut Ray down. Uses Ray as it is if it is already initialised."""
-    if ray.is_initialized():
-        return False
-    if address is not None:
-        check_address(address)
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    # Must run on the main thread: Ray's processes die with the thread that started them.
-    with _keep_signal_handlers(), _environment(RAY_SETTINGS), _own_process_groups():
-        try:
-            ray.init(
-                address=address or "local",
-                namespace=f"rollick-{uuid.uuid4().hex[:8]}",
-                include_dashboard=None if address else False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            message = f"Ray did not start ({address or 'on this machine'}): {error}"
-            fix = "check cluster.address, or leave it out to start Ray on this machine"
-            raise ClusterUnavailable(message, fix=fix) from error
-    return True
-
-
-def check_address(address: str) -> None:
-    """Check the address first: Ray would retry an unreachable address for minutes."""
-    if address == "auto":
-        return
-    fix = "use auto or host:port, or leave it out to start Ray on this machine"
-    if address.startswith("ray://"):
-        message = f"cluster.address={address} is a Ray client address, which is not supported"
-        raise PlacementError(message, fix=f"start rollick on a node of the cluster and {fix}")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise PlacementError(f"cluster.address={address} is not a Ray address", fix=fix)
-    try:
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
-    except OSError as error:
-        message = f"no Ray cluster answers at {address}: {error}"
-        raise ClusterUnavailable(message, fix=fix) from None
 
 
 def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -295,20 +328,35 @@ def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str
     return {**passed, **count, **env}
 
 
+def prepare_workers(kinds: Sequence[str], cluster: ClusterConfig, plan: WorkerPlan) -> None:
+    """Start a spare for each host of a later run of this process, and wait until they have
+    imported. `kinds`: the device of each."""
+    spares = _new_spares(cluster, plan)
+    for kind in set(kinds):
+        spares.start(kind, kinds.count(kind))
+    spares.wait(cluster.place_timeout_s)
+    keep_prepared(plan, spares)
+
+
+def _new_spares(cluster: ClusterConfig, plan: WorkerPlan) -> SpareWorkers:
+    variables = worker_environment(threads=plan.threads, env=plan.env)
+    return SpareWorkers(partial(_create_actor, cluster=cluster, variables=variables), plan.modules)
+
+
 def _create_actor(
-    host: HostSpec, *, cluster: ClusterConfig, threads: int, variables: Mapping[str, str]
+    kind: str, node: str | None = None, *, cluster: ClusterConfig, variables: Mapping[str, str]
 ) -> Any:
-    on_gpu = host.device.kind == "cuda"
-    kind: Any = ray.remote(HostActor)
-    return kind.options(
+    """An actor without a host, on a kind of device; on the machine `node`, if it is given."""
+    actor: Any = ray.remote(HostActor)
+    return actor.options(
         num_cpus=cluster.cpus_per_worker,
-        num_gpus=1 if on_gpu else 0,
+        num_gpus=1 if kind == "cuda" else 0,
         max_concurrency=MAX_CALLS_PER_HOST,
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": dict(variables)},
-        # A worker sees only its own GPU, as number 0.
-    ).remote(host, device="cuda:0" if on_gpu else "cpu", threads=threads)
+        scheduling_strategy=on_node(node) if node else None,
+    ).remote()
 
 
 def check_totals(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> None:
@@ -329,45 +377,3 @@ def _required(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> str:
 
 def _amounts(resources: Mapping[str, float]) -> str:
     return f"CPU {resources.get('CPU', 0):g} GPU {resources.get('GPU', 0):g}"
-
-
-@contextmanager
-def _keep_signal_handlers() -> Generator[None]:
-    """Keep the controller's signal handlers: ray.init replaces that of SIGTERM."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _own_process_groups() -> Generator[None]:
-    """Processes started in the block lead process groups of their own; workers are in the raylet's.
-
-    A supervisor or a terminal signals the controller's group: the controller saves, and needs its
-    workers for that. Ray has no option for this.
-    """
-    original = subprocess.Popen.__init__
-    grouped: Any = partialmethod(original, process_group=0)
-    subprocess.Popen.__init__ = grouped
-    try:
-        yield
-    finally:
-        subprocess.Popen.__init__ = original
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Generator[None]:
-    """Set variables for processes started in the block; keeps those the user set."""
-    added = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ |= added
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

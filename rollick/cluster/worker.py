@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from rollick.cluster.devices import HostSpec, RoleRank
-from rollick.errors import RollickError, WorkerError
+from rollick.errors import RollickError, WorkerError, WorkerOutOfMemory, is_out_of_memory
 from rollick.types import RoleName
 
 _ANNOTATORS: tuple[RoleName, ...] = ("reference", "critic", "reward_model", "teacher", "judge")
@@ -156,6 +156,9 @@ class Host:
             text = "".join(traceback.format_exception(error)).rstrip()
             what = f"raised {type(error).__name__} in {method!r}: {error}"
             message = f"{role_rank} on {self.spec} {what}\nTraceback of the worker:\n{text}"
+            if is_out_of_memory(error):
+                fix = "free memory of its device, or make its batches smaller"
+                raise WorkerOutOfMemory(message, fix=fix) from error
             raise WorkerError(message) from error
 
 

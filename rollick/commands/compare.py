@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ from typing import Any
 from rollick.config.load import load_recipe
 from rollick.config.problems import did_you_mean
 from rollick.config.recipe_record import CODE, flatten_settings, show_setting
-from rollick.errors import ConfigError, DataError
+from rollick.errors import ConfigError, DataError, RollickError
 from rollick.observe.comparison import (
     DEFAULT_METRICS,
+    HELD_OUT,
+    TRAINING_SCORE,
     RunCurves,
     RunGroup,
     common_metric,
 )
 from rollick.observe.metrics import read_metrics
+from rollick.observe.report import LOSS
+
+LOG = logging.getLogger("rollick")
 
 NOT_COMPARED = ("run.name", "run.folder", "run.seed", "observe.")
 """Settings that do not change what a run learns; beginnings of their names."""
@@ -27,14 +33,32 @@ MAX_SETTINGS = 3
 Settings = Mapping[str, Any]
 
 
+class NoCurves(DataError):
+    """A folder without the metrics of a run."""
+
+
 def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
-    """The runs in the order given; those that differ only in their seed are one group."""
+    """The runs in the order given; those that differ only in their seed are one group.
+
+    A pattern such as runs/* also gives evaluations, replays and exported models: they are skipped
+    with a warning if there is a run to compare.
+    """
     runs: dict[Path, tuple[Settings, RunCurves]] = {}
+    skipped: list[RollickError] = []
     for folder in folders:
-        runs[folder.resolve()] = _read_run(folder)
+        try:
+            runs[folder.resolve()] = _read_run(folder)
+        except NoCurves as problem:
+            skipped.append(problem)
+    if not runs and skipped:
+        raise skipped[0]
+    if skipped:
+        LOG.warning("skipped %d: %s", len(skipped), "; ".join(one.message for one in skipped))
     groups: list[tuple[Settings, list[RunCurves]]] = []
     for settings, run in runs.values():
-        members = next((members for other, members in groups if other == settings), None)
+        members = next(
+            (m for other, m in groups if other == settings and _joins(run, m, other)), None
+        )
         if members is None:
             groups.append((settings, [run]))
         else:
@@ -46,14 +70,22 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
     ]
 
 
+def _joins(run: RunCurves, members: Sequence[RunCurves], settings: Settings) -> bool:
+    """Whether a run with these settings is one more seed of a group. Rows and rewards that were
+    given in Python have no name that tells them apart: two runs of one seed may differ in them."""
+    has_objects = any("object:" in show_setting(value) for value in settings.values())
+    return not has_objects or run.seed not in [member.seed for member in members]
+
+
 def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str, Sequence[str]]:
     """The metric of the table, and those of the picture."""
     if metric is None:
         if (common := common_metric(groups)) is None:
-            message = f"the runs have none of {', '.join(DEFAULT_METRICS)} in common"
-            raise DataError(message, fix="choose another metric with --metric")
-        loss = () if common == DEFAULT_METRICS[-1] else DEFAULT_METRICS[-1:]
-        return common, [name for name in DEFAULT_METRICS if name not in loss]
+            lacking = "; ".join(_describe_lack(groups, name) for name in DEFAULT_METRICS)
+            message = f"the runs have no default metric in common: {lacking}"
+            raise DataError(message, fix="leave runs out, or choose another metric with --metric")
+        held_out = common if common in HELD_OUT else HELD_OUT[0]
+        return common, [held_out, TRAINING_SCORE, *([LOSS] if common == LOSS else [])]
     for run in (run for group in groups for run in group.runs):
         if not run.points(metric):
             known = list(dict.fromkeys(name for row in run.rows for name in row))
@@ -62,14 +94,22 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
     return metric, [metric]
 
 
+def _describe_lack(groups: Sequence[RunGroup], metric: str) -> str:
+    """A run without the metric, and how many others are without it."""
+    lacking = [run.name for group in groups for run in group.runs if not run.points(metric)]
+    others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return f"{metric} is not in {lacking[0]}{others}"
+
+
 def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
     if not (folder / "recipe.yaml").is_file():
         fix = "give folders with recipe.yaml, such as runs/NAME"
-        raise ConfigError(f"{folder} is not a run's folder", fix=fix)
+        error = NoCurves if folder.exists() else ConfigError
+        raise error(f"{folder} is not a run's folder", fix=fix)
     path = folder / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
-    if not rows:
-        raise DataError(f"{folder} has no metrics", fix="wait for its first step")
+    if not rows or not rows[-1]["step"]:
+        raise NoCurves(f"{folder} has made no step", fix="give a run that has")
     recipe = load_recipe(folder / "recipe.yaml", check=False).recipe
     settings = {
         name: value
@@ -92,10 +132,11 @@ def _labels(groups: Sequence[Settings]) -> list[str]:
         return [""] * len(groups)
     last = [name if "/" in name else name.rpartition(".")[2] for name in different]
     short = last if len(set(last)) == len(last) else different
-    return [
+    labels = [
         ", ".join(
             f"{label}={show_setting(settings.get(name))}"
             for label, name in zip(short, different, strict=True)
         )
         for settings in groups
     ]
+    return labels if len(set(labels)) == len(labels) else [""] * len(groups)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollick.checkpoint import Checkpoint, CheckpointStore
 from rollick.config.load import load_recipe
-from rollick.errors import CheckpointError, ConfigError
+from rollick.errors import CheckpointError, ConfigError, writing_to
 from rollick.trainer.local import LocalStrategy
 from rollick.trainer.parallel.checkpoint import export_state, is_sharded
 
@@ -29,6 +29,15 @@ def find_checkpoint(run: Path, *, best: bool = False, step: int | None = None) -
     return checkpoint
 
 
+def _check_output(out: Path, run: Path, model: str) -> None:
+    """Raises if `out` cannot be written, or is the run or the model that the run began with."""
+    if out.resolve() in (run.resolve(), Path(model).resolve()):
+        what = "the run" if out.resolve() == run.resolve() else "the model that the run began with"
+        raise ConfigError(f"{out} is {what}, and would be overwritten", fix="give another folder")
+    with writing_to(out):
+        out.mkdir(parents=True, exist_ok=True)
+
+
 def export_run(
     run: Path, out: Path, *, best: bool = False, adapter: bool = False, step: int | None = None
 ) -> Path:
@@ -37,6 +46,7 @@ def export_run(
         raise ConfigError(f"{run} is not a run's folder", fix="give the folder with recipe.yaml")
     checkpoint = find_checkpoint(run, best=best, step=step)
     recipe = load_recipe(run / "recipe.yaml", check=False).recipe
+    _check_output(out, run, recipe.model.path)
     if recipe.model.dtype == "auto" and "cpu" not in recipe.devices.policy:
         # It was sampled in bfloat16 on a GPU: export the weights that were sampled.
         recipe = load_recipe(run / "recipe.yaml", ["model.dtype=bfloat16"], check=False).recipe

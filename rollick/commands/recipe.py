@@ -19,6 +19,7 @@ from rollick.config.wording import unknown_name
 from rollick.errors import ConfigError
 from rollick.pipelines.memory import (
     GB,
+    MachineBounds,
     PhaseMemory,
     describe_bounds,
     describe_memory,
@@ -76,12 +77,22 @@ def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
     lines = [describe_memory(rows), ""]
     on_cpu, memory = machine_bounds(rows), memory_bytes()
     if on_cpu.most:
-        lines.append(f"workers   {describe_bounds(on_cpu)}")
+        lines.append(f"in total  {describe_bounds(on_cpu)}")
     if on_cpu.most and memory:
-        enough = on_cpu.most <= memory
-        advice = "lower train.tokens_per_microbatch, infer.slots or infer.max_length if it runs out"
-        lines.append(f"machine   {memory / GB:.3g} GB{'' if enough else f'; {advice}'}")
+        lines.append(f"machine   {memory / GB:.3g} GB{_advice(on_cpu, memory)}")
     return "\n".join(lines)
+
+
+def _advice(bounds: MachineBounds, memory: int) -> str:
+    """What to change if the machine runs out of memory; empty if it cannot."""
+    if bounds.most <= memory:
+        return ""
+    tips: list[str] = []
+    if bounds.least < bounds.most:
+        tips.append("lower train.tokens_per_microbatch, infer.slots or infer.max_length")
+    if bounds.snapshots > 0.1 * memory:
+        tips.append(f"set checkpoint.snapshot=false ({bounds.snapshots / GB:.3g} GB)")
+    return f"; if it runs out, {' or '.join(tips)}" if tips else ""
 
 
 def describe_names(kind: str) -> str:

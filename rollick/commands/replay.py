@@ -1,7 +1,7 @@
-"""`rollick replay`: one half of a dumped step again.
+"""`rollick replay`: repeats one half of a dumped step.
 
-A dump holds groups, batch and policy of one step. Generation shows whether the same ids draw the
-same tokens. Training shows whether the learner agrees with the engine: before the first update
+A dump holds groups, batch and policy of one step. Generation shows whether the same ids sample
+the same tokens. Training shows whether the learner agrees with the engine: before the first update
 pi/mu is 1 and the KL is 0.
 """
 
@@ -58,7 +58,7 @@ class GenerateReplay:
 
     samples: int
     identical: int
-    """Samples whose tokens are the same ones as in the dump."""
+    """Samples with the same tokens as in the dump."""
     score_then: float
     score_now: float
 
@@ -106,16 +106,16 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
 
 async def _generate_again(run: OpenRun, groups: Sequence[Group]) -> list[Sample]:
     sampling = training_sampling(rl_recipe(run.recipe))
-    answer = run.episodes.build(sampling, run.recipe.data.domains, purpose="train")
+    run_episode = run.episodes.build(sampling, run.recipe.data.domains, purpose="train")
     engines = [SingleEngineAccess(engine) for engine in run.roles.generators.engines]
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(_sample(answer, sample, engines[group.uid % len(engines)]))
+            tasks.create_task(_sample(run_episode, sample, engines[group.uid % len(engines)]))
             for group in groups
             for sample in group.samples
         ]
     return [task.result() for task in running]
 
 
-async def _sample(answer: RunEpisode, sample: Sample, engine: SingleEngineAccess) -> Sample:
-    return await answer(sample.uid, sample.prompt, engine)
+async def _sample(run_episode: RunEpisode, sample: Sample, engine: SingleEngineAccess) -> Sample:
+    return await run_episode(sample.uid, sample.prompt, engine)

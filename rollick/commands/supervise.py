@@ -4,6 +4,9 @@
        exit 0, 2 or 75                 the supervisor exits with the same code
        a signal, any other exit code   every process of the run is killed; then it is started again
                                        with --resume, after a delay, while the budget lasts
+       stopped (SIGSTOP)               it is killed, and restarted like any other
+
+With a standby (standby.py) the restart is a process that has been prepared meanwhile.
 
 SIGINT and SIGTERM are passed on to the run, which saves and exits with 75. After one of them
 nothing is restarted. If the supervisor itself dies, the run gets SIGTERM.
@@ -34,10 +37,11 @@ from rollick.children.process_tree import (
     ProcessId,
     adopt_orphans,
     find_descendants,
+    is_stopped,
     kill_processes,
     reap_orphans,
-    signal_on_parent_death,
 )
+from rollick.commands.standby import Standby, start_run
 from rollick.config.load import load_recipe
 from rollick.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, WorkerLost
 from rollick.observe.faults import Fault, FaultLog
@@ -51,7 +55,9 @@ FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 KILL_TIMEOUT_S = 60.0
 """How long killed processes may take to end; a GPU driver can hold one for a while."""
 LOOK_S = 1.0
-"""How often to look whether a restarted run has made a step."""
+"""How often to look whether the run is stopped, or a restarted one has made a step."""
+STOPPED_S = 1.0
+"""A run that a signal has stopped (SIGSTOP) for this long is killed."""
 SHARED_MEMORY = Path("/dev/shm")
 SHOW_CURSOR = "\x1b[?25h"
 TAIL_BYTES = 1 << 16
@@ -128,15 +134,24 @@ class RunSupervisor:
     children: those that it did not start before `run` belong to the run and are killed."""
 
     def __init__(
-        self, command: Callable[[bool], Sequence[str]], folder: Path, *, restarts: int
+        self,
+        command: Callable[[bool], Sequence[str]],
+        folder: Path,
+        *,
+        restarts: int,
+        standby: Standby | None = None,
     ) -> None:
         self._command = command
+        self._standby = standby
         self._folder = folder
         self._budget = RestartBudget(restarts)
         self._faults = FaultLog(folder, step=lambda: last_logged_step(folder) or 0)
         self._fault: Fault | None = None
         """The last crash, until the restarted run has made a step."""
         self._memory_kills_before = 0
+        self._stopped_since: float | None = None
+        self._was_stopped = False
+        """Whether the last run was killed because it was stopped."""
         self._earlier: set[ProcessId] = set()
         """Children that this process had before."""
 
@@ -144,26 +159,35 @@ class RunSupervisor:
         """Returns the exit code for the supervisor."""
         adopt_orphans()
         self._earlier = find_descendants()
-        with Signals() as signals:
-            while True:
-                code = self._run_once(self._command(resume), signals)
+        try:
+            with Signals() as signals:
+                return self._run_until_final(signals, resume=resume)
+        finally:
+            if self._standby is not None:
+                self._standby.discard()
                 self._end_processes()
-                if signals.stop_requested:
-                    return code if code >= 0 else EXIT_INTERRUPTED
-                if code in FINAL_CODES:
-                    return code
-                delay_s = self._plan_restart(code)
-                if delay_s is None:
-                    return code if code > 0 else 128 - code
-                if signals.wait_for_stop(delay_s):
-                    return EXIT_INTERRUPTED
-                resume = (self._folder / "recipe.yaml").exists()
 
-    def _run_once(self, command: Sequence[str], signals: Signals) -> int:
+    def _run_until_final(self, signals: Signals, *, resume: bool) -> int:
+        while True:
+            code = self._run_once(resume, signals)
+            self._end_processes()
+            if signals.stop_requested:
+                return code if code >= 0 else EXIT_INTERRUPTED
+            if code in FINAL_CODES:
+                return code
+            delay_s = self._plan_restart(code)
+            if delay_s is None:
+                return code if code > 0 else 128 - code
+            if signals.wait_for_stop(delay_s):
+                return EXIT_INTERRUPTED
+            resume = (self._folder / "recipe.yaml").exists()
+
+    def _run_once(self, resume: bool, signals: Signals) -> int:
         """Start the run and wait for its end. Returns its exit code; -N if signal N killed it."""
         self._memory_kills_before = count_memory_kills()
-        # A group of its own: a terminal signals the supervisor, which passes the signal on once.
-        process = subprocess.Popen(command, process_group=0, preexec_fn=_prepare_child)
+        self._stopped_since, self._was_stopped = None, False
+        process = self._standby.take() if self._standby and resume else None
+        process = process or start_run(self._command(resume))
         signals.on_stop = process.send_signal
         if signals.stop_requested:  # It arrived before there was a process to pass it on to.
             process.send_signal(signal.SIGTERM)
@@ -171,9 +195,11 @@ class RunSupervisor:
         if self._fault:
             self._fault.restarted()
         while process.poll() is None:
-            signals.wait(LOOK_S if self._fault else None)
+            signals.wait(LOOK_S)
             reap_orphans(process.pid)
-            self._look_for_progress(started_at)
+            if self._look_for_progress(started_at) and self._standby:
+                self._standby.start()
+            self._kill_if_stopped(process)
         signals.on_stop = lambda number: None
         self._look_for_progress(started_at)
         if self._fault:
@@ -182,21 +208,33 @@ class RunSupervisor:
             self._fault = None
         return process.returncode
 
-    def _look_for_progress(self, started_at: float) -> None:
-        """The last crash is repaired when the restarted run has logged a step of its own."""
-        fault, metrics = self._fault, self._folder / "metrics.jsonl"
-        if fault is None or not metrics.exists() or metrics.stat().st_mtime < started_at:
-            return
-        resumed_from = self._budget.last_step or 0
-        if (last_logged_step(self._folder) or 0) > resumed_from:
-            fault.rejoined(redone_steps=max(0, fault.step - resumed_from))
+    def _kill_if_stopped(self, process: subprocess.Popen[bytes]) -> None:
+        now = time.monotonic()
+        if not is_stopped(process.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since >= STOPPED_S:
+            self._was_stopped = True
+            process.kill()
+
+    def _look_for_progress(self, started_at: float) -> bool:
+        """Whether the process has logged a step of its own. Then the last crash is repaired."""
+        metrics, resumed_from = self._folder / "metrics.jsonl", self._budget.last_step or 0
+        if not metrics.exists() or metrics.stat().st_mtime < started_at:
+            return False
+        if (last_logged_step(self._folder) or 0) <= resumed_from:
+            return False
+        if self._fault is not None:
+            self._fault.rejoined(redone_steps=max(0, self._fault.step - resumed_from))
             self._fault = None
+        return True
 
     def _plan_restart(self, code: int) -> float | None:
         """Record the crash and announce the restart. Returns its delay, None if it must not be."""
         store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
         step, cause = store.newest_step(), self._describe_exit(code)
-        kind = "killed" if code < 0 else "raised"
+        kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
         fault = self._faults.begin("controller", 0, kind=kind, cause=cause)
         delay_s, budget = self._budget.take(step), self._budget
         where = "the beginning" if step is None else f"the checkpoint of step {step}"
@@ -214,6 +252,8 @@ class RunSupervisor:
         return delay_s
 
     def _describe_exit(self, code: int) -> str:
+        if self._was_stopped:
+            return "stopped by a signal, and killed for that"
         if code >= 0:
             return f"exit code {code}"
         return describe_signal(-code, memory_kills_before=self._memory_kills_before)
@@ -224,7 +264,9 @@ class RunSupervisor:
 
         def find() -> set[ProcessId]:
             reap_orphans()
-            return find_descendants() - self._earlier
+            found = find_descendants() - self._earlier
+            # Read later: a process that the standby has just started is in both.
+            return found - self._standby.processes() if self._standby else found
 
         left = kill_processes(find, timeout_s=KILL_TIMEOUT_S)
         for folder in find_unused_memory():
@@ -240,7 +282,9 @@ class RunSupervisor:
             )
 
 
-def supervise_train(recipe: Path, overrides: Sequence[str], *, restarts: int, resume: bool) -> int:
+def supervise_train(
+    recipe: Path, overrides: Sequence[str], *, restarts: int, standby: bool, resume: bool
+) -> int:
     """Run `rollick train` in a child process, with at most `restarts` restarts in a row that make
     no new checkpoint. Returns the exit code."""
     loaded = load_recipe(recipe, overrides)
@@ -250,16 +294,12 @@ def supervise_train(recipe: Path, overrides: Sequence[str], *, restarts: int, re
         refuse_existing_run(RunFolder(folder, loaded.recipe))
     program = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])]
 
-    def command(resume: bool) -> list[str]:
-        options = ["--resume"] if resume else []
+    def command(resume: bool, *options: str) -> list[str]:
+        options = ("--resume", *options) if resume else options
         return [*program, "train", *options, "--", str(recipe), *overrides]
 
-    return RunSupervisor(command, folder, restarts=restarts).run(resume=resume)
-
-
-def _prepare_child() -> None:
-    """In the child, before exec: the run saves if its supervisor dies."""
-    signal_on_parent_death(signal.SIGTERM)
+    prepared = Standby(lambda: command(True, "--wait")) if standby else None
+    return RunSupervisor(command, folder, restarts=restarts, standby=prepared).run(resume=resume)
 
 
 def find_unused_memory() -> list[Path]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -59,6 +60,24 @@ def read_reference(reference: str, base: Path) -> Definition:
     known = [key for key in definitions if not key.startswith("_")]
     fix = did_you_mean(name, known) or f"it defines: {', '.join(known) or 'nothing'}"
     raise ConfigError(f"{where} does not define {name!r}", fix=fix)
+
+
+def parameters_of(function: Callable[..., object]) -> Parameters | None:
+    """The parameters of a Python function; None if they are not known."""
+    try:
+        given = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {name: one for name, one in given.items() if one.kind not in variadic}
+    required = [name for name, one in named.items() if one.default is one.empty]
+    by_position = [name for name, one in named.items() if one.kind is one.POSITIONAL_ONLY]
+    return Parameters(
+        names=tuple(name for name in named if name not in by_position),
+        required=tuple(required),
+        unfillable=tuple(name for name in by_position if name in required),
+        takes_any=any(one.kind is one.VAR_KEYWORD for one in given.values()),
+    )
 
 
 def _module_file(where: str) -> Path | None:

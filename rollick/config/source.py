@@ -267,15 +267,22 @@ class _Builder:
                 return None
             case "bool":
                 return text.lower() == "true"
-            case "int":
-                base = {"0x": 16, "0o": 8}.get(text[:2], 10)
-                return int(text, base) if len(text) < MAX_DIGITS else text
-            case "float":
-                return float(re.sub(r"\.(?=[ni])", "", text.lower()))
+            case "int" | "float" as kind:
+                try:
+                    return _read_number(text, kind)
+                except ValueError:  # only with an explicit tag
+                    message = f"{show(text)} is not a number"
             case _:
                 message = f"the YAML tag {raw.tag!r} is not allowed in a recipe"
-                self.problems.append(Problem(self.location(raw), dotted(path), message))
-                return None
+        self.problems.append(Problem(self.location(raw), dotted(path), message))
+        return None
+
+
+def _read_number(text: str, kind: str) -> int | float | str:
+    if kind == "float":
+        return float(re.sub(r"\.(?=[ni])", "", text.lower()))
+    base = {"0x": 16, "0o": 8}.get(text[:2], 10)
+    return int(text, base) if len(text) < MAX_DIGITS else text
 
 
 def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:

@@ -14,8 +14,8 @@ from typing import Literal
 
 Format = Literal["plain", "answer", "think"]
 
-_ANSWER = re.compile(r"\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_THINK = re.compile(r"\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_THINK, _ANSWER, _END = "<think>", "<answer>", "</answer>"
+_END_OF_THINKING = re.compile(r"</think>\s*<answer>")
 SEPARATOR = "||"
 """Between the actions of one turn, if an environment accepts several."""
 
@@ -31,10 +31,20 @@ def read_reply(text: str, style: Format) -> str | None:
     template may already contain `<think>`, so a reply without it is valid."""
     if style == "plain":
         return text.strip() or None
-    if style == "think" and "<think>" not in text:
-        text = f"<think>{text}"
-    match = (_THINK if style == "think" else _ANSWER).fullmatch(text)
-    return match[1].strip() or None if match is not None else None
+    if style == "think" and _THINK not in text:
+        text = f"{_THINK}{text}"
+    text = text.strip()
+    begin, end = _begin_of_answer(text, style), len(text) - len(_END)
+    if begin is None or begin > end or not text.endswith(_END):
+        return None
+    return text[begin:end].strip() or None
+
+
+def _begin_of_answer(text: str, style: Format) -> int | None:
+    if style == "answer":
+        return len(_ANSWER) if text.startswith(_ANSWER) else None
+    match = _END_OF_THINKING.search(text, len(_THINK)) if text.startswith(_THINK) else None
+    return None if match is None else match.end()
 
 
 def write_reply(answer: str, style: Format) -> str:

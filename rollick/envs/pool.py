@@ -51,7 +51,7 @@ class EnvStats:
 
     failures: Counter[EnvStatus] = field(default_factory=Counter[EnvStatus])
     restarts: int = 0
-    remade: int = 0
+    episode_restarts: int = 0
     """Episodes that were restarted because their process was lost."""
     seconds: float = 0.0
     """Time inside environments."""

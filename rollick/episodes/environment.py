@@ -124,7 +124,7 @@ class EnvEpisodeRunner:
             sample, state = await self._attempt(uid, prompt, access)
             if state.failure is None or state.failure.status is not EnvStatus.LOST:
                 return sample
-            self.pool.stats.remade += 1
+            self.pool.stats.episode_restarts += 1
         return (await self._attempt(uid, prompt, access))[0]
 
     async def _attempt(

@@ -7,7 +7,6 @@ An environment depends only on its seed and the replies, so a row holds a comple
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rollick.config.recipe_record import recorded_name
 from rollick.envs.base import find_env, make_env
 from rollick.episodes.in_process import EpisodeTrace, run_episode
 from rollick.errors import DataError, EnvError
+from rollick.observe.row_file import read_rows
 
 RecordedRow = Mapping[str, Any]
 
@@ -25,14 +25,16 @@ def find_episode(run: Path, *, sample: str, step: int | None, training: bool) ->
     path = run / ("samples.jsonl" if training else "validation.jsonl")
     if not path.is_file():
         raise DataError(f"{path} does not exist", fix="give a run's folder; see also --training")
-    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
-        row: dict[str, Any] = json.loads(line)
+    for row in reversed(list(read_rows(path))):
         if "played" in row:
             text = f"{path} was written by an older version: its rows have the key 'played'"
             raise DataError(text, fix="rename the key to 'episode'")
         matches = sample in ("", row["sample"]) and step in (None, row.get("step"))
         if matches and "episode" in row:
             return row
+    if not sample and step is None:
+        fix = "give a run with an environment; samples of other runs are text in this file"
+        raise DataError(f"{path} has no episode of an environment", fix=fix)
     raise DataError(f"{path} has no such episode", fix="look at its rows for sample and step")
 
 

@@ -163,6 +163,15 @@ class SupportsHealthCheck(Protocol):
 
 
 @runtime_checkable
+class SupportsWeightCheck(Protocol):
+    """An engine with weights of its own, which nothing but an update may change."""
+
+    async def check_weights(self) -> None:
+        """Compares their fingerprint with that of the last update. Raises EngineCorrupt if they
+        differ: some of the tokens since the last check may be wrong."""
+
+
+@runtime_checkable
 class SupportsStepRecords(Protocol):
     def record_steps(self, limit: int) -> None:
         """Start recording; keeps the latest `limit` steps."""

@@ -15,14 +15,21 @@ from typing import Any
 
 from rich.table import Table
 
+from rollick.errors import writing_to
 from rollick.observe.diagnosis import duration
 from rollick.observe.report import LOSS, with_plain_text
 
 Rows = Sequence[Mapping[str, float]]
 
-DEFAULT_METRICS = ("eval/pass@1", "score/mean", LOSS)
+HELD_OUT = ("eval/pass@1", "eval/score")
+TRAINING_SCORE = "score/mean"
+DEFAULT_METRICS = (*HELD_OUT, TRAINING_SCORE, LOSS)
 """Metrics that show whether a run learns; the first one that all runs have is compared."""
-TITLES = {"eval/pass@1": "held-out prompts, pass@1", "score/mean": "training, mean score"}
+TITLES = {
+    "eval/pass@1": "held-out prompts, pass@1",
+    "eval/score": "held-out prompts, mean score",
+    TRAINING_SCORE: "training, mean score",
+}
 SMOOTHED_PARTS = 20
 """A thick line averages over this part of a training curve."""
 
@@ -77,9 +84,14 @@ class GroupSummary:
 
 
 def common_metric(groups: Sequence[RunGroup]) -> str | None:
-    """The default metric that every run has; None if they have none in common."""
+    """The default metric that every run has; None if they have none in common. Held-out pass@1
+    gives way to the mean score if no run ever passes, as with rewards between 0 and 1."""
     runs = [run for group in groups for run in group.runs]
-    return next((name for name in DEFAULT_METRICS if all(run.points(name) for run in runs)), None)
+    common = [name for name in DEFAULT_METRICS if all(run.points(name) for run in runs)]
+    if tuple(common[:2]) == HELD_OUT:
+        passes = any(value for run in runs for value in run.points(HELD_OUT[0]).values())
+        return HELD_OUT[0] if passes else HELD_OUT[1]
+    return common[0] if common else None
 
 
 def summarise(group: RunGroup, metric: str) -> GroupSummary:
@@ -129,8 +141,9 @@ def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[st
     if lines:
         columns = max(1, min(3, len(labels)))
         figure.legend(lines, labels, loc="outside lower center", ncols=columns, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
     return path
 
 

@@ -86,6 +86,8 @@ class RunSnapshot:
     queued: int = 0
     engines: Sequence[EngineView] = ()
     rewards: RewardView | None = None
+    processes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Process ids of the workers on the controller's machine, by role and rank."""
     outcome: str = ""
     """Empty while the run is active; then finished, interrupted or failed."""
     error: str = ""
@@ -220,6 +222,8 @@ def _advice(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence) -
     begin = "that checkpoint" if evidence.checkpoint is not None else "the beginning"
     resume = f"run the same command with --resume to continue from {begin}"
     stacks = f"; stacks are in {evidence.stuck}" if evidence.stuck else ""
+    if state == "finished" and snapshot is not None and 0 < snapshot.step < snapshot.steps:
+        return f"it ended before its last step (run.max_minutes); {resume}"
     advice: Mapping[State, str] = {
         "finished": "nothing to do; `rollick export` writes the policy",
         "interrupted": resume,
@@ -286,6 +290,9 @@ def _tables(snapshot: RunSnapshot) -> list[RenderableType]:
         failed = f"{rewards.failures} failed, {rewards.timeouts} of them timed out"
         done = f"{rewards.under_way} under way, {rewards.calls} done"
         parts.append(Text(f"rewards: {done}, {failed}"))
+    if snapshot.processes:
+        named = (f"{worker} {pid}" for worker, pid in snapshot.processes.items())
+        parts.append(Text(f"worker processes: {', '.join(named)}"))
     return parts
 
 

@@ -20,11 +20,35 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from rollick.errors import EngineCorrupt, EngineLost, NodeLost, RollickError, WorkerHung, WorkerLost
+
 FAULTS = "faults.jsonl"
 
-FaultKind = Literal["killed", "hung", "raised", "corrupt", "not_finite", "slow", "disk", "node"]
+FaultKind = Literal[
+    "killed",
+    "hung",
+    "raised",
+    "corrupt",
+    "not_finite",
+    "exploded",
+    "rolled_back",
+    "slow",
+    "disk",
+    "node",
+]
 
 LOG = logging.getLogger("rollick")
+
+
+def fault_kind(error: RollickError) -> FaultKind:
+    """The kind of fault that a failed call to a worker shows."""
+    if isinstance(error, NodeLost):
+        return "node"
+    if isinstance(error, WorkerHung):
+        return "hung"
+    if isinstance(error, EngineCorrupt):
+        return "corrupt"
+    return "killed" if isinstance(error, WorkerLost | EngineLost) else "raised"
 
 
 @dataclass(slots=True)

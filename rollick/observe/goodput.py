@@ -45,7 +45,7 @@ PROGRESS: frozenset[State] = frozenset({"train", "generate", "wait", "publish", 
 """States in which the run makes progress, if it is not lost later."""
 NEVER_REDONE: frozenset[State] = frozenset({"start", "recover", "redo"})
 """States that keep their time if their step is lost."""
-NO_REPAIR: frozenset[FaultKind] = frozenset({"not_finite"})
+NO_REPAIR: frozenset[FaultKind] = frozenset({"not_finite", "exploded"})
 """Faults that end immediately: they have no recovery time."""
 PHASE_STATES: Mapping[str, State] = {
     "generate": "generate",

@@ -85,8 +85,9 @@ def _equal_scores(rows: Rows) -> str | None:
     if _learns(rows):
         return None
     recent = [row for row in rows if "rollout/groups" in row][-WINDOW:]
-    equal = sum(row.get("rollout/dropped/no_signal", 0.0) for row in recent)
-    groups = equal + sum(row["rollout/groups"] for row in recent)
+    dropped = sum(row.get("rollout/dropped/no_signal", 0.0) for row in recent)
+    equal = dropped + sum(row.get("rollout/kept_no_signal", 0.0) for row in recent)
+    groups = dropped + sum(row["rollout/groups"] for row in recent)
     if not groups or equal / groups <= MAX_EQUAL:
         return None
     score = _last(rows, "score/mean")

@@ -32,6 +32,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "rollout/response_length": ("tokens", "Mean length of a response."),
     "rollout/truncated": ("share", "Samples that reached the token limit."),
     "rollout/dropped/*": ("groups", "Dropped groups by reason."),
+    "rollout/kept_no_signal": (
+        "groups",
+        "Groups of the batch whose samples score the same, with `drop_no_signal: false`.",
+    ),
     "rollout/domain/*": (
         "",
         "By domain: groups (trained), dropped (groups), samples (finished), response_length, "
@@ -75,7 +79,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
         "failed (raised), garbage, timeout, crashed, lost (with its process; restarted).",
     ),
     "env/restarts": ("processes", "Environment processes replaced since the start or resume."),
-    "env/remade": ("episodes", "Episodes restarted because their process was lost, since then."),
+    "env/episode_restarts": ("episodes", "Episodes restarted because their process was lost."),
     "env/seconds": ("s", "Time inside environments since the start or resume, over all processes."),
     "controller/event_loop_lag_ms": ("ms", "Largest delay of the controller's event loop."),
     "controller/batch_mb": (
@@ -143,6 +147,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "time/goodput/faults/*": ("faults", "Faults of the run by role."),
     "time/goodput/recovery/*": ("s", "Median time from a fault to its repair by role."),
     "speed/slow_engines": ("engines", "Engines that decode at half of the others' speed or less."),
+    "speed/slow_ranks": ("ranks", "Ranks of the policy at half of the others' speed or less."),
     "speed/tokens_per_s": ("tokens/s", "Sampled tokens divided by the duration of the step."),
     "memory/predicted_gb": ("GB", "Predicted peak of the largest process: full batches and slots."),
     "memory/peak_gb": ("GB", "Measured peak of the largest process: torch's (GPU) or resident."),
@@ -158,6 +163,7 @@ RENAMED: Mapping[str, str] = {
     "rollout/bias/length_shed": "rollout/bias/length_dropped",
     "rollout/bias/score_shed": "rollout/bias/score_dropped",
     "rollout/parked": "rollout/deferred_waiting",
+    "env/remade": "env/episode_restarts",
     "train/max/max_abs_dp": "train/max/probability_change",
     "train/mean/preferred": "train/mean/preference_accuracy",
     "train/mean/clip_share_up": "train/mean/clip_share_positive",

@@ -8,13 +8,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LOG = logging.getLogger("rollick")
 
 MAX_WAITING_BYTES = 64 << 20
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file. Ends at an incomplete line, which a killed run or a full disk leaves."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
 
 
 class RowFile:

@@ -3,6 +3,7 @@ what follows. Control characters are shown as symbols (␛ for escape)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -28,3 +29,10 @@ class SafeConsole(Console):
             for segment in buffer
         )
         return super()._render_buffer(safe)
+
+
+class SafeFormatter(logging.Formatter):
+    """Log messages may quote model output, such as the error of a reward that could not read it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

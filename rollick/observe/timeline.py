@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from rollick.errors import RollickError
+from rollick.errors import RollickError, writing_to
 from rollick.observe.sample_stage import SampleActivity, SampleStage
 from rollick.observe.trace import read_trace
 from rollick.types import SampleId
@@ -245,7 +245,7 @@ def write_timeline(run: Path, out: Path) -> RunTimeline:
         raise RollickError(
             f"{run} has no trace", fix="run it with observe.trace_mb above 0 (the default is 64)"
         )
-    with out.open("w", encoding="utf-8") as file:
+    with writing_to(out), out.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for number, event in enumerate(trace_events(timeline)):
             file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))

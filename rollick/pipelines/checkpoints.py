@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollick.checkpoint import Checkpoint, Finish, Writer
+from rollick.checkpoint import TIE_BREAK, Checkpoint, Finish, Writer
 from rollick.config.load import LoadedRecipe
 from rollick.data.store import load_groups, save_groups
 from rollick.errors import CheckpointError
@@ -66,7 +66,9 @@ class RunCheckpoints:
         await self.settle()
         state = self.state
         self.telemetry.trace.flush(step=state.step)
-        meta = {"seed": self.loaded.recipe.run.seed, "tokenizer": self.tokenizer}
+        meta: dict[str, Any] = {"seed": self.loaded.recipe.run.seed, "tokenizer": self.tokenizer}
+        # Rewards between 0 and 1 may leave pass@1 at 0 for a long time.
+        meta[TIE_BREAK] = metrics.get("eval/score")
         score, step = metrics.get("eval/pass@1"), state.step
         values = json.dumps({"version": state.version, **pipeline.values})
 

@@ -13,7 +13,7 @@ SHORT_RUN: Mapping[str, Any] = {"steps": 20, "max_minutes": 5}
 
 ON_CPU: Mapping[str, Any] = {
     "sampling": {"max_tokens": 32},
-    # Refilling dropped groups would take a time that nobody can tell before.
+    # Refilling dropped groups would take an unpredictable time.
     "rollout": {"groups_per_step": 4, "group_size": 8, "drop_no_signal": False},
     "train": {"tokens_per_microbatch": 4096},
     "infer": {"slots": 32},

@@ -51,7 +51,8 @@ class EngineRestarter:
     async def watch(self) -> AsyncGenerator[EngineRestarter]:
         """Watches the engines until the block ends."""
         ranks = range(self.generators.ranks)
-        self.rollout.fleet.may_gain_engine = lambda: any(self._may_restart(rank) for rank in ranks)
+        may_restart = lambda: any(self._may_restart(rank) for rank in ranks)  # noqa: E731
+        self.rollout.fleet.may_gain_engine = self.publisher.may_gain_engine = may_restart
         tasks = [asyncio.create_task(self._watch(r), name=f"restart generator {r}") for r in ranks]
         try:
             yield self
@@ -100,7 +101,7 @@ class EngineRestarter:
     def _record_loss(self, rank: int) -> Fault:
         engine = self.generators.engines[rank]
         cause = engine.failure.message if engine.failure else ""
-        kind = "hung" if engine.is_hung else "killed"
+        kind = engine.fault
         return self.faults.begin("generators", rank, kind=kind, cause=cause)
 
     async def _restart(self, rank: int, fault: Fault, repairs: int) -> None:

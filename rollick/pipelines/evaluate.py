@@ -178,6 +178,7 @@ class Evaluator:
             episode=self.episodes.build(sampling, scoring.held_out, purpose="eval"),
             score=scoring.score_held_out,
             stuck_after_s=recipe.run.stuck_after_s,
+            score_limit_s=recipe.rewards.timeout_s,
             on_progress=partial(self.view.count_samples, "validate"),
         ) as rollout:
             with self.status.follow(rollout, scoring.rewards):

@@ -119,6 +119,7 @@ def _open_rollout(
         episode=run.episodes.build(sampling, recipe.data.domains, purpose="train"),
         score=run.scoring.score,
         stuck_after_s=recipe.run.stuck_after_s,
+        score_limit_s=recipe.rewards.timeout_s,
         drop_reason=drop_reason,
         on_group_scored=lambda group: prompts.record_group(group, kept=drop_reason(group) is None),
         on_progress=partial(run.telemetry.view.count_samples, "generate"),

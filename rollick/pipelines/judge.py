@@ -96,7 +96,7 @@ class JudgeRestarter:
             await engine.lost_event.wait()
             failure = engine.failure
             assert failure is not None, "a lost engine has a failure"
-            kind = "hung" if engine.is_hung else "killed"
+            kind = engine.fault
             fault = self.faults.begin("judge", rank, kind=kind, cause=failure.message)
             if not self._may_restart(rank):
                 fault.give_up("the restarts are used up (cluster.restarts)")

@@ -28,7 +28,9 @@ from rollick.pipelines.checkpoints import SAVE_FAILED, PipelineState
 from rollick.pipelines.evaluate import EvalReport
 from rollick.pipelines.open_run import OpenRun
 from rollick.pipelines.phases import phase
-from rollick.pipelines.state import INTERRUPTIBLE, HeldOutScore, RunResult, SkippedSteps
+from rollick.pipelines.rank_speeds import RankSpeeds
+from rollick.pipelines.state import INTERRUPTIBLE, HeldOutScore, RunResult
+from rollick.pipelines.step_guard import StepGuard
 from rollick.types import Prompt
 
 LOG = logging.getLogger("rollick")
@@ -47,8 +49,11 @@ class Pipeline(ABC, Generic[R]):
         self.phases = run.phases
         self.roles = run.roles
         self.publisher = run.publisher
-        limit, faults = run.recipe.train.max_skipped_steps, run.telemetry.faults
-        self.skipped = SkippedSteps(run.state.folder.dumps, faults, limit=limit)
+        dumps, faults = run.state.folder.dumps, run.telemetry.faults
+        self.guard = StepGuard(run.recipe, dumps, faults, run.recovery)
+        self.guard.recall(run.telemetry.log.history)
+        adapts = not run.recipe.run.deterministic
+        self.ranks = RankSpeeds(run.roles.policy, faults, adapts=adapts)
 
     @abstractmethod
     async def step(self) -> R: ...
@@ -124,7 +129,8 @@ class RunLoop(Generic[R]):
         except RollickError:
             # For example, every group of a solved task has zero variance. An error of the save
             # must not hide this one.
-            if self.state.step and self.state.phase in INTERRUPTIBLE:
+            is_good = not self.pipeline.guard.is_troubled
+            if is_good and self.state.step and self.state.phase in INTERRUPTIBLE:
                 self.pipeline.undo_failed_step()
                 with suppress(RollickError):
                     await self._save(self.telemetry.log.last)
@@ -145,12 +151,15 @@ class RunLoop(Generic[R]):
                     self._end_in_time()
                 break
             state.step += 1
-            self.checkpoints.recovery.finish_step(amortise=not self.pipeline.generates)
+            await self.pipeline.ranks.measure()
+            self.checkpoints.recovery.finish_step(
+                amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
+            )
             if self._time_left(after_s=time.time() - began) == 0:
                 self._end_in_time()
             metrics = await self._record(self.pipeline.measure(report))
             await self.pipeline.write_outputs(report)
-            if self._checkpoint_is_due():
+            if self._checkpoint_is_due() and not self.pipeline.guard.is_troubled:
                 try:
                     await self._save(metrics, in_background=True)
                 except CheckpointError as error:  # For example, a full disk.
@@ -158,6 +167,8 @@ class RunLoop(Generic[R]):
         with self.telemetry.goodput.during("save"):
             await self.checkpoints.settle()
         stopped = state.step < steps and not self.time_is_up
+        if not stopped:
+            self.pipeline.guard.check_end()
         self.pipeline.warn_unfinished()
         if stopped or state.saved_step != state.step:
             await self._save(metrics)
@@ -222,7 +233,7 @@ class RunLoop(Generic[R]):
         metrics |= fault_metrics((self.earlier_faults | {f.id: f for f in faults.faults}).values())
         if self.recipe.cluster.backend == "ray":
             metrics["controller/batch_mb"] = self.pipeline.roles.group.take_batch_bytes() / 1e6
-        metrics |= self.pipeline.closing_metrics(metrics)
+        metrics |= self.pipeline.ranks.metrics() | self.pipeline.closing_metrics(metrics)
         self.telemetry.log.log(self.state.step, metrics)
         self.telemetry.view.step(self.state.step, metrics)
         self.telemetry.view.advise(find_advice(self.telemetry.log.history))

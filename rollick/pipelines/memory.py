@@ -64,6 +64,14 @@ class Bounds(NamedTuple):
     most: int
 
 
+class MachineBounds(NamedTuple):
+    """Bytes of host memory; `snapshots` of them are in both."""
+
+    least: int
+    most: int
+    snapshots: int
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
     """The memory of one process in one phase, by role."""
@@ -117,7 +125,7 @@ def predicted_bytes(recipe: Recipe, rows: Sequence[PhaseMemory]) -> int:
     return max(row.total for row in rows)
 
 
-def machine_bounds(rows: Sequence[PhaseMemory]) -> Bounds:
+def machine_bounds(rows: Sequence[PhaseMemory]) -> MachineBounds:
     """Bytes of host memory that all CPU workers of a phase take together, in the largest phase,
     with the snapshots of all workers."""
     snapshots = _all_snapshots(rows)
@@ -126,7 +134,7 @@ def machine_bounds(rows: Sequence[PhaseMemory]) -> Bounds:
     of_phase = [[row for row in on_cpu if row.phase == phase] for phase in phases]
     least = max((sum(row.least for row in part) for part in of_phase), default=0)
     most = max((sum(row.total for row in part) for part in of_phase), default=0)
-    return Bounds(least + snapshots, most + snapshots)
+    return MachineBounds(least + snapshots, most + snapshots, snapshots)
 
 
 def _all_snapshots(rows: Sequence[PhaseMemory]) -> int:
@@ -151,7 +159,7 @@ def describe_memory(rows: Sequence[PhaseMemory]) -> str:
     return "\n".join(align(lines))
 
 
-def describe_bounds(bounds: Bounds) -> str:
+def describe_bounds(bounds: MachineBounds) -> str:
     """In gigabytes, with what the higher number assumes."""
     if _gb(bounds.least) == _gb(bounds.most):
         return f"{_gb(bounds.most)} GB"

@@ -41,7 +41,7 @@ from rollick.pipelines.episodes import Episodes, has_agents, open_environments
 from rollick.pipelines.evaluate import Evaluator
 from rollick.pipelines.memory import MemoryWatch, measure_models
 from rollick.pipelines.phases import Phases, Residency, Telemetry
-from rollick.pipelines.preflight import check_machine
+from rollick.pipelines.preflight import check_machine, check_rows
 from rollick.pipelines.run_guard import guard_run
 from rollick.pipelines.run_report import report_run
 from rollick.pipelines.scoring import Scoring, open_scoring
@@ -106,7 +106,7 @@ async def open_run(
     loaded: LoadedRecipe, *, objects: RunObjects | None = None, resume: bool = False
 ) -> AsyncGenerator[OpenRun]:
     objects, recipe = objects or RunObjects(), loaded.recipe
-    raise_problems(check_machine(loaded), origin=loaded.source.location.origin)
+    _check(loaded, objects)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_open_folder(loaded, resume=resume))
         state, stopwatch = RunState(folder), Stopwatch()
@@ -121,6 +121,7 @@ async def open_run(
         stack.enter_context(_guard(recipe, folder))
         view = _live_view(recipe, folder.path)
         roles, recovery = await stack.enter_async_context(_open_roles(loaded, faults, goodput))
+        status.worker_processes = roles.generators.group.worker_processes
         await stack.enter_async_context(roles.generators.connect())
         _check_engines(recipe, roles.generators.engines)
         opening = open_environments(loaded, folder.path, faults)
@@ -184,6 +185,15 @@ def _watch_memory(recipe: Recipe, roles: Roles) -> MemoryWatch:
     return MemoryWatch(recipe, roles, shapes)
 
 
+def _check(loaded: LoadedRecipe, objects: RunObjects) -> None:
+    """Raises if this machine cannot run the recipe, or rows or rewards given in Python do not
+    fit, which `rollick check` cannot see."""
+    problems = check_machine(loaded)
+    if objects.names:
+        problems += check_rows(loaded, objects=objects)
+    raise_problems(problems, origin=loaded.source.location.origin)
+
+
 @contextmanager
 def _open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
     """Open the run's folder, fold repeated warnings, and write the report when the block ends."""
@@ -228,20 +238,21 @@ async def _open_roles(
     loaded: LoadedRecipe, faults: FaultLog, goodput: TimeAccount
 ) -> AsyncGenerator[tuple[Roles, WorkerRecovery]]:
     recipe, device_map = loaded.recipe, DeviceMap.of(loaded.recipe)
-    specs = _RoleSpecs(loaded, device_map)
+    specs = _RoleSpecs(loaded)
     async with open_group(
         device_map,
-        specs(),
+        specs(device_map),
         cluster=recipe.cluster,
-        threads=_threads(recipe),
-        env=_environment(recipe),
+        threads=worker_threads(recipe),
+        env=worker_environment(recipe),
     ) as group:
         # Inline, the loss of a worker is that of the controller.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
         cost = RowCost.of(load_config(recipe.model).get_text_config())
         split = BatchSplit.of(recipe, cost)
+        options = {"restarts": restarts, "replica": recipe.train.parallel.others}
         direct = Roles(group, batch_split=split)
-        recovery = WorkerRecovery(direct, specs, faults=faults, goodput=goodput, restarts=restarts)
+        recovery = WorkerRecovery(direct, specs, faults=faults, goodput=goodput, **options)
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):
             yield Roles(group, None if is_inline else recovery, batch_split=split), recovery
 
@@ -259,29 +270,26 @@ class _RoleSpecs:
     """How to build all roles. Each call opens a new rendezvous for the ranks of a sharded learner:
     a process group cannot be joined twice."""
 
-    def __init__(self, loaded: LoadedRecipe, device_map: DeviceMap) -> None:
+    def __init__(self, loaded: LoadedRecipe) -> None:
         self._loaded = loaded
-        self._device_map = device_map
         self._store: Any = None
         """Of the rendezvous; it stops when it is garbage-collected."""
 
-    def __call__(self) -> list[RoleSpec]:
-        ranks, timeout_s = (
-            self._device_map.ranks("policy"),
-            self._loaded.recipe.cluster.call_timeout_s,
-        )
+    def __call__(self, device_map: DeviceMap) -> list[RoleSpec]:
+        recipe, ranks = self._loaded.recipe, device_map.ranks("policy")
+        timeout_s = recipe.cluster.call_timeout_s
         rendezvous = None
         if ranks > 1:
             self._store, rendezvous = open_rendezvous(
                 own_address(), ranks=ranks, timeout_s=timeout_s
             )
-        return _role_specs(self._loaded, self._device_map, rendezvous)
+        return role_specs(self._loaded, device_map, rendezvous)
 
 
-def _role_specs(
+def role_specs(
     loaded: LoadedRecipe, device_map: DeviceMap, rendezvous: Rendezvous | None
 ) -> list[RoleSpec]:
-    recipe = loaded.recipe
+    recipe = _fit_parallel(loaded.recipe) if device_map.earlier else loaded.recipe
     creators: Mapping[RoleName, tuple[str, *tuple[Any, ...]]] = {
         "policy": ("learner:create", loaded.base, rendezvous),
         "reference": ("scorer:create",),
@@ -298,7 +306,14 @@ def _role_specs(
     return specs
 
 
-def _threads(recipe: Recipe) -> int:
+def _fit_parallel(recipe: Recipe) -> Recipe:
+    """The recipe for a policy that lost ranks: `data` is what they allow."""
+    train = recipe.train
+    parallel = train.parallel.model_copy(update={"data": 0})
+    return recipe.model_copy(update={"train": train.model_copy(update={"parallel": parallel})})
+
+
+def worker_threads(recipe: Recipe) -> int:
     """CPU threads of each worker process: run.threads, or cores divided by processes."""
     if recipe.run.threads:
         return recipe.run.threads
@@ -307,7 +322,7 @@ def _threads(recipe: Recipe) -> int:
     return max(1, (os.cpu_count() or 1) // len(DeviceMap.of(recipe).hosts()))
 
 
-def _environment(recipe: Recipe) -> dict[str, str]:
+def worker_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of the workers: avoid bfloat16 kernels that crash on some CPUs."""
     on_cpu = any("cpu" in (devices or "") for devices in recipe.devices.model_dump().values())
     scoring = (recipe.reward_model, recipe.judge)

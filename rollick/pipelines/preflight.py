@@ -1,7 +1,8 @@
 """Whether a recipe can run on this machine, found before anything starts or loads.
 
     check_machine   models, datasets, packages, GPUs: before each run, and in `rollick check`
-    check_rows      the first rows of each source, and the arguments of rewards: `rollick check`
+    check_rows      the first rows of each source, and the arguments of rewards: `rollick check`,
+                    `rollick.train`
     check_memory    the memory of the machine: `rollick check`
 
 Imports no torch and runs no code of the user's, unless `deep` allows it.
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollick.cluster.devices import DeviceMap, numbers_to_ranges
 from rollick.cluster.machine import (
@@ -29,7 +31,7 @@ from rollick.config.hub import find_hub_problem
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import NAMES, is_reference
 from rollick.config.problems import KeyPath, Problem, did_you_mean
-from rollick.config.references import Parameters, read_reference
+from rollick.config.references import Parameters, parameters_of, read_reference
 from rollick.config.rules.context import Context, Problems
 from rollick.config.rules.names import FROM_THE_SAMPLE
 from rollick.data.prompt_rows import TokenLimit, partition_rows
@@ -39,6 +41,10 @@ from rollick.models.loading.locate import check_reachable, locate_model
 from rollick.pipelines.memory import GB, PhaseMemory, machine_bounds
 from rollick.types import Prompt
 
+if TYPE_CHECKING:
+    from rollick.pipelines.state import RunObjects
+
+OBJECT = "object:"
 ROWS_READ = 20
 """Rows of a source that are read. The run reads all of them and allows a few bad ones."""
 
@@ -47,25 +53,30 @@ def check_machine(loaded: LoadedRecipe) -> list[Problem]:
     """What this machine lacks to run the recipe."""
     context = Context(loaded.recipe, loaded.source, loaded.base)
     packages = list(check_packages(context))
-    found = [*_check_models(context), *packages, *_check_datasets(context), *_check_gpus(context)]
+    hub = [*_check_models(context), *_check_datasets(context)]
+    found = [*hub, *packages, *_check_gpus(context), *_check_folder(context)]
     return list(dict.fromkeys(found))
 
 
-def check_rows(loaded: LoadedRecipe, *, deep: bool = False) -> list[Problem]:
-    """Problems of the first rows of each source. `deep`: also of sources that are code."""
+def check_rows(
+    loaded: LoadedRecipe, *, deep: bool = False, objects: RunObjects | None = None
+) -> list[Problem]:
+    """Problems of the first rows of each source. `deep`: also of sources that are code. `objects`:
+    what object:NAME names; its rows are read too, but no function is called."""
     context = Context(loaded.recipe, loaded.source, loaded.base)
     problems: list[Problem] = []
     for path, domain in context.domains():
-        if _can_be_read(domain, deep=deep):
-            problems += _check_domain(context, path, domain)
+        if _can_be_read(domain, objects, deep=deep):
+            problems += _check_domain(context, path, domain, objects)
     return problems
 
 
 def check_memory(loaded: LoadedRecipe, rows: Sequence[PhaseMemory]) -> list[Problem]:
     """A problem if the run does not fit into this machine, however short its samples are."""
     context = Context(loaded.recipe, loaded.source, loaded.base)
+    bounds = machine_bounds(rows)
     needs: list[tuple[str, int, int | None]] = []
-    needs.append(("the CPU workers need", machine_bounds(rows).least, memory_bytes()))
+    needs.append(("CPU workers and snapshots need", bounds.least, memory_bytes()))
     if any(row.host.device.kind == "cuda" for row in rows):
         gpus = dict(enumerate(query_gpu_memory()))
         for host in {row.host.device: row.host for row in rows}.values():
@@ -73,6 +84,9 @@ def check_memory(loaded: LoadedRecipe, rows: Sequence[PhaseMemory]) -> list[Prob
             if host.device.kind == "cuda":
                 needs.append((f"{host.device} needs", least, gpus.get(host.device.index)))
     fix = "use a smaller model, train.lora, or more devices with train.strategy=fsdp"
+    if bounds.snapshots:
+        without = f"checkpoint.snapshot=false, which saves {bounds.snapshots / GB:.3g} GB"
+        fix = f"{fix}; or {without}"
     return [
         context.problem(
             "model.path",
@@ -102,7 +116,7 @@ def _check_datasets(context: Context) -> Problems:
         kind, _, name = domain.source.partition(":")
         name = name.partition("?")[0].partition(":")[0]
         if kind == "hub" and not Path(name).exists() and (problem := problem_of(name)):
-            fix = "write it as hub:NAME, or use a file"
+            fix = "check its name, download it where the hub can be reached, or use a file"
             yield context.problem((*path, "source"), f"dataset {name!r}: {problem}", fix)
 
 
@@ -149,18 +163,34 @@ def _describe_missing_gpus(missing: Sequence[int], count: int) -> tuple[str, str
     return f"{names}: this machine has {have} only", f"use {have.split()[1]}, or cpu"
 
 
-def _can_be_read(domain: schema.Domain, *, deep: bool) -> bool:
-    """Whether the rows can be read without the hub, objects of a program, and the user's code."""
-    kind = domain.source.partition(":")[0]
-    if kind in ("object", "hub"):
+def _check_folder(context: Context) -> Problems:
+    """Whether the folder for the run can be made and written."""
+    folder = Path(context.recipe.run.folder).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        yield context.problem("run.folder", f"{existing} is a file", "choose a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        fix = "choose a folder that you may write to"
+        yield context.problem("run.folder", f"{existing} is not writable", fix)
+
+
+def _can_be_read(domain: schema.Domain, objects: RunObjects | None, *, deep: bool) -> bool:
+    """Whether the rows can be read without the hub and without the user's code."""
+    kind, _, name = domain.source.partition(":")
+    if kind == "object":
+        return objects is not None and not callable(objects.prompts.get(name, callable))
+    if kind == "hub":
         return False
     return deep or not (kind == "reasoning_gym" or is_reference(domain.source))
 
 
-def _check_domain(context: Context, path: KeyPath, domain: schema.Domain) -> Problems:
+def _check_domain(
+    context: Context, path: KeyPath, domain: schema.Domain, objects: RunObjects | None
+) -> Problems:
     purpose = "held_out" if path[1] == "validation" else "train"
+    sources = objects.prompts if objects else {}
     try:
-        rows = read_rows(domain, base=context.base, objects={}, purpose=purpose)
+        rows = read_rows(domain, base=context.base, objects=sources, purpose=purpose)
         first = list(islice(rows, ROWS_READ))
     except (DataError, MissingExtra) as error:
         yield context.problem((*path, "source"), error.message, error.fix)
@@ -177,11 +207,15 @@ def _check_domain(context: Context, path: KeyPath, domain: schema.Domain) -> Pro
         fix = "correct the rows, or the columns of the domain (prompt, completion, …)"
         yield context.problem((*path, "prompt"), message, fix)
     elif prompts:
-        yield from _check_columns(context, path, domain, prompts)
+        yield from _check_columns(context, path, domain, prompts, objects)
 
 
 def _check_columns(
-    context: Context, path: KeyPath, domain: schema.Domain, prompts: Sequence[Prompt]
+    context: Context,
+    path: KeyPath,
+    domain: schema.Domain,
+    prompts: Sequence[Prompt],
+    objects: RunObjects | None,
 ) -> Problems:
     """Columns that an environment or a reward needs, and no row has."""
     columns = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.row))
@@ -192,20 +226,24 @@ def _check_columns(
             where = (*path, "environment", "columns")
             yield context.problem(where, message, did_you_mean(column, columns))
     for index, reward in enumerate(schema.rewards_of(domain)):
-        parameters = _parameters_of(context, reward.name)
+        parameters = _parameters_of(context, reward.name, objects)
         filled = {*FROM_THE_SAMPLE, *reward.options, *columns}
         for name in parameters.required if parameters else ():
             if name not in filled:
-                message = f"{reward.name} needs {name!r}, and the rows have {', '.join(columns)}"
+                function = reward.name.removeprefix(OBJECT)
+                message = f"{function} needs {name!r}, and the rows have {', '.join(columns)}"
                 fix = did_you_mean(name, columns)
                 fix = fix or f"add the column, set options.{name}, or give it a default"
                 yield context.problem((*path, "rewards", index), message, fix)
 
 
-def _parameters_of(context: Context, reward: str) -> Parameters | None:
+def _parameters_of(context: Context, reward: str, objects: RunObjects | None) -> Parameters | None:
     """The parameters of a reward; None if they cannot be read from its file."""
+    if reward.startswith(OBJECT):
+        function = objects.rewards.get(reward.removeprefix(OBJECT)) if objects else None
+        return None if function is None else parameters_of(function)
     target = NAMES["rewards"].get(reward, reward)
-    if reward.startswith("object:") or not is_reference(target):
+    if not is_reference(target):
         return None
     try:
         return read_reference(target, context.base).parameters

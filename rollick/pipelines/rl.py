@@ -23,6 +23,7 @@ from rollick.data.collate import collate
 from rollick.data.store import samples_to_rows, save_batch, save_groups
 from rollick.observe.reward_hacking import alarm_metrics, find_alarms
 from rollick.pipelines.checkpoints import PipelineState
+from rollick.pipelines.domains import count_kept_no_signal
 from rollick.pipelines.group_source import GroupSource, open_group_source
 from rollick.pipelines.loop import Pipeline, RunLoop
 from rollick.pipelines.open_run import OpenRun, open_run
@@ -34,6 +35,9 @@ from rollick.simulator.run_records import record_row
 from rollick.types import Group, PolicyVersion
 
 LOG = logging.getLogger("rollick")
+
+ROLLED_BACK = "rolled_back"
+"""Why groups are dropped that a broken policy has generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,9 @@ class RLPipeline(Pipeline[StepReport]):
         critic = await self.train_critic(batch) if self.recipe.needs("values") else None
         async with self.state.weights_lock:
             report = await self.train(batch)
-            await self.publish(groups, report)
+            rolled_back = await self.guard.roll_back_if_due(self.state.step + 1)
+            changed = rolled_back or (report is not None and report.changed)
+            await self.publish(groups, changed=changed, drop_older=ROLLED_BACK * rolled_back)
         return StepReport(groups, batch, report, critic)
 
     @phase("generate")
@@ -84,7 +90,7 @@ class RLPipeline(Pipeline[StepReport]):
     async def train_critic(self, batch: Batch) -> CriticReport:
         """Train the critic on the returns; the advantages used the same values."""
         report = await self.roles.critic.train(batch)
-        self.skipped.check(report.changed, batch, role="critic")
+        self.guard.check(report, batch, role="critic")
         return report
 
     @phase("train")
@@ -95,16 +101,18 @@ class RLPipeline(Pipeline[StepReport]):
         if self.recipe.needs("values") and self.state.step < self.recipe.critic.warmup_steps:
             return None
         report = await self.roles.policy.train(batch)
-        self.skipped.check(report.changed, batch)
+        self.guard.check(report, batch)
         self.credit.update_kl_coefficients(batch.samples, self.credit_means | report.means)
         return report
 
     @phase("publish")
-    async def publish(self, groups: Sequence[Group], report: TrainReport | None) -> None:
+    async def publish(
+        self, groups: Sequence[Group], *, changed: bool, drop_older: str = ""
+    ) -> None:
         """Send the new weights to the engines, unless the step changed none."""
         state, rollout, at_publish = self.state, self.source.rollout, self.recipe.rollout.at_publish
         moves = False
-        if report is not None and report.changed:
+        if changed:
             state.version = PolicyVersion(state.version + 1)
             moves = at_publish == "move"
             if moves:
@@ -115,7 +123,7 @@ class RLPipeline(Pipeline[StepReport]):
             rollout.pause_admission()
         rollout.trained(groups, state.version)
         self.telemetry.trace.trained(state.version, step=state.step + 1)
-        rollout.published(state.version)
+        rollout.published(state.version, drop_older=drop_older)
         if moves and not is_last:
             rollout.resume_admission()
 
@@ -124,6 +132,7 @@ class RLPipeline(Pipeline[StepReport]):
         for trained in (report.train, report.critic):
             metrics |= trained.metrics() if trained else {}
         metrics |= {f"train/mean/{name}": value for name, value in self.credit_means.items()}
+        metrics |= count_kept_no_signal(self.recipe, report.groups)
         return metrics | self.credit.metrics | self.scoring.metrics()
 
     def closing_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

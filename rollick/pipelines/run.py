@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -23,6 +24,7 @@ from rollick.pipelines.default_sizes import add_default_sizes
 from rollick.pipelines.state import RunInterrupted, RunObjects, RunResult
 from rollick.types import RewardFn
 
+LOG = logging.getLogger("rollick")
 T = TypeVar("T")
 
 BEGIN_S = 10.0
@@ -47,15 +49,15 @@ def run_recipe(
             raise exhausted from error
         raise
     if result.interrupted:
-        raise RunInterrupted(result)
+        interrupted = RunInterrupted(result)
+        LOG.warning("%s", interrupted)  # Python prints nothing about a SystemExit.
+        raise interrupted
     return result
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` and return its result, even inside a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _in_event_loop():
         return asyncio.run(work)
     begun: Future[Callable[[], Any]] = Future()
     outcome: Future[T] = Future()
@@ -85,6 +87,14 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
             if begun.done():
                 wait([outcome])
         raise
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def train(

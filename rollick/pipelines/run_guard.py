@@ -43,6 +43,8 @@ LOOK_S = 1.0
 STOPPED_S = 10.0
 """How long a process of Ray may be stopped before the run ends."""
 KILL_TIMEOUT_S = 10.0
+PREPARED: set[ProcessId] = set()
+"""Processes that were started ahead for the run (standby.py), and belong to it."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class RunGuard:
     signalled_at: float | None = None
     loop_seen_at: float = 0.0
     stopped_since: float | None = None
-    _earlier: set[ProcessId] = field(default_factory=find_descendants)
+    _earlier: set[ProcessId] = field(default_factory=lambda: find_descendants() - PREPARED)
     """Processes that do not belong to the run."""
 
     def look(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from rollick.observe.goodput_report import Reliability
 from rollick.observe.learning_advice import find_advice
 from rollick.observe.metrics import read_metrics
 from rollick.observe.report import Exchange, RunReport, write_report
+from rollick.observe.row_file import read_rows
 
 LOG = logging.getLogger("rollick")
 
@@ -96,12 +96,10 @@ def _few_rows(path: Path) -> Iterator[SampleRow]:
     if not path.is_file():
         return
     step, prompts = None, dict[str, set[str]]()
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row: SampleRow = json.loads(line)
-            if row["step"] != step:
-                step, prompts = row["step"], {}
-            shown = prompts.setdefault(row["domain"], set())
-            if len(shown) < SAMPLES_PER_DOMAIN and row["prompt_uid"] not in shown:
-                shown.add(row["prompt_uid"])
-                yield row
+    for row in read_rows(path):
+        if row["step"] != step:
+            step, prompts = row["step"], {}
+        shown = prompts.setdefault(row["domain"], set())
+        if len(shown) < SAMPLES_PER_DOMAIN and row["prompt_uid"] not in shown:
+            shown.add(row["prompt_uid"])
+            yield row

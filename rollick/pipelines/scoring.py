@@ -73,8 +73,8 @@ class Scoring:
         stats = self.environments.stats
         metrics |= episodes.metrics()
         metrics |= {f"env/failed/{status}": float(n) for status, n in stats.failures.items()}
-        if stats.remade:
-            metrics["env/remade"] = float(stats.remade)
+        if stats.episode_restarts:
+            metrics["env/episode_restarts"] = float(stats.episode_restarts)
         return metrics | {"env/seconds": stats.seconds, "env/restarts": float(stats.restarts)}
 
     def state(self) -> dict[str, Any]:

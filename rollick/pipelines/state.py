@@ -14,12 +14,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollick.data.batch import Batch
-from rollick.data.store import save_batch
-from rollick.errors import EXIT_INTERRUPTED, RollickError
-from rollick.observe.faults import FaultLog
+from rollick.errors import EXIT_INTERRUPTED
 from rollick.run_folder import RunFolder
-from rollick.types import PolicyVersion, RewardFn, RoleName
+from rollick.types import PolicyVersion, RewardFn
 
 LOG = logging.getLogger("rollick")
 
@@ -84,8 +81,13 @@ class RunResult:
 
     @property
     def best(self) -> HeldOutScore | None:
-        """The validation with the highest pass@1, the newer of equals."""
-        return max(self.held_out, key=lambda one: (one.pass_at_1, one.step), default=None)
+        """The validation with the highest pass@1; of equals the one with the highest score, then
+        the newer one."""
+
+        def rank(one: HeldOutScore) -> tuple[float, float, int]:
+            return one.pass_at_1, one.score, one.step
+
+        return max(self.held_out, key=rank, default=None)
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: step {self.step}"]
@@ -130,7 +132,7 @@ class RunInterrupted(SystemExit):
 
     def __str__(self) -> str:
         stopped = f"{self.result.folder}: a signal stopped the run at step {self.result.step}"
-        return f"{stopped}; continue it with resume=True"
+        return f"{stopped}; continue it with --resume (in Python: resume=True)"
 
 
 class RunState:
@@ -195,31 +197,3 @@ def stop_on_signals(stop: asyncio.Event) -> Generator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-class SkippedSteps:
-    """Counts consecutive optimizer steps that were skipped because a gradient was not finite."""
-
-    def __init__(self, dumps: Path, faults: FaultLog, *, limit: int) -> None:
-        self._dumps = dumps
-        self._faults = faults
-        self._limit = limit
-        self._in_a_row: dict[RoleName, int] = {}
-
-    def check(self, changed: bool, batch: Batch, *, role: RoleName = "policy") -> None:
-        """Save the batch and raise when a role skipped `limit` steps in a row."""
-        skipped = 0 if changed else self._in_a_row.get(role, 0) + 1
-        self._in_a_row[role] = skipped
-        if not changed:
-            cause = f"its gradient was not finite in {skipped} steps in a row: nothing was trained"
-            self._faults.begin(role, 0, kind="not_finite", cause=cause).rejoined()
-        if skipped < self._limit:
-            return
-        path = self._dumps / "non_finite"
-        path.mkdir(parents=True, exist_ok=True)
-        save_batch(path / "batch", batch)
-        section = "critic" if role == "critic" else "train"
-        raise RollickError(
-            f"{skipped} steps in a row had a non-finite gradient in the {role}",
-            fix=f"the last batch is in {path}; lower {section}.optimizer.lr or look at its scores",
-        )

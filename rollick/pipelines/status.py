@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from math import isfinite
 from pathlib import Path
@@ -55,6 +55,8 @@ class StatusReporter:
 
     def __init__(self, recipe: Recipe, state: RunState, trace: Trace) -> None:
         self._recipe, self._state, self._trace = recipe, state, trace
+        self.worker_processes: Callable[[], Mapping[str, int]] = dict[str, int]
+        """Process ids of the workers on this machine, by role and rank."""
         self._followed: list[tuple[Rollout, RewardPool]] = []
         self._reported: StuckError | None = None
 
@@ -137,6 +139,7 @@ class StatusReporter:
             queued=len(rollout.fleet.queue) if rollout else 0,
             engines=_engines(rollout, trace.last_generation_end, loop_now) if rollout else (),
             rewards=_view_rewards(rewards) if rewards else None,
+            processes={} if outcome else self.worker_processes(),
             outcome=outcome,
             error=error[:MAX_ERROR_CHARACTERS],
         )

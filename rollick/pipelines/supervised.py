@@ -72,7 +72,8 @@ class SupervisedPipeline(Pipeline[TrainReport]):
     @phase("train")
     async def train(self, batch: Batch) -> TrainReport:
         report = await self.roles.policy.train(batch)
-        self.skipped.check(report.changed, batch)
+        self.guard.check(report, batch)
+        await self.guard.roll_back_if_due(self.state.step + 1)
         return report
 
     async def prepare_validation(self) -> None:

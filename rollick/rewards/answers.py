@@ -32,7 +32,7 @@ PHRASE = re.compile(
 NO_CLAIM_BEFORE = re.compile(
     r"(?:\b(?:if|whether|suppose|assum\w+|doubt|unlikely|unless|not\s+sure)"
     r"|(?:not|n['’]t)\s+(?:think|believe))\b"
-    r"[^.!?]*$",
+    r"(?:(?!\b(?:so|then|thus|hence|therefore)\b)[^.!?])*$",
     re.IGNORECASE,
 )
 NO_CLAIM = re.compile(

@@ -18,7 +18,7 @@ RESTATED = re.compile(
 )
 """A number with the same number in parentheses: `27 (27)`."""
 LEAD = re.compile(
-    r"""(?:\s|[:,=~≈]|\\approx(?![a-z])|(?:about|approximately|approx\.?|around|roughly|nearly|almost
+    r"""(?:\s|[:,=~≈…]|\.{2,3}|\\approx(?![a-z])|(?:about|approximately|approx\.?|around|roughly|nearly|almost
     |exactly|precisely|simply|just|therefore|thus|hence|then|indeed|clearly|definitely|certainly|probably
     |actually|also|again|only|nothing\s+but|in\s+fact|equal\s+to|given\s+by|found\s+to\s+be|the\s+number
     |a\s+total\s+of)(?![a-zA-Z]))+""",
@@ -30,7 +30,7 @@ DENIAL = re.compile(r"(?:not|never|neither|no|cannot|can't)\b", re.IGNORECASE)
 _TAIL_WORDS = (
     r"because|since|as|when|where|whereas|which|while|so|if|for|after|before|due|given|assuming|with"
     r"|out\s+of|of\s+the|of\s+these|instead|rather|not|unless|though|although|but|that|is|are|was|were|in"
-    r"|on|at|by(?=\s+[a-z])|and\s+(?:so|thus|hence|therefore|not)|i\.e\.?|e\.g\.?"
+    r"|on|at|by(?=\s+[a-z])|and\s+(?:so|thus|hence|therefore|not|that|this)|i\.e\.?|e\.g\.?"
 )
 TAIL = re.compile(
     rf"""\s*(?: [,;—–-]?\s+(?:{_TAIL_WORDS})(?![\w'])
@@ -49,7 +49,7 @@ NUMBER = re.compile(
     (?:\.[0-9]+)?(?:\s?/\s?[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?!\w))?\s?(?:\\?%)?""",
     re.VERBOSE,
 )
-GLUED = re.compile(r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|mph|hrs?|mins?|ft|lbs?|°)?(?![\w^])")
+GLUED = re.compile(r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|m|g|l|L|mph|hrs?|mins?|ft|lbs?|°)?(?![\w^])")
 """What may follow a number without a space."""
 SCALE = re.compile(r"\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b", re.IGNORECASE)
 UNIT = re.compile(
@@ -57,6 +57,7 @@ UNIT = re.compile(
     r"(?:(?:\s*/\s*|\s+per\s+)[a-zA-Z]+)?(?:\^\{?[23]\}?)?(?!\w)"
 )
 DENIED_AFTER = re.compile(
+    r"[^.;0-9]{0,40}\bbut\s+(?:it|that|this)\s+(?:is|was)(?:n['’]t|\s+not|\s+wrong)\b|"
     r"\s*times\s+(?:as|more|larger|bigger|greater|that|the)\b|"
     r"\s*(?:[a-z]+\s+){0,2}(?:is|are|was|were|would\s+be|ca|can|does"
     r"|do(?=(?:n['’]t|\s+not)\s+(?:work|fit|satisfy|hold)))"
@@ -79,11 +80,13 @@ ASIDE = re.compile(
       | ,?\s+(?:because|since)\b(?:(?!,\s+(?:so|but)\b).)*
       | ,\s+which\s+(?:is|are|was|were|makes|means)\s+(?:[^\s0-9]*+[0-9]\S*+\s+)?(?:[a-z]+\s+){0,2}?
         (?:\S*[0-9]\s?%\s+of|more|less|fewer|under|over|above|below|within|enough|half|twice|larger|smaller|higher
-        |lower|greater|older|younger|longer|shorter|times|exactly\s+the|the\s+same)\b.*
+        |lower|greater|older|younger|longer|shorter|times|exactly\s+the|the\s+same|reached|attained|achieved
+        |mentioned|stated|known|expected|allowed|needed|required|when|where|what)\b.*
       | ,\s+[^\s0-9]*+[0-9]\S*+\s+of\s+(?:them|which|whom)\b.* | (?<=cents),\s+or\s+\$[0-9.]+
       | ,\s+[0-9]\S*\s+[a-z]+\s+and\s+[0-9]\S*\s+[a-z]+(?=[.\s]*$)
-      | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b.*
-      | :\s+[^\s0-9]*+[0-9]\S*+\s+[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9].*""",
+      | ,\s+or\s+[0-9]+\s+[a-z]+\s+and\s+[0-9]+\s+[a-z]+ | ,\s+who\b[^,]{1,80}, | ,\s+who\b.*
+      | :\s+[^\s0-9]*+[0-9]\S*+\s+(?:[a-z]++[^.:]{0,200}\band\s+[^\s0-9]*+[0-9]
+        |(?:plus|minus|times|from)\b).*""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
@@ -101,13 +104,15 @@ NOT_STATED = re.compile(
     r"""(?: (?:\b(?:not|never|nor|neither|cannot|exclude|exclud\w+|reject\w*|discard\w*|eliminat\w*
           |rul\w+\s+out)|n['’]t)\s+(?:(?!but\b)[a-z]+\s+){0,6}
       | \b(?:rather\s+than|instead\s+of|other\s+than|except|without|unlike|than|out\s+of
-          |(?:far|away|up|down)\s+from|among|asked\s+about|[0-9]+\s+of|of\s+(?:the|these|all|his|her|their|my)
+          |(?:far|away|up|down)\s+from|among|asked\s+about|[0-9]+\s+of(?!\s+(?:them|us|you)\b)|of\s+(?:the|these|all|his|her|their|my)
           |to\s+(?:reach|make))\s+(?:(?!(?:is|are|was|equals|has|have|had|gets?)\b)[a-z]+\s+){0,3}
       | \bwould\s+(?:only\s+)?have\s+(?:[a-z]+\s+){1,2}
       | \b(?:equation|eq|problem|question|exercise|step|figure|table|page|chapter)\.?\s*
       | (?<![a-z0-9+*/-])(?:[0-9]+\s*[a-z]|[a-z]\^\{?[0-9]+\}?)\s*=\s*
       | \b(?:at\s+(?:least|most)|over|under|above|below|exceeds?|between|up\s+to|within)\s+
-      | \b(?:could|might|may|can)\s+be\s+(?:[a-z]+\s+)?
+      | \b(?:could|might|may|can)\s+(?:also\s+|well\s+|even\s+)?be\s+(?:[a-z]+\s+)?
+      | \b(?:thought|believed|figured|expected)\b[^,.0-9]{0,60}
+      | \b(?:subtract|deduct|add|multiply|divide)(?:s|ing)?\s+(?:by\s+)?
       | \b(?:problem|question)\s+(?:mentions|says|states|gives)\s+(?:[a-z]+\s+){0,2}
       | \b(?:perhaps|maybe|possibly|guess\w*(?:\s+of)?|try|trying|test|testing|half|half\s+of|twice
           |double|triple|times|(?:multiples?|factors?|powers?|root|third|quarter|percent)\s+of|%\s+of
@@ -115,6 +120,9 @@ NOT_STATED = re.compile(
       | \bbetween\s+[^,;]{1,40}\band\s+
       | \b(?:if|unless|suppose|assum\w+|whether)\b[^,]{0,200}
       | (?:(?<![=-])[<>≠≤≥]=?|!=|\\(?:neq?|geq?|leq?|lt|gt)(?![a-z]))\s*
+      | \b(?:plus|minus)\s+
+      | \b(?:no\s+(?:es|son)|n['’]est\s+pas|nicht|kein\w*|não\s+é|non\s+è)\s+
+      | (?:不是|并非|不等于)\s*
     )$""",
     re.IGNORECASE | re.VERBOSE,
 )
@@ -128,7 +136,27 @@ OPERAND = re.compile(
     re.IGNORECASE,
 )
 """Before a value that is an operand: `3 * `."""
-OPERATOR = re.compile(r":[0-9]|\s*(?:\*(?!\*)|[×÷^]|\\(?:times|cdot|div|pm)|[+-]\s*[0-9])")
+OPERATOR = re.compile(
+    r":[0-9]|\s*(?:\*(?!\*)|[×÷^]|\\(?:times|cdot|div|pm)|[+-]\s*[0-9]"
+    r"|(?:divided|multiplied)\s+by\b|(?:plus|minus|times)\s+\$?[0-9]|(?:squared|cubed)\b)"
+)
+"""After a number that is an operand, and not a value."""
+UNKNOWN = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+ALIGNED = re.compile(r"\\(?:begin|end)\{(?:align|aligned|gather|split|eqnarray)\*?\}")
+"""Begins or ends rows of equations."""
+NAME = re.compile(r"\\?[a-zA-Z]+(?:_\w|\([a-z]\))?")
+"""A formula that only names an unknown or a function: `k`, `f(x)`."""
+RESIDUE = re.compile(r"\s*\\p?mod\s*(?:\{[^{}]*\}|\w)|\s*\(\s*(?:\\b?mod|mod)\b[^()]*\)")
+"""After a residue: `3 \\pmod{7}`."""
+THEREFORE = re.compile(r"\b(?:so(?!\s+(?:far|many|much)\b)|thus|hence|therefore)\s", re.IGNORECASE)
+"""Begins the conclusion of a sentence, which replaces the values before it."""
+ATTRIBUTE = re.compile(r"-[a-z]{2,}", re.IGNORECASE)
+"""After a number that describes what is counted: `6-inch pencils`."""
+RESULT = re.compile(
+    r"[0-9)%][a-z\s]{0,30}(?:[-+*/×÷–−]|x(?=\s?\$?[0-9])|\\(?:times|cdot|div))[^=\n]{0,80}=[\s$*\\(€£]*$",
+    re.IGNORECASE,
+)
+"""Before the result of a calculation: `30 - 3 = `."""
 ADJUNCT = re.compile(
     r"""\b(?:in|for|after|before|per|at|on|(?<!left\s)(?<!up\s)with|within|by|from|over|during|until
     |towards?|against|under|above|through|throughout|across|when|while|since|using|given|once
@@ -224,12 +252,14 @@ APPOSITION = re.compile(
     re.IGNORECASE,
 )
 """What a value is equal to: `3 less than that, or 27`."""
-REMARK = re.compile(
-    r"\b(?:common\s+(?:mistake|error|misconception)|would\s+(?:give|have)|(?:began|started)\s+with"
-    r"|at\s+first|initially|originally|at\s+the\s+(?:start|beginning))\b",
+REMARK = re.compile(r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE)
+"""Says what would be wrong."""
+EARLIER = re.compile(
+    r"\b(?:would\s+have|(?:began|started)\s+with|at\s+first|initially|originally"
+    r"|at\s+the\s+(?:start|beginning))\b",
     re.IGNORECASE,
 )
-"""Says what would be wrong or different, or what the problem gives."""
+"""Says what would be different or what the problem gives, unless it calculates a value."""
 ASKS = re.compile(
     r"\b(?:how\s+(?:many|much|long|far|old|do|can|should)"
     r"|what\s+(?:is|are|was|were|does|do|should|would|comes))\b.*\?",
@@ -250,7 +280,7 @@ BETWEEN_SCRIPTS = re.compile(
 COPULA = re.compile(r"\b(?:is|are|was|equals|be|get|gives)\s+|=")
 PARENTHESES = re.compile(r"\s*\([^()]*\)[.\s]*")
 SUPPOSITION = re.compile(
-    r"\W*(?:(?:now|so|then|first)\s+)?(?:suppose|assume|say|let\s+[a-z]\s*="
+    r"\W*(?:(?:now|so|then|first)\s+)?(?:suppose|assume|say|let\s+[a-z]+\s*(?:=|be\b|denote\b)"
     r"|let(?:['’]s|\s+us)\s+(?:call|say|assume|suppose|denote))[^,]*$",
     re.IGNORECASE,
 )

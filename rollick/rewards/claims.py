@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import re
 
-from rollick.rewards.answers import MAX_SENTENCE, find_retractions
+from rollick.rewards.answers import MAX_SENTENCE, PHRASE, find_retractions
 from rollick.rewards.claim_patterns import (
     ADJUNCT,
+    ALIGNED,
     ALTERNATIVE,
     APPOSITION,
     ASIDE,
     ASKS,
+    ATTRIBUTE,
     BETWEEN_SCRIPTS,
     BOLD_TAG,
     CALCULATION,
@@ -30,6 +32,7 @@ from rollick.rewards.claim_patterns import (
     CORRECTED,
     DENIAL,
     DENIED_AFTER,
+    EARLIER,
     EMPHASIS,
     EQUATION,
     EXPLANATION,
@@ -42,6 +45,7 @@ from rollick.rewards.claim_patterns import (
     JOINED,
     KNOWN,
     LEAD,
+    NAME,
     NO_ANSWER,
     NO_INFORMATION,
     NOT_STATED,
@@ -55,15 +59,19 @@ from rollick.rewards.claim_patterns import (
     QUANTITY_OF,
     RELATION,
     REMARK,
+    RESIDUE,
     RESTATED,
+    RESULT,
     SCALE,
     SENTENCE,
     STATEMENT,
     SUPPOSITION,
     TAIL,
     TAKES_BACK,
+    THEREFORE,
     UNFINISHED,
     UNIT,
+    UNKNOWN,
     UNSOLVED,
     VALUE_FIRST,
 )
@@ -100,6 +108,8 @@ def read_claim(text: str) -> list[str]:
     text = collapse_spaces(text[:MAX_SENTENCE])
     text = CALCULATION.sub("", text)
     text = CLOSING_EMPHASIS.sub("", EMPHASIS.sub(r"\2", text))
+    if text.endswith(")") and text.count("(") < text.count(")"):  # `(Answer: 27)`
+        text = text[:-1]
     candidates = [text, trim_claim(text)]
     digits = RESTATED.sub(r"\1\2", words_to_digits(text))
     if digits != text:
@@ -112,6 +122,16 @@ def read_claim(text: str) -> list[str]:
         candidates += stated_values(text)[-1:]
     candidates += _right_side(candidates[1] or "")
     return [candidate for candidate in candidates if candidate]
+
+
+def read_box(content: str) -> list[str]:
+    """What a box may state: its content, the value that an equation in it names, or what follows
+    "the answer is" in it."""
+    phrase = PHRASE.search(normalise(content))
+    if phrase:
+        return read_claim(phrase.string[phrase.end() :])
+    equation = EQUATION.fullmatch(content)
+    return [content, equation[1].strip()] if equation else [content]
 
 
 def read_plain(response: str) -> list[str]:
@@ -130,7 +150,7 @@ def read_plain(response: str) -> list[str]:
         and "\n" in formulas[-1].content.strip("\n")
         and not _has_value(text[formulas[-1].end :])
     ):
-        return [formulas[-1].content.strip()]
+        return _last_row(formulas[-1].content.strip())
     text = EMPHASIS.sub(r"**\2**", BOLD_TAG.sub("**", text))
     text = words_to_digits(BETWEEN_SCRIPTS.sub(" ", text))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -152,7 +172,9 @@ def read_plain(response: str) -> list[str]:
             if is_offer or not any(map(str.isalnum, sentence)):
                 continue
             if sentence is not first and (
-                PARENTHESES.fullmatch(sentence) or REMARK.search(sentence)
+                PARENTHESES.fullmatch(sentence)
+                or REMARK.search(sentence)
+                or (EARLIER.search(sentence) and "=" not in sentence)
             ):
                 continue
             if _has_value(sentence):
@@ -160,6 +182,15 @@ def read_plain(response: str) -> list[str]:
             if not IS_FINISHED.search(sentence.strip()):
                 return _read_sentence(line, sentence) if line is lines[-1] else []
     return _read_sentence(lines[-1], _split_sentences(lines[-1])[-1]) if lines else []
+
+
+def _last_row(formula: str) -> list[str]:
+    """A formula of several lines, and the value of the last row if they are aligned equations."""
+    if not ALIGNED.search(formula):
+        return [formula]
+    rows = ALIGNED.sub("", formula).replace("&", "").split("\\\\")
+    rows = [row.strip(" \n.,") for row in rows if row.strip()]
+    return [formula, *(_right_side(f"={rows[-1]}") if rows else [])]
 
 
 def _without_remarks(response: str) -> str:
@@ -198,8 +229,10 @@ def _read_sentence(line: str, sentence: str) -> list[str]:
 
 def _right_side(text: str) -> list[str]:
     """The value of an equation that names or computes it: `Total = 30 - 3 = 27`."""
+    if "\\equiv" in text:
+        text = RESIDUE.sub("", text.replace("\\equiv", "="))
     left, _, value = text.rpartition("=")
-    is_value = "=" in left or EQUATION.fullmatch(text)
+    is_value = "=" in left or EQUATION.fullmatch(text) or RESULT.search(f"{left}=")
     return [value.strip()] if is_value else []
 
 
@@ -226,7 +259,7 @@ def _has_value(text: str) -> bool:
 def stated_values(sentence: str) -> list[str]:
     """The formulas and numbers that a sentence states, in order of their weight: the last one is
     its answer. A formula or a bold number outweighs a number in a phrase such as "in 5 days"."""
-    sentence = APPOSITION.sub("", sentence)
+    sentence = _last_conclusion(APPOSITION.sub("", sentence))
     aside = ASIDE.search(sentence)
     if aside:
         before, after = sentence[: aside.start()], sentence[aside.end() :]
@@ -240,6 +273,11 @@ def stated_values(sentence: str) -> list[str]:
     named = [span for span in numbers if IS_ANSWER.match(sentence, span.end)]
     if named:
         return [named[-1].content.strip()]
+    named = [span for span in formulas if not NAME.fullmatch(span.content.strip(" .,;"))]
+    formulas = named or formulas
+    result = _last_result(sentence, sorted(formulas + numbers))
+    if result:
+        return [result.content.strip()]
     if ALTERNATIVE.search(sentence) and _have_different_values(formulas + numbers):
         return []
     bold = [span for span in numbers if _is_bold(sentence, span)]
@@ -254,6 +292,35 @@ def stated_values(sentence: str) -> list[str]:
     numbers = [span for span in numbers if not GIVEN.search(sentence[: span.start])]
     main = [span for span in numbers if not _is_adjunct(sentence, span)]
     return [span.content.strip() for span in main or numbers]
+
+
+def _last_result(sentence: str, numbers: list[Span]) -> Span | None:
+    """The result of the last calculation, if no clause after it states another value."""
+    results = [span for span in numbers if _is_result(sentence, span)]
+    if not results:
+        return None
+    later = [span for span in numbers if span.start > results[-1].start]
+    later = [span for span in later if not _is_adjunct(sentence, span)]
+    states_other = later and CLAUSE.search(sentence, results[-1].end, later[-1].start)
+    return None if states_other else results[-1]
+
+
+def _is_result(sentence: str, span: Span) -> bool:
+    """Whether the value follows a calculation, before the formula or in it. An equation with an
+    unknown, `2x + 3 = 27`, calculates nothing."""
+    left, equals, _ = span.content.rpartition("=")
+    if not equals:
+        return RESULT.search(sentence[max(0, span.start - 300) : span.start]) is not None
+    calculation = left.rpartition("=")[2] + equals
+    return RESULT.search(calculation) is not None and not UNKNOWN.search(calculation)
+
+
+def _last_conclusion(sentence: str) -> str:
+    """From the last `so` that has a value after it."""
+    for match in reversed(list(THEREFORE.finditer(sentence))):
+        if _has_value(sentence[match.end() :]):
+            return sentence[match.end() :]
+    return sentence
 
 
 def _have_different_values(spans: list[Span]) -> bool:
@@ -283,7 +350,8 @@ def _find_numbers(sentence: str) -> list[Span]:
         if not any(letter.isdigit() for letter in match[0]):
             continue
         is_part = match[0][-1].isdigit() and not GLUED.match(masked, match.end())
-        if is_part or OPERATOR.match(masked, match.end()):
+        is_operand = OPERATOR.match(masked, match.end())
+        if is_part or is_operand or ATTRIBUTE.match(masked, match.end()):
             continue
         scale = SCALE.match(masked, match.end())
         end = scale.end() if scale else match.end()
@@ -305,6 +373,7 @@ def _is_denied(sentence: str, span: Span) -> bool:
         r"\s*(?:[a-zA-Z]\s*)?(?:[<>≠≤≥]|\\n?[lg]?eq?(?![a-z])|\\neq?(?![a-z]))", span.content
     )
     is_denied = NOT_STATED.search(before.rstrip(OPENING) + " ") or OPERAND.search(before)
+    is_denied = is_denied and not _is_result(sentence, span)
     is_denied = is_denied or DENIED_AFTER.match(sentence, span.end)
     is_unreal = before.endswith("would be ") and CONDITION.match(sentence, span.end)
     is_unclear = is_relation or after_relation or is_unsolved or is_unreal

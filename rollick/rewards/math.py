@@ -22,7 +22,7 @@ from rollick.errors import MissingExtra
 from rollick.rewards import notation
 from rollick.rewards.answers import ExtractedAnswer, extract_answer, first_response
 from rollick.rewards.call_limits import EXPENSIVE, limit_call
-from rollick.rewards.claims import read_claim, read_plain
+from rollick.rewards.claims import read_box, read_claim, read_plain
 from rollick.rewards.magnitude import is_affordable, is_shallow
 from rollick.rewards.notation import compact, is_prose, is_same_unit, read_number, split_unit
 from rollick.rewards.text import repeated_share
@@ -42,7 +42,7 @@ MAX_ANSWER = 1000
 MAX_EXCESS = 100
 """Characters that an expression may have beyond twice the expected one; a longer one is wrong."""
 
-IN_BASE = re.compile(r"[0-9A-Z]+_\{?\d+\}?")
+IN_BASE = re.compile(r"[0-9A-Z.]+_\{?\d+\}?")
 """A number written in another base, such as 52_8."""
 
 
@@ -93,7 +93,7 @@ def is_correct(answer: ExtractedAnswer, expected: str, completion: str) -> bool:
     if answer.mark == "plain":
         candidates = read_plain(first_response(completion) or "")
     elif answer.mark == "boxed":
-        candidates = [answer.text]
+        candidates = read_box(answer.text)
     else:
         candidates = read_claim(answer.text)
     return any(is_same_answer(candidate, expected) for candidate in dict.fromkeys(candidates))

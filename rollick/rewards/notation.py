@@ -21,6 +21,7 @@ SYMBOLS = str.maketrans(
         **dict.fromkeys("·⋅", r"\cdot "),
         **dict.fromkeys("\u00a0~", " "),
         **dict.fromkeys("°`", ""),
+        **{"¢": " cents"},
         **{"×": r"\times ", "÷": "/", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ", "％": "%"},
         **{"∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "π": r"\pi ", "∞": r"\infty "},
         **{"≈": r"\approx ", "≃": r"\approx ", "≠": r"\ne "},
@@ -30,15 +31,28 @@ SYMBOLS = str.maketrans(
 )
 _SPACES = "left|right|displaystyle|quad|qquad|[!;:,> ]"
 SPACING = re.compile(rf"(?<!\\)\\(?:{_SPACES})(?![a-zA-Z])|\\big[lr]?")
-TEXT_MACRO = re.compile(r"\\(?:text(?:bf|it|rm)?|mbox|math(?:rm|bf|it)|rm|bf)\s*\{([^{}]*)\}")
+TEXT_MACRO = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|mbox|underline|emph|boldsymbol|math(?:rm|bf|it)|rm|bf)\s*\{([^{}]*)\}"
+)
 DIGIT_GROUP = re.compile(
     r"(?<=[0-9])(?:,?\\[,:;!>]|\{,\}|[\u2009\u202f\u00a0])\s*(?=[0-9]{3}(?![0-9]))"
 )
 """What separates groups of three digits in LaTeX or print: `2\\,173` is 2173."""
+PICTOGRAPH = re.compile("[\u2600-\u27bf\u2b50\ufe0f\U0001f000-\U0001faff]+")
+"""Emoji and check marks."""
 CONCLUSION = re.compile(r"^\\(?:therefore|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])\s*")
 APPROXIMATELY = re.compile(r"^([a-zA-Z]\s*)?\\(?:approx|simeq|doteq)(?![a-zA-Z])\s*")
 DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\bdegrees?\b")
-WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("{", "}"))
+WRAPPERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("**", "**"),
+    ("{", "}"),
+    ('"', '"'),
+)
+DECIMAL_BASE = re.compile(r"(?<=[0-9])_(?:10|\{10\})$")
 
 DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(
@@ -121,7 +135,7 @@ class Number:
 
 def normalise(text: str) -> str:
     """The normal form of equivalent spellings."""
-    text = DIGIT_GROUP.sub("", text).translate(SYMBOLS).strip()
+    text = PICTOGRAPH.sub("", DIGIT_GROUP.sub("", text)).translate(SYMBOLS).strip()
     text = re.sub(r"√\s*\(", "sqrt(", text)
     text = re.sub(r"√\s*([0-9]+|[a-zA-Z])", r"\\sqrt{\1}", text)
     text = SPACING.sub(" ", text)
@@ -132,6 +146,7 @@ def normalise(text: str) -> str:
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\{", "{ ").replace("\\}", " }")
     text = _unwrap(" ".join(text.split()))
     text = CONCLUSION.sub("", text)
+    text = DECIMAL_BASE.sub("", text)
     text = APPROXIMATELY.sub(lambda match: f"{match[1]}=" if match[1] else "", text)
     chosen = CHOICE.fullmatch(text)
     return chosen[1] if chosen else LABEL.sub("", text)
@@ -242,7 +257,8 @@ def _decimal(digits: str) -> Fraction:
 
 def _is_unit(text: str) -> bool:
     words: list[str] = re.findall(r"[a-z.]+", text.lower().replace("left over", "leftover"))
-    changes_value = words[:1] in (["squared"], ["cubed"], ["factorial"])
+    is_difference = words[1:2] == ["than"]  # `27 less than the total` is not 27
+    changes_value = is_difference or words[:1] in (["squared"], ["cubed"], ["factorial"])
     return UNIT.fullmatch(text) is not None and not changes_value and NOT_UNITS.isdisjoint(words)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
-BOX_OR_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+BOX_OR_BRACE = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*\{|\\.|[{}]", re.DOTALL)
 FORMULA_MARK = re.compile(r"\\[\\$()\[\]]|\$\$|\$|\n")
 CLOSING_MARKS = {"$$": "$$", r"\(": r"\)", r"\[": r"\]"}
 PLAIN_WORD = re.compile(r"[a-zA-Z]{3,}")
@@ -32,7 +32,8 @@ class Span(NamedTuple):
 
 
 def find_boxes(text: str) -> list[Span]:
-    r"""The complete boxes (`\boxed{...}`, `\fbox{...}`), by their start. They may be nested."""
+    r"""The complete boxes (`\boxed{...}`, `\fbox{...}`, `\framebox{...}`), by their start. They
+    may be nested."""
     boxes: list[tuple[int, int, slice]] = []
     open_braces: list[tuple[int, int] | None] = []
     for match in BOX_OR_BRACE.finditer(text):

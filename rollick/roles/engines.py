@@ -25,7 +25,15 @@ from itertools import count
 from typing import Self, TypeVar
 
 from rollick.cluster.group import WorkerGroup
-from rollick.errors import EngineError, EngineLost, RollickError, WorkerError, WorkerHung
+from rollick.errors import (
+    EngineCorrupt,
+    EngineError,
+    EngineLost,
+    RollickError,
+    WorkerError,
+    WorkerLost,
+)
+from rollick.observe.faults import FaultKind, fault_kind
 from rollick.roles.calls import RoleHandle
 from rollick.roles.engine_health import EngineHealth
 from rollick.roles.protocols import (
@@ -90,8 +98,8 @@ class RemoteEngine:
         self.outbox = _Outbox()
         self.has_outgoing = asyncio.Event()
         self.failure: RollickError | None = None
-        self.is_hung = False
-        """Whether it is lost because it did not answer in time."""
+        self.fault: FaultKind = "killed"
+        """Kind of its failure."""
         self.host_answers = False
         """Whether the engine itself reported its loss, so that its host can close it."""
         self.lost_event = asyncio.Event()
@@ -147,6 +155,17 @@ class RemoteEngine:
         except RollickError as error:
             self.mark_lost(error)
 
+    async def check_weights(self) -> None:
+        """Raises EngineLost and marks the engine as lost if its weights are damaged, or if it does
+        not answer."""
+        self._check_connected()
+        try:
+            with self.health.expect_no_progress():
+                await self.handle.call_rank(self.rank, GeneratorRole.check_weights)
+        except RollickError as error:
+            self.mark_lost(error)
+        self._check_connected()
+
     async def take_record(self) -> EngineRecord:
         """The engine's record since the last call; empty if the engine does not respond."""
         try:
@@ -172,14 +191,16 @@ class RemoteEngine:
     def mark_lost(self, error: Exception) -> None:
         """Fail all requests with an EngineLost that contains the reason; end all calls."""
         if not self.lost:
-            self.is_hung = isinstance(error, WorkerHung)
+            self.fault = (
+                fault_kind(error) if isinstance(error, WorkerLost | EngineCorrupt) else "killed"
+            )
             self.host_answers = isinstance(error, EngineLost)
         reason, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             reason, fix = error.message, error.fix
-        self.is_hung = self.is_hung or (not self.lost and isinstance(error, WorkerHung))
         name = "generator" if self.handle.role == "generators" else self.handle.role
-        self.fail(EngineLost(f"{name} {self.rank} is lost: {reason}", fix=fix))
+        kind = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
+        self.fail(kind(f"{name} {self.rank} is lost: {reason}", fix=fix))
         self.handle.group.abandon(self.handle.role, self.rank)
 
     async def _run(self, loop: Callable[[], Awaitable[None]]) -> None:

@@ -12,10 +12,13 @@ it raises PlacementError.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup
+from rollick.cluster.machine import machine_id
 from rollick.data.batch import Batch, TokenValues, TopTokens
 from rollick.roles.calls import EVEN_SPLIT, AnyHandle, Recovery, RoleHandle
 from rollick.roles.engines import Generators, Judge
@@ -27,8 +30,9 @@ from rollick.roles.protocols import (
     TrainedRole,
 )
 from rollick.roles.reports import CriticReport, TrainReport
+from rollick.roles.snapshot_transfer import fetch_snapshot, send_snapshots
 from rollick.trainer.parallel.shares import BatchSplit, gather_samples, gather_tokens
-from rollick.trainer.snapshot import SnapshotRecord
+from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import FloatArray, PolicyVersion, RoleName
 from rollick.weights.channels.base import PublishOutcome
@@ -48,14 +52,26 @@ class TrainedHandle(RoleHandle[Trained]):
     async def load(self, path: Path) -> None:
         await self.call_collective(TrainedRole.load, path)
 
-    async def write_snapshots(self, paths: Sequence[str]) -> list[SnapshotRecord]:
-        """Each rank copies its state into the memory at its path."""
-        records = await self.scatter(TrainedRole.write_snapshot, paths)
-        return [record for record in records if record is not None]
+    async def write_snapshots(self, memories: Sequence[SnapshotMemory]) -> list[SnapshotRecord]:
+        """Each rank copies its state into its memory."""
+        paths = [memory.path for memory in memories]
+        records = await self.scatter(TrainedRole.write_snapshot, paths, machine_id())
+        fetching = [
+            fetch_snapshot(self, rank, record, memory)
+            for rank, (record, memory) in enumerate(zip(records, memories, strict=True))
+            if record is not None
+        ]
+        return [await fetched for fetched in fetching]
 
-    async def restore_snapshots(self, records: Sequence[SnapshotRecord]) -> None:
-        """Each rank takes over the state of its snapshot."""
-        await self.scatter(TrainedRole.restore_snapshot, records)
+    async def restore_snapshots(
+        self, records: Sequence[SnapshotRecord], memories: Sequence[SnapshotMemory]
+    ) -> None:
+        """Each rank takes over the state of its snapshot. If there were another number of ranks,
+        each reads its shards from the snapshots of all."""
+        pairs = list(zip(records, memories, strict=True))
+        of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
+        sent = [await send_snapshots(self, rank, needed) for rank, needed in enumerate(of_ranks)]
+        await self.scatter(TrainedRole.restore_snapshots, sent)
 
 
 class Policy(TrainedHandle[PolicyRole]):
@@ -93,6 +109,14 @@ class Policy(TrainedHandle[PolicyRole]):
     ) -> FloatArray:
         results, plan = await self.retry(lambda: self.split_collective(method, batch))
         return gather_tokens(results, batch, plan)
+
+    async def measure_speeds(self) -> list[float]:
+        """The seconds of each rank for the same work."""
+        return await self.retry(lambda: self.call_all(PolicyRole.measure_speed))
+
+    def divide_by(self, speeds: Sequence[float]) -> None:
+        """Divide batches by the speeds of the ranks from now on."""
+        self.batch_split = replace(self.batch_split, speeds=tuple(speeds))
 
     async def process_location(self) -> ProcessLocation:
         """Location of rank 0, the rank that sends the weights."""
@@ -167,7 +191,6 @@ class Roles:
         batch_split: BatchSplit = EVEN_SPLIT,
     ) -> None:
         self.group = group
-        self.device_map = group.device_map
         self.policy = Policy(group, "policy", recovery, batch_split=batch_split)
         self.critic = Critic(group, "critic", recovery)
         self.reference = Scorer(group, "reference", recovery)
@@ -175,6 +198,11 @@ class Roles:
         self.reward_model = RewardModel(group, "reward_model", recovery)
         self.judge = Judge(group, "judge")
         self.generators = Generators(group, "generators")
+
+    @property
+    def device_map(self) -> DeviceMap:
+        """It changes when a sharded policy continues with fewer ranks."""
+        return self.group.device_map
 
     def handle(self, role: RoleName) -> AnyHandle:
         return getattr(self, role)

@@ -4,7 +4,7 @@
               shares the policy's storage
     transfer  every engine that needs a copy receives the weights
     verify    each engine compares the fingerprint; a difference stops the publish, and no engine
-              changes
+              changes. An engine whose present weights are damaged is lost
     commit    every engine switches to the new version between two of its decode steps
 
 An engine that shares the policy's storage only commits the version. It must be paused from before
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 
 from rollick.config.schema import WeightsConfig
@@ -33,9 +33,11 @@ class Publisher:
         self.config = config or WeightsConfig()
         self.transferred_bytes = 0
         """Bytes that the policy offered at the last publish, summed over the channels."""
+        self.may_gain_engine: Callable[[], bool] = lambda: False
+        """Whether a lost engine is restarted, and then gets the current version."""
         self._policy = roles.policy
         self._generators = roles.generators
-        self._device_map = roles.device_map
+        self._roles = roles
         self._policy_location: ProcessLocation | None = None
         self._locations: dict[int, ProcessLocation] = {}
         """Where each generator runs."""
@@ -67,11 +69,13 @@ class Publisher:
         lost = generators.lost_ranks
         try:
             await self.publish(version, without=lost, keep_cache=keep_cache)
-        except (WorkerError, EngineLost):
-            # If all engines pass a health check, the failure is not that of a lost engine.
+        except (WorkerError, EngineLost, WeightError):
+            # A transfer between machines also fails at the policy, maybe first. If all engines pass
+            # a health check, the failure is not that of a lost engine.
             await generators.health_check()
             known, lost = lost, generators.lost_ranks
-            if lost == known or len(lost) == generators.ranks:
+            none_left = len(lost) == generators.ranks
+            if lost == known or (none_left and not self.may_gain_engine()):
                 raise
             await self.publish(version, without=lost, keep_cache=keep_cache)
         if lost:
@@ -89,7 +93,7 @@ class Publisher:
             if rank not in self._locations:
                 self._locations[rank] = await self._generators.process_location(rank)
         return plan_publish(
-            self._device_map,
+            self._roles.device_map,
             policy=self._policy_location,
             generators={rank: self._locations[rank] for rank in ranks},
             config=self.config,

@@ -32,6 +32,10 @@ class _Slot:
     records: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
     in_use: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def close(self) -> None:
+        for memory in self.memories:
+            memory.close()
+
 
 class RoleSnapshots:
     """`handle` must not repair the role itself: `restore` is a part of its repair."""
@@ -43,12 +47,12 @@ class RoleSnapshots:
         self.seconds = 0.0
         """Time of the newest snapshot."""
         self.is_enabled = True
-        self._slots = [self._new_slot(name) for name in "ab"]
+        self._slots = [self._new_slot(), self._new_slot()]
         self._newest: _Slot | None = None
 
-    def _new_slot(self, name: str) -> _Slot:
+    def _new_slot(self) -> _Slot:
         role, ranks = self.handle.role, range(self.handle.ranks)
-        return _Slot([SnapshotMemory.create(f"{role}-{rank}-{name}") for rank in ranks])
+        return _Slot([SnapshotMemory.create(f"{role}-{rank}") for rank in ranks])
 
     @property
     def can_restore(self) -> bool:
@@ -68,11 +72,11 @@ class RoleSnapshots:
         if not self.is_enabled:
             return
         now = asyncio.get_running_loop().time
-        slot = next(slot for slot in self._slots if slot is not self._newest)
+        slot = self._free_slot()
         async with slot.in_use:
             begun, contained = now(), len(self.untaken)
             try:
-                slot.records = await self.handle.write_snapshots([m.path for m in slot.memories])
+                slot.records = await self.handle.write_snapshots(slot.memories)
             except CheckpointError as error:
                 text = "no snapshots from now on, so the loss of the %s ends the run: %s"
                 LOG.warning(text, self.handle.role, error)
@@ -81,13 +85,43 @@ class RoleSnapshots:
             self._newest, self.seconds = slot, now() - begun
             del self.untaken[:contained]
 
+    def _free_slot(self) -> _Slot:
+        """The one without the newest snapshot, with memory for each rank: there may be fewer."""
+        index = next(i for i, slot in enumerate(self._slots) if slot is not self._newest)
+        if len(self._slots[index].memories) != self.handle.ranks:
+            self._slots[index].close()
+            self._slots[index] = self._new_slot()
+        return self._slots[index]
+
     async def restore(self) -> int:
         """Restore the state in new processes; returns how many batches were trained on again."""
         assert self._newest is not None, "there is a snapshot to restore"
-        await self.handle.restore_snapshots(self._newest.records)
+        await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
         for batch in self.untaken:
             await self.handle.train(batch)
         return len(self.untaken)
+
+    @property
+    def can_roll_back(self) -> bool:
+        return self._newest is not None and bool(self._older.records)
+
+    @property
+    def _older(self) -> _Slot:
+        """The snapshot before the newest one, if it has records."""
+        return next(slot for slot in self._slots if slot is not self._newest)
+
+    async def roll_back(self) -> int:
+        """Restore the snapshot before the newest one, in the same processes. Returns how many
+        batches this undoes, at least: those since the newest, and one before."""
+        assert self.can_roll_back, "there are two snapshots"
+        older = self._older
+        async with older.in_use:
+            await self.handle.restore_snapshots(older.records, older.memories)
+        undone = len(self.untaken) + 1
+        self._newest = older
+        self._older.records = []
+        self.untaken.clear()
+        return undone
 
     @asynccontextmanager
     async def hold(self) -> AsyncGenerator[tuple[SnapshotMemory, SnapshotRecord] | None]:
@@ -102,8 +136,7 @@ class RoleSnapshots:
 
     def close(self) -> None:
         for slot in self._slots:
-            for memory in slot.memories:
-                memory.close()
+            slot.close()
 
     def __enter__(self) -> Self:
         return self

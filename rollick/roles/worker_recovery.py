@@ -1,7 +1,9 @@
 """Repairs lost workers, so that the calls to them can be made again.
 
-    a call fails, or a process ends -> its hosts are replaced -> trained roles get their snapshot,
-    and the batches since -> the call is made again
+    a call fails, a process ends, or its machine does not answer -> its hosts are replaced
+        -> trained roles get their snapshot, and the batches since -> the call is made again
+
+If there is no room for a rank of a sharded policy, the policy continues with fewer ranks.
 
 Hosts that share a sharded role are replaced together, because its ranks form one process group. All
 roles of a host are rebuilt. Its generators are lost with it: EngineRestarter connects to the new
@@ -15,18 +17,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import TypeVar
 
-from rollick.cluster.devices import HostSpec
+from rollick.cluster.devices import DeviceMap, HostSpec
+from rollick.cluster.nodes import kept_ranks
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
-from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
+from rollick.errors import RollickError, WorkerError, WorkerLost
 from rollick.infer.cancellation import cancel_tasks
-from rollick.observe.faults import Fault, FaultKind, FaultLog
+from rollick.observe.faults import Fault, FaultLog, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
-from rollick.roles.protocols import Role
+from rollick.roles.protocols import Role, TrainedRole
 from rollick.roles.snapshots import RoleSnapshots
 from rollick.types import RoleName
 
@@ -65,11 +68,12 @@ class WorkerRecovery:
     def __init__(
         self,
         direct: Roles,
-        make_specs: Callable[[], Sequence[RoleSpec]],
+        make_specs: Callable[[DeviceMap], Sequence[RoleSpec]],
         *,
         faults: FaultLog,
         goodput: TimeAccount,
         restarts: int,
+        replica: int = 1,
     ) -> None:
         """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
@@ -77,12 +81,16 @@ class WorkerRecovery:
         """Called for each new host, when its roles have their state."""
         self._direct = direct
         self._group = direct.group
+        self._replica = replica
+        """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
         self._faults = faults
         self._goodput = goodput
         self._budget = RoleRestarts(restarts)
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
+        self._failures: dict[RoleName, RollickError] = {}
+        """Of roles that cannot be repaired, such as for want of room. They end the run."""
         self._lock = asyncio.Lock()
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
@@ -95,7 +103,7 @@ class WorkerRecovery:
                 if handle.ranks:
                     self.snapshots[handle.role] = stack.enter_context(RoleSnapshots(handle))
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
-            tasks = [asyncio.create_task(self._watch(host), name=str(host)) for host in watched]
+            tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
             stack.push_async_callback(cancel_tasks, tasks)
             stack.push_async_callback(self.settle)
             yield self
@@ -103,15 +111,15 @@ class WorkerRecovery:
     async def run(
         self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
     ) -> T:
-        now, hosts = asyncio.get_running_loop().time, self._hosts_of(role)
-        raised = 0
+        now, raised = asyncio.get_running_loop().time, 0
         while True:
-            begun, before = now(), self._repaired(hosts)
+            begun, before = now(), self._repaired(self._hosts_of(role))
             try:
                 return await attempt()
             except WorkerError as error:
                 if self._group.is_closed or (others and await self._answers(role)):
                     raise
+                error = await self._root_cause(role, error)
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # It is not the process that fails, but what it is given.
                     raise
@@ -129,11 +137,27 @@ class WorkerRecovery:
         for role, snapshots in self.snapshots.items():
             await self.run(role, snapshots.take)
 
-    def finish_step(self, *, amortise: bool = False) -> None:
-        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
-        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them."""
-        self._budget.refill()
+    def cannot_roll_back(self) -> str:
+        """Why the trained roles cannot go back to earlier snapshots; empty if they can."""
         if not self.snapshots:
+            return "there are no snapshots (checkpoint.snapshot, cluster.backend=ray)"
+        if not all(snapshots.can_roll_back for snapshots in self.snapshots.values()):
+            return "there is no snapshot from before them"
+        return ""
+
+    async def roll_back(self) -> int:
+        """Restore the trained roles from the snapshots before the newest ones. Returns how many
+        batches this undoes."""
+        await self.settle()
+        undone = [await self.run(role, taken.roll_back) for role, taken in self.snapshots.items()]
+        return max(undone)
+
+    def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
+        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
+        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them. With
+        `hold`, keep those that there are."""
+        self._budget.refill()
+        if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(taken.seconds for taken in self.snapshots.values())
         if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:
@@ -169,18 +193,23 @@ class WorkerRecovery:
         others = [each for each in self._hosts_of(role) if each != host]
         await self._repair(role, error, {host.index: repairs} | self._repaired(others))
 
-    async def _watch(self, host: HostSpec) -> None:
+    async def _watch(self, index: int) -> None:
         """Repair the host as soon as its process ends, not only when it is called next."""
-        while True:
+        while (host := self._host(index)) and main_role(host):
             repairs = self.repairs_of(host)
-            await self._group.wait_lost(host)
+            error = await self._group.wait_lost(host)
             if not self.can_repair(host):
                 return  # The next call to it raises.
             try:
-                await self.repair_host(host, WorkerLost(f"{host} was lost"), repairs=repairs)
+                await self.repair_host(host, error, repairs=repairs)
             except RollickError as error:
                 LOG.warning("%s is not replaced: %s", host, error)
                 return  # The next call to it raises.
+
+    def _host(self, index: int) -> HostSpec | None:
+        """None if the policy continues without it."""
+        hosts = self._group.device_map.hosts()
+        return next((host for host in hosts if host.index == index), None)
 
     async def _answers(self, role: RoleName) -> bool:
         handle = self._direct.handle(role)
@@ -192,6 +221,23 @@ class WorkerRecovery:
             return False
         return True
 
+    async def _root_cause(self, role: RoleName, error: WorkerError) -> WorkerError:
+        """The loss of a rank, if the error is that of another one which was connected to it."""
+        if role != "policy" or isinstance(error, WorkerLost):
+            return error
+
+        async def ping(rank: int) -> WorkerLost | None:
+            with suppress(WorkerError):
+                try:
+                    machine = TrainedRole.machine
+                    await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
+                except WorkerLost as lost:
+                    return lost
+            return None
+
+        answers = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
+        return next((lost for lost in answers if lost), error)
+
     async def _repair(self, role: RoleName, error: RollickError, before: Mapping[int, int]) -> None:
         """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
         that is not possible."""
@@ -199,7 +245,9 @@ class WorkerRecovery:
             hosts = self._hosts_of(role)
             if self._repaired(hosts) != before:
                 return
-            fault = self._faults.begin(role, 0, kind=_kind(error), cause=error.message)
+            if (failure := self._failures.get(role)) is not None:
+                raise failure.copy()
+            fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
             while not (refusal := self._refusal(role, hosts)):
                 self._budget.spend(role)
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
@@ -209,6 +257,7 @@ class WorkerRecovery:
                     error = failed
                 except RollickError as failed:
                     fault.give_up(failed.message)
+                    self._failures[role] = failed
                     raise
                 else:
                     fault.rejoined(redone_steps=redone)
@@ -219,6 +268,8 @@ class WorkerRecovery:
 
     def _refusal(self, role: RoleName, hosts: Sequence[HostSpec]) -> str:
         """Why a loss of these hosts cannot be repaired; empty if it can."""
+        if role in self._failures:
+            return self._failures[role].message
         if self._budget.is_spent(role):
             return "the restarts are used up (cluster.restarts)"
         for name in _trained_on(hosts):
@@ -230,7 +281,10 @@ class WorkerRecovery:
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
         """Returns how many batches were trained on again."""
-        await self._group.restart_hosts(hosts, self._make_specs())
+        missing = await self._group.replace_hosts(hosts)
+        if missing:
+            hosts = self._continue_without(missing, hosts)
+        await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.restarted()
         for host in hosts:
             self._repairs[host.index] += 1
@@ -238,6 +292,22 @@ class WorkerRecovery:
         for host in hosts:
             await self.on_replaced(host)
         return redone
+
+    def _continue_without(
+        self, missing: Sequence[HostSpec], hosts: Sequence[HostSpec]
+    ) -> list[HostSpec]:
+        """Leave out the policy's ranks on hosts for which there is no room. Returns the hosts that
+        remain. Raises ClusterUnavailable if the policy cannot train without them."""
+        placed = [host.roles["policy"] for host in hosts if is_rank(host) and host not in missing]
+        kept = kept_ranks(placed, unit=self._replica)
+        if not kept or not all(map(is_rank, missing)):
+            raise self._group.no_room(missing)
+        ranks = self._group.device_map.ranks("policy")
+        self._group.shrink("policy", kept)
+        text = "the policy continues with %d ranks instead of %d: no machine has room for %s"
+        LOG.warning(text, len(kept), ranks, ", ".join(map(str, missing)))
+        left = {host.index for host in hosts if host not in missing}
+        return [host for host in self._group.device_map.hosts() if host.index in left]
 
     def _repaired(self, hosts: Sequence[HostSpec]) -> dict[int, int]:
         return {host.index: self._repairs[host.index] for host in hosts}
@@ -257,17 +327,16 @@ def main_role(host: HostSpec) -> RoleName | None:
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
+def is_rank(host: HostSpec) -> bool:
+    """Whether the host has nothing but a rank of the policy and engines."""
+    return "policy" in host.roles and {*host.roles} <= {"policy", "generators"}
+
+
 def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
     """The roles on these hosts that have state."""
     names = {name for host in hosts for name in host.roles}
     trained: tuple[RoleName, ...] = ("policy", "critic")
     return [name for name in trained if name in names]
-
-
-def _kind(error: RollickError) -> FaultKind:
-    if isinstance(error, WorkerHung):
-        return "hung"
-    return "killed" if isinstance(error, WorkerLost) else "raised"
 
 
 async def _nothing(host: HostSpec) -> None: ...

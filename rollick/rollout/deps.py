@@ -26,6 +26,8 @@ class RolloutDeps:
     """Generates one sample for a prompt."""
     score: Callable[[Sample], Awaitable[Score]]
     stuck_after_s: float
+    score_limit_s: float = 0.0
+    """Time limit of one reward; a sample may wait for those of others."""
     drop_reason: Callable[[Group], str | None] | None = None
     """Returns why a group is not trained on, or None to keep it."""
     on_group_scored: Callable[[Group], None] | None = None

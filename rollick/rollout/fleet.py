@@ -18,6 +18,7 @@ from rollick.infer.engine import InferenceClient
 from rollick.rollout.engine_speeds import EngineSpeeds
 from rollick.rollout.request_queue import QueueOrder, RequestNeeds, RequestQueue
 from rollick.rollout.router import Router
+from rollick.rollout.unchecked import UncheckedSamples
 from rollick.types import Completion, Request, SampleId
 
 LOG = logging.getLogger("rollick")
@@ -33,8 +34,10 @@ class Fleet:
         *,
         queue: float = 1.0,
         order: QueueOrder = "oldest",
+        checks: bool = True,
     ) -> None:
-        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router."""
+        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router. `checks`: whether
+        samples are noted for `check_engines`."""
         self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
         self.may_gain_engine: Callable[[], bool] = lambda: False
@@ -45,8 +48,10 @@ class Fleet:
         self._activity = (False, False)
         self.router = Router(queue=queue)
         self.speeds = EngineSpeeds()
+        self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
         self._order: QueueOrder = order
+        self._checks = checks
         self._launch = launch
         self._acquiring: dict[SampleId, asyncio.Future[int]] = {}
         self.engine_of: dict[SampleId, int] = {}
@@ -66,6 +71,8 @@ class Fleet:
         number, self._next_number = self._next_number, self._next_number + 1
         self.engines[number] = engine
         self.speeds.add(number)
+        if self._checks:
+            self.unchecked.add(number, engine)
         self.router.add(number, engine.load())
         self.dispatch()
         return number
@@ -116,14 +123,23 @@ class Fleet:
 
     def completed(self, number: int, request: Request, completion: Completion) -> None:
         """A request ended with tokens; its time counts for the speed of its engine."""
+        self.unchecked.record(number, request.uid)
         earlier = request.continue_from
         # The first token is that of the prefill.
         tokens = len(completion.token_ids) - (len(earlier.token_ids) if earlier else 0) - 1
         seconds = completion.seconds - completion.queued_s - completion.prefill_s
         self.speeds.observe(number, tokens=tokens, seconds=seconds)
 
+    async def check_engines(self) -> set[int]:
+        """Check the weights of the engines; a damaged one leaves. Returns the groups of its samples
+        since its last check."""
+        result = await self.unchecked.check()
+        for number, error in result.lost.items():
+            self.remove(number, reason=str(error))
+        return {uid.group for uid in result.damaged}
+
     def end_step(self) -> list[int]:
-        """Give each engine work by its speed; returns those that are called slow since now."""
+        """Give each engine work by its speed; returns those that have become slow."""
         newly_slow = self.speeds.end_step()
         for number in self.engines:
             self.router.set_weight(number, self.speeds.weight(number))

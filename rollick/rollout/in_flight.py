@@ -148,11 +148,15 @@ class InFlightSamples:
             self.now()
         return self._progress_at
 
-    def stuck_at(self, uids: Iterable[SampleId], *, limit_s: float) -> float:
+    def stuck_at(
+        self, uids: Iterable[SampleId], *, limit_s: float, score_limit_s: float = 0.0
+    ) -> float:
         """When a wait for these samples is stuck: `limit_s` after the last progress, but not
-        before an activity with a limit of its own has ended."""
-        ends = (self._samples[uid].ends_by for uid in uids if uid in self._samples)
-        return max([self.last_progress() + limit_s, *ends])
+        before an activity with a limit of its own has ended, or a reward may have ended."""
+        samples = [self._samples[uid] for uid in uids if uid in self._samples]
+        if any(sample.activity.stage is SampleStage.SCORING for sample in samples):
+            limit_s += score_limit_s
+        return max([self.last_progress() + limit_s, *(sample.ends_by for sample in samples)])
 
     def predict(self, prompt: Prompt) -> float:
         return self._lengths.predict(prompt.uid, prompt.domain)

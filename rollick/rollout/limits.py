@@ -59,7 +59,9 @@ def _no_signal_error(window: StepWindow) -> NoSignalError:
         f"in all {window.dropped.total()} groups of the last step all samples scored the same: "
         f"mean score {window.mean_score:.3g} (dropped: {reasons})",
         fix="near 0 the task is too hard or the reward never fires: try easier prompts, a larger "
-        "rollout.group_size or a higher temperature; near its maximum the task is learned",
+        "rollout.group_size or a higher temperature; near its maximum the task is learned; if all "
+        "answers are equal, the policy may be dead: lower train.optimizer.lr, and resume from an "
+        "earlier checkpoint",
     )
 
 

@@ -21,6 +21,7 @@ def open_prompt_sampling(
     episode: RunEpisode,
     score: Callable[[Sample], Awaitable[Score]],
     stuck_after_s: float,
+    score_limit_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> AbstractAsyncContextManager[Rollout]:
     """A rollout whose only batch has a group of `samples` for each prompt, in their order. No group
@@ -34,6 +35,7 @@ def open_prompt_sampling(
         episode=episode,
         score=score,
         stuck_after_s=stuck_after_s,
+        score_limit_s=score_limit_s,
         on_progress=on_progress,
         is_training=False,
     )

@@ -4,9 +4,8 @@
                 ^                                                                 |
                 +------------- a dropped or trained group frees its slot ---------+
 
-Owns the tasks, one for each sample in flight. The ledger decides which group may start and which
-groups make a batch; the router decides which engine gets a request. No loop polls: each event (a
-sample ends, is scored, a version is published) starts what it makes possible.
+Owns the tasks, one for each sample. The ledger decides which groups start and make a batch, the
+router which engine gets a request. No loop polls: each event starts what it makes possible.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.request_queue import QueueOrder
 from rollick.rollout.scored_groups import ScoredGroups, mask_old_tokens, without_loss
 from rollick.rollout.stats import RolloutStats, StepWindow
+from rollick.rollout.unchecked import DAMAGED
 from rollick.types import Group, PolicyVersion, Prompt, Sample, SampleId, Score, ScoredSample
 
 PROGRESS_CHECKS = 4
@@ -50,7 +50,8 @@ class Rollout:
     ) -> None:
         self.ledger = make_ledger(deps)
         order: QueueOrder = "longest" if deps.config.longest_first else "oldest"
-        self.fleet = Fleet(engines, self._launch, queue=deps.config.engine_queue, order=order)
+        queue, checks = deps.config.engine_queue, deps.is_training
+        self.fleet = Fleet(engines, self._launch, queue=queue, order=order, checks=checks)
         self.lengths = LengthPredictor(initial=256)
         self.version = version
         self.step = 0
@@ -93,10 +94,8 @@ class Rollout:
         """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
         With max_staleness 0 no sample is in flight afterwards, until `trained` and `published`."""
         started = self._samples.now()
-        taken = self._take_now(count)
-        while taken is None:
+        while (taken := await self._take_checked(count)) is None:
             await self._wait_for_change(count)
-            taken = self._take_now(count)
         self._remove(taken.removed)
         if not self.ledger.horizon and self._aborting is not None:
             await asyncio.wait({self._aborting})
@@ -123,10 +122,13 @@ class Rollout:
         self.ledger.trained(uids, PolicyVersion(version))
         self._admit()
 
-    def published(self, version: int) -> None:
-        """All engines generate with `version` now."""
+    def published(self, version: int, *, drop_older: str = "") -> None:
+        """All engines generate with `version` now. `drop_older`: why earlier groups are dropped."""
         self.version = PolicyVersion(version)
         self._remove(self.ledger.published(self.version))
+        if drop_older:
+            older = [g.uid for g in self.ledger.active_groups() if g.started < self.version]
+            self._remove(self.ledger.drop_groups(older, drop_older))
         self._admit()
 
     def pause_admission(self) -> None:
@@ -365,6 +367,12 @@ class Rollout:
         self._window.masked_tokens += tokens
         return group
 
+    async def _take_checked(self, count: int | None) -> TakenBatch | None:
+        """The batch if there is one, without samples of engines whose weights are damaged."""
+        while self.fleet.unchecked.contains_any(self.ledger.next_batch(self.version, count)):
+            self._remove(self.ledger.drop_groups(await self.fleet.check_engines(), DAMAGED))
+        return self._take_now(count)
+
     def _take_now(self, count: int | None) -> TakenBatch | None:
         """The batch if there is one; raises if there will never be one."""
         self._changed.clear()
@@ -386,6 +394,7 @@ class Rollout:
                 await self._changed.wait()
         except TimeoutError:
             awaited = self.ledger.awaited_samples(self.version, count)
-            if self._clock() >= self._samples.stuck_at(awaited, limit_s=limit_s):
+            limits_s = {"limit_s": limit_s, "score_limit_s": self._deps.score_limit_s}
+            if self._clock() >= self._samples.stuck_at(awaited, **limits_s):
                 waits = self.describe_waits(count)
                 raise limits.stuck_error(waits, step=self.step + 1, stuck_after_s=limit_s) from None

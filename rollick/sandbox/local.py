@@ -31,6 +31,7 @@ from rollick.sandbox.wire import WireError
 
 REFUSED_FIX = "set allow_unsafe to run programs without isolation, or use a remote sandbox"
 NONCE_BYTES = 16
+MIN_SECONDS = 0.01
 SIGNAL_EXIT_CODE = 128
 """If a signal killed the program, bubblewrap exits with this plus the signal's number."""
 CPU_TIME_SIGNAL = 24
@@ -144,7 +145,10 @@ class LocalSandbox:
         result, reports = await self._run_boxes(program, shared if reason else tests)
         if reports.end is ReportEnd.SHARE:
             reason = reports.message
-            result, reports = await self._run_boxes(program, shared)
+            # Both runs share one clock.
+            left_s = max(program.limits.wall_s - result.seconds, MIN_SECONDS)
+            limits = replace(program.limits, wall_s=left_s)
+            result, reports = await self._run_boxes(replace(program, limits=limits), shared)
         if (reason or tests.shared) and reports.end is ReportEnd.ENDED and not reports.count:
             # The candidate is not asked whether the file is broken: it would always say so.
             checked, checks = await self._run_boxes(program, tests, has_candidate=False)

@@ -9,7 +9,6 @@ wall clock, memory        ---+
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from enum import StrEnum
 
 from rollick.sandbox.base import Limits
 from rollick.sandbox.box import Box
-from rollick.sandbox.memory import measure_memory
+from rollick.sandbox.memory import count_files, measure_memory
 from rollick.sandbox.outcomes import ReportEnd, TestReports
 
 CHECK_SECONDS = 0.1
@@ -158,11 +157,3 @@ class BoxMonitor:
     def out_of_memory(self) -> bool:
         """Whether the kernel has killed a process at the limit of its memory cgroup."""
         return any(box.group is not None and box.group.is_exhausted for box in self.boxes)
-
-
-def count_files(pid: int) -> int:
-    """Files on the disk of a box; 0 if the kernel does not permit to count them."""
-    with contextlib.suppress(OSError):
-        disk = os.statvfs(f"/proc/{pid}/root/tmp")
-        return disk.f_files - disk.f_ffree
-    return 0

@@ -34,12 +34,14 @@ NEW_NAMESPACES = 0x7E020000
 AF_UNIX = 1
 NOT_STREAM = 0b1110
 """Bits of a socket type that SOCK_STREAM lacks. The queue of another type outlives its sender."""
-SOCKET_BUFFERS = (7, 8, 32, 33)
-"""setsockopt's SO_SNDBUF, SO_RCVBUF and their FORCE variants."""
+SOCKET_MEMORY = (7, 8, 32, 33, 26, 50, 51, 52)
+"""setsockopt's SO_SNDBUF, SO_RCVBUF and their FORCE variants, and the options that attach a packet
+filter."""
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """ioctl's TIOCSTI and TIOCLINUX."""
-SET_PARENT_DEATH_SIGNAL = 1
-"""prctl's PR_SET_PDEATHSIG: the box must end with the process that started it."""
+PROCESS_CONTROLS = (1, 22)
+"""prctl's PR_SET_PDEATHSIG, because the box must end with the process that started it, and
+PR_SET_SECCOMP, which does what the call seccomp does."""
 LOCKS = (6, 7, 37, 38)
 """fcntl's F_SETLK, F_SETLKW and their variants for open files."""
 FILE_CHANNELS = (5, 36, 1024, 1026, 1036)
@@ -73,9 +75,15 @@ DENIED: Mapping[str, tuple[int | None, int | None]] = {
     **{"keyctl": (250, 219), "seccomp": (317, 277), "vmsplice": (278, 75)},
     **{"modify_ldt": (154, None), "uselib": (134, None), "mbind": (237, 235)},
     **{"set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239)},
+    **{"landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445)},
+    **{"landlock_restrict_self": (446, 446)},
     # memory that no rlimit counts
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194)},
     **{"shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
+    # pages of a file that a pipe or a socket keeps, though the file has given them back
+    **{"splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71)},
+    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    **{"setxattrat": (463, 463)},
     # the machine
     **{"kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105)},
     **{"finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142)},
@@ -150,14 +158,14 @@ def _denied_arguments(shared_memory: bool) -> list[tuple[tuple[int, int], list[C
     """Calls that are denied if all conditions hold."""
     denied = [
         (CLONE, [Condition(0, JUMP_ANY_BIT, NEW_NAMESPACES)]),
-        (PRCTL, [Condition(0, JUMP_EQUAL, SET_PARENT_DEATH_SIGNAL)]),
         (MMAP, [Condition(3, JUMP_ANY_BIT, MAP_HUGETLB)]),
     ]
     for call in (SOCKET, SOCKETPAIR):
         denied.append((call, [Condition(0, JUMP_EQUAL, AF_UNIX, passes=False)]))
         denied.append((call, [Condition(1, JUMP_ANY_BIT, NOT_STREAM)]))
     for call, argument, values in (
-        (SETSOCKOPT, 2, SOCKET_BUFFERS),
+        (PRCTL, 0, PROCESS_CONTROLS),
+        (SETSOCKOPT, 2, SOCKET_MEMORY),
         (FCNTL, 1, FILE_CHANNELS),
         (IOCTL, 1, TERMINAL_INJECTION),
     ):

@@ -28,7 +28,8 @@ MAX_DEPTH = 64
 
 MAX_CONTAINERS = 50_000
 """Objects and lists of a body; reading many more would block the other requests."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""Also one that is never closed: a search for its end from each later quote would be quadratic."""
 
 IGNORED_PARAMETERS = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}

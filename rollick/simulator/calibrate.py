@@ -265,17 +265,17 @@ def _call_s(timeline: RunTimeline, rows: Sequence[Row]) -> float:
         for group, index, seconds in row["answers"]:
             on_engine[SampleId(group, index)] += seconds
     calls: list[float] = []
-    for life in timeline.samples:
-        measured = sum(part.end - part.begin for part in life.spans if part.engine is not None)
+    for sample in timeline.samples:
+        measured = sum(part.end - part.begin for part in sample.spans if part.engine is not None)
         # Samples of a validation have the same ids; a longer time on the engine shows them.
-        if 0 < on_engine.get(life.uid, 0.0) <= measured / 1e6:
-            calls.append(measured / 1e6 - on_engine[life.uid])
+        if 0 < on_engine.get(sample.uid, 0.0) <= measured / 1e6:
+            calls.append(measured / 1e6 - on_engine[sample.uid])
     return fmean(calls) if calls else 0.0
 
 
 def _reward_times(timeline: RunTimeline) -> tuple[float, ...]:
     """Seconds in the rewards; of many, quantiles."""
-    spans = (span for life in timeline.samples for span in life.spans)
+    spans = (span for sample in timeline.samples for span in sample.spans)
     seconds = sorted((span.end - span.begin) / 1e6 for span in spans if span.stage == "reward")
     if len(seconds) <= MAX_LATENCIES:
         return tuple(seconds) or (0.0,)

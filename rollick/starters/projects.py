@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollick.errors import ConfigError
+from rollick.errors import ConfigError, writing_to
 
 HERE = Path(__file__).parent
 FILES = ("recipe.yaml", "tasks.py", "README.md")
@@ -25,7 +25,8 @@ def write_starter(name: str, folder: Path) -> list[Path]:
     if existing:
         fix = "choose another folder, or move the files"
         raise ConfigError(f"{', '.join(existing)} exists already", fix=fix)
-    folder.mkdir(parents=True, exist_ok=True)
-    for target in targets:
-        target.write_text((HERE / name / target.name).read_text("utf-8"), encoding="utf-8")
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for target in targets:
+            target.write_text((HERE / name / target.name).read_text("utf-8"), encoding="utf-8")
     return targets

@@ -18,6 +18,7 @@ Legend: N tokens of a batch, T trained ones of a pack, L layers, E experts.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ from rollick.trainer.microbatch import (
 from rollick.trainer.offload import OffloadedTensors
 from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
 from rollick.trainer.parallel.balance import RowCost
-from rollick.trainer.parallel.checkpoint import load_state, save_state
+from rollick.trainer.parallel.checkpoint import (
+    describe_shards,
+    load_snapshots,
+    load_state,
+    save_state,
+)
 from rollick.trainer.parallel.collectives import all_sum, wait_for_all
 from rollick.trainer.parallel.mesh import Grid, GridShape, join_process_group
 from rollick.trainer.parallel.optimizer import ShardedOptimizer
@@ -55,6 +61,7 @@ from rollick.trainer.parallel.shard import (
     load_shards,
     shard,
 )
+from rollick.trainer.parallel.speed import measure_seconds
 from rollick.trainer.router_balance import ExpertBalance, Routing
 from rollick.trainer.strategy import (
     LossFn,
@@ -173,7 +180,11 @@ class FsdpStrategy:
         """Of the shards on this rank."""
         self.wake()
         tensors = {**self.optimizer.tensors(), "rng.cpu": torch.get_rng_state()}
-        return TrainState(tensors, self.optimizer.steps)
+        return TrainState(tensors, self.optimizer.steps, describe_shards(self.sharded.state()))
+
+    def restore_all(self, states: Sequence[TrainState]) -> None:
+        self.wake()
+        self.sharded.resume(load_snapshots(states, self.sharded.state()))
 
     @torch.no_grad()
     def restore(self, state: TrainState) -> None:
@@ -190,6 +201,9 @@ class FsdpStrategy:
 
     def wake(self) -> None:
         self._offloaded.restore_from_host()
+
+    def measure_speed(self) -> float:
+        return measure_seconds(self.device)
 
     def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
         check_lengths(self.model, part.lengths_B.tolist())

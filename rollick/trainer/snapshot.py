@@ -4,6 +4,9 @@
     worker       SnapshotWriter.write(path, state) -> SnapshotRecord, with the state's fingerprint
     new worker   read_snapshot(record) -> the same state, verified
 
+A worker on another machine than the controller writes to memory of its own, whose bytes are then
+sent (roles/snapshot_transfer.py).
+
 The memory holds the bytes of a safetensors file, so a checkpoint is a copy of it. The controller
 owns the memory: the kernel frees it when the controller ends, however it ends.
 """
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from rollick.errors import CheckpointError
 from rollick.models.loading.fingerprint import copy_and_fingerprint, fingerprint
-from rollick.trainer.strategy import TrainState
+from rollick.trainer.strategy import Shard, TrainState
 from rollick.types import Fingerprint
 
 DTYPE_NAMES = {
@@ -44,6 +48,8 @@ DTYPE_NAMES = {
 """The names of safetensors, in the order of its files: by size, so that every tensor is aligned."""
 DTYPES = list(DTYPE_NAMES)
 ALIGNMENT = 8
+SnapshotBytes = npt.NDArray[np.uint8]
+"""A part of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class SnapshotRecord:
     fingerprint: Fingerprint
     steps: int
     bytes: int
+    shards: Mapping[str, Shard] = field(default_factory=dict[str, Shard])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,20 @@ class SnapshotMemory:
     @property
     def path(self) -> str:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def write(self, offset: int, part: SnapshotBytes) -> None:
+        """Write a part of a snapshot. Raises OSError without room for it."""
+        data = memoryview(part.data)
+        while data:
+            written = os.pwrite(self.descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+    def read(self, offset: int, size: int) -> SnapshotBytes:
+        """A part of the snapshot; shorter at its end."""
+        return np.frombuffer(os.pread(self.descriptor, size, offset), np.uint8)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self.descriptor, size)
 
     def copy_to(self, path: Path) -> None:
         """Write the snapshot as a safetensors file."""
@@ -107,7 +128,7 @@ class SnapshotWriter:
             self._unmap(path)
             mapped = self.mapped[path] = _map(path, header, dict(pairs))
         digest = self._copy(pairs, mapped)
-        return SnapshotRecord(path, digest, state.steps, len(mapped.memory))
+        return SnapshotRecord(path, digest, state.steps, len(mapped.memory), state.shards)
 
     def close(self) -> None:
         for path in list(self.mapped):
@@ -152,7 +173,7 @@ def read_snapshot(record: SnapshotRecord) -> TrainState:
             f"the snapshot at {record.path} is damaged: its fingerprint differs",
             fix="check the machine's memory, and resume from the newest checkpoint",
         )
-    return TrainState(tensors, record.steps)
+    return TrainState(tensors, record.steps, record.shards)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:

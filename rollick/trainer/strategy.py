@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import Loss
@@ -57,6 +57,13 @@ class OptimReport:
     skipped: bool = False
 
 
+class Shard(NamedTuple):
+    """Where a rank's part of a tensor begins, and the shape of the complete tensor."""
+
+    offsets: tuple[int, ...]
+    full: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainState:
     """All state of a trained model by name: masters, moments, random state. On a rank of a sharded
@@ -65,6 +72,8 @@ class TrainState:
     tensors: Mapping[str, Any]
     steps: int
     """Optimizer steps that were applied."""
+    shards: Mapping[str, Shard] = field(default_factory=dict[str, Shard])
+    """Of the sharded tensors, by name."""
 
 
 class TrainStrategy(Protocol):
@@ -124,6 +133,24 @@ class TrainStrategy(Protocol):
         ...
 
     def wake(self) -> None: ...
+
+
+@runtime_checkable
+class HasRanks(Protocol):
+    """A strategy with many ranks, which wait for each other."""
+
+    def measure_speed(self) -> float:
+        """The seconds that this rank needs for a fixed work."""
+        ...
+
+
+@runtime_checkable
+class IsSharded(Protocol):
+    """A strategy with many ranks, which can continue with another number of them."""
+
+    def restore_all(self, states: Sequence[TrainState]) -> None:
+        """Take over the states of all ranks of another group. A collective."""
+        ...
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ from rollick.infer.engine import (
     SupportsAdapterMerging,
     SupportsHealthCheck,
     SupportsStepRecords,
+    SupportsWeightCheck,
 )
 from rollick.models.loading.load import load_end_ids, load_tokenizer
 from rollick.roles.engines import aborted_completion
@@ -74,6 +75,8 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         loaded = engine.fingerprint if isinstance(engine, SupportsAdapterMerging) else None
         self.receiver = PublishReceiver(rank=rank, adopts=adopts, loaded=loaded)
         self.receiving = asyncio.Lock()
+        self.checked_tokens = 0
+        """Tokens that the engine had generated when its weights were last checked."""
         self.answers: deque[tuple[SampleId, float]] = deque(maxlen=0)
 
     def record(self) -> None:
@@ -121,7 +124,20 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
     async def process_location(self) -> ProcessLocation:
         return process_location(shares=self.shares, adapters=self.merges)
 
+    async def check_weights(self) -> None:
+        """Raises EngineCorrupt if the engine's weights have changed since their last update. Costs
+        nothing if the engine has generated nothing since the last check."""
+        self._check_alive()
+        tokens = self.engine.load().generated_tokens
+        if tokens == self.checked_tokens or not isinstance(self.engine, SupportsWeightCheck):
+            return
+        with self._record_loss():
+            await self.engine.check_weights()
+        self.checked_tokens = tokens
+
     async def receive(self, manifest: WeightManifest) -> None:
+        # The new weights would hide it.
+        await self.check_weights()
         async with self.receiving:
             # A thread cannot be cancelled: hold the lock until it ends.
             await run_to_completion(asyncio.to_thread(self.receiver.receive, manifest))

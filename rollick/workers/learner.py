@@ -21,7 +21,14 @@ from rollick.roles.protocols import PolicyRole
 from rollick.roles.reports import TrainReport
 from rollick.trainer.lora import Adapters
 from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
-from rollick.trainer.strategy import HasAdapters, LossFn, LossReport, OptimReport, TrainStrategy
+from rollick.trainer.strategy import (
+    HasAdapters,
+    HasRanks,
+    LossFn,
+    LossReport,
+    OptimReport,
+    TrainStrategy,
+)
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
 from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import WeightManifest
@@ -86,6 +93,9 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
             message = f"strategy {self.recipe.train.strategy} has no adapters to disable"
             raise ConfigError(message, fix="set devices.reference to load a reference model")
         return self.strategy.reference_logprobs(batch)
+
+    def measure_speed(self) -> float:
+        return self.strategy.measure_speed() if isinstance(self.strategy, HasRanks) else 0.0
 
     def process_location(self) -> ProcessLocation:
         return process_location(adapters=self._adapters is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -11,9 +11,16 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from rollick.cluster.machine import machine_id
 from rollick.cluster.worker import HostContext
-from rollick.trainer.snapshot import SnapshotRecord, SnapshotWriter, read_snapshot
-from rollick.trainer.strategy import TrainState
+from rollick.trainer.snapshot import (
+    SnapshotBytes,
+    SnapshotMemory,
+    SnapshotRecord,
+    SnapshotWriter,
+    read_snapshot,
+)
+from rollick.trainer.strategy import IsSharded, TrainState
 
 STATUS = Path("/proc/self/status")
 
@@ -93,6 +100,8 @@ class TrainedWorker(StrategyWorker[Trainer]):
     def __init__(self, strategy: Trainer) -> None:
         super().__init__(strategy)
         self.snapshots = SnapshotWriter()
+        self.memories: dict[str, SnapshotMemory] = {}
+        """Memory of this process, where the controller's is on another machine."""
 
     def save(self, path: Path) -> None:
         self.strategy.save(path)
@@ -100,14 +109,46 @@ class TrainedWorker(StrategyWorker[Trainer]):
     def load(self, path: Path) -> None:
         self.strategy.load(path)
 
-    def write_snapshot(self, path: str) -> SnapshotRecord:
+    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
+        if machine != machine_id():
+            path = self._memory(path).path
         return self.snapshots.write(path, self.strategy.state())
 
-    def restore_snapshot(self, record: SnapshotRecord) -> None:
-        self.strategy.restore(read_snapshot(record))
+    async def read_snapshot_part(self, path: str, offset: int, size: int) -> SnapshotBytes:
+        memory = next(memory for memory in self.memories.values() if memory.path == path)
+        return memory.read(offset, size)
+
+    async def machine(self) -> str:
+        return machine_id()
+
+    async def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> str:
+        memory = self._memory(name)
+        memory.write(offset, part)
+        return memory.path
+
+    def restore_snapshots(self, records: Sequence[SnapshotRecord]) -> None:
+        states = [read_snapshot(record) for record in records]
+        if len(states) == 1:
+            self.strategy.restore(states[0])
+        else:
+            assert isinstance(self.strategy, IsSharded), "only a sharded role has several ranks"
+            self.strategy.restore_all(states)
+        del states
+        self._close_memories()
+
+    def _memory(self, name: str) -> SnapshotMemory:
+        if name not in self.memories:
+            self.memories[name] = SnapshotMemory.create("remote")
+        return self.memories[name]
+
+    def _close_memories(self) -> None:
+        for memory in self.memories.values():
+            memory.close()
+        self.memories.clear()
 
     def close(self) -> None:
         self.snapshots.close()
+        self._close_memories()
 
 
 Arguments = ParamSpec("Arguments")

@@ -55,8 +55,8 @@ def groups_of(batch: Batch) -> list[Group]:
 
 
 def compute(name: str, batch: Batch) -> list[list[float]]:
-    found = resolve_advantage(algorithm_with(name))(groups_of(batch))
-    return [numbers(values) for values in found]
+    actual = resolve_advantage(algorithm_with(name))(groups_of(batch))
+    return [numbers(values) for values in actual]
 
 
 def numbers(values: Sequence[float | FloatArray | AdvantagesAndReturns]) -> list[float]:
@@ -95,12 +95,12 @@ def test_rloo_compares_a_score_with_the_mean_of_the_others():
     assert rloo([group([1, 2, 6])], BaselineAdvantage(name="rloo")) == [[-3, -1.5, 4.5]]
 
 
-def test_reinforce_pp_baseline_has_one_scale_for_the_whole_batch():
+def test_reinforce_pp_baseline_has_one_scale_for_the_full_batch():
     # centred: 1 -1 | 2 -2, mean 0, squares 10 over n - 1 = 3
     std = math.sqrt(10 / 3) + 1e-6
-    found = compute("reinforce++_baseline", [[1, -1], [6, 2]])
-    assert found[0] == pytest.approx([1 / std, -1 / std])
-    assert found[1] == pytest.approx([2 / std, -2 / std])
+    actual = compute("reinforce++_baseline", [[1, -1], [6, 2]])
+    assert actual[0] == pytest.approx([1 / std, -1 / std])
+    assert actual[1] == pytest.approx([2 / std, -2 / std])
 
 
 def test_reinforce_pp_baseline_counts_tokens_as_its_authors_do_or_samples():
@@ -119,9 +119,9 @@ def test_reinforce_pp_baseline_counts_tokens_as_its_authors_do_or_samples():
 def test_lite_ppo_divides_by_the_deviation_of_the_batchs_scores():
     # scores 0 2 4 6: mean 3, squares 9 + 1 + 1 + 9 = 20 over 3
     std = math.sqrt(20 / 3) + 1e-6
-    found = lite_ppo([group([0, 2]), group([4, 6])], NormalisedAdvantage(name="lite_ppo"))
-    assert found[0] == pytest.approx([-1 / std, 1 / std])
-    assert found[1] == pytest.approx([-1 / std, 1 / std])
+    actual = lite_ppo([group([0, 2]), group([4, 6])], NormalisedAdvantage(name="lite_ppo"))
+    assert actual[0] == pytest.approx([-1 / std, 1 / std])
+    assert actual[1] == pytest.approx([-1 / std, 1 / std])
 
 
 def test_max_rl_divides_by_the_group_mean_so_that_a_rare_success_weighs_more():
@@ -136,7 +136,7 @@ def test_max_rl_refuses_negative_scores_with_their_value():
         max_rl([group([1, -0.5])], BaselineAdvantage(name="max_rl"))
 
 
-def test_gdpo_gives_a_reward_with_little_spread_the_same_say():
+def test_gdpo_gives_a_reward_with_little_spread_equal_weight():
     # both rewards become +-1/sqrt(2): the second wins by its weight, not by its size
     parts: list[dict[str, float] | None] = [{"long": 100, "right": 0}, {"long": 0, "right": 1}]
     options = GdpoAdvantage(weights={"long": 1, "right": 3}, epsilon=1e-12)
@@ -146,15 +146,15 @@ def test_gdpo_gives_a_reward_with_little_spread_the_same_say():
 
 def test_gdpo_without_weights_takes_each_reward_once_and_not_the_parts_inside_a_reward():
     inside: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 0}]
-    whole = with_parts(inside)
-    [values] = gdpo([whole], GdpoAdvantage())
+    full_group = with_parts(inside)
+    [values] = gdpo([full_group], GdpoAdvantage())
     [expected] = grpo([group([1, 0])], NormalisedAdvantage())
     assert [v > 0 for v in numbers(values)] == [v > 0 for v in numbers(expected)]
     # "a/x" alone would turn the answer round
-    turned: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
+    with_turns: list[dict[str, float] | None] = [{"a": 1, "a/x": 0}, {"a": 0, "a/x": 9}]
     with pytest.raises(ConfigError, match="add up to 0, and its score is 9"):
-        gdpo([with_parts(turned)], GdpoAdvantage())
-    [values] = gdpo([with_parts(turned)], GdpoAdvantage(weights={"a/x": 1}))
+        gdpo([with_parts(with_turns)], GdpoAdvantage())
+    [values] = gdpo([with_parts(with_turns)], GdpoAdvantage(weights={"a/x": 1}))
     assert numbers(values)[0] < numbers(values)[1]
 
 
@@ -184,7 +184,7 @@ def test_gdpo_leaves_a_member_without_a_reward_out_of_that_rewards_statistics():
     assert first == pytest.approx(-last) != 0
 
 
-def test_gdpo_refuses_shaping_which_it_would_not_see():
+def test_gdpo_refuses_shaping_that_it_would_ignore():
     algorithm = AlgorithmConfig.model_validate({"advantage": "gdpo", "shaping": {"clip": 1}})
     with pytest.raises(ConfigError, match="uses only its parts"):
         resolve_advantage(algorithm)
@@ -222,7 +222,7 @@ def test_a_failed_score_is_left_out_of_the_statistics_and_gets_zero(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["advantages"]))
-def test_without_any_judgement_all_is_zero_and_without_groups_there_is_nothing(name: str):
+def test_without_valid_scores_all_is_zero_and_without_groups_there_is_nothing(name: str):
     advantage = resolve_advantage(algorithm_with(name))
     assert [np.abs(value).max() for value in advantage([group([None, None])])[0]] == [0.0, 0.0]
     assert len(advantage([])) == 0
@@ -240,8 +240,8 @@ def by_loops(name: str, batch: Batch) -> Batch:
     everything = [score for scores in batch for score in scores if score is not None]
     answer: Batch = []
     for scores in batch:
-        judged = [score for score in scores if score is not None]
-        mean = sum(judged) / len(judged) if judged else 0.0
+        scored = [score for score in scores if score is not None]
+        mean = sum(scored) / len(scored) if scored else 0.0
         row: list[float | None] = []
         for score in scores:
             if score is None:
@@ -249,10 +249,10 @@ def by_loops(name: str, batch: Batch) -> Batch:
                 continue
             value = score - mean
             if name in ("grpo", "gdpo"):
-                value /= std_by_loops(judged) + 1e-6
+                value /= std_by_loops(scored) + 1e-6
             if name == "rloo":
-                others = sum(judged) - score
-                value = score - others / (len(judged) - 1) if len(judged) > 1 else 0.0
+                others = sum(scored) - score
+                value = score - others / (len(scored) - 1) if len(scored) > 1 else 0.0
             if name == "lite_ppo":
                 value /= std_by_loops(everything) + 1e-6
             if name == "max_rl":
@@ -270,10 +270,10 @@ def by_loops(name: str, batch: Batch) -> Batch:
 @given(batch=BATCHES)
 @every_group_advantage
 def test_advantages_agree_with_plain_loops_and_are_finite(name: str, batch: Batch):
-    for found, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
-        wanted = [0.0 if value is None else value for value in expected]
-        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9)
-        assert all(math.isfinite(value) for value in found)
+    for actual, expected in zip(compute(name, batch), by_loops(name, batch), strict=True):
+        known = [0.0 if value is None else value for value in expected]
+        assert actual == pytest.approx(known, rel=1e-9, abs=1e-9)
+        assert all(math.isfinite(value) for value in actual)
 
 
 @exhaustive
@@ -287,7 +287,7 @@ def test_the_advantages_of_a_group_add_up_to_zero(name: str, batch: Batch):
 @exhaustive
 @given(batch=BATCHES, shifts=st.lists(st.integers(-64, 64), min_size=4, max_size=4))
 @pytest.mark.parametrize("name", SHIFT_INVARIANT)
-def test_what_a_groups_scores_have_in_common_does_not_matter(
+def test_a_constant_added_to_a_groups_scores_does_not_matter(
     name: str, batch: Batch, shifts: list[int]
 ):
     if name == "lite_ppo":  # its scale is that of all scores: only one shift for all is neutral
@@ -303,13 +303,13 @@ def test_what_a_groups_scores_have_in_common_does_not_matter(
 @exhaustive
 @given(batch=BATCHES, factor=st.sampled_from([0.25, 2.0, 1024.0]))
 @every_group_advantage
-def test_a_factor_of_all_scores_is_a_factor_of_the_advantage_or_nothing(
+def test_scaling_all_scores_scales_the_advantage_or_has_no_effect(
     name: str, batch: Batch, factor: float
 ):
     scaled: Batch = [[None if s is None else factor * s for s in scores] for scores in batch]
     kept = 1.0 if name in SCALE_INVARIANT else factor
-    for plain, found in zip(compute(name, batch), compute(name, scaled), strict=True):
-        assert found == pytest.approx([kept * value for value in plain], rel=1e-3, abs=1e-9)
+    for plain, actual in zip(compute(name, batch), compute(name, scaled), strict=True):
+        assert actual == pytest.approx([kept * value for value in plain], rel=1e-3, abs=1e-9)
 
 
 @every_group_advantage
@@ -347,7 +347,7 @@ def test_a_users_function_gets_its_options_as_a_dict(tmp_path: Path):
         ("[[1.0, [1.0, 2.0]]]", r"has the shape \(2,\), and the sample has 5 tokens"),
     ],
 )
-def test_a_users_function_with_a_wrong_answer_is_told_so(
+def test_a_users_function_with_an_invalid_result_gets_a_clear_error(
     tmp_path: Path, returns: str, message: str
 ):
     (tmp_path / "mine.py").write_text(f"def wrong(groups, options):\n    return {returns}\n")

@@ -41,8 +41,8 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float64)
 
 
-def arrays(found: object) -> list[list[list[float]]]:
-    return [[np.asarray(value).tolist() for value in row] for row in found]  # pyright: ignore
+def arrays(actual: object) -> list[list[list[float]]]:
+    return [[np.asarray(value).tolist() for value in row] for row in actual]  # pyright: ignore
 
 
 def numbers(seed: int, count: int) -> FloatArray:
@@ -63,15 +63,15 @@ def gae_by_loops(
 
 def test_gae_by_hand():
     # d_2 = 1 - 0.5 = 0.5; d_1 = 0.5 * 0.5 - 0.25 = 0; A_1 = 0 + 0.5 * 0.5 * 0.5
-    found = token_gae(
+    actual = token_gae(
         np.array([0.0, 0.0, 1.0]),
         np.array([9.0, 0.25, 0.5]),
         mask_of(".xx"),
         gamma=0.5,
         lam=0.5,
     )
-    assert found.advantages_T.tolist() == [0, 0.125, 0.5]
-    assert found.returns_T.tolist() == [0, 0.375, 1.0]
+    assert actual.advantages_T.tolist() == [0, 0.125, 0.5]
+    assert actual.returns_T.tolist() == [0, 0.375, 1.0]
 
 
 @exhaustive
@@ -81,17 +81,17 @@ def test_gae_agrees_with_plain_loops_over_the_drawn_tokens(
 ):
     inside = np.array(mask)
     rewards, values = np.where(inside, numbers(seed, len(mask)), 0), numbers(seed + 1, len(mask))
-    found = token_gae(rewards, values, inside, gamma=0.9, lam=lam, bootstrap=end)
+    actual = token_gae(rewards, values, inside, gamma=0.9, lam=lam, bootstrap=end)
     expected = gae_by_loops(
         rewards[inside].tolist(), values[inside].tolist(), gamma=0.9, lam=lam, bootstrap=end
     )
-    assert found.advantages_T[inside].tolist() == pytest.approx(expected, abs=1e-12)
-    assert not found.advantages_T[~inside].any()
-    assert not found.returns_T[~inside].any()
+    assert actual.advantages_T[inside].tolist() == pytest.approx(expected, abs=1e-12)
+    assert not actual.advantages_T[~inside].any()
+    assert not actual.returns_T[~inside].any()
 
 
 @pytest.mark.parametrize("junk", [7.0, math.nan, -math.inf])
-def test_gae_goes_neither_through_padding_nor_through_observations(junk: float):
+def test_gae_skips_padding_and_observations(junk: float):
     packed = token_gae(
         np.array([0.0, 0, 0, 1]),
         np.array([0.1, 0.2, 0.3, 0.4]),
@@ -121,8 +121,8 @@ def test_nothing_follows_a_terminated_sample_and_the_bootstrap_follows_a_truncat
 @pytest.mark.parametrize("mask", ["", "..", "x"])
 def test_gae_of_nothing_or_one_token_is_finite(mask: str):
     zeros = np.zeros(len(mask))
-    found = token_gae(zeros, zeros + 0.5, mask_of(mask), gamma=1, lam=1)
-    assert found.advantages_T.tolist() == [-0.5 if letter == "x" else 0 for letter in mask]
+    actual = token_gae(zeros, zeros + 0.5, mask_of(mask), gamma=1, lam=1)
+    assert actual.advantages_T.tolist() == [-0.5 if letter == "x" else 0 for letter in mask]
 
 
 def test_a_reward_on_an_observation_is_refused_and_not_lost():
@@ -135,54 +135,56 @@ def test_a_reward_on_an_observation_is_refused_and_not_lost():
 
 def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = "") -> Group:
     """Members of (score, mask, values of a critic); `cut` marks the truncated ones with `x`."""
-    whole = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
-    said = [Annotations(values=floats(*values), last_value=0.5) for _, _, values in members]
+    full_group = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
+    annotations = [Annotations(values=floats(*values), last_value=0.5) for _, _, values in members]
     ends = [StopReason.LENGTH if mark == "x" else StopReason.STOP for mark in cut.ljust(9, ".")]
-    whole = annotated(whole, *said)
+    full_group = annotated(full_group, *annotations)
     return replace(
-        whole,
+        full_group,
         members=tuple(
             replace(m, sample=replace(m.sample, stop=end))
-            for m, end in zip(whole.members, ends, strict=False)
+            for m, end in zip(full_group.members, ends, strict=False)
         ),
     )
 
 
-def values_of(found: Any) -> list[list[tuple[list[float], list[float]]]]:
-    assert all(isinstance(value, AdvantagesAndReturns) for row in found for value in row)
-    return [[(v.advantages_T.tolist(), v.returns_T.tolist()) for v in row] for row in found]
+def values_of(actual: Any) -> list[list[tuple[list[float], list[float]]]]:
+    assert all(isinstance(value, AdvantagesAndReturns) for row in actual for value in row)
+    return [[(v.advantages_T.tolist(), v.returns_T.tolist()) for v in row] for row in actual]
 
 
 def test_gae_of_a_group_by_hand():
     # as in test_gae_by_hand; the observation between the two tokens says nothing
-    whole = gae_group((1, "....x..x", [9, 9, 9, 9, 0.25, NAN, INF, 0.5]))
+    full_group = gae_group((1, "....x..x", [9, 9, 9, 9, 0.25, NAN, INF, 0.5]))
     options = GaeAdvantage(gamma=0.5, lam=0.5, whiten=False)
-    [[(advantages, returns)]] = values_of(gae([whole], options))
+    [[(advantages, returns)]] = values_of(gae([full_group], options))
     assert advantages == [0, 0, 0, 0, 0.125, 0, 0, 0.5]
     assert returns == [0, 0, 0, 0, 0.375, 0, 0, 1]
 
 
-def test_a_truncated_sample_goes_on_with_the_critics_last_value_only_where_asked():
-    whole = gae_group((0, "....x", [0, 0, 0, 0, 0.25]), (0, "....x", [0, 0, 0, 0, 0.25]), cut="x.")
+def test_a_truncated_sample_bootstraps_from_the_critic_only_if_configured():
+    full_group = gae_group(
+        (0, "....x", [0, 0, 0, 0, 0.25]), (0, "....x", [0, 0, 0, 0, 0.25]), cut="x."
+    )
     options = GaeAdvantage(whiten=False)
-    assert [returns[4] for _, returns in values_of(gae([whole], options))[0]] == [0, 0]
+    assert [returns[4] for _, returns in values_of(gae([full_group], options))[0]] == [0, 0]
     options = GaeAdvantage(whiten=False, bootstrap_truncated=True)
-    assert [returns[4] for _, returns in values_of(gae([whole], options))[0]] == [0.5, 0]
+    assert [returns[4] for _, returns in values_of(gae([full_group], options))[0]] == [0.5, 0]
 
 
 def test_gae_is_whitened_over_the_batch_and_its_returns_are_not():
     # advantages 1 - 0 = 1 and 0 - 3 = -3: mean -1, std 2 sqrt(2)
-    whole = gae_group(
+    full_group = gae_group(
         (1, "....x", [0] * 5), (0, "....x", [0, 0, 0, 0, 3]), (None, "....xx", [7] * 6)
     )
-    found = values_of(gae([whole], GaeAdvantage()))[0]
+    actual = values_of(gae([full_group], GaeAdvantage()))[0]
     std = 2 * math.sqrt(2) + 1e-6
-    assert [a[4] for a, _ in found] == pytest.approx([2 / std, -2 / std, 0])
-    assert [r[4] for _, r in found] == [1, 0, 0]
+    assert [a[4] for a, _ in actual] == pytest.approx([2 / std, -2 / std, 0])
+    assert [r[4] for _, r in actual] == [1, 0, 0]
 
 
 def random_gae_group(masks: list[list[bool]], seed: int) -> Group:
-    """Every third sample failed, every second one is truncated; junk outside the masks."""
+    """Every third sample failed, every second one is truncated; noise outside the masks."""
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
     scores = [None if n % 3 == 2 else float(numbers(seed + n, 1)[0]) for n in range(len(masks))]
     values = [
@@ -203,23 +205,25 @@ def random_gae_group(masks: list[list[bool]], seed: int) -> Group:
 def test_gae_of_groups_agrees_with_plain_loops(
     masks: list[list[bool]], seed: int, bootstrap: bool, whiten: bool
 ):
-    whole = random_gae_group(masks, seed)
+    full_group = random_gae_group(masks, seed)
     options = GaeAdvantage(gamma=0.9, lam=0.8, whiten=whiten, bootstrap_truncated=bootstrap)
     expected: list[list[float]] = []
-    for member in whole.members:
+    for member in full_group.members:
         assert member.annotations.values is not None
         values = member.annotations.values[member.sample.loss_mask].tolist()
         rewards = [0.0] * len(values)
         rewards[-1:] = [member.score.value] * len(rewards[-1:])
         end = 0.5 if bootstrap and member.sample.truncated else 0.0
-        found = gae_by_loops(rewards, values, gamma=0.9, lam=0.8, bootstrap=end)
-        expected.append(found if member.score.ok else [0.0] * len(values))
-    known = [x for m, row in zip(whole.members, expected, strict=True) if m.score.ok for x in row]
+        actual = gae_by_loops(rewards, values, gamma=0.9, lam=0.8, bootstrap=end)
+        expected.append(actual if member.score.ok else [0.0] * len(values))
+    known = [
+        x for m, row in zip(full_group.members, expected, strict=True) if m.score.ok for x in row
+    ]
     mean, std = sum(known) / max(len(known), 1), 0.0
     if len(known) > 1:
         std = math.sqrt(sum((x - mean) ** 2 for x in known) / (len(known) - 1))
     for member, row, (advantages, returns) in zip(
-        whole.members, expected, values_of(gae([whole], options))[0], strict=True
+        full_group.members, expected, values_of(gae([full_group], options))[0], strict=True
     ):
         inside = member.sample.loss_mask
         if whiten:
@@ -231,7 +235,7 @@ def test_gae_of_groups_agrees_with_plain_loops(
 
 
 @pytest.mark.parametrize(
-    "whole",
+    "full_group",
     [
         gae_group((5, "....x", [1] * 5)),
         gae_group((5, "....", [1] * 4)),
@@ -241,23 +245,23 @@ def test_gae_of_groups_agrees_with_plain_loops(
     ],
     ids=["one token", "empty mask", "equal", "all truncated", "failed"],
 )
-def test_whitened_gae_without_anything_to_compare_is_exactly_zero(whole: Group):
-    for advantages, returns in values_of(gae([whole], GaeAdvantage()))[0]:
+def test_whitened_gae_without_anything_to_compare_is_exactly_zero(full_group: Group):
+    for advantages, returns in values_of(gae([full_group], GaeAdvantage()))[0]:
         assert advantages == [0] * len(advantages)
         assert np.isfinite(returns).all()
 
 
 def test_opd_is_the_teachers_log_prob_minus_the_students():
-    found = token_opd(np.log([0.5, 0.2, 0.1]), np.log([0.25, 0.4, 0.7]), mask_of("xx."), limit=20)
-    assert found.tolist() == pytest.approx([math.log(2), -math.log(2), 0])
+    actual = token_opd(np.log([0.5, 0.2, 0.1]), np.log([0.25, 0.4, 0.7]), mask_of("xx."), limit=20)
+    assert actual.tolist() == pytest.approx([math.log(2), -math.log(2), 0])
 
 
 def test_opd_is_finite_whatever_the_log_probs_and_zero_outside_the_mask():
     inf = math.inf
     teacher = np.array([-inf, -1.0, -inf, math.nan, -inf])
     student = np.array([-1.0, -inf, -inf, -1.0, -1.0])
-    found = token_opd(teacher, student, mask_of("xxx.."), limit=5)
-    assert found.tolist() == [-5, 5, 0, 0, 0]
+    actual = token_opd(teacher, student, mask_of("xxx.."), limit=5)
+    assert actual.tolist() == [-5, 5, 0, 0, 0]
 
 
 @exhaustive
@@ -274,22 +278,22 @@ def test_a_wider_limit_of_opd_never_makes_an_advantage_smaller(
 
 
 def opd_group(*members: tuple[float | None, str, Annotations]) -> Group:
-    whole = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
-    return annotated(whole, *(said for _, _, said in members))
+    full_group = masked_group([score for score, _, _ in members], *(mask for _, mask, _ in members))
+    return annotated(full_group, *(annotations for _, _, annotations in members))
 
 
-def test_opd_compares_with_the_old_policy_where_it_is_known_and_else_with_the_one_that_drew():
+def test_opd_compares_with_the_old_policy_if_computed_and_else_with_the_behaviour_policy():
     teacher = floats(NAN, NAN, NAN, NAN, -0.5, -3, -INF)
     old = floats(INF, INF, INF, INF, -2, -2, -2)
     # fakes draw every token at -1; the last one is no token of the policy
-    whole = opd_group(
+    full_group = opd_group(
         (0, "....xx.", Annotations(teacher=teacher)),
         (0, "....xx.", Annotations(teacher=teacher, old=old)),
         (None, "....xx.", Annotations(teacher=teacher)),
     )
-    found = arrays(opd([whole], OpdAdvantage()))[0]
-    assert found == [[0] * 4 + [0.5, -2, 0], [0] * 4 + [1.5, -1, 0], [0] * 7]
-    limited = arrays(opd([whole], OpdAdvantage(limit=1)))[0]
+    actual = arrays(opd([full_group], OpdAdvantage()))[0]
+    assert actual == [[0] * 4 + [0.5, -2, 0], [0] * 4 + [1.5, -1, 0], [0] * 7]
+    limited = arrays(opd([full_group], OpdAdvantage(limit=1)))[0]
     assert limited[0] == [0] * 4 + [0.5, -1, 0]
 
 
@@ -299,21 +303,21 @@ def test_opd_compares_with_the_old_policy_where_it_is_known_and_else_with_the_on
 )
 def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: int, limit: float):
     texts = ["...." + "".join("x" if inside else "." for inside in mask) for mask in masks]
-    said = [
+    annotations = [
         Annotations(
             teacher=numbers(seed + n, len(text)), old=numbers(seed - n - 1 + 10**6, len(text))
         )
         for n, text in enumerate(texts)
     ]
-    whole = opd_group(*((1.0, text, a) for text, a in zip(texts, said, strict=True)))
-    for text, a, found in zip(
-        texts, said, arrays(opd([whole], OpdAdvantage(limit=limit)))[0], strict=True
+    full_group = opd_group(*((1.0, text, a) for text, a in zip(texts, annotations, strict=True)))
+    for text, a, actual in zip(
+        texts, annotations, arrays(opd([full_group], OpdAdvantage(limit=limit)))[0], strict=True
     ):
         assert a.teacher is not None
         assert a.old is not None
         for t, letter in enumerate(text):
             gap = min(max(float(a.teacher[t] - a.old[t]), -limit), limit)
-            assert found[t] == pytest.approx(gap if letter == "x" else 0, abs=1e-12)
+            assert actual[t] == pytest.approx(gap if letter == "x" else 0, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -321,18 +325,20 @@ def test_opd_of_groups_agrees_with_plain_loops(masks: list[list[bool]], seed: in
     [("....", False), ("....x", False), ("....xx", True)],
     ids=["empty mask", "one token", "truncated"],
 )
-def test_opd_looks_at_tokens_and_neither_at_the_score_nor_at_the_group(mask: str, cut: bool):
-    said = Annotations(teacher=np.full(len(mask), -2.0))
-    whole = opd_group((7, mask, said))
+def test_opd_depends_on_tokens_and_on_neither_score_nor_group(mask: str, cut: bool):
+    annotations = Annotations(teacher=np.full(len(mask), -2.0))
+    full_group = opd_group((7, mask, annotations))
     stop = StopReason.LENGTH if cut else StopReason.STOP
-    [member] = whole.members
-    whole = replace(whole, members=(replace(member, sample=replace(member.sample, stop=stop)),))
-    [[found]] = arrays(opd([whole], OpdAdvantage()))
-    assert found == [-1.0 if letter == "x" else 0.0 for letter in mask]
+    [member] = full_group.members
+    full_group = replace(
+        full_group, members=(replace(member, sample=replace(member.sample, stop=stop)),)
+    )
+    [[actual]] = arrays(opd([full_group], OpdAdvantage()))
+    assert actual == [-1.0 if letter == "x" else 0.0 for letter in mask]
 
 
 @pytest.mark.parametrize(("name", "what"), [("gae", "values of a critic"), ("opd", "of a teacher")])
-def test_what_models_did_not_say_is_asked_for_by_name(name: str, what: str):
+def test_missing_model_outputs_are_named(name: str, what: str):
     advantage = resolve_advantage(AlgorithmConfig.model_validate({"advantage": name}))
     with pytest.raises(ConfigError, match=rf"{what}, and sample g0.0 has none"):
         advantage([group([1])])
@@ -359,9 +365,11 @@ def test_what_models_did_not_say_is_asked_for_by_name(name: str, what: str):
 def test_every_option_can_be_set_in_a_recipe_and_has_an_effect(
     part: str, option: str, value: object
 ):
-    whole = gae_group((1, "....xxx", [0.3] * 7), (0, "....x", [0.5] * 5), cut="xx")
-    said = [replace(m.annotations, teacher=np.zeros(m.sample.length)) for m in whole.members]
-    batch = [annotated(whole, *said)]
+    full_group = gae_group((1, "....xxx", [0.3] * 7), (0, "....x", [0.5] * 5), cut="xx")
+    annotations = [
+        replace(m.annotations, teacher=np.zeros(m.sample.length)) for m in full_group.members
+    ]
+    batch = [annotated(full_group, *annotations)]
 
     def first(**options: object) -> list[Any]:
         config = AlgorithmConfig.model_validate({"advantage": {"name": part, **options}})

@@ -38,8 +38,8 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float64)
 
 
-def arrays(found: object) -> list[list[list[float]]]:
-    return [[np.asarray(value).tolist() for value in row] for row in found]  # pyright: ignore
+def arrays(actual: object) -> list[list[list[float]]]:
+    return [[np.asarray(value).tolist() for value in row] for row in actual]  # pyright: ignore
 
 
 def numbers(seed: int, count: int) -> FloatArray:
@@ -48,8 +48,8 @@ def numbers(seed: int, count: int) -> FloatArray:
 
 def test_reinforce_discounts_the_score_from_the_last_token_back_and_over_drawn_tokens_only():
     batch = [masked_group([8, -2], "....xx..x", "....x")]
-    found = reinforce(batch, ReinforceAdvantage(gamma=0.5))
-    assert arrays(found) == [[[0, 0, 0, 0, 2, 4, 0, 0, 8], [0, 0, 0, 0, -2]]]
+    actual = reinforce(batch, ReinforceAdvantage(gamma=0.5))
+    assert arrays(actual) == [[[0, 0, 0, 0, 2, 4, 0, 0, 8], [0, 0, 0, 0, -2]]]
 
 
 def test_reinforce_without_discount_is_the_score():
@@ -61,10 +61,10 @@ def test_whitening_counts_each_trained_token_once():
     # tokens 3 3 3 | -1: mean 2, squares 3 + 9 = 12 over n - 1 = 3
     batch = [masked_group([3, None], "....xxx", "....xxxx"), masked_group([-1], "....x.", uid=1)]
     std = 2 + 1e-6
-    found = arrays(reinforce(batch, ReinforceAdvantage(whiten=True)))
-    assert found[0][0] == pytest.approx([0, 0, 0, 0, 1 / std, 1 / std, 1 / std])
-    assert found[0][1] == [0] * 8
-    assert found[1][0] == pytest.approx([0, 0, 0, 0, -3 / std, 0])
+    actual = arrays(reinforce(batch, ReinforceAdvantage(whiten=True)))
+    assert actual[0][0] == pytest.approx([0, 0, 0, 0, 1 / std, 1 / std, 1 / std])
+    assert actual[0][1] == [0] * 8
+    assert actual[1][0] == pytest.approx([0, 0, 0, 0, -3 / std, 0])
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce++"])
@@ -80,37 +80,37 @@ def test_whitening_counts_each_trained_token_once():
 )
 def test_whitened_returns_without_spread_are_exactly_zero(name: str, batch: list[Group]):
     part = {"name": name, "whiten": True} if name == "reinforce" else {"name": name}
-    found = resolve_advantage(AlgorithmConfig.model_validate({"advantage": part}))(batch)
-    assert all(value == 0 for row in arrays(found) for values in row for value in values)
+    actual = resolve_advantage(AlgorithmConfig.model_validate({"advantage": part}))(batch)
+    assert all(value == 0 for row in arrays(actual) for values in row for value in values)
 
 
 def test_one_drawn_sample_per_prompt_has_an_advantage_in_the_batch():
     batch = [masked_group([1], "....x"), masked_group([0], "....x", uid=1)]
-    found = arrays(reinforce_pp(batch, ReinforcePpAdvantage()))
-    assert found[0][0][4] == pytest.approx(1 / math.sqrt(2), rel=1e-5)
-    assert found[1][0][4] == pytest.approx(-1 / math.sqrt(2), rel=1e-5)
+    actual = arrays(reinforce_pp(batch, ReinforcePpAdvantage()))
+    assert actual[0][0][4] == pytest.approx(1 / math.sqrt(2), rel=1e-5)
+    assert actual[1][0][4] == pytest.approx(-1 / math.sqrt(2), rel=1e-5)
 
 
 def test_reinforce_pp_takes_a_penalty_from_the_reward_of_its_own_token():
     # penalties 1 and 2 are in the score of 7 = 10 - 3: rewards -1, 8 -> returns 7, 8; and 0 of the
     # other sample. mean 5, squares 4 + 9 + 25
-    whole = annotated(
+    full_group = annotated(
         masked_group([7, 0], "....x.x", "....x"),
         Annotations(penalty=floats(INF, 0, 0, 0, 1, INF, 2)),
         Annotations(penalty=np.zeros(5)),
     )
-    found = arrays(reinforce_pp([whole], ReinforcePpAdvantage()))
+    actual = arrays(reinforce_pp([full_group], ReinforcePpAdvantage()))
     std = math.sqrt(38 / 2) + 1e-6
-    assert found[0][0] == pytest.approx([0, 0, 0, 0, 2 / std, 0, 3 / std])
-    assert found[0][1] == pytest.approx([0, 0, 0, 0, -5 / std])
+    assert actual[0][0] == pytest.approx([0, 0, 0, 0, 2 / std, 0, 3 / std])
+    assert actual[0][1] == pytest.approx([0, 0, 0, 0, -5 / std])
 
 
 def test_the_reward_of_a_turn_is_at_its_last_token_and_the_rest_of_the_score_at_the_end():
     [member] = masked_group([10], "....xx.x.x").members
     split = replace(member, score=Score(10, turn_rewards=(1, 2, 3)))
     assert token_rewards(split).tolist() == [0, 0, 0, 0, 0, 1, 0, 2, 0, 3 + 4]
-    said = Annotations(penalty=floats(INF, 0, 0, 0, 0.5, 0, NAN, 0, 0, 0.5))
-    taxed = replace(split, score=replace(split.score, value=9), annotations=said)
+    annotations = Annotations(penalty=floats(INF, 0, 0, 0, 0.5, 0, NAN, 0, 0, 0.5))
+    taxed = replace(split, score=replace(split.score, value=9), annotations=annotations)
     assert token_rewards(taxed).tolist() == [0, 0, 0, 0, -0.5, 1, 0, 2, 0, 3 + 4 - 0.5]
 
 
@@ -141,14 +141,14 @@ def test_the_rewards_of_the_tokens_add_up_to_the_score(mask: list[bool], seed: i
 @given(mask=MASKS, seed=SEEDS, gamma=st.sampled_from([0.0, 0.9, 1.0]))
 def test_returns_agree_with_a_plain_loop(mask: list[bool], seed: int, gamma: float):
     rewards = np.where(mask, numbers(seed, len(mask)), 0.0)
-    found = discounted_returns(rewards, np.array(mask), gamma=gamma)
+    actual = discounted_returns(rewards, np.array(mask), gamma=gamma)
     for place, inside in enumerate(mask):
         total, discount = 0.0, 1.0
         for later in range(place, len(mask)):
             if inside and mask[later]:
                 total += discount * rewards[later]
                 discount *= gamma
-        assert found[place] == pytest.approx(total, abs=1e-12)
+        assert actual[place] == pytest.approx(total, abs=1e-12)
 
 
 @exhaustive
@@ -158,8 +158,8 @@ def test_whitened_returns_do_not_depend_on_shift_and_scale(seed: int, shift: flo
 
     def whitened(values: list[float]) -> list[float]:
         batch = [masked_group([*values], "....xx", "....x", "....xxx")]
-        found = arrays(reinforce(batch, ReinforceAdvantage(whiten=True, epsilon=1e-12)))
-        return [value for values_T in found[0] for value in values_T]
+        actual = arrays(reinforce(batch, ReinforceAdvantage(whiten=True, epsilon=1e-12)))
+        return [value for values_T in actual[0] for value in values_T]
 
     plain = whitened(scores)
     moved = whitened([factor * score + shift for score in scores])

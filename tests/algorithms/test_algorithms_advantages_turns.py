@@ -39,7 +39,9 @@ STEPS = st.tuples(st.sampled_from("abc"), st.integers(-3, 3).map(float))
 def episodes(*samples: Sequence[Step] | None, uid: int = 0) -> Group:
     """One member for each list of turns, which have two tokens each; None is one that failed."""
     masks = ["...." + "xx." * (1 if steps is None else len(steps)) for steps in samples]
-    whole = masked_group([0 if steps is not None else None for steps in samples], *masks, uid=uid)
+    full_group = masked_group(
+        [0 if steps is not None else None for steps in samples], *masks, uid=uid
+    )
     members = tuple(
         member
         if steps is None
@@ -51,17 +53,17 @@ def episodes(*samples: Sequence[Step] | None, uid: int = 0) -> Group:
                 turn_rewards=tuple(reward for _, reward in steps),
             ),
         )
-        for member, steps in zip(whole.members, samples, strict=True)
+        for member, steps in zip(full_group.members, samples, strict=True)
     )
-    return replace(whole, members=members)
+    return replace(full_group, members=members)
 
 
-def by_turn(found: Any, groups: Sequence[Group]) -> list[list[list[float]]]:
+def by_turn(actual: Any, groups: Sequence[Group]) -> list[list[list[float]]]:
     """One value a turn; the same for all its tokens, 0 outside turns."""
     answer: list[list[list[float]]] = []
-    for row, whole in zip(found, groups, strict=True):
+    for row, full_group in zip(actual, groups, strict=True):
         answer.append([])
-        for value, member in zip(row, whole.members, strict=True):
+        for value, member in zip(row, full_group.members, strict=True):
             mask_T = member.sample.loss_mask
             value_T = np.broadcast_to(value, mask_T.shape)
             if not member.score.ok:
@@ -98,25 +100,25 @@ def test_a_turns_return_is_discounted_between_turns_and_never_inside_one():
 
 
 def test_step_return_of_a_group_by_hand():
-    whole = episodes([("a", 1), ("b", 0), ("c", 4)], None, [("a", -2)])
-    found = step_return([whole], StepReturnAdvantage(gamma=0.5, whiten=False))
-    assert by_turn(found, [whole]) == [[[2, 2, 4], [], [-2]]]
+    full_group = episodes([("a", 1), ("b", 0), ("c", 4)], None, [("a", -2)])
+    actual = step_return([full_group], StepReturnAdvantage(gamma=0.5, whiten=False))
+    assert by_turn(actual, [full_group]) == [[[2, 2, 4], [], [-2]]]
 
 
 def test_step_returns_are_whitened_over_the_turns_of_the_batch_each_counted_once():
     # returns 1, 1 and -2 of one group and 4 of the other: mean 1, squares 9 + 9 over n - 1 = 3
     batch = [episodes([("a", 0), ("b", 1)], [("a", -2)]), episodes([("a", 4)], None, uid=1)]
-    found = by_turn(step_return(batch, StepReturnAdvantage()), batch)
+    actual = by_turn(step_return(batch, StepReturnAdvantage()), batch)
     std = math.sqrt(18 / 3) + 1e-6
-    assert found[0] == [pytest.approx([0, 0]), pytest.approx([-3 / std])]
-    assert found[1] == [pytest.approx([3 / std]), []]
+    assert actual[0] == [pytest.approx([0, 0]), pytest.approx([-3 / std])]
+    assert actual[1] == [pytest.approx([3 / std]), []]
 
 
 def test_a_score_without_turns_belongs_to_the_last_one_and_a_penalty_to_its_own():
-    whole = masked_group([5], "....xx.x")
-    assert turn_rewards(whole.members[0]) == [0, 5]
-    said = Annotations(penalty=np.array([math.inf, 0, 0, 0, 1, 1, math.nan, 0]))
-    taxed = annotated(masked_group([3], "....xx.x"), said)
+    full_group = masked_group([5], "....xx.x")
+    assert turn_rewards(full_group.members[0]) == [0, 5]
+    annotations = Annotations(penalty=np.array([math.inf, 0, 0, 0, 1, 1, math.nan, 0]))
+    taxed = annotated(masked_group([3], "....xx.x"), annotations)
     assert turn_rewards(taxed.members[0]) == [-2, 5]
 
 
@@ -148,14 +150,14 @@ def test_step_returns_of_groups_agree_with_plain_loops(
     if whiten:
         flat = iter(norm([x for samples in expected for of in samples for x in of]))
         expected = [[[next(flat) for _ in of] for of in samples] for samples in expected]
-    found = by_turn(step_return(groups, options), groups)
-    for row, wanted in zip(found, expected, strict=True):
+    actual = by_turn(step_return(groups, options), groups)
+    for row, wanted in zip(actual, expected, strict=True):
         assert row == [pytest.approx(values, abs=1e-9) for values in wanted]
 
 
 @pytest.mark.parametrize("advantage", ["step_return", "segment_return", "gigpo"])
 @pytest.mark.parametrize(
-    "whole",
+    "full_group",
     [
         episodes([("a", 5)]),
         episodes([("a", 0.1)], [("a", 0.1)], [("a", 0.1)]),
@@ -165,13 +167,19 @@ def test_step_returns_of_groups_agree_with_plain_loops(
     ],
     ids=["group of one", "equal", "failed", "one token", "empty mask"],
 )
-def test_without_anything_to_compare_all_is_exactly_zero(advantage: str, whole: Group):
-    found = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))([whole])
-    assert all(not np.asarray(value).any() for value in found[0])
-    cut = tuple(replace(m, sample=replace(m.sample, stop=StopReason.LENGTH)) for m in whole.members)
-    truncated = replace(whole, members=cut)
-    found = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))([truncated])
-    assert all(not np.asarray(value).any() for value in found[0])
+def test_without_anything_to_compare_all_is_exactly_zero(advantage: str, full_group: Group):
+    actual = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))(
+        [full_group]
+    )
+    assert all(not np.asarray(value).any() for value in actual[0])
+    cut = tuple(
+        replace(m, sample=replace(m.sample, stop=StopReason.LENGTH)) for m in full_group.members
+    )
+    truncated = replace(full_group, members=cut)
+    actual = resolve_advantage(AlgorithmConfig.model_validate({"advantage": advantage}))(
+        [truncated]
+    )
+    assert all(not np.asarray(value).any() for value in actual[0])
 
 
 def test_a_wrong_number_of_turns_is_refused():
@@ -182,12 +190,12 @@ def test_a_wrong_number_of_turns_is_refused():
 def test_gigpo_by_hand():
     # Episode returns 1 and 0. "door" is met by both with step returns 0.5 and 0; the other
     # states once each, so they have nothing to be compared with.
-    found = gigpo_turn_advantages(
+    actual = gigpo_turn_advantages(
         [[0, 1], [0, 0]], [["door", "hall"], ["door", "cellar"]], gamma=0.5, step_weight=2
     )
     one, half = 0.5 / (math.sqrt(0.5) + 1e-6), 0.25 / (math.sqrt(0.125) + 1e-6)
-    assert found[0] == pytest.approx([one + 2 * half, one])
-    assert found[1] == pytest.approx([-one - 2 * half, -one])
+    assert actual[0] == pytest.approx([one + 2 * half, one])
+    assert actual[1] == pytest.approx([-one - 2 * half, -one])
 
 
 @exhaustive
@@ -201,20 +209,22 @@ def test_gigpo_by_hand():
 def test_gigpo_agrees_with_plain_loops(steps: list[list[tuple[str, int]]]):
     rewards = [[float(reward) for _, reward in sample] for sample in steps]
     states = [[state for state, _ in sample] for sample in steps]
-    found = gigpo_turn_advantages(rewards, states, gamma=0.5, episode_weight=0.5, step_weight=2)
+    actual = gigpo_turn_advantages(rewards, states, gamma=0.5, episode_weight=0.5, step_weight=2)
     episodes = norm([sum(of) for of in rewards])
     returns = [returns_by_loops(of, 0.5) for of in rewards]
     for sample, of_sample in enumerate(states):
         for turn, state in enumerate(of_sample):
-            alike = [
+            equal_states = [
                 (s, t)
                 for s, of in enumerate(states)
                 for t, other in enumerate(of)
                 if other == state
             ]
-            step = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            step = norm([returns[s][t] for s, t in equal_states])[
+                equal_states.index((sample, turn))
+            ]
             expected = 0.5 * episodes[sample] + 2 * step
-            assert found[sample][turn] == pytest.approx(expected, abs=1e-9)
+            assert actual[sample][turn] == pytest.approx(expected, abs=1e-9)
 
 
 def test_equal_states_of_different_tasks_are_not_compared():
@@ -246,15 +256,15 @@ def test_gigpo_refuses_states_that_do_not_fit_the_rewards():
 
 def test_gigpo_of_a_group_by_hand():
     # as in test_gigpo_by_hand, with a failed member, and another task with the same states
-    whole = episodes([("door", 0), ("hall", 1)], None, [("door", 0), ("cellar", 0)])
+    full_group = episodes([("door", 0), ("hall", 1)], None, [("door", 0), ("cellar", 0)])
     other = episodes([("door", 100), ("hall", 0)], [("door", 50)], uid=1)
     options = GigpoAdvantage(gamma=0.5, step_weight=2)
-    found = by_turn(gigpo([whole, other], options), [whole, other])
+    actual = by_turn(gigpo([full_group, other], options), [full_group, other])
     one, half = 0.5 / (math.sqrt(0.5) + 1e-6), 0.25 / (math.sqrt(0.125) + 1e-6)
-    assert found[0][0] == pytest.approx([one + 2 * half, one])
-    assert found[0][1] == []
-    assert found[0][2] == pytest.approx([-one - 2 * half, -one])
-    assert by_turn(gigpo([whole], options), [whole]) == found[:1]
+    assert actual[0][0] == pytest.approx([one + 2 * half, one])
+    assert actual[0][1] == []
+    assert actual[0][2] == pytest.approx([-one - 2 * half, -one])
+    assert by_turn(gigpo([full_group], options), [full_group]) == actual[:1]
 
 
 @exhaustive
@@ -266,27 +276,29 @@ def test_gigpo_of_a_group_by_hand():
 def test_gigpo_of_groups_agrees_with_plain_loops(
     samples: list[list[Step] | None], episode: float, step: float
 ):
-    whole = episodes(*samples)
+    full_group = episodes(*samples)
     options = GigpoAdvantage(gamma=0.5, episode_weight=episode, step_weight=step)
-    judged = [steps for steps in samples if steps is not None]
-    totals = norm([sum(reward for _, reward in steps) for steps in judged])
-    returns = [returns_by_loops([reward for _, reward in steps], 0.5) for steps in judged]
+    scored = [steps for steps in samples if steps is not None]
+    totals = norm([sum(reward for _, reward in steps) for steps in scored])
+    returns = [returns_by_loops([reward for _, reward in steps], 0.5) for steps in scored]
     expected: list[list[float]] = []
-    for sample, steps in enumerate(judged):
+    for sample, steps in enumerate(scored):
         expected.append([])
         for turn, (state, _) in enumerate(steps):
-            alike = [
+            equal_states = [
                 (s, t)
-                for s, other in enumerate(judged)
+                for s, other in enumerate(scored)
                 for t, (key, _) in enumerate(other)
                 if key == state
             ]
-            compared = norm([returns[s][t] for s, t in alike])[alike.index((sample, turn))]
+            compared = norm([returns[s][t] for s, t in equal_states])[
+                equal_states.index((sample, turn))
+            ]
             expected[-1].append(episode * totals[sample] + step * compared)
     known = iter(expected)
     wanted = [[] if steps is None else next(known) for steps in samples]
-    [found] = by_turn(gigpo([whole], options), [whole])
-    assert found == [pytest.approx(values, abs=1e-9) for values in wanted]
+    [actual] = by_turn(gigpo([full_group], options), [full_group])
+    assert actual == [pytest.approx(values, abs=1e-9) for values in wanted]
 
 
 @exhaustive
@@ -298,42 +310,42 @@ def test_gigpo_of_groups_agrees_with_plain_loops(
 def test_gigpo_of_equally_long_episodes_does_not_depend_on_shift_and_scale(
     samples: list[list[Step]], shift: int, factor: float
 ):
-    def found(factor: float, shift: float) -> list[float]:
+    def actual(factor: float, shift: float) -> list[float]:
         # A turn's return is shifted by as much as all others from its state only if the number of
         # turns after it is the same: states carry their turn.
-        whole = episodes(
+        full_group = episodes(
             *(
                 [(f"{state}{turn}", reward * factor + shift) for turn, (state, reward) in steps]
                 for steps in map(enumerate, samples)
             )
         )
-        [rows] = by_turn(gigpo([whole], GigpoAdvantage(epsilon=1e-12)), [whole])
+        [rows] = by_turn(gigpo([full_group], GigpoAdvantage(epsilon=1e-12)), [full_group])
         return [value for turns in rows for value in turns]
 
-    plain = found(1, 0)
-    assert found(factor, shift) == pytest.approx(plain, abs=1e-6)
+    plain = actual(1, 0)
+    assert actual(factor, shift) == pytest.approx(plain, abs=1e-6)
     by_group = np.array(plain).reshape(-1, 2)
     assert by_group.sum(0).tolist() == pytest.approx([0, 0], abs=1e-9)
 
 
 def test_a_sample_of_one_turn_begins_in_the_state_that_its_prompt_describes():
-    whole = group([1, 0])
-    assert turn_states(whole.members[0]) == turn_states(whole.members[1]) == ("toy/0",)
+    full_group = group([1, 0])
+    assert turn_states(full_group.members[0]) == turn_states(full_group.members[1]) == ("toy/0",)
     options = GigpoAdvantage(step_weight=3)
-    found = by_turn(gigpo([whole], options), [whole])
+    actual = by_turn(gigpo([full_group], options), [full_group])
     one = 0.5 / (math.sqrt(0.5) + 1e-6)
-    assert found[0] == [pytest.approx([4 * one]), pytest.approx([-4 * one])]
+    assert actual[0] == [pytest.approx([4 * one]), pytest.approx([-4 * one])]
 
 
 @pytest.mark.parametrize(
     ("states", "message"), [((), "2 turns and 0 states"), (("a",) * 3, "2 turns and 3 states")]
 )
-def test_gigpo_says_which_sample_has_no_states(states: tuple[str, ...], message: str):
-    whole = masked_group([1], "....x.x")
-    [member] = whole.members
+def test_gigpo_names_the_sample_that_has_no_states(states: tuple[str, ...], message: str):
+    full_group = masked_group([1], "....x.x")
+    [member] = full_group.members
     member = replace(member, sample=replace(member.sample, states=states))
     with pytest.raises(DataError, match=rf"sample g0.0 has {message}"):
-        gigpo([replace(whole, members=(member,))], GigpoAdvantage())
+        gigpo([replace(full_group, members=(member,))], GigpoAdvantage())
 
 
 @pytest.mark.parametrize(

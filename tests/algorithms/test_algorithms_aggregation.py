@@ -30,16 +30,16 @@ GROUPS = np.array([5, 5, 5, 9])
 )
 def test_weights_by_hand(name: str, weights: list[float]):
     # 8 tokens, 3 samples with tokens, 2 groups of 4 tokens each, limit of 10 tokens
-    found = resolve_aggregation(name)(COUNTS, GROUPS, max_tokens=10)
-    assert found.dtype == np.float64
-    assert found == pytest.approx(weights, abs=1e-15)
+    actual = resolve_aggregation(name)(COUNTS, GROUPS, max_tokens=10)
+    assert actual.dtype == np.float64
+    assert actual == pytest.approx(weights, abs=1e-15)
 
 
-def test_prompt_mean_gives_each_group_the_same_say():
-    found = resolve_aggregation("prompt_mean")(
+def test_prompt_mean_gives_each_group_equal_weight():
+    actual = resolve_aggregation("prompt_mean")(
         np.array([1, 1, 6]), np.array([0, 0, 1]), max_tokens=8
     )
-    assert found == pytest.approx([1 / 4, 1 / 4, 1 / 12])
+    assert actual == pytest.approx([1 / 4, 1 / 4, 1 / 12])
 
 
 def loss_by_loops(name: str, losses: list[list[float]], groups: list[int], limit: int) -> float:

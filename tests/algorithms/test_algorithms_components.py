@@ -79,8 +79,8 @@ def gradients(loss: Loss, at: LossInputs) -> torch.Tensor:
     assert at.entropy_T is not None
     assert at.student_TK is not None
     leaves = (at.logprobs_T, at.entropy_T, at.student_TK)
-    found = torch.autograd.grad(loss.total, leaves, allow_unused=True, materialize_grads=True)
-    return torch.cat([gradient.flatten() for gradient in found])
+    actual = torch.autograd.grad(loss.total, leaves, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in actual])
 
 
 @pytest.mark.parametrize("components", [(0, 1, 2), (2, 0, 1), (1, 1, 0), (2, 2, 2)])
@@ -102,8 +102,8 @@ def test_a_mixed_batch_is_the_sum_of_what_each_algorithm_makes_of_its_own_tokens
             sums[name] = sums.get(name, 0.0) + value.item()
     assert mixed.total.item() == pytest.approx(total, rel=1e-12)
     assert torch.allclose(gradients(mixed, at), gradient, rtol=1e-12, atol=1e-14)
-    found = {name: value.item() for name, value in mixed.sums.items()}
-    assert found == pytest.approx(sums, rel=1e-12)
+    actual = {name: value.item() for name, value in mixed.sums.items()}
+    assert actual == pytest.approx(sums, rel=1e-12)
 
 
 def test_two_components_by_hand():

@@ -154,7 +154,7 @@ def test_opsm_drops_bad_samples_that_the_policy_left_behind():
     assert weights("opsm", at).tolist() == [0, 1, 1]
 
 
-def test_opsm_looks_at_the_start_of_the_step_so_that_every_pass_over_a_batch_drops_the_same():
+def test_opsm_uses_the_start_of_the_step_and_drops_the_same_in_every_pass():
     at = inputs([0.9], [0.5], now=[0.9], advantage=[-1])
     assert weights("opsm", at).tolist() == [0]
     assert AlgorithmConfig.model_validate({"correction": "opsm"}).needs_old_logprobs
@@ -177,7 +177,7 @@ def test_no_tokens_have_no_weights(variant: str):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_carry_no_gradient_and_are_finite_however_far_apart(variant: str):
+def test_weights_have_no_gradient_and_are_finite_for_any_mismatch(variant: str):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(
@@ -211,18 +211,18 @@ def credited(correction: str, mu: Sequence[float], old: Sequence[float]) -> tupl
     """What a batch of one-token samples of one group is given; every other one is a bad one."""
     parts = {"loss": "ppo", "correction": correction}
     recipe = recipe_of(Path("none"), algorithm=parts, data=toy_domain())
-    whole = group([float(index % 2 == 0) for index in range(len(mu))])
+    full_group = group([float(index % 2 == 0) for index in range(len(mu))])
     logs = [np.full(5, math.log(p), np.float32) for p in mu]
     members = tuple(
         replace(member, sample=replace(member.sample, logprobs=logprobs))
-        for member, logprobs in zip(whole.members, logs, strict=True)
+        for member, logprobs in zip(full_group.members, logs, strict=True)
     )
-    whole = replace(whole, members=members)
-    batch = collate([whole])
+    full_group = replace(full_group, members=members)
+    batch = collate([full_group])
     # Prompts have four tokens, whose log-probs mean nothing and may be anything.
     old_N = np.where(batch.loss_mask_N, np.repeat(np.log(old), batch.lengths_B), -np.inf)
     credit = CreditAssigner(recipe, base=None)
-    return credit.assign([whole], replace(batch, old_logprobs_N=old_N))
+    return credit.assign([full_group], replace(batch, old_logprobs_N=old_N))
 
 
 def toy_domain() -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_dropped_tokens_are_counted_by_the_sign_of_their_advantage():
     assert shares == pytest.approx([3 / 4, 2 / 4, 1 / 4])
 
 
-def test_the_mean_weight_and_the_mismatch_are_told():
+def test_the_mean_weight_and_the_mismatch_are_reported():
     _, means = credited("token_tis", [0.2, 0.5], [0.3, 0.5])
     assert means["correction_weight"] == pytest.approx((1.5 + 1) / 2)
     assert means["engine_kl"] == pytest.approx((1.5 - 1 - math.log(1.5)) / 2)
@@ -309,8 +309,8 @@ def test_the_interpolated_old_policy_and_its_weight_are_held_fixed_in_the_gradie
         build_objective(interpolated())(at).total,
         build_objective(learner)(replace(fixed, weights_T=weights_T)).total,
     )
-    found, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
-    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
+    actual, expected = (torch.autograd.grad(total, at.logprobs_T)[0] for total in totals)
+    assert actual.tolist() == pytest.approx(expected.tolist(), abs=1e-14)
 
     def value(logprobs_T: torch.Tensor) -> torch.Tensor:
         moved = replace(fixed, logprobs_T=logprobs_T, weights_T=weights_T)

@@ -82,9 +82,9 @@ def cut(of: Group, index: int) -> Group:
 
 def test_segments_of_a_sample_share_its_credit():
     credit = credit_of({"advantage": "dr_grpo", "aggregation": "token_mean"})
-    whole = group([1, 0], texts=["wxyz", "v"], of=A)
-    cut_up = replace(whole.members[0], sample=replace(whole.members[0].sample, segment_starts=(5,)))
-    groups = [replace(whole, members=(cut_up, whole.members[1]))]
+    full = group([1, 0], texts=["wxyz", "v"], of=A)
+    cut_up = replace(full.members[0], sample=replace(full.members[0].sample, segment_starts=(5,)))
+    groups = [replace(full, members=(cut_up, full.members[1]))]
     batch, _ = credit.assign(groups, batch_of(groups, credit))
     assert batch.lengths_B.tolist() == [5, 2, 4]
     # The first token of the second segment has nothing before it.
@@ -126,7 +126,7 @@ def test_two_domains_have_their_own_advantages_denominators_and_factors():
     assert batch.scores_B.tolist() == [1, 0, 0, 2, 4, 2]
 
 
-def test_streams_that_no_algorithm_asks_for_are_not_there():
+def test_streams_that_no_algorithm_needs_are_absent():
     credit = credit_of({})
     groups = [group([1, 0], of=A)]
     batch, means = credit.assign(groups, batch_of(groups, credit))
@@ -284,23 +284,23 @@ def test_a_mixed_batch_has_the_gradients_of_its_domains_alone_added_up(case: str
         group([3, 1], uid=2, of=A, texts=["9", "80"]),
         group([1, 1.5, 0], uid=3, of=B, texts=["6", "7", "89"]),
     ]
-    whole = annotated_at_random(groups)
+    full = annotated_at_random(groups)
     both = recipe(a, b, model=str(folder))
     strategy = LocalStrategy(both)
     strategy.module.double()
     widen_norms(strategy.module)
-    credited, _ = CreditAssigner(both, base=None).assign(groups, whole)
+    credited, _ = CreditAssigner(both, base=None).assign(groups, full)
     mixed = gradient(strategy, both.algorithms, credited)
 
-    apart = torch.zeros_like(mixed)
+    summed = torch.zeros_like(mixed)
     for name, algorithm in (("a", a), ("b", b)):
         own = [of for of in groups if of.prompt.domain == name]
-        places = [n for n, uid in enumerate(whole.uids) if uid.group in {of.uid for of in own}]
+        places = [n for n, uid in enumerate(full.uids) if uid.group in {of.uid for of in own}]
         alone = recipe(algorithm) if name == "a" else _only_b(algorithm)
-        part, _ = CreditAssigner(alone, base=None).assign(own, whole.take(places))
-        apart += gradient(strategy, alone.algorithms, part)
-    assert apart.norm() > 0
-    assert (mixed - apart).norm() / apart.norm() <= 1e-10
+        part, _ = CreditAssigner(alone, base=None).assign(own, full.take(places))
+        summed += gradient(strategy, alone.algorithms, part)
+    assert summed.norm() > 0
+    assert (mixed - summed).norm() / summed.norm() <= 1e-10
 
 
 def _only_b(algorithm: dict[str, Any]) -> Recipe:
@@ -353,8 +353,8 @@ def test_a_kl_in_the_reward_is_taken_from_the_score_where_a_sample_has_one_advan
     expected = [
         reward - middle for reward, n in zip(rewards, KL_LENGTHS, strict=True) for _ in range(n)
     ]
-    found, means = with_kl_in_reward("dr_grpo", correction)
-    assert found == pytest.approx(expected)
+    actual, means = with_kl_in_reward("dr_grpo", correction)
+    assert actual == pytest.approx(expected)
     k1 = sum(p - r for p, r in zip(policy, REFERENCE, strict=True))
     assert means["reward_kl"] == pytest.approx(k1 / 6)
 
@@ -377,8 +377,8 @@ def test_a_kl_in_the_reward_is_taken_from_its_own_token_where_tokens_have_return
     middle = sum(returns) / 6
     std = sqrt(sum((value - middle) ** 2 for value in returns) / 5)
     expected = [(value - middle) / (std + 1e-6) for value in returns]
-    found, _ = with_kl_in_reward({"name": "reinforce++", "gamma": gamma}, correction)
-    assert found == pytest.approx(expected)
+    actual, _ = with_kl_in_reward({"name": "reinforce++", "gamma": gamma}, correction)
+    assert actual == pytest.approx(expected)
 
 
 STATEFUL: dict[str, Any] = {
@@ -401,7 +401,7 @@ def test_running_statistics_are_of_every_score_so_far_and_of_this_batch():
     assert assign(credit, [8, 4]).advantages_N[-1] == 4 - (1 + 3 + 8 + 4) / 4
 
 
-def test_running_statistics_and_coefficients_go_on_after_a_restore_and_only_then():
+def test_running_statistics_and_coefficients_continue_only_after_a_restore():
     first = credit_of(STATEFUL)
     assign(first, [1, 0, 4])
     first.update_kl_coefficients(3, {"kl": 1.0})
@@ -409,9 +409,9 @@ def test_running_statistics_and_coefficients_go_on_after_a_restore_and_only_then
     resumed, fresh = credit_of(STATEFUL), credit_of(STATEFUL)
     resumed.restore(kept)
     expected = assign(first, [2, 0], uid=1)
-    found, other = assign(resumed, [2, 0], uid=1), assign(fresh, [2, 0], uid=1)
+    actual, other = assign(resumed, [2, 0], uid=1), assign(fresh, [2, 0], uid=1)
     for name in ("advantages_N", "weights_N", "kl_weights_N", "scores_B"):
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
     assert other.advantages_N.tolist() != expected.advantages_N.tolist()
     assert other.kl_weights_N is not None
     assert expected.kl_weights_N is not None
@@ -449,7 +449,7 @@ def test_a_fixed_coefficient_stays_whatever_the_kl():
     assert after.kl_weights_N.tolist() == before.kl_weights_N.tolist()
 
 
-def test_a_coefficient_in_the_reward_is_steered_by_the_kl_that_was_in_the_reward():
+def test_a_coefficient_in_the_reward_adapts_to_the_kl_that_was_in_the_reward():
     steered = {**STATEFUL["kl"], "place": "reward"}
     credit = credit_of({"kl": steered})
     assign(credit, [1, 0])
@@ -457,7 +457,7 @@ def test_a_coefficient_in_the_reward_is_steered_by_the_kl_that_was_in_the_reward
     assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1 * 0.9)}
 
 
-def test_each_domain_steers_by_the_kl_of_its_own_tokens():
+def test_each_domain_adapts_to_the_kl_of_its_own_tokens():
     """The learner's mean is over all tokens; the other domain has no KL, and thrice the tokens."""
     credit = credit_of(STATEFUL, {"loss": "cispo"})
     groups = [
@@ -469,7 +469,7 @@ def test_each_domain_steers_by_the_kl_of_its_own_tokens():
     assert credit.metrics == {"train/kl_coefficient": pytest.approx(0.1)}
 
 
-def test_a_domain_without_a_sample_in_the_batch_is_not_steered():
+def test_the_coefficient_of_a_domain_without_a_sample_in_the_batch_stays():
     credit = credit_of(STATEFUL, {"loss": "cispo", "kl": {"coefficient": 0.2}})
     groups = [group([1, 0], of=B)]
     credit.assign(groups, batch_of(groups, credit, reference_logprobs_N=-1))
@@ -496,7 +496,7 @@ def test_only_groups_of_a_suitable_difficulty_are_trained_on_each_domain_by_its_
     assert trained(batch, batch.weights_N) == pytest.approx([0.25] * 8)
 
 
-def test_truncated_samples_are_masked_only_where_the_recipe_says_so():
+def test_truncated_samples_are_masked_only_if_configured():
     groups = [cut(group([1, 0, 0], of=A), 2)]
     keeps, drops = credit_of({}), credit_of({}, rollout={"drop_truncated": True})
     assert keeps.trained_members(groups[0]) == [True, True, True]
@@ -507,7 +507,7 @@ def test_truncated_samples_are_masked_only_where_the_recipe_says_so():
 
 
 def test_the_score_of_a_sample_that_is_not_in_the_batch_still_counts_in_its_groups_mean():
-    """Its answer was judged, and the others are compared with it."""
+    """Its answer was scored, and the others are compared with it."""
     credit = credit_of({}, rollout={"drop_truncated": True})
     groups = [cut(group([1, 0, 0.5], of=A), 2)]
     batch, _ = credit.assign(groups, batch_of(groups, credit))
@@ -529,17 +529,17 @@ def test_where_advantages_look_at_tokens_a_sample_that_is_not_in_the_batch_is_le
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce++", "lite_ppo", "step_return"])
-def test_a_failed_score_has_no_part_in_anything(advantage: str):
+def test_a_failed_score_enters_no_statistic(advantage: str):
     credits = [credit_of({"advantage": advantage, "shaping": {"mean": "running"}}) for _ in "12"]
     with_failed = [group([1, None, 0], of=A, texts=["x", "yyyy", "zz"])]
     without = [replace(with_failed[0], members=with_failed[0].members[::2])]
-    found, expected = (
+    actual, expected = (
         credit.assign(groups, batch_of(groups, credit))[0]
         for credit, groups in zip(credits, (with_failed, without), strict=True)
     )
-    assert found.uids == expected.uids
+    assert actual.uids == expected.uids
     for name in ("advantages_N", "weights_N", "scores_B"):
-        assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert getattr(actual, name).tolist() == getattr(expected, name).tolist(), name
     assert credits[0].state() == credits[1].state()
 
 
@@ -559,7 +559,7 @@ def test_gae_gives_advantages_and_the_returns_that_the_critic_is_to_meet():
 
 
 @pytest.mark.parametrize(("bootstraps", "last_return"), [(False, 1.0), (True, 1.0 + 0.5 * 8)])
-def test_the_value_after_a_truncated_sample_counts_where_the_recipe_says_so(
+def test_the_value_after_a_truncated_sample_counts_if_configured(
     bootstraps: bool, last_return: float
 ):
     gae = {**GAE, "gamma": 0.5, "bootstrap_truncated": bootstraps}
@@ -618,10 +618,10 @@ def test_credit_does_not_depend_on_the_order_of_the_groups(
         group([exp(n), n / 3, n], uid=n, of=A if n % 2 else B, texts=["x", "yz", "u"])
         for n in range(4)
     ]
-    found = [
+    actual = [
         credit.assign(given, batch_of(given, credit))[0]
         for given in (groups, order(groups))
         for credit in [credit_of({"advantage": "lite_ppo"}, {"advantage": "reinforce++"})]
     ]
-    np.testing.assert_allclose(found[0].advantages_N, found[1].advantages_N, rtol=1e-12)
-    assert found[0].weights_N.tolist() == found[1].weights_N.tolist()
+    np.testing.assert_allclose(actual[0].advantages_N, actual[1].advantages_N, rtol=1e-12)
+    assert actual[0].weights_N.tolist() == actual[1].weights_N.tolist()

@@ -150,8 +150,8 @@ def test_more_tokens_show_more_of_the_forward_kl(seed: int, k: int):
     order = teacher.argsort(dim=-1, descending=True)
     teacher, student = teacher.gather(1, order), student.gather(1, order)
     few = DIVERGENCES["forward"](teacher[:, :k], student[:, :k])
-    whole = (teacher.exp() * (teacher - student)).sum(-1)
-    assert (few <= whole + 1e-9).all()
+    full = (teacher.exp() * (teacher - student)).sum(-1)
+    assert (few <= full + 1e-9).all()
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -167,7 +167,7 @@ def test_certain_and_impossible_tokens_give_finite_divergences(name: str):
     assert DIVERGENCES[name](teacher[:0], student[:0]).shape == (0,)
 
 
-def test_a_skewed_divergence_is_bounded_where_the_plain_one_is_not():
+def test_a_skewed_divergence_is_bounded_and_the_plain_one_is_not():
     t, s = doubles(math.log(1 - 1e-5))[None], doubles(-500.0)[None]
     assert DIVERGENCES["forward"](t, s).item() > 400
     assert skewed_kl(t, s, skew=0.1).item() <= math.log(10)
@@ -240,12 +240,12 @@ def test_one_token_the_whole_vocabulary_or_nothing_at_all_is_finite(name: str, r
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_the_loss_of_a_token_does_not_feel_the_others(name: str):
+def test_the_loss_of_a_token_does_not_depend_on_the_others(name: str):
     at = random_inputs(5)
-    whole = loss_of(name, at).loss_T
+    full = loss_of(name, at).loss_T
     for t in range(5):
         alone = at.where(torch.arange(5) == t)
-        assert loss_of(name, alone).loss_T.item() == pytest.approx(whole[t].item())
+        assert loss_of(name, alone).loss_T.item() == pytest.approx(full[t].item())
 
 
 def test_a_large_micro_batch_is_computed_piece_by_piece_with_the_same_result(
@@ -253,16 +253,16 @@ def test_a_large_micro_batch_is_computed_piece_by_piece_with_the_same_result(
 ):
     at = random_inputs(7)
     assert at.student_TK is not None
-    whole = build_objective(algorithm("js"))(at).total
+    full = build_objective(algorithm("js"))(at).total
     monkeypatch.setattr("rollick.algorithms.distillation.ROWS_AT_ONCE", 2)
     pieces = build_objective(algorithm("js"))(at).total
-    assert pieces.item() == pytest.approx(whole.item(), rel=1e-14)
-    first, second = (torch.autograd.grad(total, at.student_TK)[0] for total in (whole, pieces))
+    assert pieces.item() == pytest.approx(full.item(), rel=1e-14)
+    first, second = (torch.autograd.grad(total, at.student_TK)[0] for total in (full, pieces))
     assert torch.allclose(first, second, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("missing", ["teacher_TK", "student_TK"])
-def test_without_a_teacher_the_loss_says_so(missing: str):
+def test_without_a_teacher_the_loss_is_an_error(missing: str):
     at: LossInputs = replace(random_inputs(0), **{missing: None})
     with pytest.raises(ConfigError, match="needs the teacher's top tokens"):
         loss_of("forward", at)

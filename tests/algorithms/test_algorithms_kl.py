@@ -75,7 +75,7 @@ def test_gradients_are_right(form: str):
 
 @pytest.mark.parametrize("form", sorted(NAMES["kl_forms"]))
 @pytest.mark.parametrize(("p", "q"), [(-1000.0, 0.0), (0.0, -1000.0), (-1000.0, -1000.0)])
-def test_far_apart_policies_give_finite_values_and_gradients(form: str, p: float, q: float):
+def test_very_different_policies_give_finite_values_and_gradients(form: str, p: float, q: float):
     log_p = torch.tensor([p], requires_grad=True)
     value = resolve("kl_forms", form)(log_p, torch.tensor([q]))
     [gradient] = torch.autograd.grad(value.sum(), log_p)

@@ -271,8 +271,8 @@ def test_segment_takes_the_ratio_of_each_turn():
         [0.8, 0.4, 0.8, 0.2], old=[0.4, 0.2, 0.4, 0.4], advantage=[1] * 4, segment=[0, 0, 1, 1]
     )
     assert gradient_of("segment", at) == pytest.approx([0, 0, -1, -1])
-    whole = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
-    assert gradient_of("segment", whole) == pytest.approx([0, 0, 0, 0])
+    complete_one = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
+    assert gradient_of("segment", complete_one) == pytest.approx([0, 0, 0, 0])
 
 
 def test_gmpo_takes_a_clipped_token_out_of_the_gradient_but_not_its_sample():
@@ -328,9 +328,7 @@ def test_no_tokens_give_an_empty_loss(variant: str):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("one_sample", [True, False])
-def test_policies_that_are_far_apart_never_give_a_nan(
-    variant: str, advantage: float, one_sample: bool
-):
+def test_very_different_policies_never_give_a_nan(variant: str, advantage: float, one_sample: bool):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(
@@ -350,13 +348,13 @@ def test_policies_that_are_far_apart_never_give_a_nan(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_sample_does_not_feel_the_others_of_its_micro_batch(variant: str):
+def test_a_sample_does_not_depend_on_the_others_of_its_micro_batch(variant: str):
     at = random_inputs(4)
-    whole = loss_of(variant)(at).loss_T
+    complete_one = loss_of(variant)(at).loss_T
     for b in range(4):
         kept = at.sequence_T == b
         alone = at.where(kept)
-        assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(whole[kept].tolist())
+        assert loss_of(variant)(alone).loss_T.tolist() == pytest.approx(complete_one[kept].tolist())
 
 
 @settings(max_examples=40, deadline=None)

@@ -73,11 +73,11 @@ def margins(at: LossInputs) -> dict[int, float]:
     """By pair: what the policy gained on the chosen answer, minus that on the rejected one."""
     assert at.reference_T is not None
     assert at.pair_T is not None
-    found: dict[int, float] = {}
+    actual: dict[int, float] = {}
     streams = (at.pair_T, at.advantages_T, at.logprobs_T, at.reference_T)
     for pair, sign, now, reference in zip(*(x.tolist() for x in streams), strict=True):
-        found[pair] = found.get(pair, 0.0) + (now - reference if sign > 0 else reference - now)
-    return found
+        actual[pair] = actual.get(pair, 0.0) + (now - reference if sign > 0 else reference - now)
+    return actual
 
 
 def by_loops(kind: str, margin: float, beta: float, e: float) -> float:
@@ -156,19 +156,19 @@ def test_all_tokens_of_an_answer_have_the_same_gradient_however_long_it_is(kind:
 
 
 @every_kind
-def test_pairs_do_not_feel_each_other_and_their_numbers_may_have_gaps(kind: str):
+def test_pairs_do_not_affect_each_other_and_their_numbers_may_have_gaps(kind: str):
     at = random_inputs(5)
     assert at.pair_T is not None
-    whole = loss_of(kind, at).loss_T
+    full = loss_of(kind, at).loss_T
     for number in (0, 1):
         kept = at.pair_T == number
-        assert loss_of(kind, at.where(kept)).loss_T.tolist() == pytest.approx(whole[kept].tolist())
+        assert loss_of(kind, at.where(kept)).loss_T.tolist() == pytest.approx(full[kept].tolist())
     renamed = replace(at, pair_T=3 * at.pair_T + 2)
-    assert loss_of(kind, renamed).loss_T.tolist() == whole.tolist()
+    assert loss_of(kind, renamed).loss_T.tolist() == full.tolist()
 
 
 @every_kind
-def test_an_answer_without_tokens_counts_as_one_that_did_not_move(kind: str):
+def test_an_empty_answer_has_a_log_ratio_of_zero(kind: str):
     at = inputs((0, 1, [(-1, -3)]))
     expected = by_loops(kind, 2.0, 0.1, 0.0)
     assert loss_of(kind, at).loss_T.tolist() == pytest.approx([expected])
@@ -184,7 +184,7 @@ def test_no_pairs_give_nothing(kind: str):
 @every_kind
 @pytest.mark.parametrize("chosen", [0.0, -1e4])
 @pytest.mark.parametrize("rejected", [0.0, -1e4])
-def test_pairs_far_apart_are_finite(kind: str, chosen: float, rejected: float):
+def test_pairs_with_very_different_log_probs_are_finite(kind: str, chosen: float, rejected: float):
     at = inputs((0, 1, [(chosen, -1)]), (0, -1, [(rejected, -1)]))
     at = replace(at, logprobs_T=at.logprobs_T.detach().float().requires_grad_())
     loss = loss_of(kind, at)
@@ -195,7 +195,7 @@ def test_pairs_far_apart_are_finite(kind: str, chosen: float, rejected: float):
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(st.floats(-20, 20), st.floats(-20, 20), st.floats(0.01, 2))
-def test_dpo_falls_with_the_margin_and_ipo_has_its_least_at_the_goal(
+def test_dpo_falls_with_the_margin_and_ipo_has_its_minimum_at_its_target(
     first: float, second: float, beta: float
 ):
     low, high = sorted((first, second))
@@ -211,7 +211,7 @@ def test_dpo_falls_with_the_margin_and_ipo_has_its_least_at_the_goal(
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(kind=st.sampled_from(sorted(PAIRWISE)), seed=st.integers(0, 100), e=st.floats(0, 0.49))
-def test_to_swap_the_labels_is_to_smooth_by_the_other_share(kind: str, seed: int, e: float):
+def test_swapping_the_labels_smooths_by_the_complementary_share(kind: str, seed: int, e: float):
     at = random_inputs(seed)
     swapped = replace(at, advantages_T=-at.advantages_T)
     for plain, other, margin in zip(
@@ -226,7 +226,7 @@ def test_to_swap_the_labels_is_to_smooth_by_the_other_share(kind: str, seed: int
 
 @every_kind
 @pytest.mark.parametrize("missing", ["pair_T", "reference_T"])
-def test_a_loss_of_pairs_says_what_it_needs(kind: str, missing: str):
+def test_a_loss_of_pairs_reports_what_it_needs(kind: str, missing: str):
     at: LossInputs = replace(random_inputs(0), **{missing: None})
     with pytest.raises(
         ConfigError, match="needs the pair and the reference log-prob of each token"

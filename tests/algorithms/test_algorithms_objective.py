@@ -120,8 +120,8 @@ def gradient_of(loss: TokenLoss | Loss, at: LossInputs) -> list[float]:
 def by_token(loss: Loss, weights_T: torch.Tensor | None) -> list[float]:
     """What each token adds for one unit of its weight: the total is linear in the weights."""
     assert weights_T is not None
-    [found] = torch.autograd.grad(loss.total, weights_T, retain_graph=True)
-    return found.tolist()
+    [actual] = torch.autograd.grad(loss.total, weights_T, retain_graph=True)
+    return actual.tolist()
 
 
 def test_dppo_tv_trains_on_tokens_that_have_not_left_the_trust_region():
@@ -155,7 +155,7 @@ def test_ppo_stops_the_gradient_beyond_the_clip_and_counts_by_sign():
     assert counts == {"clip_share": 2, "clip_share_positive": 1, "clip_share_negative": 1}
 
 
-def test_ppo_clips_higher_where_asked():
+def test_ppo_clips_higher_if_configured():
     at = inputs([0.625], old=[0.5])
     assert gradient_of(ppo(at, PpoLoss(clip_high=0.28)), at) == pytest.approx([-1.25])
     assert gradient_of(ppo(at, PpoLoss(clip_high=0.2)), at) == [0]
@@ -268,7 +268,7 @@ def test_the_gradient_of_the_kl_holds_its_importance_weight_fixed(form: str):
         assert with_kl[t] - without[t] == pytest.approx(expected, abs=1e-12)
 
 
-def test_off_policy_the_kl_is_that_where_the_policy_goes_and_not_where_the_behaviour_went():
+def test_off_policy_the_kl_is_weighted_by_the_policy_and_not_by_the_behaviour():
     """The mean over draws from mu, weighted, is KL(pi || ref), which is the mean under pi."""
     pi, mu, ref = [0.7, 0.2, 0.1], [0.2, 0.3, 0.5], [0.5, 0.1, 0.4]
     true = sum(p * math.log(p / q) for p, q in zip(pi, ref, strict=True))
@@ -295,7 +295,7 @@ def test_the_entropy_bonus_pushes_the_entropy_up_by_its_own_weights():
         ({"kl": {"coefficient": 0.1}}, {"kl_weights_T": None}, "needs the kl_weights"),
     ],
 )
-def test_what_the_batch_does_not_have_is_named(
+def test_missing_fields_of_a_batch_are_named(
     parts: dict[str, Any], missing: dict[str, Any], message: str
 ):
     at = replace(inputs([0.5], reference=[0.5]), **missing)
@@ -358,9 +358,9 @@ def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
         )
         return torch.cat([*grads, torch.tensor([sums[k] for k in sorted(sums)])])
 
-    whole = gradient([0, 16])
+    complete_one = gradient([0, 16])
     for edges in ([0, 3, 4, 11, 16], [0, 11, 16], list(range(17)), [0, 0, 16]):
-        assert torch.allclose(whole, gradient(edges), atol=1e-10, rtol=1e-10)
+        assert torch.allclose(complete_one, gradient(edges), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -372,7 +372,7 @@ def test_no_tokens_give_a_loss_of_zero(mixture: str):
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_policies_that_are_far_apart_never_give_a_nan(mixture: str, advantage: float):
+def test_very_different_policies_never_give_a_nan(mixture: str, advantage: float):
     far = [0.0, -200.0, -1e4]
     grid = torch.tensor([(pi, mu, old) for pi in far for mu in far for old in far])
     at = LossInputs(
@@ -398,7 +398,7 @@ def gradient_and_values(loss: Loss, at: LossInputs) -> list[float]:
     return [loss.total.item(), *grads[0].tolist(), *grads[1].tolist()]
 
 
-def test_bypass_puts_the_behaviour_policy_in_the_place_of_the_old_one():
+def test_bypass_uses_the_behaviour_policy_as_the_old_one():
     at = inputs([0.5], mu=[0.4], old=[0.1])
     bypassed = build_objective(algorithm(loss="ppo", correction="bypass"))(at)
     computed = build_objective(algorithm(loss="ppo", correction="none"))(at)

@@ -22,7 +22,7 @@ from rollick.testing.fakes import group
         ([0.5, 0.75], True),
     ],
 )
-def test_a_group_has_signal_if_its_judged_scores_differ_by_more_than_the_spread(
+def test_a_group_has_signal_if_its_valid_scores_differ_by_more_than_the_spread(
     scores: list[float | None], signal: bool
 ):
     assert has_signal(group(scores), min_spread=0.125) is signal

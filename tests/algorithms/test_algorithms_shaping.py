@@ -56,7 +56,7 @@ def scores_of(groups: Any) -> Batch:
     return [[m.score.value if m.score.ok else None for m in one.members] for one in groups]
 
 
-def test_by_default_nothing_changes():
+def test_the_default_shaping_changes_nothing():
     groups = [group([1, None, 3])]
     assert shape_scores(groups, ShapingConfig(), max_tokens=8)[0] is groups[0]
 
@@ -113,9 +113,9 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
 ):
     groups = [group(scores, uid=uid) for uid, scores in enumerate(batch)]
     shaped = normalise_scores(groups, mean_from=mean, std_from=std, clip=clip, running=RUNNING)
-    for found, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
-        assert len(found) == len(expected)
-        for value, wanted in zip(found, expected, strict=True):
+    for actual, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
+        assert len(actual) == len(expected)
+        for value, wanted in zip(actual, expected, strict=True):
             assert (value is None) == (wanted is None)
             if value is not None:
                 assert value == pytest.approx(wanted, rel=1e-9, abs=1e-9)
@@ -176,7 +176,7 @@ def test_running_statistics_keep_their_digits_far_from_zero():
     assert RunningStatistics().updated([1e9, 1e9 + 1, 1e9 + 2]).std == pytest.approx(1)
 
 
-def test_running_statistics_are_asked_for_and_not_made_up():
+def test_missing_running_statistics_are_an_error():
     with pytest.raises(ConfigError, match="and none were given"):
         normalise_scores([group([1, 2])], mean_from="running")
 
@@ -195,7 +195,9 @@ def test_the_length_penalty_grows_over_the_buffer_to_one(length: int, penalty: f
     limit=st.integers(1, 40),
     share=st.floats(0.1, 1),
 )
-def test_a_longer_response_never_loses_less(lengths: tuple[int, int], limit: int, share: float):
+def test_a_longer_response_never_has_a_smaller_penalty(
+    lengths: tuple[int, int], limit: int, share: float
+):
     short, long = (
         soft_length_penalty(length, limit=limit, buffer=share * limit) for length in sorted(lengths)
     )

@@ -93,7 +93,7 @@ def test_there_is_one_host_for_each_distinct_device_in_the_order_of_devices():
     assert str(hosts[2]) == "host 2 (cuda:1: policy 0, generators 1)"
 
 
-def test_a_map_answers_where_a_rank_lives_and_with_whom():
+def test_a_map_has_the_host_of_a_rank_and_the_roles_beside_it():
     devices = device_map(policy="1", generators="2,1")
     assert devices.ranks("generators") == 2
     assert devices.ranks("critic") == 0
@@ -154,8 +154,8 @@ def test_a_rank_that_does_not_exist_is_named():
     ],
 )
 def test_the_phases_of_a_step_follow_from_the_recipe(sections, phases):
-    found = plan_phases(recipe(**sections))
-    assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in found) == phases
+    actual = plan_phases(recipe(**sections))
+    assert " ".join(f"{phase.name}:{','.join(phase.uses)}" for phase in actual) == phases
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def sleeping(roles: dict[str, str], *, max_staleness: float) -> dict[str, str]:
     return {plan.phase.name: ", ".join(map(str, plan.sleeps)) for plan in plans}
 
 
-def test_a_policy_that_is_to_sleep_does_so_in_phases_that_do_not_use_it():
+def test_a_sleeping_policy_sleeps_in_phases_that_do_not_use_it():
     roles = device_map(policy="0", generators="0")
     phases = [GENERATE, TRAIN, PUBLISH]
     plans = plan_residency(roles, phases, policy_sleeps=True)
     asleep = {plan.phase.name for plan in plans if RoleRank("policy", 0) in plan.sleeps}
     assert asleep == {"generate"}
-    apart = device_map(policy="0", generators="1")
-    assert not any(plan.sleeps for plan in plan_residency(apart, phases, policy_sleeps=True))
+    separate = device_map(policy="0", generators="1")
+    assert not any(plan.sleeps for plan in plan_residency(separate, phases, policy_sleeps=True))
 
 
 def test_on_one_gpu_roles_take_turns_with_the_memory():
@@ -250,7 +250,7 @@ def test_the_description_shows_hosts_phases_and_timeline():
     ]
 
 
-def test_hosts_and_ranks_that_are_alike_share_a_line():
+def test_equal_hosts_and_ranks_share_a_line():
     text = describe_plan(
         recipe(
             devices={"policy": "0-7", "generators": "0-7", "reference": "4-7"},
@@ -268,11 +268,13 @@ def test_hosts_and_ranks_that_are_alike_share_a_line():
     assert max(map(len, tables)) <= 80
 
 
-def test_numbers_are_told_as_ranges():
+def test_device_numbers_are_printed_as_ranges():
     assert numbers_to_ranges([0, 1, 2, 6, 8, 9]) == "0-2,6,8-9"
 
 
-def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp_path: Path):
+def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_allows(
+    tmp_path: Path,
+):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, "num_experts": 6}))
     text = describe_plan(
@@ -308,6 +310,6 @@ def test_the_description_says_what_ranks_divide_and_what_the_model_lets_them(tmp
         ({"pipeline": "sft"}, "turns: the policy trains"),
     ],
 )
-def test_the_timeline_says_whether_generation_overlaps_training(sections, timeline):
+def test_the_timeline_shows_whether_generation_overlaps_training(sections, timeline):
     last = describe_plan(recipe(**sections)).splitlines()[-1]
     assert last.startswith(f"timeline  {timeline}")

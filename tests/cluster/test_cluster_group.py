@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
@@ -30,7 +31,7 @@ COUNTER = "counter_role:make_counter"
 def ray_on_this_machine():
     import ray
 
-    from rollick.cluster.pool import start_ray
+    from rollick.cluster.ray_start import start_ray
 
     # Ray's processes inherit the environment: a worker imports counter_role from this folder.
     with pytest.MonkeyPatch.context() as patch:
@@ -90,6 +91,9 @@ async def test_roles_on_one_device_share_a_process_and_see_those_built_before(gr
     assert policy[3] == first[3]
     assert (second[3] == first[3]) == (backend == "inline")
     assert (policy[3] == os.getpid()) == (backend == "inline")
+    named = {"policy 0": policy[3], "generators 0": first[3]}
+    named |= {"generators 1": second[3], "reference 0": second[3]}
+    assert group.worker_processes() == ({} if backend == "inline" else named)
 
 
 async def test_calls_of_every_shape_return_their_results(group):
@@ -112,7 +116,7 @@ async def test_parts_and_ranks_that_do_not_fit_are_refused(group):
         await group.call("policy", "subtract")
 
 
-async def test_a_slow_call_holds_nobody_up_and_can_be_cancelled(group):
+async def test_a_slow_call_blocks_no_other_and_can_be_cancelled(group):
     _, cancelled = await group.call("generators", "waiting")
     slow = asyncio.create_task(group.call("generators", "wait", 60.0))
     blocked = asyncio.create_task(group.call("policy", "block", 1.0))
@@ -126,7 +130,7 @@ async def test_a_slow_call_holds_nobody_up_and_can_be_cancelled(group):
     assert await blocked == "blocked"
 
 
-async def test_a_call_past_its_deadline_fails_and_is_cancelled_there(group):
+async def test_a_call_past_its_deadline_fails_and_is_cancelled_in_the_worker(group):
     _, cancelled = await group.call("generators", "waiting")
     with pytest.raises(WorkerError, match=r"generators 0 on host 0 .* 'wait' within 0\.2 s"):
         await group.call("generators", "wait", 60.0, timeout_s=0.2)
@@ -155,7 +159,7 @@ async def test_errors_of_rollick_travel_as_they_are(group):
 
 
 @pytest.mark.parametrize("method", ["divide", "divide_async"])
-async def test_other_errors_name_role_host_and_method_and_bring_their_traceback(group, method):
+async def test_other_errors_name_role_host_and_method_and_include_their_traceback(group, method):
     with pytest.raises(WorkerError) as caught:
         await group.call("generators", method, rank=1)
     first, *story = str(caught.value).splitlines()
@@ -198,7 +202,7 @@ async def test_a_role_without_a_spec_is_named():
             pytest.fail("the group opened")
 
 
-async def test_a_worker_gets_variables_survives_an_interrupt_and_a_bad_answer(
+async def test_a_worker_gets_variables_and_survives_an_interrupt_and_an_invalid_reply(
     ray_on_this_machine, monkeypatch
 ):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
@@ -236,6 +240,49 @@ async def test_a_dead_worker_is_an_error_that_names_host_and_roles(ray_on_this_m
         assert await group.call("generators", "add", rank=1) == 1
 
 
+async def test_a_lost_worker_is_replaced_by_a_spare_that_has_imported(
+    ray_on_this_machine, monkeypatch
+):
+    from rollick.cluster import pool
+
+    monkeypatch.setattr(pool, "SPARE_DELAY_S", 0)
+    cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
+    specs = [RoleSpec("policy", COUNTER)]
+    async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
+        spares = group._transport._spares
+        for _ in range(2):
+            spare = await spare_process(spares)
+            assert spare not in group.worker_processes().values()
+            with pytest.raises(WorkerError, match="was lost"):
+                await group.call("policy", "die")
+            await group.restart("policy", 0)
+            assert group.worker_processes() == {"policy 0": spare}
+            assert (await group.call("policy", "where"))[3] == spare
+
+
+async def test_a_spare_that_is_stopped_is_not_used(ray_on_this_machine, monkeypatch):
+    from rollick.cluster import pool
+
+    monkeypatch.setattr(pool, "SPARE_DELAY_S", 0)
+    cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
+    specs = [RoleSpec("policy", COUNTER)]
+    async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
+        spare = await spare_process(group._transport._spares)
+        os.kill(spare, signal.SIGSTOP)
+        while not is_stopped(spare):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await group.restart("policy", 0)
+        assert (await group.call("policy", "where"))[3] != spare
+
+
+async def spare_process(spares) -> int:
+    """The process of the only spare, when it has imported."""
+    async with asyncio.timeout(30):
+        while not spares._idle.get("cpu"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return (await spares._idle["cpu"][0][1]).pid
+
+
 async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_this_machine):
     cluster = ClusterConfig(place_timeout_s=1, cpus_per_worker=0.5)
     begin = time.monotonic()
@@ -251,7 +298,7 @@ async def test_a_worker_that_cannot_be_placed_fails_within_its_deadline(ray_on_t
     )
 
 
-async def test_what_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
+async def test_a_placement_that_this_machine_can_never_hold_is_refused_at_once(ray_on_this_machine):
     from rollick.cluster.pool import check_totals
 
     hosts = device_map(policy="cpu", generators="0-1").hosts()

@@ -3,7 +3,8 @@ import time
 
 import pytest
 
-from rollick.cluster.pool import check_address, worker_environment
+from rollick.cluster.pool import worker_environment
+from rollick.cluster.ray_start import check_address
 from rollick.errors import PlacementError
 
 
@@ -13,7 +14,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def test_an_address_that_nobody_serves_fails_at_once():
+def test_an_address_without_a_server_fails_at_once():
     address = f"127.0.0.1:{free_port()}"
     begin = time.monotonic()
     with pytest.raises(PlacementError, match=f"no Ray cluster answers at {address}"):
@@ -33,7 +34,7 @@ def test_an_address_that_cannot_work_is_refused(address, message):
         check_address(address)
 
 
-def test_given_variables_win_over_those_that_rollick_sets(monkeypatch):
+def test_given_variables_override_those_that_rollick_sets(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     assert worker_environment(threads=2, env={}) == {"OMP_NUM_THREADS": "2"}
     assert worker_environment(threads=0, env={}) == {}

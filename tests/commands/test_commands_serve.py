@@ -49,7 +49,7 @@ async def test_a_signal_ends_an_engines_start_that_hangs(
     assert announced == []
 
 
-async def test_an_engine_that_does_not_start_says_why(
+async def test_the_error_of_an_engine_that_does_not_start_has_the_reason(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fail(*args: Any, **options: Any) -> Any:

@@ -28,7 +28,8 @@ folder = supervise.SHARED_MEMORY = Path(sys.argv[1])
 memory_kills.VMSTAT = folder / "vmstat"
 def command(resume):
     return [sys.executable, "-I", str(folder / "child.py"), "resume" if resume else "new"]
-runs = supervise.RunSupervisor(command, folder, restarts=int(sys.argv[2]))
+standby = supervise.Standby(lambda: [*command(True), "wait"]) if "standby" in sys.argv else None
+runs = supervise.RunSupervisor(command, folder, restarts=int(sys.argv[2]), standby=standby)
 sys.exit(runs.run(resume=False))
 """
 
@@ -38,6 +39,11 @@ sys.path[:0] = PATHS
 folder = os.path.dirname(os.path.abspath(__file__))
 os.chdir(folder)
 plan = json.load(open("plan.json"))
+if sys.argv[2:] == ["wait"]:
+    open("standby.txt", "a").write(f"{os.getpid()} ")
+    if os.path.exists("no_standby") or not sys.stdin.readline():
+        sys.exit(1)
+    sys.argv[1] = "standby"
 attempts = open("attempts.txt").read().split() if os.path.exists("attempts.txt") else []
 open("attempts.txt", "a").write(sys.argv[1] + "\\n")
 open("recipe.yaml", "a").close()
@@ -68,6 +74,8 @@ if "save" in action:
 for step in action.get("log", []):
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\\n")
+while "until" in action and not os.path.exists(action["until"]):
+    time.sleep(0.02)
 open("ready.txt", "a").write("x")
 if "signal" in action:
     os.kill(os.getpid(), action["signal"])
@@ -77,18 +85,25 @@ sys.exit(action.get("exit", 0))
 """
 
 
-def start(folder: Path, *plan: dict[str, Any], restarts: int = 3, delay_s: float = 0.01) -> Any:
+def start(
+    folder: Path,
+    *plan: dict[str, Any],
+    restarts: int = 3,
+    delay_s: float = 0.01,
+    standby: bool = False,
+) -> Any:
     paths = [path for path in sys.path if path]
     (folder / "child.py").write_text(CHILD.replace("PATHS", repr(paths)))
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), str(delay_s)]
+    command += ["standby"] if standby else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def supervise(folder: Path, *plan: dict[str, Any], restarts: int = 3) -> tuple[int, str]:
+def supervise(folder: Path, *plan: dict[str, Any], **options: Any) -> tuple[int, str]:
     """Exit code and messages of a supervisor whose run does the actions one after another."""
-    with start(folder, *plan, restarts=restarts) as process:
+    with start(folder, *plan, **options) as process:
         _, messages = process.communicate(timeout=60)
     return process.returncode, messages
 
@@ -119,6 +134,7 @@ def test_a_run_that_ended_for_good_is_not_started_again(tmp_path: Path, code: in
         ({"signal": signal.SIGKILL}, "killed by SIGKILL", "killed"),
         ({"signal": signal.SIGSEGV}, "killed by SIGSEGV", "killed"),
         ({"signal": signal.SIGTERM}, "killed by SIGTERM", "killed"),  # Not sent by us.
+        ({"signal": signal.SIGSTOP}, "stopped by a signal, and killed for that", "hung"),
     ],
 )
 def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
@@ -140,7 +156,7 @@ def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
     assert fault.redone_steps == 1
 
 
-def test_a_run_that_was_killed_for_lack_of_memory_is_said_to_be(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_for_lack_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
     code, messages = supervise(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
     assert code == 0
@@ -253,6 +269,62 @@ def test_a_run_whose_supervisor_was_killed_gets_a_signal_to_save(tmp_path: Path)
         process.kill()
         process.communicate(timeout=60)
         wait_until(lambda: not is_running(run))
+
+
+PROGRESS = {"save": 1, "log": [1]}
+
+
+def standbys(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "standby.txt").read_text().split()]
+
+
+def test_a_standby_resumes_a_crashed_run_and_the_next_one_ends_with_it(tmp_path: Path) -> None:
+    first = {**PROGRESS, "until": "standby.txt", "signal": 9}
+    again = {"save": 2, "log": [2], "until": "standby.txt", "leave": True}
+    code, messages = supervise(tmp_path, first, again, standby=True)
+    assert code == 0, messages
+    assert attempts(tmp_path) == ["new", "standby"]
+    assert [pid for pid in standbys(tmp_path) if Path(f"/proc/{pid}").exists()] == []
+    assert [fault.rejoined_at is None for fault in read_faults(tmp_path)] == [False]
+
+
+def test_without_progress_there_is_no_standby(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"signal": 9}, {"exit": 0}, standby=True)[0] == 0
+    assert attempts(tmp_path) == ["new", "resume"]
+    assert not (tmp_path / "standby.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_standby_that_does_not_work_is_not_used(tmp_path: Path, number: int) -> None:
+    first = {**PROGRESS, "until": "go", "signal": 9}
+    with start(tmp_path, first, {"exit": 0}, standby=True) as process:
+        wait_until(lambda: (tmp_path / "standby.txt").exists() and standbys(tmp_path))
+        os.kill(standbys(tmp_path)[0], number)
+        time.sleep(0.05)  # Until the signal has had its effect.
+        (tmp_path / "go").touch()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert attempts(tmp_path) == ["new", "resume"]
+
+
+def test_a_standby_that_ends_by_itself_is_not_started_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "no_standby").touch()
+    with start(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
+        wait_until((tmp_path / "standby.txt").exists)
+        time.sleep(2.5)  # Two more looks.
+        process.send_signal(signal.SIGTERM)
+        _, messages = process.communicate(timeout=60)
+    assert len(standbys(tmp_path)) == 1
+    assert "the standby ended by itself" in messages
+
+
+def test_a_standby_whose_supervisor_was_killed_ends(tmp_path: Path) -> None:
+    with start(tmp_path, {**PROGRESS, "wait": True}, standby=True) as process:
+        wait_until(lambda: (tmp_path / "standby.txt").exists() and standbys(tmp_path))
+        (standby,) = [each for each in find_descendants() if each.pid == standbys(tmp_path)[0]]
+        process.kill()
+        process.communicate(timeout=60)
+        wait_until(lambda: not is_running(standby))
 
 
 def test_a_supervisor_loads_no_torch_and_is_small() -> None:

@@ -104,7 +104,7 @@ def test_a_domain_that_learns_from_a_teacher_alone_needs_no_reward() -> None:
     assert problems(data={"domains": domains}, rollout=rollout, teacher=TEACHER) == []
 
 
-def test_an_algorithm_that_no_domain_uses_is_not_judged() -> None:
+def test_an_algorithm_that_no_domain_uses_is_not_checked() -> None:
     own = {**SUMS, "algorithm": {"advantage": "reinforce"}}
     rollout = {"group_size": 1, "drop_no_signal": False}
     assert problems(data={"domains": {"sums": own}}, rollout=rollout) == []
@@ -119,7 +119,7 @@ def test_pairs_are_learned_from_by_dpo_and_ipo(loss: Any) -> None:
     assert problems(pipeline="dpo", data=data) == []
 
 
-def test_completions_are_distilled_on_by_any_divergence() -> None:
+def test_completions_are_distilled_with_any_divergence() -> None:
     data = {"domains": {"sums": {"source": "object:rows", "completion": "answer"}}}
     loss = {"name": "distillation", "divergence": "skewed_reverse", "skew": 0.2}
     sections = {"algorithm": {"loss": loss, "aggregation": "fixed_length"}, "teacher": TEACHER}

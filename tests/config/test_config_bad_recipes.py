@@ -65,9 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("text", "messages"), cases(), ids=lambda part: str(part)[:60])
-def test_a_wrong_recipe_is_answered_in_these_words(
-    text: str, messages: list[str], folder: Path
-) -> None:
+def test_a_wrong_recipe_gets_these_messages(text: str, messages: list[str], folder: Path) -> None:
     model = "" if "model:" in text else MODEL
     data = "" if "data:" in text else DATA
     is_section = not text.startswith("-")
@@ -83,6 +81,6 @@ def test_the_table_has_all_its_cases() -> None:
     assert len(cases()) >= 110
 
 
-def test_what_surrounds_the_cases_is_right(folder: Path) -> None:
+def test_the_text_around_the_cases_is_right(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(MODEL + DATA)
     assert load_recipe(Path("recipe.yaml")).recipe.model.path == "tiny"

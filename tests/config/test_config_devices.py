@@ -1,4 +1,4 @@
-"""Device lists: the grammar, and what is said of everything else."""
+"""Device lists: the grammar, and the errors for everything else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_device_list_names_these_devices(text: str, devices: list[str]) -> Non
 @pytest.mark.parametrize(
     "text", ["", "x", "0-", "-1", "0,", "cpu:", "cpu3", "cpu-1", "1.5", "0 1", "cpu:0-", "²", "٣"]
 )
-def test_junk_is_refused_with_the_grammar(text: str) -> None:
+def test_an_invalid_device_list_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a device. write GPUs as 0, 0-3 or 0-3,6"):
         parse_devices(text)
 
@@ -37,7 +37,7 @@ def test_junk_is_refused_with_the_grammar(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "fix"), [("3-1", "1-3"), ("cpu:3-1", "cpu:1-3"), ("0,003-001", "1-3")]
 )
-def test_a_backward_range_is_refused_with_the_right_way_round(text: str, fix: str) -> None:
+def test_a_backward_range_is_refused_with_the_corrected_range(text: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_devices(text)
     assert caught.value.fix == f"write it as {fix}"

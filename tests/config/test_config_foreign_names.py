@@ -49,7 +49,7 @@ def problem(recipe: dict[str, Any]) -> str:
         ({**RLVR, "beta": 0.1}, "beta'; here it is algorithm.kl.coefficient"),
     ],
 )
-def test_the_name_of_another_library_is_answered_with_ours(
+def test_the_name_of_another_library_gets_a_message_with_ours(
     recipe: dict[str, Any], ours: str
 ) -> None:
     assert f"unknown key '{ours}" in problem(recipe)

@@ -50,7 +50,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
     return [line.strip() for line in lines[1:]]
 
 
-def test_a_recipe_knows_its_folder_and_its_whole_text(folder: Path) -> None:
+def test_a_recipe_knows_its_folder_and_its_full_text(folder: Path) -> None:
     loaded = load(folder, "run: {steps: 7}\n")
     assert loaded.base == folder
     assert loaded.recipe.run.steps == 7
@@ -84,14 +84,14 @@ def test_a_relative_path_gives_an_absolute_base(
     ],
 )
 def test_an_override_sets_a_value(folder: Path, override: str, path: str, value: object) -> None:
-    found: Any = load(folder, "", override).recipe
+    actual: Any = load(folder, "", override).recipe
     for part in path.split("."):
-        found = found[part] if isinstance(found, dict) else getattr(found, part)
+        actual = actual[part] if isinstance(actual, dict) else getattr(actual, part)
     if path.endswith("rewards"):
-        assert (found[0].name, found[0].weight) == ("exact_match", 2)
+        assert (actual[0].name, actual[0].weight) == ("exact_match", 2)
     else:
-        assert found == value
-        assert type(found) is type(value)
+        assert actual == value
+        assert type(actual) is type(value)
 
 
 def test_a_later_override_wins_over_an_earlier_one_and_the_file(folder: Path) -> None:
@@ -144,7 +144,9 @@ def test_naming_another_part_drops_the_options_of_the_one_before(folder: Path) -
         ),
     ],
 )
-def test_a_wrong_override_is_named_as_the_place(folder: Path, override: str, message: str) -> None:
+def test_a_wrong_override_is_named_as_the_location(
+    folder: Path, override: str, message: str
+) -> None:
     assert problems(folder, "", override) == [f"override {override}: {message}"]
 
 
@@ -186,8 +188,8 @@ data:
     more: {source: sums.jsonl, rewards: [exact_match], shair: 2}
 model: {path: tiny}
 """
-    found = problems(folder, text, "run.steps=0")
-    assert [line.split(": ")[1] for line in found] == [
+    actual = problems(folder, text, "run.steps=0")
+    assert [line.split(": ")[1] for line in actual] == [
         "rollout.group_sise",
         "rollout.max_staleness",
         "evaluate.samples",
@@ -196,8 +198,8 @@ model: {path: tiny}
         "data.domains.more.shair",
         "run.steps",
     ]
-    assert found[0].startswith("recipe.yaml:2:3: ")
-    assert found[-1].startswith("override run.steps=0: ")
+    assert actual[0].startswith("recipe.yaml:2:3: ")
+    assert actual[-1].startswith("override run.steps=0: ")
 
 
 def test_one_mistake_is_one_problem(folder: Path) -> None:
@@ -206,7 +208,7 @@ def test_one_mistake_is_one_problem(folder: Path) -> None:
     assert len(problems(folder, text)) == 1
 
 
-def test_extends_lays_a_recipe_on_top_of_another(folder: Path) -> None:
+def test_extends_merges_a_recipe_into_another(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "run: {steps: 3, seed: 4}\nsampling: {stop: [a]}\n")
     (folder / "recipe.yaml").write_text(
         "extends: base.yaml\nrun: {steps: 5}\nsampling: {stop: [b, c]}\n"
@@ -215,7 +217,7 @@ def test_extends_lays_a_recipe_on_top_of_another(folder: Path) -> None:
     assert (recipe.run.steps, recipe.run.seed, recipe.sampling.stop) == (5, 4, ("b", "c"))
 
 
-def test_extends_goes_through_several_files_and_folders(folder: Path) -> None:
+def test_extends_works_through_several_files_and_folders(folder: Path) -> None:
     (folder / "deep").mkdir()
     (folder / "deep" / "a.yaml").write_text(PLAIN + "run: {steps: 1, seed: 1, name: a}\n")
     (folder / "deep" / "b.yaml").write_text("extends: a.yaml\nrun: {steps: 2, seed: 2}\n")
@@ -224,18 +226,18 @@ def test_extends_goes_through_several_files_and_folders(folder: Path) -> None:
     assert (run.name, run.seed, run.steps) == ("a", 2, 3)
 
 
-def test_extends_replaces_a_part_that_is_named_anew(folder: Path) -> None:
+def test_extends_replaces_a_part_with_another_name(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "algorithm: {loss: {name: dppo_tv, delta: 0.1}}\n")
-    for said, expected in (
+    for value, expected in (
         ("{loss: ppo}", PpoLoss()),
         ("{loss: {name: ppo, clip_low: 0.1}}", PpoLoss(clip_low=0.1)),
         ("{loss: {max_ratio: 5}}", DppoTvLoss(delta=0.1, max_ratio=5)),
     ):
-        (folder / "recipe.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
+        (folder / "recipe.yaml").write_text(f"extends: base.yaml\nalgorithm: {value}\n")
         assert load_recipe(folder / "recipe.yaml").recipe.algorithm.loss == expected
 
 
-def test_a_problem_is_placed_in_the_file_where_it_was_said(folder: Path) -> None:
+def test_a_problem_names_the_file_that_has_the_value(folder: Path) -> None:
     (folder / "base.yaml").write_text(PLAIN + "run: {stepz: 3}\n")
     assert problems(folder, "extends: base.yaml\nrun: {sead: 4}\nmodel: {}\n") == [
         "base.yaml:7:7: run.stepz: unknown key 'stepz'; did you mean 'steps'?",
@@ -243,10 +245,10 @@ def test_a_problem_is_placed_in_the_file_where_it_was_said(folder: Path) -> None
     ]
 
 
-def test_a_broken_base_does_not_flood_the_answer(folder: Path) -> None:
+def test_a_broken_base_causes_no_further_problems(folder: Path) -> None:
     (folder / "base.yaml").write_text("run: [\n")
-    found = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
-    assert [line.split(": ")[0] for line in found] == [
+    actual = problems(folder, "extends: base.yaml\nmodel: {pth: x}\n")
+    assert [line.split(": ")[0] for line in actual] == [
         "base.yaml:2:1",
         "recipe.yaml:1:10",
         "recipe.yaml:2:9",
@@ -288,14 +290,14 @@ def test_aliases_that_multiply_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", None])
-def test_a_file_that_cannot_be_read_says_so(folder: Path, content: bytes | None) -> None:
+def test_an_unreadable_file_is_reported(folder: Path, content: bytes | None) -> None:
     if content is not None:
         (folder / "recipe.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"recipe\.yaml: cannot be read"):
         load_recipe(folder / "recipe.yaml")
 
 
-def test_an_empty_file_says_what_is_needed(folder: Path) -> None:
+def test_the_error_of_an_empty_file_names_the_required_keys(folder: Path) -> None:
     (folder / "recipe.yaml").write_text("# nothing\n")
     with pytest.raises(ConfigError) as caught:
         load_recipe(folder / "recipe.yaml")
@@ -311,7 +313,7 @@ def test_a_recipe_from_python_takes_objects_by_name() -> None:
     assert loaded.base == Path.cwd()
 
 
-def test_a_wrong_recipe_from_python_names_the_call_as_the_place() -> None:
+def test_a_wrong_recipe_from_python_names_the_call_as_the_location() -> None:
     with pytest.raises(ConfigError) as caught:
         recipe_from_dict(plain(rollout={"group_sise": 4}), origin="rollick.train(...)")
     assert str(caught.value).splitlines() == [
@@ -323,12 +325,12 @@ def test_a_wrong_recipe_from_python_names_the_call_as_the_place() -> None:
     ]
 
 
-def test_an_unknown_object_is_answered_with_the_known_ones() -> None:
+def test_an_unknown_object_gets_a_message_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"there is no object:rows; there are: object:prompts"):
         recipe_from_dict(plain(), objects={"prompts"})
 
 
-def test_rules_can_be_left_out_for_a_recipe_of_the_past(folder: Path) -> None:
+def test_rules_can_be_skipped_for_an_old_recipe(folder: Path) -> None:
     (folder / "recipe.yaml").write_text(PLAIN.replace("sums.jsonl", "gone.jsonl"))
     assert load_recipe(folder / "recipe.yaml", check=False).recipe.model.path == "tiny"
     with pytest.raises(ConfigError, match=r"there is no file 'gone.jsonl'"):
@@ -383,7 +385,7 @@ def paths(section: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str
     return [where for where, _ in inside] + deeper
 
 
-WHOLE = parse_recipe(plain()).model_dump(mode="json")
+COMPLETE = parse_recipe(plain()).model_dump(mode="json")
 JUNK = st.recursive(
     SCALARS | st.sampled_from(["${", "${run.name}", "a:b", "mine.py:x", "object:x", "hub:"]),
     lambda inner: (
@@ -395,9 +397,9 @@ JUNK = st.recursive(
 
 
 @settings(derandomize=True, max_examples=60, deadline=None)
-@given(changes=st.lists(st.tuples(st.sampled_from(paths(WHOLE)), JUNK), min_size=1, max_size=3))
-def test_junk_anywhere_is_answered_in_our_words(changes: list[tuple[Any, Any]]) -> None:
-    data: dict[str, Any] = copy.deepcopy(WHOLE)
+@given(changes=st.lists(st.tuples(st.sampled_from(paths(COMPLETE)), JUNK), min_size=1, max_size=3))
+def test_invalid_values_anywhere_get_a_clear_error(changes: list[tuple[Any, Any]]) -> None:
+    data: dict[str, Any] = copy.deepcopy(COMPLETE)
     for path, value in changes:
         target: Any = data
         for part in path[:-1]:

@@ -17,7 +17,7 @@ def nested(path: list[str], value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_an_old_key_is_answered_with_the_new_one(old: str) -> None:
+def test_an_old_key_gets_a_message_with_the_new_one(old: str) -> None:
     path = old.replace("data.*.*", "data.domains.mine").split(".")
     recipe: dict[str, Any] = {"pipeline": "agentic", "model": {"path": "x"}} | nested(path, 1)
     if path[0] != "data":

@@ -159,14 +159,14 @@ def test_a_check_imports_nothing_of_a_package_and_a_deep_one_does(
     text = "algorithm: {loss: climb, aggregation: every_sample}\nobserve: {sinks: [paper]}\n"
     loaded = load(tmp_path, text, reward="shout")
     assert "acme_parts" not in sys.modules
-    found = check_recipe(loaded, deep=True)
+    actual = check_recipe(loaded, deep=True)
     assert "acme_parts.parts" in sys.modules
-    assert [(problem.path, problem.message) for problem in found] == [
+    assert [(problem.path, problem.message) for problem in actual] == [
         ("observe.sinks.0", "acme_parts.parts has no 'Paper'")
     ]
 
 
-def test_a_misspelt_name_is_answered_with_that_of_a_package(
+def test_a_misspelt_name_gets_a_message_with_that_of_a_package(
     install: Install, tmp_path: Path
 ) -> None:
     install()
@@ -228,7 +228,9 @@ def test_a_package_installed_twice_is_one_package(install: Install, tmp_path: Pa
         sys.path.remove(str(tmp_path / "twice"))
 
 
-def test_an_entry_point_that_names_no_function_says_so(install: Install, tmp_path: Path) -> None:
+def test_an_entry_point_that_names_no_function_is_an_error(
+    install: Install, tmp_path: Path
+) -> None:
     install()
     assert problems(tmp_path, "algorithm: {loss: whole_module}\n") == [
         "recipe.yaml:1:19: algorithm.loss: 'whole_module' of the losses is registered as "

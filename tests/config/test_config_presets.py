@@ -28,8 +28,8 @@ PLAIN = (
 )
 
 
-def algorithm(**said: Any) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(said)
+def algorithm(**settings: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(settings)
 
 
 def load(folder: Path, text: str, *overrides: str) -> LoadedRecipe:
@@ -49,11 +49,11 @@ def test_a_preset_is_described_and_names_parts_of_the_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_what_the_loaded_section_has(name: str) -> None:
+def test_a_preset_has_the_values_of_the_loaded_section(name: str) -> None:
     section = algorithm(preset=name).model_dump()
     assert section["preset"] == name
-    for key, said in PRESETS[name].settings.items():
-        inside = said.items() if isinstance(said, dict) else [(None, said)]
+    for key, settings in PRESETS[name].settings.items():
+        inside = settings.items() if isinstance(settings, dict) else [(None, settings)]
         for option, value in inside:
             assert (section[key][option] if option else section[key]) == value
 
@@ -91,7 +91,7 @@ def test_dppo_is_the_default() -> None:
     assert algorithm(preset="dppo").model_copy(update={"preset": None}) == AlgorithmConfig()
 
 
-def test_what_is_said_goes_over_the_preset_key_by_key() -> None:
+def test_given_keys_override_the_preset_one_by_one() -> None:
     made = algorithm(
         preset="dapo",
         loss={"clip_high": 0.3},
@@ -140,8 +140,8 @@ def test_the_dumped_recipe_has_every_value_and_loads_to_an_equal_one(
 
 
 def test_a_domain_can_have_a_preset_of_its_own(tmp_path: Path) -> None:
-    said = "data.domains.sums.algorithm"
-    mine = load(tmp_path, "algorithm: grpo\n", f"{said}=dapo", f"{said}.loss.clip_high=0.4").recipe
+    key = "data.domains.sums.algorithm"
+    mine = load(tmp_path, "algorithm: grpo\n", f"{key}=dapo", f"{key}.loss.clip_high=0.4").recipe
     assert mine.algorithm.preset == "grpo"
     own = mine.data.domains["sums"].algorithm
     assert own == algorithm(preset="dapo", loss={"clip_high": 0.4})
@@ -163,23 +163,23 @@ def test_a_domain_can_have_a_preset_of_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_naming_another_preset_drops_what_went_over_the_one_before(
+def test_naming_another_preset_drops_the_overrides_of_the_previous_one(
     tmp_path: Path, text: str, overrides: list[str], expected: Any
 ) -> None:
     loaded = load(tmp_path, text, *overrides)
     assert loaded.recipe.algorithm.loss == (expected or PpoLoss(clip_high=0.28))
 
 
-def test_a_recipe_goes_over_the_preset_of_the_one_that_it_extends(tmp_path: Path) -> None:
+def test_a_recipe_overrides_the_preset_of_the_recipe_that_it_extends(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(PLAIN + "algorithm: dapo\n")
-    for said, expected in (
+    for settings, expected in (
         ("{loss: {clip_low: 0.1}}", algorithm(preset="dapo", loss={"clip_low": 0.1})),
         ("{advantage: dr_grpo}", algorithm(preset="dapo", advantage="dr_grpo")),
         ("gspo", algorithm(preset="gspo")),
     ):
-        (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {said}\n")
-        found = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
-        assert found == expected
+        (tmp_path / "top.yaml").write_text(f"extends: base.yaml\nalgorithm: {settings}\n")
+        actual = load_recipe(tmp_path / "top.yaml", objects={"rows"}).recipe.algorithm
+        assert actual == expected
     assert algorithm(preset="dapo", advantage="dr_grpo").advantage == BaselineAdvantage()
 
 
@@ -189,7 +189,7 @@ def test_rloo_is_on_policy_only(tmp_path: Path) -> None:
     assert load(tmp_path, "algorithm: rloo\n").recipe.algorithm.loss.name == "reinforce"
 
 
-def test_an_unknown_preset_of_a_domain_is_placed_there() -> None:
+def test_an_unknown_preset_of_a_domain_is_reported_at_its_line() -> None:
     domain = {"source": "object:rows", "rewards": ["contains"], "algorithm": "dapoo"}
     with pytest.raises(ConfigError) as caught:
         recipe_from_dict(

@@ -74,7 +74,7 @@ def test_a_module_of_a_package_is_found_without_importing_it(mine: Path) -> None
     assert read_reference("math:sin", mine).kind == "other"
 
 
-def test_a_missing_name_is_answered_with_what_is_there(mine: Path) -> None:
+def test_a_missing_name_gets_a_message_with_the_existing_ones(mine: Path) -> None:
     (mine / "small.py").write_text("def one(): ...\ndef _two(): ...\n")
     with pytest.raises(ConfigError) as caught:
         read_reference("small.py:absent", mine)
@@ -95,9 +95,9 @@ def test_only_a_deep_check_imports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     loaded = load_recipe(tmp_path / "recipe.yaml")
     assert check_recipe(loaded) == []
-    found = [str(problem) for problem in check_recipe(loaded, deep=True)]
+    actual = [str(problem) for problem in check_recipe(loaded, deep=True)]
     expected = (
         f"{tmp_path}/recipe.yaml:2:55: data.domains.sums.rewards.0: importing mine.py:reward "
         "failed: ModuleNotFoundError: No module named 'no_such_module'"
     )
-    assert expected in found
+    assert expected in actual

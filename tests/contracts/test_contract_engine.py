@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.errors import EngineError, WeightError
-from rollick.infer.engine import Capability, Engine, StopRules
+from rollick.errors import EngineCorrupt, EngineError, WeightError
+from rollick.infer.engine import Capability, Engine, StopRules, SupportsWeightCheck
 from rollick.infer.native.engine import NativeEngine
+from rollick.infer.vllm.weight_staging import stage_file
+from rollick.infer.vllm.worker import write_bundle
 from rollick.models.loading.load import fingerprint
 from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 from rollick.types import (
@@ -450,6 +452,47 @@ async def test_after_sleep_and_wake_an_engine_generates_the_same(factory, folder
         assert not task.done()
         await engine.wake()
         assert (await task).token_ids.tolist() == before.token_ids.tolist()
+
+
+async def test_an_engine_whose_weights_only_updates_change_passes_every_check(factory, folder):
+    async with _open(factory, folder) as engine:
+        assert isinstance(engine, SupportsWeightCheck)
+        await engine.check_weights()
+        await engine.generate(_request())
+        await engine.check_weights()
+        for version in (1, 2):
+            await engine.update(_weights(version), PolicyVersion(version))
+            await engine.generate(_request())
+            await engine.check_weights()
+        if Capability.SLEEP in engine.capabilities:
+            await engine.sleep()
+            await engine.wake()
+            await engine.check_weights()
+
+
+async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder):
+    async with _open(factory, folder) as engine:
+        await engine.update(_weights(1), PolicyVersion(1))
+        await engine.check_weights()
+        await _flip_byte(engine)
+        with pytest.raises(EngineCorrupt, match="fingerprint"):
+            await engine.check_weights()
+
+
+async def _flip_byte(engine: Any) -> None:
+    """Change one bit of a weight behind the engine's back."""
+    if isinstance(engine, NativeEngine):
+        _flip(engine.module.model.layers[0].mlp.down_proj.weight)
+        return
+    weights = [(name, value.clone()) for name, value in _weights(1)]
+    _flip(dict(weights)["model.norm.weight"])  # On a CPU, vLLM keeps only packed copies of others.
+    with stage_file(sum(value.nbytes for _, value in weights)) as path:
+        write_bundle(weights, path)
+        await engine._client.llm.collective_rpc("rollick_take", args=(path,))
+
+
+def _flip(weight: torch.Tensor) -> None:
+    weight.detach().view(torch.uint8).view(-1)[3] ^= 0x40
 
 
 async def test_a_prompt_that_does_not_fit_raises_with_both_numbers(factory, folder):

@@ -102,7 +102,7 @@ def near(logprobs_N: Any, mask_N: Any, random: np.random.Generator) -> Any:
 
 
 def samples(strategy: LocalStrategy, *, pairs: bool) -> Batch:
-    """Members of a group begin alike; the middle of each answer is an observation, where nothing
+    """Members of a group share a prefix; the middle of each answer is an observation, where nothing
     is known (-inf). All that a loss may look at is there."""
     random = np.random.default_rng(5)
     batch = random_batch(LENGTHS, prompt=PROMPT, seed=2)
@@ -174,16 +174,16 @@ def spreads(batch: Batch, *, pairs: bool) -> Iterator[tuple[str, Cut, list[Batch
 def assert_invariant(
     strategy_of: StrategyOf, objective: LossFn, batch: Batch, *, pairs: bool
 ) -> torch.Tensor:
-    whole, [report] = gradient(strategy_of(Cut(pairs)), objective, [batch])
-    assert torch.isfinite(whole).all()
+    complete_one, [report] = gradient(strategy_of(Cut(pairs)), objective, [batch])
+    assert torch.isfinite(complete_one).all()
     for name, cut, parts in spreads(batch, pairs=pairs):
-        found, reports = gradient(strategy_of(cut), objective, parts)
-        assert (found - whole).norm() / whole.norm() <= 1e-10, name
+        actual, reports = gradient(strategy_of(cut), objective, parts)
+        assert (actual - complete_one).norm() / complete_one.norm() <= 1e-10, name
         assert sum(part.loss for part in reports) == pytest.approx(report.loss, rel=1e-9), name
         for metric, value in report.sums.items():
             total = sum(part.sums.get(metric, 0.0) for part in reports)
             assert total == pytest.approx(value, rel=1e-9, abs=1e-9), (name, metric)
-    return whole
+    return complete_one
 
 
 @pytest.mark.parametrize("aggregation", sorted(NAMES["aggregations"]))
@@ -197,11 +197,13 @@ def test_the_gradient_is_the_same_however_a_batch_is_spread(
     objective, pairs = build_objective(algorithms), loss in PAIRWISE
     strategy = strategy_of(Cut(pairs))
     batch = credited(samples(strategy, pairs=pairs), algorithms)
-    whole = assert_invariant(strategy_of, objective, batch, pairs=pairs)
+    complete_one = assert_invariant(strategy_of, objective, batch, pairs=pairs)
 
     others_N = np.where(batch.component_N == 0, 0.0, batch.weights_N)
     rest, _ = gradient(strategy, objective, [replace(batch, weights_N=others_N)])
-    assert (whole - rest).norm() / whole.norm() > 0.01, "the loss under test hardly counts"
+    assert (complete_one - rest).norm() / complete_one.norm() > 0.01, (
+        "the loss under test hardly counts"
+    )
 
 
 CORRECTIONS: list[dict[str, Any]] = [
@@ -215,7 +217,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @pytest.mark.parametrize("loss", ["ppo", "reinforce", "dppo_tv"])
-def test_corrections_do_not_feel_the_spread_either(
+def test_corrections_do_not_depend_on_the_spread_either(
     strategy_of: StrategyOf, loss: str, correction: dict[str, Any]
 ):
     algorithm = {"loss": loss, "correction": correction, "entropy": 0.02}
@@ -312,6 +314,6 @@ def test_tokens_outside_of_the_mask_change_nothing(strategy_of: StrategyOf, loss
 
     noisy = replace(batch, **{name: poisoned(name) for name in streams})
     clean, _ = gradient(strategy, objective, [batch])
-    found, _ = gradient(strategy, objective, [noisy])
+    actual, _ = gradient(strategy, objective, [noisy])
     assert torch.isfinite(clean).all()
-    assert torch.equal(found, clean)
+    assert torch.equal(actual, clean)

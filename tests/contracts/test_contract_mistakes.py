@@ -70,7 +70,7 @@ ELSEWHERE = {
     ),
     "GAE through padding and observation tokens": (
         "algorithms/test_algorithms_advantages_models.py",
-        "test_gae_goes_neither_through_padding_nor_through_observations",
+        "test_gae_skips_padding_and_observations",
     ),
     "GiGPO that merges equal states of different tasks": (
         "algorithms/test_algorithms_advantages_turns.py",
@@ -92,7 +92,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mistake", ELSEWHERE)
-def test_what_is_tested_elsewhere_is_still_there(mistake: str):
+def test_the_tests_named_for_other_files_exist(mistake: str):
     file, name = ELSEWHERE[mistake]
     tree = ast.parse((TESTS / file).read_text("utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -123,9 +123,9 @@ def gradient_N(batch: Batch, algorithm: dict[str, Any], logprobs_N: Any) -> Any:
     inputs = inputs_of(batch, logprobs_N)
     build_objective(AlgorithmConfig.model_validate(algorithm))(inputs).total.backward()
     assert inputs.logprobs_T.grad is not None
-    found_N = np.zeros(batch.tokens)
-    found_N[batch.loss_mask_N] = inputs.logprobs_T.grad.numpy()
-    return found_N
+    actual_N = np.zeros(batch.tokens)
+    actual_N[batch.loss_mask_N] = inputs.logprobs_T.grad.numpy()
+    return actual_N
 
 
 async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny_folder: Path):
@@ -137,15 +137,15 @@ async def test_engine_and_learner_both_take_log_probs_after_the_temperature(tiny
         shared=learner.module,
         stops=StopRules(),
     )
-    asked = frozen_array([1, 5, 6], np.int32)
+    requested = frozen_array([1, 5, 6], np.int32)
     sampling = Sampling(temperature=0.25, max_tokens=8)
-    drawn = await engine.generate(Request(SampleId(0, 0), asked, sampling, stream=3))
+    drawn = await engine.generate(Request(SampleId(0, 0), requested, sampling, stream=3))
     await engine.close()
-    length = len(asked) + len(drawn.token_ids)
-    mask_N = np.arange(length) >= len(asked)
+    length = len(requested) + len(drawn.token_ids)
+    mask_N = np.arange(length) >= len(requested)
     batch = replace(
-        random_batch([length], prompt=len(asked)),
-        token_ids_N=np.concatenate([asked, drawn.token_ids]),
+        random_batch([length], prompt=len(requested)),
+        token_ids_N=np.concatenate([requested, drawn.token_ids]),
         temperature_B=np.array([0.25]),
     )
     after_N = learner.logprobs(batch)
@@ -189,12 +189,12 @@ def test_a_token_that_is_filtered_out_is_in_neither_sum_nor_mean():
     old_N[np.flatnonzero(mask_N)[1]] = 4.0  # far from mu: icepop drops it
     algorithm = {"loss": "reinforce", "correction": "icepop"}
     batch = credited(groups, algorithm, old_logprobs_N=old_N)
-    found = gradient_N(batch, algorithm, batch.logprobs_N)[mask_N]
+    actual = gradient_N(batch, algorithm, batch.logprobs_N)[mask_N]
     right = np.array([-0.5, 0, -0.5, 0.5, 0.5]) / 4
-    np.testing.assert_allclose(found, right)
+    np.testing.assert_allclose(actual, right)
     in_the_mean, in_both = right * 4 / 5, np.array([-0.5, -0.5, -0.5, 0.5, 0.5]) / 5
     for mistake in (in_the_mean, in_both):
-        assert np.abs(found - mistake).max() > 0.01
+        assert np.abs(actual - mistake).max() > 0.01
 
 
 def test_observations_are_in_neither_sum_nor_mean():
@@ -216,13 +216,13 @@ def test_the_scale_of_the_loss_does_not_depend_on_the_size_of_the_batch(aggregat
     once = [group(scores, uid=0, of=TOY, texts=texts)]
     twice = [*once, group(scores, uid=1, of=TOY, texts=texts)]
     algorithm = {"loss": "reinforce", "aggregation": aggregation}
-    found = [
+    actual = [
         gradient_N(batch, algorithm, batch.logprobs_N)
         for batch in (credited(once, algorithm), credited(twice, algorithm))
     ]
-    folded = found[1].reshape(2, -1)
-    np.testing.assert_allclose(folded.sum(0), found[0], rtol=1e-12)
-    as_a_sum = 2 * found[0]
+    folded = actual[1].reshape(2, -1)
+    np.testing.assert_allclose(folded.sum(0), actual[0], rtol=1e-12)
+    as_a_sum = 2 * actual[0]
     assert not np.allclose(folded.sum(0), as_a_sum)
 
 
@@ -234,23 +234,23 @@ def test_length_weights_are_those_of_the_batch_and_not_of_the_micro_batch(aggreg
         group([0, 1], uid=1, of=TOY, texts=["uv", "xyz"]),
     ]
     batch = credited(groups, algorithm)
-    whole = gradient_N(batch, algorithm, batch.logprobs_N)
+    full = gradient_N(batch, algorithm, batch.logprobs_N)
     parts = [batch.take([0, 1, 2]), batch.take([3])]  # in order, so that gradients just join
 
     def joined(given: Sequence[Batch]) -> Any:
         return np.concatenate([gradient_N(part, algorithm, part.logprobs_N) for part in given])
 
-    np.testing.assert_allclose(joined(parts), whole, rtol=1e-12)
+    np.testing.assert_allclose(joined(parts), full, rtol=1e-12)
     function = resolve_aggregation(aggregation)
     inside = [
         replace(part, weights_N=token_weights(part, function, max_tokens=256) / len(parts))
         for part in parts
     ]
-    assert np.abs(joined(inside) - whole).max() > 0.01
+    assert np.abs(joined(inside) - full).max() > 0.01
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(None, 0.0), (0.6, 0.6)])
-async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
+async def test_validation_is_greedy_unless_its_own_settings_differ(
     temperature: float | None, expected: float
 ):
     recipe = recipe_of(
@@ -272,10 +272,10 @@ async def test_validation_is_greedy_unless_its_own_settings_say_otherwise(
         "view": SimpleNamespace(role=lambda *shown: None, count_samples=lambda *counts: None),
         "status": SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
     }
-    asked_of = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
-    await Evaluator(recipe, **fakes).evaluate(asked_of)
-    asked = {request.sampling for request in engine.requests}
-    assert asked == {Sampling(temperature=expected, max_tokens=5)}
+    prompts = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
+    await Evaluator(recipe, **fakes).evaluate(prompts)
+    requested = {request.sampling for request in engine.requests}
+    assert requested == {Sampling(temperature=expected, max_tokens=5)}
     assert expected != recipe.sampling.temperature
 
 
@@ -295,7 +295,7 @@ print([stream.next().uid for _ in range(24)])
 
 
 def test_ids_orders_and_random_streams_are_the_same_in_every_process():
-    found: list[list[str]] = []
+    actual: list[list[str]] = []
     for salt in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", SEEDS],
@@ -305,9 +305,9 @@ def test_ids_orders_and_random_streams_are_the_same_in_every_process():
             check=True,
             timeout=60,
         )
-        found.append(run.stdout.splitlines())
-    assert found[0][1:] == found[1][1:]
-    assert found[0][0] != found[1][0], "Python's own hash has the same salt in both"
+        actual.append(run.stdout.splitlines())
+    assert actual[0][1:] == actual[1][1:]
+    assert actual[0][0] != actual[1][0], "Python's own hash has the same salt in both"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -381,8 +381,8 @@ def test_a_trust_region_sees_the_staleness_of_a_batch_that_makes_one_step(
     assert batch.old_logprobs_N is not None
     now_N = batch.old_logprobs_N
     on_policy = gradient_N(replace(batch, logprobs_N=now_N), algorithm, now_N)
-    found = gradient_N(batch, algorithm, now_N)
-    assert np.abs(found - on_policy).max() > 0.01
+    actual = gradient_N(batch, algorithm, now_N)
+    assert np.abs(actual - on_policy).max() > 0.01
 
 
 @pytest.mark.parametrize("loss", sorted(ON_OLD_RATIO))
@@ -572,5 +572,5 @@ def test_the_options_of_a_critics_loss_can_be_set_in_a_recipe_and_change_it():
     inputs = ValueInputs(numbers, torch.zeros(2), torch.ones(2), torch.ones(2))
     default = recipe_of(Path("m")).critic.loss
     assert type(default).model_fields.keys() == {"name", "clip"}
-    found = [value(inputs, loss).loss_T.tolist() for loss in (default, recipe.critic.loss)]
-    assert found[0] != found[1]
+    actual = [value(inputs, loss).loss_T.tolist() for loss in (default, recipe.critic.loss)]
+    assert actual[0] != actual[1]

@@ -1,6 +1,6 @@
 """What every TrainStrategy promises. A new strategy joins by one entry in STRATEGIES.
 
-A sharded strategy is on real ranks: `OnRanks` calls all of them alike, as a worker group does.
+A sharded strategy runs on real ranks: `OnRanks` calls all of them, as a worker group does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STRATEGIES = [
 
 LENGTHS = [5, 9, 5, 3]
 OPTIMIZER: dict[str, Any] = {"optimizer": {"lr": 1e-2, "eps": 1e-4}}
-"""eps is large, so that Adam does not blow up gradients that are rounding alone to whole steps: a
+"""eps is large, so that Adam does not blow up gradients that consist of rounding to full steps: a
 router has such ones, for experts that were not chosen."""
 
 
@@ -88,7 +88,7 @@ def build(
 
 
 class OnRanks:
-    """A sharded strategy: every call goes to all ranks, which must answer alike."""
+    """A sharded strategy: every call goes to all ranks, which must return the same."""
 
     numbers = count()
     built: dict[int, FsdpStrategy] = {}  # noqa: RUF012, in the process of a rank
@@ -156,11 +156,11 @@ def test_log_probs_are_those_of_plain_transformers(
 
 def test_any_split_of_a_batch_makes_the_same_step(build: Callable[[], TrainStrategy]):
     batch = random_batch(LENGTHS)
-    whole, parts = build(), build()
-    train(whole, batch)
+    full, parts = build(), build()
+    train(full, batch)
     parts.forward_backward(batch.take([2, 0]), loss)
     train(parts, batch.take([3, 1]))
-    for (name, ours), (_, theirs) in zip(whole.weights(), parts.weights(), strict=True):
+    for (name, ours), (_, theirs) in zip(full.weights(), parts.weights(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 
@@ -172,7 +172,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(build: Callable[[], TrainStrat
     assert fingerprint(strategy.weights()) == before
 
 
-def test_the_weights_of_a_whole_model_are_live_and_stay_where_they_are(dense: Path):
+def test_the_weights_of_a_full_model_are_shared_and_keep_their_addresses(dense: Path):
     """So that an engine in the process can share them; a sharded learner has no module to share."""
     strategy = LocalStrategy(recipe_of(dense, train=OPTIMIZER))
     held = dict(strategy.weights())
@@ -182,7 +182,9 @@ def test_the_weights_of_a_whole_model_are_live_and_stay_where_they_are(dense: Pa
     assert fingerprint(held.items()) != fingerprint(before.items())
 
 
-def test_a_restored_learner_goes_on_bit_for_bit(build: Callable[[], TrainStrategy], tmp_path: Path):
+def test_a_restored_learner_continues_bit_for_bit(
+    build: Callable[[], TrainStrategy], tmp_path: Path
+):
     first = build()
     train(first, random_batch(LENGTHS, seed=0))
     train(first, random_batch(LENGTHS, seed=1))

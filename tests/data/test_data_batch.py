@@ -1,4 +1,4 @@
-"""Batch: samples taken out of it keep their tokens and their weight in the whole."""
+"""Batch: selected samples keep their tokens and their weights of the full batch."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -30,13 +30,13 @@ def batch_of(lengths: list[int]) -> Batch:
     )
 
 
-def test_offsets_say_where_each_sample_begins_and_where_the_last_ends():
+def test_offsets_are_the_start_of_each_sample_and_the_end_of_the_last():
     batch = batch_of([2, 3, 1])
     assert (batch.samples, batch.tokens) == (3, 6)
     assert batch.offsets_B1.tolist() == [0, 2, 5, 6]
 
 
-def test_taken_samples_come_in_the_order_asked_for_with_all_their_streams():
+def test_selected_samples_have_the_requested_order_and_all_their_streams():
     taken = batch_of([2, 3, 1]).take([2, 0])
     assert taken.token_ids_N.tolist() == [5, 0, 1]
     assert taken.versions_N.tolist() == [5, 0, 1]
@@ -48,7 +48,7 @@ def test_taken_samples_come_in_the_order_asked_for_with_all_their_streams():
     assert taken.logprobs_N.dtype == np.float32
 
 
-def test_weights_of_taken_samples_stay_those_of_the_whole_batch():
+def test_selected_samples_keep_their_weights_of_the_full_batch():
     assert batch_of([2, 3, 1]).take([1]).weights_N.tolist() == [1 / 6] * 3
 
 
@@ -65,7 +65,7 @@ def annotated(batch: Batch) -> Batch:
     return replace(batch, **given)
 
 
-def test_annotations_are_taken_along():
+def test_annotations_are_kept():
     batch = batch_of([2, 1])
     taken = annotated(batch).take([1])
     expected = {"_B": [1], "_N": [2], "_NK": [[2.0, 2.5]]}

@@ -15,7 +15,7 @@ from rollick.errors import DataError
 from rollick.testing.fakes import group, prompt
 from rollick.types import NOT_SAMPLED, Group, SampleId, StopReason
 
-ASKED = prompt("ab")  # two prompt tokens
+PROMPT = prompt("ab")  # two prompt tokens
 
 
 def token_mean(counts_B: Any, group_B: Any, *, max_tokens: int) -> Any:
@@ -48,7 +48,7 @@ def changed(of: Group, index: int, **fields_of_sample: Any) -> Group:
 
 
 def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
-    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED, start_version=3)], version=4)
+    batch = collate([group([1, 0], texts=["x", "yz"], of=PROMPT, start_version=3)], version=4)
     assert "".join(map(chr, batch.token_ids_N)) == "abxabyz"
     assert batch.lengths_B.tolist() == [3, 4]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 1))
@@ -65,7 +65,7 @@ def test_two_samples_are_packed_end_to_end_and_have_no_credit_yet():
 
 
 def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
-    of = changed(group([1, 0], texts=["wxyz", "v"], of=ASKED), 0, segment_starts=(4,))
+    of = changed(group([1, 0], texts=["wxyz", "v"], of=PROMPT), 0, segment_starts=(4,))
     batch = collate([of])
     assert batch.lengths_B.tolist() == [4, 2, 3]
     assert batch.uids == (SampleId(0, 0), SampleId(0, 0), SampleId(0, 1))
@@ -78,23 +78,23 @@ def test_a_sample_of_two_segments_is_two_sequences_under_one_id():
 
 
 def test_weights_are_those_of_the_trained_tokens():
-    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED)])
+    batch = collate([group([1, 0], texts=["x", "yz"], of=PROMPT)])
     assert weights_of(batch) == [0, 0, 1 / 3, 0, 0, 1 / 3, 1 / 3]
 
 
 def test_tokens_that_are_not_among_the_kept_are_in_neither_weights_nor_denominator():
-    batch = collate([group([1, 0], texts=["x", "yz"], of=ASKED)])
+    batch = collate([group([1, 0], texts=["x", "yz"], of=PROMPT)])
     among_N = np.array([True, True, True, True, True, False, True])
     assert weights_of(batch, among_N=among_N) == [0, 0, 1 / 2, 0, 0, 0, 1 / 2]
 
 
 def test_the_aggregation_sees_trained_tokens_group_and_limit_of_each_sample():
-    batch = collate([group([1], uid=7, texts=["xyz"], of=ASKED)])
+    batch = collate([group([1], uid=7, texts=["xyz"], of=PROMPT)])
     assert weights_of(batch, by_count_group_and_limit) == [0, 0, 473, 473, 473]
 
 
 def test_an_episode_of_several_segments_counts_once_in_a_mean_over_samples():
-    of = changed(group([1, 0], texts=["vwxyz", "uv"], of=ASKED), 0, segment_starts=(4,))
+    of = changed(group([1, 0], texts=["vwxyz", "uv"], of=PROMPT), 0, segment_starts=(4,))
     weights = weights_of(collate([of]), sequence_mean_token_mean)
     # Segments abvw and xyz (x has nothing before it) of one sample, and ab|uv.
     assert weights == [0, 0, 1 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 0, 0, 1 / 4, 1 / 4]
@@ -124,15 +124,15 @@ def test_the_order_of_a_batch_follows_from_ids_alone(order: list[int], inner: li
 
 
 def test_a_sample_whose_score_failed_is_in_neither_batch_nor_denominator():
-    whole = group([1, None, 0], texts=["x", "yyyy", "z"], of=ASKED)
-    batch = collate([whole])
+    complete_one = group([1, None, 0], texts=["x", "yyyy", "z"], of=PROMPT)
+    batch = collate([complete_one])
     assert batch.uids == (SampleId(0, 0), SampleId(0, 2))
     assert sum(weights_of(batch)) == 1.0
     assert max(weights_of(batch)) == 0.5
 
 
 def test_only_chosen_members_are_in_the_batch_and_a_failed_one_cannot_be_chosen():
-    groups = [group([1, 0], of=ASKED), group([0, None, 1], uid=1, of=ASKED)]
+    groups = [group([1, 0], of=PROMPT), group([0, None, 1], uid=1, of=PROMPT)]
     chosen = {0: [False, True], 1: [True, True, False]}
     batch = collate(groups, select_members=lambda of: chosen[of.uid])
     assert batch.uids == (SampleId(0, 1), SampleId(1, 0))
@@ -143,8 +143,8 @@ def test_a_choice_of_another_length_than_the_group_is_an_error():
         collate([group([1, 0])], select_members=lambda of: [True])
 
 
-def test_truncated_samples_are_trained_on_unless_somebody_leaves_them_out():
-    cut = changed(group([1, 0], texts=["x", "y"], of=ASKED), 1, stop=StopReason.LENGTH)
+def test_truncated_samples_are_trained_on_unless_excluded():
+    cut = changed(group([1, 0], texts=["x", "y"], of=PROMPT), 1, stop=StopReason.LENGTH)
     assert collate([cut]).samples == 2
 
 
@@ -154,13 +154,13 @@ def test_a_sample_without_a_trained_token_is_left_out():
 
 
 def test_the_first_token_of_a_sequence_is_never_trained():
-    everything = changed(group([1], texts=["x"], of=ASKED), 0, loss_mask=np.ones(3, np.bool_))
+    everything = changed(group([1], texts=["x"], of=PROMPT), 0, loss_mask=np.ones(3, np.bool_))
     batch = collate([everything])
     assert batch.loss_mask_N.tolist() == [False, True, True]
     assert weights_of(batch) == [0, 0.5, 0.5]
 
 
-def test_nothing_to_train_on_is_an_error_that_says_why():
+def test_an_empty_training_batch_is_an_error_with_the_reason():
     cut = changed(group([None, 1]), 1, stop=StopReason.LENGTH)
     with pytest.raises(DataError, match=r"none of 2 samples in 1 groups.*1 failed scores, 1 trunc"):
         collate([cut], select_members=lambda of: [not sample.truncated for sample in of.samples])

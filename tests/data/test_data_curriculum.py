@@ -1,4 +1,4 @@
-"""Which prompts are drawn, by what their judged groups say of them."""
+"""Which prompts are drawn, by the scores of their groups."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def prompt_of(stream: PromptStream, uid: str) -> Prompt:
 
 
 def teach(stream: PromptStream, scores: dict[str, Sequence[float | None]]) -> None:
-    """A step in which these prompts were judged."""
+    """A step in which these prompts were scored."""
     for number, (uid, values) in enumerate(scores.items()):
         stream.record_group(group(values, uid=number, of=prompt_of(stream, uid)))
     stream.update_selection()
@@ -69,7 +69,7 @@ def step(stream: PromptStream, groups: int, *, rates: dict[str, float], first: i
     return [prompt.uid for prompt in prompts]
 
 
-def test_a_verdict_counts_the_judged_samples_and_no_failed_reward():
+def test_outcomes_count_scored_samples_and_no_failed_reward():
     verdict = GroupOutcome.of(group([1, 0.5, None, 0, 1], uid=7), pass_score=0.999)
     assert verdict == GroupOutcome(group=7, prompt="toy/0", domain="toy", passes=2, fails=2)
 
@@ -81,7 +81,7 @@ def test_a_belief_counts_passes_and_fails():
     assert PromptBelief().pass_rate == 0
 
 
-def test_what_was_known_before_decays_unless_nothing_new_is_known():
+def test_older_outcomes_decay_only_when_new_ones_arrive():
     old = PromptBelief(passes=8, fails=4)
     assert old.updated(1, 1, decay=0.5) == PromptBelief(5, 3)
     assert old.updated(0, 0, decay=0.5) == old
@@ -117,7 +117,7 @@ def test_the_chance_among_many_is_in_proportion_to_the_density_at_a_half():
     assert known / (4000 - known) == pytest.approx(1.5, rel=0.1)
 
 
-def test_without_a_selection_the_order_is_the_one_of_seed_and_shares_whatever_is_judged():
+def test_without_a_selection_scores_do_not_change_the_order_of_prompts():
     rows, shares = {"a": 13, "b": 5}, {"a": 2.0}
     stream = stream_of(rows, shares=shares, seed=3)
     uids = drawn(stream, 12)
@@ -153,7 +153,7 @@ def test_the_score_that_passes_can_be_set():
     assert set(drawn(stream, 10)) == {"toy/1"}
 
 
-def test_older_samples_that_are_worth_less_let_a_prompt_retire_sooner():
+def test_decay_of_older_samples_lets_a_prompt_retire_sooner():
     """4 fails and 12 passes are 3 in 4; at half worth for each later group, 0.5 and 7."""
     for decay, retired in ((1.0, 0), (0.5, 1)):
         stream = stream_of(2, decay=decay, **RETIRE)
@@ -162,7 +162,7 @@ def test_older_samples_that_are_worth_less_let_a_prompt_retire_sooner():
         assert stream.metrics()["data/retired"] == retired
 
 
-def test_a_late_group_that_fails_brings_its_prompt_back():
+def test_a_late_group_that_fails_returns_its_prompt():
     stream = stream_of(2, **RETIRE)
     teach(stream, {"toy/0": [1] * 4})
     assert stream.metrics()["data/retired"] == 1
@@ -170,7 +170,7 @@ def test_a_late_group_that_fails_brings_its_prompt_back():
     assert stream.metrics()["data/retired"] == 0
 
 
-def test_a_domain_whose_prompts_all_retired_begins_again_and_says_so(
+def test_a_domain_whose_prompts_all_retired_starts_over_and_reports_it(
     caplog: pytest.LogCaptureFixture,
 ):
     stream = stream_of({"easy": 2, "hard": 2}, shuffle=False, **RETIRE)
@@ -208,7 +208,7 @@ def test_a_step_has_no_prompt_twice_while_there_are_others_and_then_the_order_de
     assert sorted(uids[4:8]) == sorted(uids[8:]) == sorted(uids[:4])
 
 
-def test_an_unknown_prompt_has_its_chance_beside_one_that_is_near_a_half():
+def test_an_untried_prompt_is_sometimes_chosen_over_one_near_a_half():
     firsts: Counter[str] = Counter()
     for seed in range(60):
         stream = stream_of(2, seed=seed, **NEAR_HALF)
@@ -242,7 +242,7 @@ def test_retired_prompts_are_no_candidates():
     assert drawn(stream, 3) == ["toy/5"] * 3
 
 
-def test_a_group_that_could_not_be_judged_sets_its_prompt_free_again():
+def test_a_group_without_scores_releases_its_prompt():
     stream = stream_of(2, **NEAR_HALF)
     first, second = stream.next(), stream.next()
     stream.record_group(group([None, None], uid=0, of=first))
@@ -260,7 +260,7 @@ def test_shares_hold_near_one_half():
 
 @settings(max_examples=20, deadline=None)
 @given(order=st.permutations(range(5)))
-def test_the_order_in_which_groups_are_judged_does_not_matter(order: list[int]):
+def test_the_order_in_which_groups_are_scored_does_not_matter(order: list[int]):
     scores: list[list[float]] = [[1, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [0, 0, 0]]
 
     def learned(numbers: Sequence[int]) -> dict[str, Any]:
@@ -287,33 +287,33 @@ def test_the_pass_rate_is_the_mean_over_the_prompts_that_were_tried():
 @given(
     steps=st.integers(0, 6),
     more=st.integers(0, 5),
-    judged=st.integers(0, 5),
+    scored=st.integers(0, 5),
     window=st.sampled_from([0, 3]),
 )
-def test_a_restored_stream_goes_on_alike_between_steps_and_inside_one(
-    steps: int, more: int, judged: int, window: int
+def test_a_restored_stream_continues_equally_between_steps_and_within_one(
+    steps: int, more: int, scored: int, window: int
 ):
-    """After whole steps, `more` prompts are drawn, and `judged` of those are not learned from."""
+    """After complete steps, `more` prompts are drawn, of which the first `scored` have scores."""
     sizes, rates = {"a": 6, "b": 4}, {f"{d}/{n}": n / 5 for d in "ab" for n in range(6)}
 
     def opened() -> PromptStream:
         return stream_of(sizes, near_half_window=window, **RETIRE)
 
-    whole = opened()
+    full = opened()
     for number in range(steps):
-        step(whole, 4, rates=rates, first=4 * number)
+        step(full, 4, rates=rates, first=4 * number)
     for number in range(more):
-        prompt = whole.next()
-        if number < judged:
-            whole.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
+        prompt = full.next()
+        if number < scored:
+            full.record_group(group([1, 1, 1, 1], uid=100 + number, of=prompt))
     resumed = opened()
     step(resumed, 4, rates=rates, first=0)
-    resumed.restore(json.loads(json.dumps(whole.state())))
-    assert resumed.state() == whole.state()
+    resumed.restore(json.loads(json.dumps(full.state())))
+    assert resumed.state() == full.state()
     for number in range(50, 60):
-        ours, theirs = (step(s, 4, rates=rates, first=4 * number) for s in (whole, resumed))
+        ours, theirs = (step(s, 4, rates=rates, first=4 * number) for s in (full, resumed))
         assert ours == theirs
-        assert whole.metrics() == resumed.metrics()
+        assert full.metrics() == resumed.metrics()
 
 
 def test_only_prompts_that_were_tried_are_in_the_state():
@@ -324,7 +324,7 @@ def test_only_prompts_that_were_tried_are_in_the_state():
     assert state["in_flight"] == {}
 
 
-def test_a_run_that_is_resumed_with_another_bound_retires_by_the_new_one():
+def test_a_run_that_is_resumed_with_another_retire_rate_uses_the_new_one():
     stream = stream_of(3)
     teach(stream, {"toy/0": [1] * 4})
     stricter = stream_of(3, **RETIRE)

@@ -22,14 +22,14 @@ def stream_of(rows: Rows | dict[str, Rows], *, seed: int = 0, **options: Any) ->
     sources = rows if isinstance(rows, dict) else {"toy": rows}
     shares = options.pop("shares", {})
     opening = {key: options.pop(key) for key in ("count_tokens", "engine_limit") if key in options}
-    whole = {key: options.pop(key) for key in list(options) if key in RlDataConfig.model_fields}
+    full = {key: options.pop(key) for key in list(options) if key in RlDataConfig.model_fields}
     kind = SftDomain if "completion" in options else RlvrDomain
     kind = DpoDomain if "chosen" in options else kind
     domains = {
         name: kind(source=f"object:{name}", share=shares.get(name, 1.0), **options)
         for name in sources
     }
-    data = RlDataConfig[Any](domains=domains, **whole)
+    data = RlDataConfig[Any](domains=domains, **full)
     return PromptStream.open(data, seed=seed, base=None, objects=sources, **opening)
 
 
@@ -103,16 +103,16 @@ def test_shares_hold_over_any_window(shares: list[float], skip: int):
 
 @settings(max_examples=25, deadline=None)
 @given(before=st.integers(0, 30), share=st.floats(0.1, 5), seed=st.integers(0, 5))
-def test_a_restored_stream_goes_on_with_the_very_next_prompt(before: int, share: float, seed: int):
+def test_a_restored_stream_continues_with_the_next_prompt(before: int, share: float, seed: int):
     rows = {"a": list("abcde"), "b": list("xyz")}
-    whole = stream_of(rows, shares={"a": share}, seed=seed)
-    drawn(whole, before)
-    state = json.loads(json.dumps(whole.state()))
+    full = stream_of(rows, shares={"a": share}, seed=seed)
+    drawn(full, before)
+    state = json.loads(json.dumps(full.state()))
     resumed = stream_of(rows, shares={"a": share}, seed=seed)
     drawn(resumed, 3)
     resumed.restore(state)
-    assert drawn(resumed, 20) == drawn(whole, 20)
-    assert resumed.state() == whole.state()
+    assert drawn(resumed, 20) == drawn(full, 20)
+    assert resumed.state() == full.state()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_cursor_into_other_rows_or_another_order_is_refused(
     assert drawn(other, 4) == drawn(stream_of(rows, **options), 4)
 
 
-def test_all_gives_every_prompt_in_file_order_and_moves_nothing():
+def test_all_yields_every_prompt_in_file_order_and_keeps_the_cursor():
     stream = stream_of({"a": ["x", "y"], "b": ["z"]})
     before = stream.state()
     assert [prompt.uid for prompt in stream.all()] == ["a/0", "a/1", "b/0"]
@@ -151,7 +151,7 @@ def test_validation_prompts_come_from_the_validation_domains():
     assert [prompt.text for prompt in stream.all()] == ["held out"]
 
 
-def test_a_stream_without_domains_has_no_prompts_and_says_so_when_drawn_from():
+def test_drawing_from_a_stream_without_domains_is_an_error():
     data = RlDataConfig[RlvrDomain](domains={"t": RlvrDomain(source="object:t")})
     stream = PromptStream.open(data, seed=0, base=None, validation=True)
     assert stream.all() == []
@@ -227,7 +227,7 @@ def test_a_row_without_a_better_and_a_worse_answer_is_bad(pair: dict[str, Any], 
     assert stream.answers_of(stream.next(), "chosen", "rejected") == ["a", "b"]
 
 
-def test_asking_for_an_answer_where_no_column_is_named_is_an_error():
+def test_an_answer_without_a_named_column_is_an_error():
     stream = stream_of(["q"])
     with pytest.raises(DataError, match=r"set data\.domains\.toy\.completion"):
         stream.answers_of(stream.next(), "completion")
@@ -294,7 +294,7 @@ def test_a_source_without_rows_is_an_error():
         stream_of([])
 
 
-def test_a_prompt_that_is_found_stands_in_the_place_of_the_next():
+def test_a_prompt_that_is_found_replaces_the_next_one():
     rows = {"a": [f"a{n}" for n in range(6)], "b": [f"b{n}" for n in range(6)]}
     plain, again = stream_of(rows, seed=3), stream_of(rows, seed=3)
     order = drawn(plain, 8)
@@ -303,7 +303,7 @@ def test_a_prompt_that_is_found_stands_in_the_place_of_the_next():
     assert again.state() == plain.state()
 
 
-def test_of_a_found_prompt_it_is_known_that_it_is_under_way():
+def test_a_prompt_that_was_found_counts_as_in_flight():
     rows = [f"p{n}" for n in range(6)]
     plain, again = (stream_of(rows, selection={"near_half_window": 3}) for _ in range(2))
     order = drawn(plain, 4)

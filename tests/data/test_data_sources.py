@@ -117,7 +117,7 @@ def test_an_object_that_is_no_list_of_rows_is_refused(tmp_path: Path, value: Any
         read("object:x", tmp_path, objects={"x": value})
 
 
-def test_an_object_that_nobody_handed_over_is_an_error(tmp_path: Path):
+def test_an_object_that_was_not_passed_is_an_error(tmp_path: Path):
     with pytest.raises(DataError, match=r"no object 'x' to read rows from .known: y."):
         read("object:x", tmp_path, objects={"y": []})
 
@@ -146,7 +146,7 @@ def test_a_hub_dataset_is_loaded_by_name_configuration_and_split(
     assert calls == [("org/gsm", "main", {"split": "test"}), ("plain", None, {"split": "train"})]
 
 
-def test_a_hub_that_cannot_be_reached_and_a_missing_package_are_told_apart(
+def test_an_unreachable_hub_and_a_missing_package_have_different_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def load_dataset(*_: Any, **__: Any) -> Any:

@@ -47,8 +47,8 @@ def score_fields(score: Score) -> dict[str, Any]:
 
 
 def varied_groups() -> list[Group]:
-    asked = Prompt("d/7", "d", (Turn("system", "s"), Turn("user", "q\n\u00fc")), {"n": [1, None]})
-    first = group([1, None], uid=3, of=asked, start_version=2, texts=["yes", ""])
+    source = Prompt("d/7", "d", (Turn("system", "s"), Turn("user", "q\n\u00fc")), {"n": [1, None]})
+    first = group([1, None], uid=3, of=source, start_version=2, texts=["yes", ""])
     member = first.members[0]
     score = Score(
         0.1 + 0.2,
@@ -73,7 +73,7 @@ def varied_groups() -> list[Group]:
     return [replace(first, members=members), group([0], uid=9, of=prompt("x", answer={"a": 1.5}))]
 
 
-def test_groups_come_back_bit_for_bit(tmp_path: Path):
+def test_saved_groups_are_loaded_bit_for_bit(tmp_path: Path):
     groups = varied_groups()
     save_groups(tmp_path / "groups", groups)
     loaded = load_groups(tmp_path / "groups")
@@ -82,7 +82,7 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path):
     assert not loaded[0].samples[0].token_ids.flags.writeable
 
 
-def test_flags_of_kept_caches_come_back_with_the_samples_that_have_them(tmp_path: Path):
+def test_flags_of_kept_caches_are_loaded_with_their_samples(tmp_path: Path):
     plain = group([0, 1, 2], texts=["ab", "cde", "f"])
     flags = mask_of("....x.x")
     first, second, third = plain.members
@@ -123,8 +123,8 @@ def test_any_row_text_and_score_survive(
     tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any], content: str, value: float
 ):
     path = tmp_path_factory.getbasetemp() / "any.npz"
-    asked = Prompt("d/0", "d", (Turn("user", content),), row)
-    groups = [group([value], of=asked, texts=["a"])]
+    source = Prompt("d/0", "d", (Turn("user", content),), row)
+    groups = [group([value], of=source, texts=["a"])]
     save_groups(path, groups)
     assert_same_groups(load_groups(path), groups)
 
@@ -133,8 +133,8 @@ def test_row_values_that_json_does_not_know_become_text_with_a_note(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     day = datetime.date(2024, 2, 29)
-    asked = prompt("q", day=day, deep=[{"pair": (1, 2)}], keys={1: "x"}, fine=3)
-    save_groups(tmp_path / "g.npz", [group([1], of=asked)])
+    source = prompt("q", day=day, deep=[{"pair": (1, 2)}], keys={1: "x"}, fine=3)
+    save_groups(tmp_path / "g.npz", [group([1], of=source)])
     (loaded,) = load_groups(tmp_path / "g.npz")
     assert loaded.prompt.row == {
         "day": "2024-02-29",
@@ -145,7 +145,7 @@ def test_row_values_that_json_does_not_know_become_text_with_a_note(
     assert "saved day, deep[0].pair, keys as text" in caplog.text
 
 
-def whole_batch() -> Batch:
+def full_batch() -> Batch:
     return Batch(
         token_ids_N=np.array([1, 2, 3], np.int32),
         lengths_B=np.array([1, 2], np.int32),
@@ -168,8 +168,8 @@ def whole_batch() -> Batch:
     )
 
 
-def test_a_batch_comes_back_bit_for_bit_and_what_is_absent_stays_absent(tmp_path: Path):
-    batch = whole_batch()
+def test_a_saved_batch_is_loaded_bit_for_bit_and_absent_fields_stay_absent(tmp_path: Path):
+    batch = full_batch()
     save_batch(tmp_path / "b.npz", batch)
     loaded = load_batch(tmp_path / "b.npz")
     assert (loaded.uids, loaded.version) == (batch.uids, 9)
@@ -184,7 +184,7 @@ def test_a_batch_comes_back_bit_for_bit_and_what_is_absent_stays_absent(tmp_path
 
 
 def test_one_kind_of_file_is_not_taken_for_the_other(tmp_path: Path):
-    save_batch(tmp_path / "b.npz", whole_batch())
+    save_batch(tmp_path / "b.npz", full_batch())
     with pytest.raises(DataError, match="holds batch in format 2, expected groups"):
         load_groups(tmp_path / "b.npz")
 
@@ -223,7 +223,7 @@ def test_a_truncated_file_and_a_missing_one_are_refused(tmp_path: Path):
         load_groups(tmp_path / "gone.npz")
 
 
-def test_a_row_of_samples_jsonl_says_what_was_asked_answered_and_scored():
+def test_a_row_of_samples_jsonl_has_prompt_response_and_score():
     (row,) = samples_to_rows([group([1], uid=4, of=prompt("1+1=", uid="toy/3"), start_version=2)])
     assert json.loads(json.dumps(row)) == {
         "sample": "g4.0",

@@ -1,4 +1,4 @@
-"""Environments of other packages, played as TextEnvs."""
+"""Environments of other packages as TextEnvs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gym() -> Any:
     return GymEnv
 
 
-def test_a_gymnasium_environment_with_text_of_its_own_is_played(gym: Any) -> None:
+def test_a_gymnasium_environment_with_text_observations_is_played(gym: Any) -> None:
     options = {"id": "FrozenLake-v1", "actions": ["Left", "Down", "Right", "Up"], "max_steps": 30}
     env = gym(**options)
     text, _ = env.reset(0)
@@ -41,7 +41,7 @@ def test_a_gymnasium_environment_with_text_of_its_own_is_played(gym: Any) -> Non
     assert report.errors == 0
 
 
-def test_a_gymnasium_environment_without_text_says_its_numbers(gym: Any) -> None:
+def test_a_gymnasium_environment_without_text_shows_its_numbers(gym: Any) -> None:
     env = gym(id="CartPole-v1", style="plain")
     text, _ = env.reset(1)
     assert text.startswith("[") and text.count(",") == 3  # noqa: PT018
@@ -79,7 +79,7 @@ def test_what_cannot_be_written_as_text_is_refused(gym: Any) -> None:
         gym(id="Nothing-v0")
 
 
-def test_minigrid_is_told_in_words() -> None:
+def test_minigrid_observations_are_text() -> None:
     needs("minigrid")
     needs("pygame")
     from rollick.envs.adapters.minigrid_env import minigrid_env

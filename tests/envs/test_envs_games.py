@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -91,7 +92,7 @@ def test_a_thousand_random_episodes_are_deterministic_and_raise_nothing(
     )  # fmt: skip
 
 
-def test_the_best_policy_on_slippery_ice_drowns_now_and_then() -> None:
+def test_the_best_policy_on_slippery_ice_sometimes_falls_in() -> None:
     options = {"slip": 2 / 3, "max_steps": 200}
     best = run_episodes(FrozenLake, range(100), options=options, policy=solver_policy)
     chance = run_episodes(FrozenLake, range(100), options=options, policy=random_policy)
@@ -99,7 +100,7 @@ def test_the_best_policy_on_slippery_ice_drowns_now_and_then() -> None:
     assert chance.success < 0.3
 
 
-def test_walking_over_ice_to_the_goal_pays_one() -> None:
+def test_walking_over_ice_to_the_goal_has_reward_one() -> None:
     env = lake("SF", "HG")
     text, reward, terminated, truncated, info = env.step("Right")
     assert (text, reward, terminated, truncated) == ("SP\nHG", 0.0, False, False)
@@ -108,7 +109,7 @@ def test_walking_over_ice_to_the_goal_pays_one() -> None:
     assert (text, reward, terminated, info["success"]) == ("You made it.\nSF\nHW", 1.0, True, True)
 
 
-def test_progress_is_paid_for_and_taken_back() -> None:
+def test_progress_is_rewarded_and_a_step_back_costs_it() -> None:
     env = lake("SFF", "FHF", "FFG", progress_reward=0.1)
     paid = [env.step(action)[1] for action in ("Right", "Left", "Up", "Jump", "Down", "Down")]
     assert paid == pytest.approx([0.1, -0.1, 0.0, 0.0, 0.1, 0.1])
@@ -118,18 +119,18 @@ def test_progress_is_paid_for_and_taken_back() -> None:
     assert env.step("Down")[1] == pytest.approx(-0.1)
 
 
-def test_a_box_that_can_no_longer_be_brought_home_is_one_step_away() -> None:
+def test_a_box_that_can_no_longer_reach_a_target_is_one_step_away() -> None:
     env = room("######", "#    #", "# $@ #", "#    #", "#   .#", "######", progress_reward=0.5)
     assert env.step("Left")[1] == pytest.approx(-0.5)
     assert env.step("Right")[1] == 0.0
 
 
-def test_slippery_ice_pays_for_no_progress() -> None:
+def test_slippery_ice_has_no_progress_reward() -> None:
     with pytest.raises(EnvError, match="cannot be combined with slip"):
         FrozenLake(slip=0.5, progress_reward=0.1)
 
 
-def test_a_careless_solver_does_not_look_for_holes_and_drowns() -> None:
+def test_a_careless_solver_ignores_holes_and_falls_in() -> None:
     def success(careless: float) -> float:
         options = {"careless": careless}
         return run_episodes(FrozenLake, range(200), options=options, policy=solver_policy).success
@@ -145,16 +146,18 @@ def test_a_hole_ends_the_episode_with_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "valid", "said"),
+    ("action", "valid", "message"),
     [("Up", True, "Nothing moved."), ("Jump", False, "That is no action. Reply with")],
 )
-def test_what_changes_nothing_is_told_and_marked(action: str, valid: bool, said: str) -> None:
+def test_actions_without_effect_are_explained_and_marked(
+    action: str, valid: bool, message: str
+) -> None:
     text, _, _, _, info = lake("SF", "HG").step(action)
-    assert text.startswith(said)
+    assert text.startswith(message)
     assert (info["valid"], info["effective"]) == (valid, False)
 
 
-def test_on_certain_slip_every_step_goes_to_the_side() -> None:
+def test_if_slipping_is_certain_every_step_goes_sideways() -> None:
     for _ in range(20):
         env = lake("SFF", "FFF", "FFG", slip=1.0)
         env.player += env.width + 1  # the middle
@@ -169,7 +172,7 @@ def test_an_episode_is_truncated_after_its_turns() -> None:
     assert [env.step("?")[3] for _ in range(2)] == [False, True]
 
 
-def test_a_box_is_pushed_but_neither_pulled_nor_pushed_into_a_wall() -> None:
+def test_a_box_can_be_pushed_but_not_pulled_or_pushed_into_a_wall() -> None:
     env = room("#####", "#@$.#", "#   #", "#   #", "#####", box_reward=0.25, step_reward=-0.5)
     assert env.move(LEFT) == (-0.5, False)
     text, reward, terminated, _, info = env.step("Right")
@@ -181,7 +184,7 @@ def test_a_box_is_pushed_but_neither_pulled_nor_pushed_into_a_wall() -> None:
     assert env.grid().split("\n")[1] == "#$ +#"
 
 
-def test_the_solver_finds_a_shortest_way_and_knows_a_lost_position() -> None:
+def test_the_solver_finds_a_shortest_solution_and_detects_a_lost_position() -> None:
     env = room("#####", "#@  #", "# $ #", "#  .#", "#####")
     # Above the box, push down, walk round, push right: five moves.
     assert len(solve(env.room, env.player, frozenset(env.box_cells)) or []) == 5
@@ -216,7 +219,7 @@ def fewest_moves(room: Room, player: int, boxes: frozenset[int]) -> int:
 
 
 @pytest.mark.parametrize("symbols", list(SYMBOLS))
-def test_every_symbol_set_tells_all_tiles_apart_and_explains_them(symbols: Any) -> None:
+def test_every_symbol_set_has_a_distinct_explained_symbol_for_each_tile(symbols: Any) -> None:
     assert len(set(SYMBOLS[symbols])) == 7
     text, info = Sokoban(symbols=symbols).reset(1)
     assert isinstance(text, str)
@@ -246,6 +249,16 @@ def test_a_group_of_symbols_is_the_same_puzzle() -> None:
 )
 def test_replies_are_read_by_their_format(text: str, style: Any, actions: list[int]) -> None:
     assert read_actions(text, style, WORDS, limit=2) == actions
+
+
+@pytest.mark.parametrize("part", ["</think><answer>", "<answer>", "</answer> ", "</think> ", "\n"])
+def test_a_long_reply_in_no_format_is_read_in_one_pass(part: str) -> None:
+    """A step that takes too long would be masked, and a policy could choose that."""
+    text = "<think></think><answer>" + part * (300_000 // len(part)) + "x"
+    begun = time.process_time()
+    assert read_reply(text, "think") is None
+    assert read_reply(text.removeprefix("<think></think>"), "answer") is None
+    assert time.process_time() - begun < 1.0
 
 
 @pytest.mark.parametrize("style", ["plain", "answer", "think"])

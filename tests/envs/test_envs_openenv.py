@@ -1,4 +1,4 @@
-"""Servers of OpenEnv, played as TextEnvs: with the real package, where it is installed."""
+"""OpenEnv servers as TextEnvs, with the real package where it is installed."""
 
 from __future__ import annotations
 
@@ -125,22 +125,22 @@ def test_the_reply_is_the_action_s_only_field(url: str) -> None:
     low, high, steps = 0, 6, 0
     while True:
         guess, steps = (low + high) // 2, steps + 1
-        said, reward, terminated, truncated, info = env.step(str(guess))
+        observation, reward, terminated, truncated, info = env.step(str(guess))
         assert info == {"valid": True}
         if terminated:
             break
-        low, high = (guess + 1, high) if said == "higher" else (low, guess - 1)
+        low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
     env.close()
-    assert (said, reward, truncated) == ("yes", 1.0, False)
+    assert (observation, reward, truncated) == ("yes", 1.0, False)
     assert steps <= 3
 
 
-def test_without_a_field_to_show_the_whole_observation_is_told(url: str) -> None:
+def test_without_a_field_to_show_the_full_observation_is_shown(url: str) -> None:
     env = RemoteEnv(url=f"{url}/guessing", max_steps=1)
     opening, _ = env.reset(0)
     assert str(opening).splitlines()[0] == '{"hint": "0 to 9?", "tries": 0}'
-    said, _, terminated, truncated, _ = env.step("99")
-    assert said == '{"hint": "lower", "tries": 1}'
+    observation, _, terminated, truncated, _ = env.step("99")
+    assert observation == '{"hint": "lower", "tries": 1}'
     assert (terminated, truncated) == (False, True)
     env.close()
 
@@ -150,7 +150,7 @@ def test_the_seed_goes_to_the_server_and_episodes_do_not_disturb_each_other(url:
     assert [str(problem) for problem in check_env(RemoteEnv, options)] == []
 
 
-def test_what_breaks_over_there_is_an_error_here(url: str) -> None:
+def test_an_error_of_the_server_is_raised(url: str) -> None:
     env = RemoteEnv(url=f"{url}/guessing", show="hint")
     env.reset(0)
     with pytest.raises(RuntimeError, match="bad luck"):
@@ -170,16 +170,16 @@ def test_a_server_of_tools_offers_them(url: str) -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     seen, _, terminated, _, info = env.step(call)
     assert isinstance(seen, tuple)
-    [said] = seen
-    assert said.role == "tool"
-    assert '"data": 5' in said.content or '"result": 5' in said.content
+    [observation] = seen
+    assert observation.role == "tool"
+    assert '"data": 5' in observation.content or '"result": 5' in observation.content
     assert (terminated, info["valid"]) == (False, True)
     assert env.step("5")[:2] == ((Turn("tool", "error: call a tool"),), 0.0)
     assert env.step("<tool_call>{</tool_call>")[4]["valid"] is False
     env.close()
 
 
-def test_it_has_a_name_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_name_and_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_env("openenv") is RemoteEnv
     with pytest.raises(EnvError, match="reset is not JSON"):
         RemoteEnv(url="http://x", reset="{")

@@ -78,7 +78,7 @@ async def play(session: EnvSession, *actions: str) -> list[EnvCallResult]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie that nobody has collected yet does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -215,7 +215,7 @@ async def test_an_idle_process_that_is_killed_is_replaced(folder: Path) -> None:
         assert (pool.stats.restarts, pool.stats.failures) == (1, {EnvStatus.LOST: 1})
 
 
-async def test_a_process_that_is_stopped_is_found_by_its_silence(folder: Path) -> None:
+async def test_a_stopped_process_is_detected_because_it_does_not_respond(folder: Path) -> None:
     async with open_pool(folder, limits=EnvLimits(step_s=0.3)) as pool:
         session = await pool.reset("count", {}, 0)
         os.kill(pid_of(session), signal.SIGSTOP)
@@ -299,7 +299,7 @@ async def test_an_environment_that_cannot_be_loaded_is_an_error_at_once(folder: 
             pass
 
 
-async def test_what_it_prints_goes_to_the_log_and_nothing_is_left_behind(folder: Path) -> None:
+async def test_its_output_goes_to_the_log_and_nothing_is_left_behind(folder: Path) -> None:
     async with open_pool(folder) as pool:
         session = await pool.reset("count", {}, 0)
         assert (await session.step("write")).ok

@@ -56,8 +56,27 @@ def test_a_call_is_read_as_it_is_written(style: CallStyle) -> None:
         ("mistral", "[1]"),
     ],
 )
-def test_what_was_meant_as_a_call_but_is_none_is_said(style: CallStyle, text: str) -> None:
+def test_an_invalid_tool_call_is_explained(style: CallStyle, text: str) -> None:
     assert isinstance(read_calls(text, style, TOOLS), BadCall)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_long_reply_without_an_end_of_a_call_is_read_in_one_pass(style: CallStyle) -> None:
+    """A step that takes too long would be masked, and a policy could choose that."""
+    for part in ("<search>", "<tool_call>", "[TOOL_CALLS] [", '{"name": ', "<search></calculator>"):
+        begun = time.process_time()
+        calls = read_calls(part * (300_000 // len(part)), style, TOOLS)
+        assert isinstance(calls, BadCall) or not calls
+        assert time.process_time() - begun < 1.0
+
+
+def test_tags_of_other_tools_inside_a_call_are_text() -> None:
+    text = "<search> <calculator>1</search><search> <calculator>2</calculator>"
+    expected = [
+        ToolCall("search", {TOOLS["search"]: "<calculator>1"}),
+        ToolCall("calculator", {TOOLS["calculator"]: "2"}),
+    ]
+    assert read_calls(text, "tag", TOOLS) == expected
 
 
 def test_several_calls_come_in_order() -> None:
@@ -93,7 +112,7 @@ def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "output"),
     [
         ("print(sum(range(5)))", "10"),
         ("x = 1", "(it printed nothing)"),
@@ -101,9 +120,9 @@ def test_search_finds_texts_of_a_file(tmp_path: Path) -> None:
         ("while True: pass", "error: timeout"),
     ],
 )
-def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, said: str) -> None:
+def test_a_program_runs_in_a_box_and_its_print_comes_back(code: str, output: str) -> None:
     tool = python(timeout_s=1.0, allow_unsafe=True)
-    assert tool.run({"code": code}) == said
+    assert tool.run({"code": code}) == output
 
 
 def test_python_is_a_tool_of_the_environment() -> None:
@@ -135,12 +154,12 @@ def test_a_question_is_answered_with_a_tool() -> None:
     assert answered[1:4] == (1.0, True, False)
 
 
-def test_an_answer_that_nobody_knows_pays_nothing_by_itself() -> None:
+def test_an_answer_without_a_reference_gets_no_reward_by_itself() -> None:
     (answered,) = play(ToolEnv(question="Who are you?"), "Nobody, 7 times.")
     assert (answered[1], answered[2], "success" in answered[4]) == (0.0, True, False)
 
 
-def test_a_call_of_no_tool_is_told_and_not_valid() -> None:
+def test_a_call_of_an_unknown_tool_is_explained_and_not_valid() -> None:
     (step,) = play(ToolEnv(max_steps=1), '<tool_call>{"name": "fly"}</tool_call>')
     assert step[0][0].content == "error: there is no tool fly"
     assert (step[3], step[4]["valid"]) == (True, False)

@@ -1,4 +1,4 @@
-"""Environments of verifiers, played as TextEnvs: with the real package, where it is installed."""
+"""Environments of verifiers as TextEnvs, with the real package where it is installed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     create_host.cache_clear()
 
 
-def played(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
+def play_episode(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
     env = VerifiersEnv(**options)
     try:
         return [env.reset(seed), *(env.step(reply) for reply in replies)]
@@ -136,18 +136,18 @@ def played(replies: list[str], *, seed: int = 0, **options: Any) -> list[Any]:
 
 
 def test_a_question_is_answered_once_and_scored_by_its_own_rewards(folder: Path) -> None:
-    (opening, _), right = played(["2"], taskset="vf-sums", tasks=2)
+    (opening, _), right = play_episode(["2"], taskset="vf-sums", tasks=2)
     assert opening == (Turn("system", "Add."), Turn("user", "1+1="))
     info = {"valid": True, "success": True, "metrics": {"length": 1.0}}
     assert right == ("", 1.0, True, False, info)
-    _, wrong = played(["17"], taskset="vf-sums", tasks=2)
+    _, wrong = play_episode(["17"], taskset="vf-sums", tasks=2)
     assert wrong[1:3] == (0.0, True)
     assert wrong[4]["metrics"] == {"length": 2.0}
 
 
 def test_the_seed_chooses_the_task_and_nothing_else_does(folder: Path) -> None:
-    seen = [played([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
-    assert seen == [played([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
+    seen = [play_episode([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
+    assert seen == [play_episode([], seed=seed, taskset="vf-sums")[0][0] for seed in range(20)]
     assert 5 < len(set(seen)) <= 10
 
 
@@ -158,19 +158,19 @@ def test_an_environment_that_answers_shows_what_is_new_in_each_turn(folder: Path
     low, high, steps = 0, 6, 0
     while True:
         guess, steps = (low + high) // 2, steps + 1
-        said, reward, terminated, truncated, _ = env.step(str(guess))
+        text, reward, terminated, truncated, _ = env.step(str(guess))
         if terminated:
             break
         assert (reward, truncated) == (0.0, False)
-        assert said in ((Turn("user", "higher"),), (Turn("user", "lower"),))
-        low, high = (guess + 1, high) if "higher" in str(said) else (low, guess - 1)
+        assert text in ((Turn("user", "higher"),), (Turn("user", "lower"),))
+        low, high = (guess + 1, high) if "higher" in str(text) else (low, guess - 1)
     assert (reward, truncated) == (1.0, False)
     assert steps <= 3
 
 
-def test_too_many_turns_are_cut_off_and_paid_for_as_they_are(folder: Path) -> None:
+def test_too_many_turns_are_truncated_and_scored_as_they_are(folder: Path) -> None:
     replies = ["9", "9", "9"]
-    *_, last = played(replies, taskset="vf-guesses", max_steps=3)
+    *_, last = play_episode(replies, taskset="vf-guesses", max_steps=3)
     assert last[:4] == ("", 0.0, False, True)
 
 
@@ -178,7 +178,7 @@ def test_too_many_turns_are_cut_off_and_paid_for_as_they_are(folder: Path) -> No
 def test_tools_are_offered_called_and_answered(folder: Path) -> None:
     call = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     unknown = '<tool_call>{"name": "divide", "arguments": {}}</tool_call>'
-    (opening, _), strange, called, last = played([unknown, call, "42"], taskset="vf-tools")
+    (opening, _), strange, called, last = play_episode([unknown, call, "42"], taskset="vf-tools")
     assert opening[0].role == "system"
     assert "Multiply two numbers." in opening[0].content
     assert opening[1] == Turn("user", "6*7")
@@ -193,9 +193,9 @@ class ModelledUser(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        said = "One and one?" if len(body["messages"]) == 2 else "###DONE###"
+        text = "One and one?" if len(body["messages"]) == 2 else "###DONE###"
         choice = {"index": 0, "finish_reason": "stop"}
-        message = {"role": "assistant", "content": said}
+        message = {"role": "assistant", "content": text}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "user"}
         content = json.dumps(answer | {"choices": [choice | {"message": message}]}).encode()
         self.send_response(200)
@@ -225,7 +225,7 @@ USER = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}}
 def test_of_two_seats_the_policy_plays_its_own(folder: Path, user_url: str) -> None:
     client = {"type": "eval", "base_url": user_url, "api_key_var": "ROLLICK_NO_KEY"}
     config = {"user": {**USER, "client": client}}
-    (opening, _), last = played(
+    (opening, _), last = play_episode(
         ["2"], taskset="vf-sums", env="user-sim", seat="assistant", tasks=2, config=config
     )
     assert opening == (Turn("system", "Add."), Turn("user", "One and one?"))
@@ -236,9 +236,9 @@ def test_of_two_seats_the_policy_plays_its_own(folder: Path, user_url: str) -> N
 def test_a_seat_without_a_client_is_not_played_by_the_policy(folder: Path) -> None:
     options: dict[str, Any] = {"taskset": "vf-sums", "env": "user-sim", "config": {"user": USER}}
     with pytest.raises(EnvError, match="set a client for it"):
-        played([], seat="assistant", **options)
+        play_episode([], seat="assistant", **options)
     with pytest.raises(EnvError, match="the seats assistant, user"):
-        played([], **options)
+        play_episode([], **options)
 
 
 def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> None:
@@ -253,15 +253,15 @@ def test_threads_that_begin_at_once_share_host_and_environment(folder: Path) -> 
         assert len({id(future.result()) for future in opening}) == 1
 
 
-def test_what_fails_over_there_is_an_error_here(folder: Path) -> None:
+def test_a_failure_of_verifiers_is_raised(folder: Path) -> None:
     with pytest.raises(EnvError, match="no such answer"):
-        played(["!"], taskset="vf-sums")
+        play_episode(["!"], taskset="vf-sums")
     with pytest.raises(EnvError, match="invalid literal for int"):
-        played(["seven"], taskset="vf-guesses")
+        play_episode(["seven"], taskset="vf-guesses")
     with pytest.raises(EnvError, match="vf_nothing"):
-        played([], taskset="vf-nothing")
+        play_episode([], taskset="vf-nothing")
     with pytest.raises(EnvError, match=r"there is no seat 'agent'\. use player"):
-        played([], taskset="vf-guesses", seat="agent")
+        play_episode([], taskset="vf-guesses", seat="agent")
 
 
 async def test_many_episodes_of_one_process_do_not_disturb_each_other(folder: Path) -> None:
@@ -283,7 +283,7 @@ async def test_many_episodes_of_one_process_do_not_disturb_each_other(folder: Pa
     assert [reply.response.reward for reply in replies if reply.response] == [1.0] * 8
 
 
-def test_it_has_a_name_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_a_name_and_reports_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_env("verifiers") is VerifiersEnv
     recipe = {
         "pipeline": "agentic",

@@ -48,7 +48,7 @@ def by_asin(file: Path, asin: str) -> Product:
 
 
 def trip(file: Path, **options: Any) -> WebShop:
-    """Somebody wants the blue shirt, whatever the seed says."""
+    """The goal is the blue shirt, whatever the seed."""
     env = WebShop(products=str(file), style="plain", **options)
     env.goal = shirt_goal(file)
     return env
@@ -70,11 +70,11 @@ def test_bm25_ranks_by_rare_words_and_leaves_out_what_has_none_of_them() -> None
     assert index.search("nothing", limit=9) == []
 
 
-def test_a_price_range_costs_its_upper_end(file: Path) -> None:
+def test_the_price_of_a_range_is_its_upper_end(file: Path) -> None:
     assert by_asin(file, "b01").price == 25.5
 
 
-def test_what_was_asked_for_is_worth_one(file: Path) -> None:
+def test_buying_the_requested_product_has_reward_one(file: Path) -> None:
     goal = shirt_goal(file)
     assert best_choice(goal, goal.product) == {"size": "large", "color": "navy"}
     assert score_purchase(goal, goal.product, {"size": "large", "color": "navy"}).reward == 1.0
@@ -103,15 +103,15 @@ def test_the_reward_counts_attributes_options_and_price_and_weighs_the_kind(file
         ("other", True, 0.0),
     ],
 )
-def test_the_kind_is_judged_by_title_query_and_category(
+def test_the_product_kind_is_compared_by_title_query_and_category(
     title: str, same_query: bool, expected: float
 ) -> None:
     def thing(title: str, query: str) -> Product:
         return Product("x", title, query, frozenset(), 1.0, "", (), (), {})
 
     words = "one two three four five six seven eight nine ten"
-    wanted = thing(words, "q")
-    assert type_match(wanted, thing(title, "q" if same_query else "other")) == expected
+    goal = thing(words, "q")
+    assert type_match(goal, thing(title, "q" if same_query else "other")) == expected
     long = thing(f"{words} eleven twelve", "q")
     assert type_match(long, thing("one", "q")) == 0.1
 
@@ -153,7 +153,7 @@ def test_a_trip_through_all_pages(file: Path) -> None:
 @pytest.mark.parametrize(
     "action", ["click[b01]", "buy", "search[]", "click[buy now]", "", "click["]
 )
-def test_what_the_page_does_not_have_is_not_possible(file: Path, action: str) -> None:
+def test_an_action_that_the_page_lacks_is_invalid(file: Path, action: str) -> None:
     text, reward, _, _, info = trip(file, invalid_reward=-0.5).step(action)
     assert text.startswith("That is not possible here.")
     assert (reward, info["valid"], info["effective"]) == (-0.5, False, False)
@@ -170,7 +170,7 @@ def test_people_s_goals_can_be_chosen(file: Path) -> None:
     assert "Wanted: i need a lamp, for less than" in text
 
 
-def test_a_missing_file_and_a_bad_line_are_told(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_invalid_line_are_reported(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match=r"does not exist.*products=PATH"):
         WebShop(products=str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.jsonl").write_text(json.dumps(BLUE) + '\n{"asin": "x"}\n')
@@ -205,26 +205,26 @@ def test_a_thousand_random_trips_raise_nothing_and_repeat(real: dict[str, Any]) 
     assert (first.reward, first.steps) == (again.reward, again.steps)
 
 
-def test_progress_pays_for_what_the_purchase_is_worth_more_and_takes_it_back(file: Path) -> None:
+def test_progress_rewards_the_rise_of_the_purchase_value_and_a_fall_costs_it(file: Path) -> None:
     env = trip(file, progress_reward=2.0)
     walk = ["search[shirt]", "click[b01]", "click[navy]", "click[blue]", "click[< prev]"]
     # Of attribute, two options and price, two are met by the bare shirt and a third by its colour.
     assert [env.step(action)[1] for action in walk] == [0.0, 1.0, 0.5, -0.5, -1.0]
 
 
-def test_an_item_is_the_same_state_whichever_search_has_found_it(file: Path) -> None:
+def test_a_product_page_is_the_same_state_after_any_search(file: Path) -> None:
     states = []
     for words in ("shirt", "cotton shirt"):
         env = trip(file)
-        found = env.step(f"search[{words}]")[4]["state"]
-        states.append((found, env.step("click[b01]")[4]["state"]))
+        actual = env.step(f"search[{words}]")[4]["state"]
+        states.append((actual, env.step("click[b01]")[4]["state"]))
     (first, item), (second, same) = states
     assert first != second
     assert item == same
     assert env.step("click[navy]")[4]["state"] != item
 
 
-def test_a_careless_shopper_buys_something_with_the_options_that_were_asked_for(
+def test_a_careless_shopper_buys_a_product_with_the_required_options(
     real: dict[str, Any],
 ) -> None:
     options = {**real, "careless": True, "per_page": 3}

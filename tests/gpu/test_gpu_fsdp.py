@@ -48,7 +48,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_with(folder: Path, *, dtype: str = "float32", **train: Any) -> Recipe:
-    # eps is large, so that a gradient's last bits are not blown up to whole steps by Adam.
+    # eps is large, so that a gradient's last bits are not amplified to full steps by Adam.
     train = {"optimizer": {"lr": 1e-3, "eps": 1e-3}, **train}
     return recipe_of(folder, model={"path": str(folder), "dtype": dtype}, train=train)
 
@@ -114,7 +114,9 @@ def test_what_is_offloaded_is_not_on_the_gpu(dense: Path) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on the GPU", "offloaded"])
-def test_a_restored_learner_goes_on_bit_for_bit(dense: Path, tmp_path: Path, offload: bool) -> None:
+def test_a_restored_learner_continues_bit_for_bit(
+    dense: Path, tmp_path: Path, offload: bool
+) -> None:
     first = sharded(dense, offload=offload)
     train(first, 0)
     first.save(tmp_path / "state")

@@ -52,21 +52,21 @@ def test_log_probs_entropy_and_gradients_are_those_of_the_dense_formula(
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), uncertainty, atol=2e-5, rtol=1e-5)
     # Not linear in either, so that every row has gradients of its own for both.
-    found = torch.autograd.grad((logprobs.exp() * entropy + logprobs).sum(), given)
+    actual = torch.autograd.grad((logprobs.exp() * entropy + logprobs).sum(), given)
     wanted = torch.autograd.grad((expected.exp() * uncertainty + expected).sum(), wide)
     near = 1e-5 if dtype is torch.float32 else 0.01
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         assert ((one.double() - other).norm() / other.norm()).item() < near
 
 
-def test_an_entropy_that_nobody_uses_has_no_part_in_the_gradient() -> None:
+def test_an_unused_entropy_does_not_change_the_gradient() -> None:
     given = parts(9, 4096, dtype=torch.float32, with_bias=False)
     wide = [one.detach().double().requires_grad_() for one in given]
     ids = torch.arange(9, device="cuda")
     logprobs, _ = token_logprobs(given[0], OutputHead(given[1]), ids, temperatures(9), chunk=4)
-    found = torch.autograd.grad(logprobs.sum(), given)
+    actual = torch.autograd.grad(logprobs.sum(), given)
     wanted = torch.autograd.grad(dense(wide[0], wide[1], None, ids)[0].sum(), wide)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
 
 

@@ -25,7 +25,7 @@ LENGTHS = [7, 12, 7, 3, 9, 12]
 
 def _learner(folder: Path, device: str, **sections: dict[str, Any]) -> LocalStrategy:
     sections.setdefault("model", {"path": str(folder), "dtype": "float32"})
-    # eps is large, so that a gradient's last bits are not blown up to whole steps by Adam.
+    # eps is large, so that a gradient's last bits are not amplified to full steps by Adam.
     sections.setdefault("train", {"optimizer": {"lr": 1e-3, "eps": 1e-3}})
     return LocalStrategy(recipe_of(folder, **sections), device=device)
 
@@ -83,7 +83,7 @@ def test_sleep_frees_the_learner_and_wake_restores_every_bit(tmp_path: Path, dty
     assert fingerprint(learner.optimizer.tensors().items()) == state
 
 
-def test_a_learner_that_slept_goes_on_as_one_that_did_not(tiny_folder: Path) -> None:
+def test_a_learner_that_slept_trains_like_one_that_did_not(tiny_folder: Path) -> None:
     rested, other = _learner(tiny_folder, "cuda"), _learner(tiny_folder, "cuda")
     for learner in (rested, other):
         _train(learner, 0)

@@ -60,7 +60,7 @@ async def publish(learner: LearnerWorker, generator: GeneratorWorker, version: i
 
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-3), ("bfloat16", 0.2)])
-async def test_an_engine_draws_from_the_sums_that_were_published(
+async def test_an_engine_samples_from_the_published_summed_weights(
     folder: Path, dtype: str, near: float, beside: bool
 ) -> None:
     recipe = recipe_of(

@@ -57,7 +57,7 @@ def allocated() -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sleep_frees_gradients_too_and_the_step_is_the_same(folder: Path, dtype: str) -> None:
-    found = []
+    actual = []
     for sleeps in (False, True):
         strategy = learner(folder, dtype=dtype)
         step(strategy)
@@ -71,8 +71,8 @@ def test_sleep_frees_gradients_too_and_the_step_is_the_same(folder: Path, dtype:
             )
             strategy.wake()
         strategy.step()
-        found.append(fingerprint(strategy.weights()))
-    assert found[0] == found[1]
+        actual.append(fingerprint(strategy.weights()))
+    assert actual[0] == actual[1]
 
 
 def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
     assert addresses[0] == addresses[1]
 
 
-async def test_an_engine_goes_on_over_its_graphs_while_the_learner_sleeps(folder: Path) -> None:
+async def test_an_engine_keeps_using_its_graphs_while_the_learner_sleeps(folder: Path) -> None:
     strategy = learner(folder)
     infer = InferConfig(slots=4, max_length=64)
     engine = NativeEngine.create(

@@ -1,4 +1,4 @@
-"""A whole run on one GPU: learner and engine in one process, over one set of parameters."""
+"""A complete run on one GPU: learner and engine in one process, over one set of parameters."""
 
 from __future__ import annotations
 

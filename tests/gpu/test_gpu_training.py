@@ -42,7 +42,7 @@ def both_ways(name: str, dtype: torch.dtype, layout: PackedLayout) -> list[dict[
     """Hidden states and gradients: without modules, with them."""
     torch.manual_seed(1)
     ids_N = torch.randint(100, (sum(layout.lengths),), device="cuda")
-    found: list[dict[str, torch.Tensor]] = []
+    actual: list[dict[str, torch.Tensor]] = []
     for plain in (True, False):
         decoder = decoder_of(name, dtype)
         if plain:
@@ -59,8 +59,8 @@ def both_ways(name: str, dtype: torch.dtype, layout: PackedLayout) -> list[dict[
         torch.manual_seed(2)
         (hidden.float() * torch.randn_like(hidden, dtype=torch.float32)).sum().backward()
         gradients = {name: value.grad for name, value in decoder.named_parameters()}
-        found.append({"hidden": hidden.detach(), **gradients})
-    return found
+        actual.append({"hidden": hidden.detach(), **gradients})
+    return actual
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -77,7 +77,7 @@ def test_hidden_states_and_gradients_are_those_of_the_modules(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_in_bfloat16_they_are_as_near_as_its_rounding(name: str) -> None:
+def test_in_bfloat16_they_are_equal_up_to_its_rounding(name: str) -> None:
     layout = PackedLayout.of(LENGTHS, parents=PARENTS, device="cuda")
     plain, modules = both_ways(name, torch.bfloat16, layout)
     for part, expected in modules.items():

@@ -62,11 +62,11 @@ def test_the_kernel_and_plain_torch_give_the_fingerprint_of_the_cpu(
     on_gpu = [(name, tensor.cuda()) for name, tensor in pairs]
     # A view at an odd address.
     on_gpu[-1] = (on_gpu[-1][0], on_gpu[len(SIZES) - 1][1][1:])
-    found = set[Fingerprint]()
+    actual = set[Fingerprint]()
     for least in (1, 1 << 60):
         monkeypatch.setattr(module, "KERNEL_BYTES", least)
-        found.add(fingerprint(on_gpu))
-    assert found == {fingerprint(pairs)}
+        actual.add(fingerprint(on_gpu))
+    assert actual == {fingerprint(pairs)}
 
 
 @pytest.mark.parametrize("place", [0, 100_000_000, 2 * (64 << 20) - 1])

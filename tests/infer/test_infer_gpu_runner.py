@@ -429,5 +429,5 @@ def test_buckets_grow_in_steps_of_an_eighth_to_a_half():
 def test_the_layers_to_compile_are_found_by_any_name_and_in_multimodal_models(
     family: str, layer: str
 ):
-    found = decoder_layers(tiny_family(family, attention=CACHED), 2)
-    assert [type(one).__name__ for one in found] == [layer, layer]
+    actual = decoder_layers(tiny_family(family, attention=CACHED), 2)
+    assert [type(one).__name__ for one in actual] == [layer, layer]

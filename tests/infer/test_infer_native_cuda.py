@@ -89,9 +89,9 @@ async def test_bfloat16_on_a_gpu_stays_near_float32():
     exact = _engine(tiny_model(32).eval().cuda(), "cuda")
     narrow = _engine(tiny_model(32).eval().cuda().bfloat16(), "cuda")
     pairs = list(zip(await _draw(exact), await _draw(narrow), strict=True))
-    alike = [(one, other) for one, other in pairs if one.token_ids[0] == other.token_ids[0]]
-    assert len(alike) >= 15
-    for one, other in alike:
+    equal = [(one, other) for one, other in pairs if one.token_ids[0] == other.token_ids[0]]
+    assert len(equal) >= 15
+    for one, other in equal:
         assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
     await exact.close()
     await narrow.close()

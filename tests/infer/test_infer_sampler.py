@@ -217,8 +217,8 @@ def test_log_probs_are_corrected_to_the_exact_logits_of_the_sampled_tokens(tempe
     actual = generated.corrected(logits_RV, exact_R, metadata)
     exact_RV = logits_RV.double()
     exact_RV[rows, generated.tokens_R] = torch.from_numpy(exact_R)
-    wanted_RV = (exact_RV / (temperature or 1.0)).log_softmax(-1)
+    expected_RV = (exact_RV / (temperature or 1.0)).log_softmax(-1)
     np.testing.assert_allclose(
-        actual.logprobs_R, wanted_RV[rows, generated.tokens_R].numpy(), atol=1e-6
+        actual.logprobs_R, expected_RV[rows, generated.tokens_R].numpy(), atol=1e-6
     )
     assert (actual.tokens_R == generated.tokens_R).all()

@@ -83,7 +83,7 @@ def test_equal_lengths_make_one_kernel_call():
     assert layout.order_N.tolist()[:5] == [15, 0, 1, 2, 3]
 
 
-def test_neighbours_of_equal_length_are_read_in_place():
+def test_adjacent_rows_of_equal_length_are_read_in_place():
     layout = PackedLayout.of([5, 5, 3])
     assert layout.calls == (AttentionCall(2, 5), AttentionCall(1, 3))
     assert layout.order_N is None
@@ -142,5 +142,5 @@ def test_soft_caps_and_sinks_attend_by_their_definition(
     torch.testing.assert_close(ours, expected)
     leaves = [*given, *([] if sinks is None else [sinks])]
     weight = torch.randn_like(expected)
-    found = torch.autograd.grad((ours * weight).sum(), leaves)
-    torch.testing.assert_close(found, torch.autograd.grad((expected * weight).sum(), leaves))
+    actual = torch.autograd.grad((ours * weight).sum(), leaves)
+    torch.testing.assert_close(actual, torch.autograd.grad((expected * weight).sum(), leaves))

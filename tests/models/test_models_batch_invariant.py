@@ -66,11 +66,11 @@ def test_a_row_of_a_product_has_the_same_bits_alone_and_in_any_batch(
     torch.manual_seed(0)
     rows, weight = torch.randn(130, 100).to(kernel_device), torch.randn(70, 100).to(kernel_device)
     bias = torch.randn(70).to(kernel_device) if biased else None
-    whole = launch_product(rows, weight, bias, dtype=torch.float32)
-    torch.testing.assert_close(whole, nn.functional.linear(rows, weight, bias))
+    full = launch_product(rows, weight, bias, dtype=torch.float32)
+    torch.testing.assert_close(full, nn.functional.linear(rows, weight, bias))
     for start, stop in ((0, 1), (77, 78), (5, 69), (64, 130)):
         part = launch_product(rows[start:stop], weight, bias, dtype=torch.float32)
-        assert torch.equal(part, whole[start:stop])
+        assert torch.equal(part, full[start:stop])
 
 
 def test_a_norm_has_the_same_bits_alone_and_in_any_batch(kernel_device: str):
@@ -78,13 +78,13 @@ def test_a_norm_has_the_same_bits_alone_and_in_any_batch(kernel_device: str):
 
     torch.manual_seed(0)
     rows, weight = torch.randn(2, 9, 100).to(kernel_device), torch.randn(100).to(kernel_device)
-    whole = launch_norm(rows, weight, eps=1e-6)
-    torch.testing.assert_close(whole, reference_rms_norm(rows, weight, 1e-6))
-    assert torch.equal(launch_norm(rows[1, 4:5], weight, eps=1e-6), whole[1, 4:5])
+    full = launch_norm(rows, weight, eps=1e-6)
+    torch.testing.assert_close(full, reference_rms_norm(rows, weight, 1e-6))
+    assert torch.equal(launch_norm(rows[1, 4:5], weight, eps=1e-6), full[1, 4:5])
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_decoded_token_attends_with_the_bits_of_a_whole_sequence(
+def test_a_decoded_token_attends_with_the_same_bits_as_in_a_full_sequence(
     kernel_device: str, window: int | None
 ):
     from rollick.models.attention.paged_kernels import launch_prefill, prefill_queries
@@ -108,14 +108,14 @@ def test_a_decoded_token_attends_with_the_bits_of_a_whole_sequence(
     )
     band = NO_WINDOW if window is None else window
     given = QkvHeads(query, key, value, DIM**-0.5, band)
-    whole = filled.attend(given, (cache[0], cache[1]))
+    full = filled.attend(given, (cache[0], cache[1]))
     table = filled.table_BP
     for place in (0, 31, 32, 69):
         alone = QkvHeads(*(x[:, place : place + 1] for x in given[:3]), DIM**-0.5, band)
         decode = PagedDecode(
             table, torch.tensor([place + 1], device=kernel_device), batch_invariant=True
         )
-        assert torch.equal(decode.attend(alone, (cache[0], cache[1]))[0], whole[place])
+        assert torch.equal(decode.attend(alone, (cache[0], cache[1]))[0], full[place])
     in_pages = cache[:, 1:].contiguous()
     again = launch_prefill(
         query,
@@ -124,7 +124,7 @@ def test_a_decoded_token_attends_with_the_bits_of_a_whole_sequence(
         tiles=step.tiles_T4,
         qkv=given,
     )
-    assert torch.equal(again, whole)
+    assert torch.equal(again, full)
 
 
 def test_packed_sequences_attend_in_pages_as_they_do_in_place():
@@ -135,19 +135,19 @@ def test_packed_sequences_attend_in_pages_as_they_do_in_place():
         torch.randn(1, count, sum(lengths), DIM, requires_grad=True)
         for count in (HEADS, KV_HEADS, KV_HEADS)
     )
-    found: list[list[torch.Tensor]] = []
+    actual: list[list[torch.Tensor]] = []
     for batch_invariant in (False, True):
         layout = PackedLayout.of(lengths, parents=parents, batch_invariant=batch_invariant)
         from rollick.models.attention.varlen import varlen_attention
 
         output, _ = varlen_attention(nn.Module(), *packed, None, layout=layout, sliding_window=20)
         gradients = torch.autograd.grad(output.square().sum(), packed)
-        found.append([output.detach(), *gradients])
-    for one, other in zip(*found, strict=True):
+        actual.append([output.detach(), *gradients])
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_what_goes_through_a_kernel_has_the_gradient_of_the_plain_function():
+def test_a_kernel_has_the_gradient_of_the_plain_function():
     x, w = torch.randn(3, requires_grad=True), torch.randn(3)
     with_gradient_of(lambda x, w: x * w, lambda x, w: (x * w).round(), x, w).sum().backward()
     torch.testing.assert_close(x.grad, w)

@@ -19,17 +19,17 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
 
 
-def test_a_trial_that_dies_of_an_illegal_instruction_is_a_no_and_is_remembered():
+def test_a_probe_that_dies_of_an_illegal_instruction_is_a_no_and_is_cached():
     assert probe_bf16(trial=DIES) is False
     assert probe_bf16(trial="pass") is False
 
 
-def test_a_trial_that_lives_is_a_yes_and_is_remembered():
+def test_a_probe_that_succeeds_is_a_yes_and_is_cached():
     assert probe_bf16(trial="pass") is True
     assert probe_bf16(trial=DIES) is True
 
 
-def test_where_bfloat16_crashes_workers_get_a_setting_and_the_log_says_so(
+def test_where_bfloat16_crashes_workers_get_a_setting_with_a_log_message(
     caplog: pytest.LogCaptureFixture,
 ):
     probe_bf16(trial=DIES)
@@ -53,7 +53,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path):
     assert cache_folder() == tmp_path
 
 
-def test_bfloat16_really_works_here_under_what_the_probe_says():
+def test_bfloat16_works_here_as_the_probe_reports():
     code = (
         "import sys, os\n"
         "from rollick.models.bf16_probe import safe_environment\n"

@@ -21,7 +21,7 @@ def product() -> torch.Tensor:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_a_thread_that_gives_its_helpers_back_computes_on_with_new_ones():
+def test_a_thread_that_releases_its_helper_threads_continues_with_new_ones():
     with ThreadPoolExecutor(1) as one:
         one.submit(torch.set_num_threads, 3).result()
         before = threads()

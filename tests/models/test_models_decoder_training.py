@@ -84,13 +84,13 @@ def test_hidden_states_and_all_gradients_are_those_of_the_modules(name: str):
     assert hidden is not None
     expected = own_hidden(modules, ids_N, layout)
     torch.testing.assert_close(hidden, expected, rtol=1e-10, atol=1e-10)
-    found, wanted = gradients(plain, hidden), gradients(modules, expected)
-    assert found.keys() == wanted.keys()
+    actual, wanted = gradients(plain, hidden), gradients(modules, expected)
+    assert actual.keys() == wanted.keys()
     for parameter, value in wanted.items():
-        torch.testing.assert_close(found[parameter], value, rtol=1e-9, atol=1e-10, msg=parameter)
+        torch.testing.assert_close(actual[parameter], value, rtol=1e-9, atol=1e-10, msg=parameter)
 
 
-def test_in_half_precision_both_ways_are_equally_near_to_the_truth():
+def test_in_half_precision_both_forwards_have_similar_errors():
     ids_N, layout = given()
     exact = own_hidden(decoder_of(DECODERS["llama"]), ids_N, layout)
     half = decoder_of(DECODERS["llama"], torch.bfloat16)
@@ -102,7 +102,7 @@ def test_in_half_precision_both_ways_are_equally_near_to_the_truth():
     assert 0 < off < 1.5 * off_modules
 
 
-def test_weights_that_compute_together_lie_together_and_keep_names_and_values():
+def test_fused_weights_are_adjacent_and_keep_names_and_values():
     decoder = decoder_of(DECODERS["llama"])
     before = {name: value.clone() for name, value in decoder.named_parameters()}
     mlp = decoder.layers[0].mlp
@@ -113,7 +113,7 @@ def test_weights_that_compute_together_lie_together_and_keep_names_and_values():
         assert torch.equal(value, before[name]), name
 
 
-def test_weights_that_were_parted_give_the_same():
+def test_weights_that_were_separated_give_the_same():
     together, parted = decoder_of(DECODERS["qwen2"]), decoder_of(DECODERS["qwen2"])
     prepare_decoder(together)
     ids_N, layout = given()
@@ -147,7 +147,7 @@ def with_another_forward(decoder: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [hooked, with_another_layer, with_another_forward])
-def test_a_decoder_that_somebody_changed_runs_itself(change: Any):
+def test_a_modified_decoder_runs_its_own_forward_in_training(change: Any):
     decoder = decoder_of(DECODERS["llama"])
     assert describe_decoder(decoder) is not None
     change(decoder)

@@ -52,15 +52,15 @@ def test_the_table_has_at_least_35_families_and_none_that_is_wrong():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_exact_or_refused_at_load_as_the_table_says(family: str, tmp_path: Path):
+def test_a_family_is_exact_or_refused_at_load_as_in_the_table(family: str, tmp_path: Path):
     folder = save_family(family, tmp_path / family)
     reference = load_model(ModelConfig(path=str(folder)), device="cpu", attention="eager")
-    found = {
+    actual = {
         "cpu_engine": judge_engine(folder, reference, device="cpu"),
         "learner": judge_learner(folder, reference),
     }
-    cleaned = {name: reason_only(verdict, folder) for name, verdict in found.items()}
-    assert cleaned == {name: Verdict(*RECORDED[family][name]) for name in found}
+    cleaned = {name: reason_only(verdict, folder) for name, verdict in actual.items()}
+    assert cleaned == {name: Verdict(*RECORDED[family][name]) for name in actual}
     # The GPU's runner, with the references of its kernels.
     assert judge_paged(folder, reference).result in ("exact", "refused")
 
@@ -124,7 +124,62 @@ def test_a_model_of_unknown_code_is_probed_and_refused_with_what_differs():
         check_learner(model, max_length=64)
 
 
-def test_an_error_of_the_models_own_code_is_told_with_what_was_tried():
+class _LocalDecoder(nn.Module):
+    """Attends to a window in its own forward, by a mask that it builds for no other."""
+
+    def __init__(self, decoder: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.config = config
+        self.local_window_size = 16
+
+    def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        if self.config._attn_implementation == "eager":
+            length = input_ids.shape[1]
+            allowed = torch.ones(length, length).tril().triu(1 - self.local_window_size)
+            inputs["attention_mask"] = allowed.log()[None, None]
+        return self.decoder(input_ids=input_ids, **inputs)
+
+
+def test_a_window_by_another_name_that_our_attention_does_not_get_is_found():
+    """The window is longer than the probe's sequences, and shorter than the run's."""
+    model: Any = tiny_family("llama", attention=VARLEN)
+    model.model = _LocalDecoder(model.model, model.config)
+    model.__class__ = type("MyModel", (type(model),), {"__module__": "my_code"})
+    with pytest.raises(ModelError, match="two sequences in one pack differ"):
+        check_learner(model, max_length=64)
+    assert model.model.local_window_size == 16
+
+
+@pytest.mark.parametrize("key", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_scale_of_the_logits_that_the_family_does_not_read_is_refused(family: str, key: str):
+    model: Any = tiny_family(family, attention=VARLEN)
+    check_learner(model, max_length=64)
+    setattr(model.config, key, 4.0)
+    with pytest.raises(ModelError, match="its logits are not those of its output head"):
+        check_learner(model, max_length=64)
+
+
+def test_windows_that_only_the_own_mask_of_a_family_has_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Layers of Qwen2-MoE do not pass their window to the attention function."""
+    windowed = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    options = {"qwen2_moe": {**FAMILIES["qwen2_moe"], **windowed}}
+    monkeypatch.setattr("tiny_families.FAMILIES", options)
+    folder = save_family("qwen2_moe", tmp_path)
+    reference = tiny_family("qwen2_moe")
+    for verdict in (
+        judge_engine(folder, reference, device="cpu"),
+        judge_paged(folder, reference),
+        judge_learner(folder, reference),
+    ):
+        assert verdict.result == "refused"
+        assert "differ from the model's own forward" in verdict.detail
+
+
+def test_an_error_of_the_models_own_code_is_reported_with_its_inputs():
     """MPT's forward needs the mask that other families build only for their own attention."""
     model = tiny_family("mpt", attention=VARLEN)
     with pytest.raises(ModelError) as raised:
@@ -137,7 +192,7 @@ def test_an_error_of_the_models_own_code_is_told_with_what_was_tried():
 
 
 def test_a_window_longer_than_every_sequence_is_no_reason_to_refuse():
-    """PhiMoE's attention is not told its window; its mask has it."""
+    """PhiMoE's attention does not get its window as an argument; only its mask has it."""
     model: Any = tiny_family("phimoe", attention=VARLEN)
     model.config.sliding_window = 64
     with pytest.raises(ModelError, match="two sequences in one pack differ"):

@@ -41,7 +41,7 @@ def of(tensor: Tensor) -> str:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_copy_has_the_same_and_every_flipped_bit_another(size: int) -> None:
+def test_a_copy_has_the_same_fingerprint_and_every_flipped_bit_changes_it(size: int) -> None:
     data = random_bytes(size)
     first = of(data)
     assert of(data.clone()) == first
@@ -113,19 +113,19 @@ def test_damage_that_simple_sums_would_miss_is_found(damage: Callable[[Tensor], 
 
 def test_a_stream_gives_the_same_as_a_list_and_threads_change_nothing() -> None:
     pairs = [(str(size), random_bytes(size)) for size in SIZES]
-    found = set[str]()
+    actual = set[str]()
     threads = torch.get_num_threads()
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            found |= {fingerprint(pairs), fingerprint(iter(pairs)), fingerprint(pairs[::-1])}
+            actual |= {fingerprint(pairs), fingerprint(iter(pairs)), fingerprint(pairs[::-1])}
     finally:
         torch.set_num_threads(threads)
-    assert len(found) == 1
+    assert len(actual) == 1
 
 
 @pytest.mark.parametrize("size", [5, SMALL_BYTES + 8, LARGE])
-def test_what_is_copied_on_the_way_is_all_of_it(size: int) -> None:
+def test_every_byte_is_copied_in_transit(size: int) -> None:
     data = random_bytes(size)
     target = torch.zeros_like(data)
     assert copy_and_fingerprint([("a", data)], [target]) == of(data)
@@ -146,7 +146,7 @@ def same_by_cpu_and_gpu(tensors: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("size", [*SIZES[3:], LARGE])
-def test_the_way_of_a_gpu_gives_the_same_words(size: int) -> None:
+def test_the_gpu_path_gives_the_same_fingerprint(size: int) -> None:
     assert same_by_cpu_and_gpu([random_bytes(size)])
 
 
@@ -156,7 +156,7 @@ def test_the_kernel_sums_all_tensors_at_once_wherever_they_begin_and_end(
 ) -> None:
     monkeypatch.setattr(module, "KERNEL_BYTES", 1)
     sizes = [*SIZES, LARGE, 3 * ROW_BYTES - 8, 17 * ROW_BYTES + 16]
-    whole = [random_bytes(size).to(kernel_device) for size in sizes]
+    full = [random_bytes(size).to(kernel_device) for size in sizes]
     moved = [random_bytes(LARGE).to(kernel_device)[start:] for start in (1, 8, 16)]
-    assert same_by_cpu_and_gpu([*whole, *moved])
-    assert same_by_cpu_and_gpu(whole[-1:])
+    assert same_by_cpu_and_gpu([*full, *moved])
+    assert same_by_cpu_and_gpu(full[-1:])

@@ -33,7 +33,7 @@ def test_fused_storage_changes_neither_values_nor_names():
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
-def test_siblings_over_neighbouring_weights_compute_what_they_computed_alone():
+def test_siblings_with_adjacent_weights_compute_what_they_computed_alone():
     model = tiny_model(32).eval()
     fuse_storage(model)
     engine = _sharing(model)
@@ -58,14 +58,14 @@ def test_an_optimizer_that_writes_the_owners_parameters_writes_the_product():
         torch.testing.assert_close(after, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_that_are_not_neighbours_are_left_alone():
+def test_weights_that_are_not_adjacent_are_not_fused():
     model = tiny_model(32).eval()
     engine = _sharing(model)
     assert fuse_linears(engine) == 0
     assert type(engine.model.layers[0].self_attn.q_proj) is nn.Linear
 
 
-def test_weights_that_parted_are_computed_alone_again():
+def test_weights_that_were_separated_are_computed_alone_again():
     model = tiny_model(32).eval()
     fuse_storage(model)
     fuse_linears(model)

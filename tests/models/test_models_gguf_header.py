@@ -91,8 +91,12 @@ def test_a_header_that_ends_early_has_no_shape(file: Path, kept: int):
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("key") + struct.pack("<IIQ", 9, 4, 1 << 60),
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 63),
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("k") + struct.pack("<IIQ", 9, 9, 9) * 5000,
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 1)
+        + text("k")
+        + struct.pack("<IIQQ", 9, 8, 2, 2**64 - 1),
     ],
-    ids=["version", "type", "array", "string", "nesting"],
+    ids=["version", "type", "array", "string", "nesting", "strings"],
 )
 def test_a_damaged_header_has_no_shape(tmp_path: Path, damage: bytes):
     file = tmp_path / "damaged.gguf"

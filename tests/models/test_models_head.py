@@ -189,7 +189,7 @@ def test_one_chosen_token_a_row_is_its_target_bit_for_bit():
         assert torch.equal(one, other)
 
 
-def test_the_likeliest_tokens_by_hand():
+def test_the_most_likely_tokens_by_hand():
     """Logits (0, ln 5, ln 2) at temperature 1: probabilities 1/8, 5/8 and 2/8."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [log(5)], [log(2)]])
     ids, logprobs = top_logprobs(hidden, OutputHead(weight), torch.ones(1), k=2, chunk=8)
@@ -201,7 +201,7 @@ def test_the_likeliest_tokens_by_hand():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_the_likeliest_tokens_are_those_of_the_dense_formula(
+def test_the_most_likely_tokens_are_those_of_the_dense_formula(
     k: int, rows: int, batch_invariant: bool, with_bias: bool
 ):
     hidden, weight, _, temperature = inputs(rows=rows)
@@ -222,7 +222,7 @@ def test_the_likeliest_tokens_are_those_of_the_dense_formula(
         assert not logprobs.requires_grad
 
 
-def test_a_student_at_its_own_likeliest_tokens_has_their_log_probs():
+def test_a_student_at_its_own_most_likely_tokens_has_their_log_probs():
     hidden, weight, _, temperature = inputs(rows=9)
     ids, logprobs = top_logprobs(hidden, OutputHead(weight), temperature, k=4, chunk=4)
     assert torch.equal(
@@ -253,7 +253,7 @@ def test_the_chunk_does_not_change_results_and_gradients():
         torch.testing.assert_close(results(chunk), results(11), rtol=0, atol=1e-12)
 
 
-def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
+def test_an_entropy_with_weight_zero_keeps_the_bits_of_the_gradient():
     hidden, weight, targets, temperature = inputs(rows=40, dtype=torch.float32)
     logprobs, entropy = token_logprobs(hidden, OutputHead(weight), targets, temperature, chunk=16)
     unused = torch.autograd.grad(logprobs.exp().sum(), (hidden, weight), retain_graph=True)
@@ -262,7 +262,7 @@ def test_an_entropy_that_counts_zero_leaves_the_bits_of_the_gradient():
         assert torch.equal(one, other)
 
 
-def test_an_entropy_that_nobody_uses_adds_no_work_on_logits_to_the_backward():
+def test_an_unused_entropy_adds_no_work_on_logits_to_the_backward():
     rows, vocabulary = 5, 7
 
     def on_logits(what: str) -> list[str]:
@@ -424,7 +424,7 @@ def test_a_second_backward_through_the_same_log_probs_is_the_first():
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_likeliest_tokens_take_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
+def test_the_most_likely_tokens_need_no_tensor_larger_than_a_chunk_of_logits(batch_invariant: bool):
     rows, vocabulary, chunk = 512, 300, 32
     hidden, weight, _, temperature = inputs(rows=rows, size=4, vocabulary=vocabulary)
     with Made() as seen:
@@ -485,10 +485,10 @@ def test_the_fused_kernels_scale_and_cap_logits_as_the_reference_does(kernel_dev
     )
     given = [one.detach().to(kernel_device).requires_grad_() for one in of]
     rows = targets.to(kernel_device), temperature.float().to(kernel_device)
-    found: Any = FusedLogprobs.apply(*given, *rows, options)
-    torch.testing.assert_close(found[0].cpu(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found[1].cpu(), spread, atol=1e-5, rtol=1e-5)
-    ours = torch.autograd.grad((found[0].exp() * found[1]).sum(), given)
+    actual: Any = FusedLogprobs.apply(*given, *rows, options)
+    torch.testing.assert_close(actual[0].cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(actual[1].cpu(), spread, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((actual[0].exp() * actual[1]).sum(), given)
     for one, other in zip(
         ours, torch.autograd.grad((expected.exp() * spread).sum(), of), strict=True
     ):
@@ -528,7 +528,9 @@ def test_over_a_large_vocabulary_log_probs_are_those_of_float64_to_a_millionth()
     weight_VD = 0.3 * torch.randn(50_000, 96, generator=drawing)
     targets_T = torch.randint(50_000, (8,), generator=drawing)
     temperature_T = torch.tensor([0.7, 1.0, 1.3, 2.0] * 2)
-    found_T, _ = token_logprobs(hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4)
+    actual_T, _ = token_logprobs(
+        hidden_TD, OutputHead(weight_VD), targets_T, temperature_T, chunk=4
+    )
     logits_TV = hidden_TD.double() @ weight_VD.double().t() / temperature_T[:, None].double()
-    wanted_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
-    assert (found_T - wanted_T).abs().mean() < 1e-6
+    expected_T = logits_TV.log_softmax(-1).gather(1, targets_T[:, None])[:, 0]
+    assert (actual_T - expected_T).abs().mean() < 1e-6

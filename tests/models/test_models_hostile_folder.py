@@ -1,4 +1,4 @@
-"""Model folders that are damaged, or that somebody made to do harm: one clear error, at once."""
+"""Damaged or malicious model folders give one clear error at once."""
 
 from __future__ import annotations
 

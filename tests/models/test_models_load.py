@@ -43,7 +43,7 @@ def test_a_folder_gives_config_tokenizer_and_model(folder: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_generation_config_says_what_ends_an_answer(folder: Path, tmp_path: Path):
+def test_the_generation_config_defines_the_end_of_an_answer(folder: Path, tmp_path: Path):
     assert load_end_ids(ModelConfig(path=str(folder))) == (2,)
     assert load_end_ids(ModelConfig(path=str(folder), tokenizer="another")) == ()
     for name in ("config.json", "generation_config.json"):
@@ -55,7 +55,7 @@ def test_the_generation_config_says_what_ends_an_answer(folder: Path, tmp_path: 
 
 
 def test_a_loaded_model_does_not_depend_on_its_file(folder: Path, tmp_path: Path):
-    """Parameters must not be views of the file: an export may write it anew."""
+    """Parameters must not be views of the file: an export may overwrite it."""
     copy = save_tiny(tmp_path / "copy", hidden=32)
     model = load_model(ModelConfig(path=str(copy)), device="cpu", attention="sdpa")
     before = fingerprint(model.named_parameters())
@@ -127,17 +127,18 @@ def test_a_fingerprint_of_a_view_is_that_of_its_values():
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/nowhere/model", "does not exist"),
         ("./nowhere", "does not exist"),
+        ("runs/nowhere", "does not exist.*if another recipe or command writes it, run that first"),
         ("/nowhere/x.gguf", "does not exist"),
         ("package:no_such_package_here/x.gguf", "is not installed"),
         ("package:rollick/x.gguf", "has no file 'x.gguf'"),
     ],
 )
-def test_what_cannot_be_found_is_said_with_advice(path: str, said: str):
-    with pytest.raises(ModelError, match=said) as caught:
+def test_a_missing_model_is_reported_with_advice(path: str, message: str):
+    with pytest.raises(ModelError, match=message) as caught:
         source_folder(path)
     assert caught.value.fix
 
@@ -154,7 +155,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path):
         source_folder(str(file))
 
 
-def test_a_damaged_model_is_said_with_its_path(folder: Path, tmp_path: Path):
+def test_a_damaged_model_is_reported_with_its_path(folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
     with pytest.raises(ModelError, match="cannot load"):
         load_config(ModelConfig(path=str(tmp_path)))
@@ -195,7 +196,7 @@ def test_an_interrupted_conversion_leaves_nothing_in_the_cache(
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
-def test_whoever_converts_second_keeps_the_first_result(tmp_path: Path):
+def test_a_second_conversion_keeps_the_first_result(tmp_path: Path):
     for name in ("first", "second"):
         written = tmp_path / name
         written.mkdir()

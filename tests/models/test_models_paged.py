@@ -56,9 +56,9 @@ def test_the_decode_kernel_gives_and_stores_what_its_reference_does(
     given = _heads(len(LENGTHS), heads, **how)
     length, expected = torch.tensor(LENGTHS, device=kernel_device), cache.clone()
     step = PagedDecode(table, length, splits=splits)
-    found = step.attend(given, (cache[0], cache[1]))
+    actual = step.attend(given, (cache[0], cache[1]))
     wanted = PagedDecode(table, length, kernels=False).attend(given, (expected[0], expected[1]))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(cache, expected)
 
 
@@ -74,7 +74,7 @@ def test_the_prefill_kernel_gives_what_its_reference_does(
     spans = [(0, 5), (40, 64), (3, 69)]
     how: Any = {"window": window, "device": kernel_device, "scores": scores}
     given = _heads(sum(b - a for a, b in spans), heads, **how)
-    found: list[torch.Tensor] = []
+    actual: list[torch.Tensor] = []
     for kernels in (True, False):
         step = PagedPrefill.of(
             table.tolist(),
@@ -83,5 +83,5 @@ def test_the_prefill_kernel_gives_what_its_reference_does(
             device=kernel_device,
             kernels=kernels,
         )
-        found.append(step.attend(given, (cache[0], cache[1])))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+        actual.append(step.attend(given, (cache[0], cache[1])))
+    torch.testing.assert_close(actual[0], actual[1], rtol=1e-5, atol=1e-5)

@@ -94,20 +94,32 @@ def test_log_probs_of_the_learner_do_not_depend_on_the_neighbours(folder: Path):
 
 def test_the_frequencies_are_those_of_the_longest_sequence_of_the_run(folder: Path):
     batch = random_batch([10, 38, 12])
-    found = _learner(folder).logprobs(batch)[batch.loss_mask_N]
+    actual = _learner(folder).logprobs(batch)[batch.loss_mask_N]
     expected = _own_logprobs(folder, batch, at_length=MAX_LENGTH)
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+    np.testing.assert_allclose(actual, expected.numpy(), atol=1e-4)
 
 
-def test_in_a_run_of_short_sequences_they_are_those_that_the_model_has_for_them(folder: Path):
+def test_in_a_run_of_short_sequences_the_frequencies_are_the_models_short_ones(folder: Path):
     batch = random_batch([10, 16, 12])
-    found = _learner(folder, max_length=16).logprobs(batch)[batch.loss_mask_N]
-    np.testing.assert_allclose(found, _own_logprobs(folder, batch).numpy(), atol=1e-4)
+    actual = _learner(folder, max_length=16).logprobs(batch)[batch.loss_mask_N]
+    np.testing.assert_allclose(actual, _own_logprobs(folder, batch).numpy(), atol=1e-4)
 
 
 def test_a_sample_that_is_longer_than_the_frequencies_allow_is_refused(folder: Path):
     with pytest.raises(ModelError, match=r"41 tokens.*at most 40.*infer.max_length=41"):
         _learner(folder).logprobs(random_batch([12, 41]))
+
+
+class _Unknown(torch.nn.Module):
+    rope_type = "dynamic"
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+
+def test_an_embedding_that_cannot_be_set_to_a_length_is_refused():
+    with pytest.raises(ModelError, match=r"_Unknown depends on the length and cannot be set.* 40"):
+        fix_rope(torch.nn.Sequential(_Unknown()), 40)
 
 
 async def _generate(engine: NativeEngine, prompts: Sequence[Sequence[int]]) -> list[Completion]:

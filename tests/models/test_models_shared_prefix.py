@@ -55,7 +55,7 @@ def test_samples_that_begin_differently_share_nothing():
     assert shared_of("pq", "rq", groups=[0, 0], limits=[1, 1]) == [0, 0]
 
 
-def test_the_plan_has_beginnings_first_and_then_the_tails_by_length():
+def test_the_plan_has_prefixes_first_and_then_the_tails_by_length():
     # p q r a b | s t | p q r c
     plan = plan_prefixes([5, 2, 4], group_B=[0, 1, 0], shared_B=[3, 0, 3])
     assert plan.lengths == (2, 3, 1, 2)
@@ -64,7 +64,7 @@ def test_the_plan_has_beginnings_first_and_then_the_tails_by_length():
     assert plan.row_N.tolist() == [2, 3, 4, 6, 7, 0, 1, 2, 3, 4, 5]
 
 
-def test_a_sample_whose_group_is_elsewhere_is_computed_whole():
+def test_a_sample_whose_group_is_on_another_engine_is_computed_in_full():
     plan = plan_prefixes([3], group_B=[0], shared_B=[2])
     assert plan.lengths == (3,)
     assert plan.row_N.tolist() == [0, 1, 2]
@@ -102,7 +102,7 @@ def test_every_sample_is_found_again_along_its_segments(case: tuple[list[list[in
     assert len(computed) == sum(lengths) - shared.sum() + sum(once.values())
 
 
-def test_a_segment_goes_on_where_its_parent_ends():
+def test_a_segment_continues_where_its_parent_ends():
     layout = PackedLayout.of([2, 3, 1, 1], parents=[ROOT, 0, 0, 1])
     assert layout.position_ids_N.tolist() == [0, 1, 2, 3, 4, 2, 5]
     assert layout.calls == (
@@ -222,12 +222,12 @@ def test_one_kernel_for_all_segments_gives_what_one_for_each_run_gives(
     )
     torch.testing.assert_close(at_once, by_run[0], rtol=1e-5, atol=1e-6)
     weights = torch.randn_like(at_once)
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad((at_once * weights).sum(), given),
         torch.autograd.grad((by_run[0] * weights).sum(), given),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_segment_sees_the_keys_on_the_way_to_it_and_its_own():

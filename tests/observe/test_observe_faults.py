@@ -34,7 +34,7 @@ def test_a_fault_is_on_disk_before_it_is_repaired_and_keeps_its_place(tmp_path: 
     ]
 
 
-def test_faults_of_two_processes_of_a_run_are_apart_and_a_torn_line_is_skipped(
+def test_faults_of_two_processes_of_a_run_are_separate_and_a_torn_line_is_skipped(
     tmp_path: Path,
 ) -> None:
     for _ in range(2):
@@ -46,7 +46,7 @@ def test_faults_of_two_processes_of_a_run_are_apart_and_a_torn_line_is_skipped(
     assert [fault.role for fault in read_faults(tmp_path)] == ["policy", "policy", "controller"]
 
 
-def test_a_log_that_cannot_be_written_warns_and_goes_on(
+def test_a_log_that_cannot_be_written_warns_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = FaultLog(tmp_path / "absent")

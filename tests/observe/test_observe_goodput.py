@@ -1,4 +1,4 @@
-"""Where the time of a run went: each state gets what it should, and the states sum to the whole."""
+"""Where the time of a run went: each state gets its time, and the states sum to the wall time."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +125,7 @@ def test_a_repair_is_recovery_and_the_lost_part_of_the_call_is_done_again(
     assert read_goodput(tmp_path).wall_s == 16
 
 
-def test_no_more_is_done_again_than_was_done(
+def test_redone_time_is_at_most_the_time_that_was_lost(
     tmp_path: Path, clock: Clock, account: TimeAccount
 ) -> None:
     account.begin_steps()
@@ -271,7 +271,7 @@ def test_a_new_run_in_the_folder_of_one_that_never_began_has_its_own_time(
     assert spent(tmp_path) == {"start": 2}
 
 
-def test_a_torn_line_is_skipped_and_a_resume_goes_on_after_it(tmp_path: Path, clock: Clock) -> None:
+def test_a_torn_line_is_skipped_and_a_resume_appends_after_it(tmp_path: Path, clock: Clock) -> None:
     crash_in_step_4(tmp_path, clock, seen_for_s=None)
     with (tmp_path / GOODPUT).open("a") as file:
         file.write('{"at": 10')
@@ -280,7 +280,7 @@ def test_a_torn_line_is_skipped_and_a_resume_goes_on_after_it(tmp_path: Path, cl
     assert read_goodput(tmp_path).wall_s == clock.at
 
 
-def test_an_account_that_cannot_be_written_warns_and_goes_on(
+def test_a_time_account_that_cannot_be_written_warns_and_the_run_continues(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     account = clock.open(tmp_path / "absent")

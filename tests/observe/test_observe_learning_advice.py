@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
+from rollick import RunResult
 from rollick.observe.learning_advice import FLAT_AFTER, SYMPTOMS, WINDOW, find_advice
 from rollick.observe.live_view import LiveView
 
@@ -41,6 +43,10 @@ PROVOKED = {
         run(rollout__groups=2, **{"rollout__dropped__no_signal": 6}),
         "the same in 75% of the groups (mean score 0.3); try: easier prompts",
     ),
+    "equal_scores that are kept": (
+        run(**{"rollout__kept_no_signal": 7, "rollout__dropped__no_signal": 0}),
+        "the same in 88% of the groups",
+    ),
     "at_limit": (
         run(rollout__truncated=0.8),
         "80% of the answers reach the token limit (mean length 20 tokens)",
@@ -57,7 +63,20 @@ def test_a_symptom_is_named_with_its_values_and_what_to_try(name: str) -> None:
     assert "try: " in message
 
 
-def test_a_healthy_a_young_and_a_solved_run_get_no_advice() -> None:
+def test_groups_with_equal_scores_are_counted_where_they_are_kept(
+    run_toy: Callable[..., RunResult],
+) -> None:
+    one = {"name": "length", "options": {"max_length": 1000}}  # 1 for every answer.
+    always = {"source": "rollick.testing.toys:letter_rows", "rewards": [one]}
+    options = ["rollout.drop_no_signal=false", "evaluate.every=0"]
+    data = {"domains": {"letters": always}}
+    run = run_toy(*options, data=data, steps=1)
+    assert run.metrics["rollout/kept_no_signal"] == run.metrics["rollout/groups"] == 4
+    baseline = run_toy(*options, "algorithm=reinforce++", data=data, steps=1)
+    assert "rollout/kept_no_signal" not in baseline.metrics
+
+
+def test_a_healthy_a_short_and_a_solved_run_get_no_advice() -> None:
     assert find_advice([]) == {}
     assert find_advice(run(FLAT_AFTER - 1)) == {}
     assert find_advice(run(WINDOW - 1, score__mean=0.0, train__grad_norm=0.0)) == {}

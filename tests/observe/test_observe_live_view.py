@@ -40,7 +40,7 @@ def test_without_logging_the_lines_go_to_the_console(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_long_step_tells_its_phase_its_samples_and_the_time_left() -> None:
+def test_a_long_step_prints_its_phase_its_samples_and_the_time_left() -> None:
     shown, clock = StringIO(), FakeClock()
     with LiveView("toy", 9, mode="auto", console=Console(file=shown), clock=clock.now) as view:
         view.begin_phase("generate")
@@ -89,7 +89,7 @@ def test_a_step_without_new_samples_shows_those_it_trained_on() -> None:
     assert view.summary() == "score 0.5  loss 0  length 7"
 
 
-def test_what_comes_before_the_run_is_announced_and_not_counted_as_a_step() -> None:
+def test_time_before_the_run_is_not_counted_as_a_step() -> None:
     shown, clock = StringIO(), FakeClock()
     view = LiveView("toy", 3, mode="auto", console=Console(file=shown), clock=clock.now)
     view.announce("runs/toy: starting the workers")
@@ -109,3 +109,9 @@ def test_the_time_left_is_at_most_the_limit_of_the_run() -> None:
         clock.seconds = 60
         view.step(1, {})
     assert view.pace.run_left_s == 240
+
+
+def test_a_score_that_is_not_a_number_is_not_shown() -> None:
+    view = LiveView("run", 2, mode="off")
+    view.step(1, {"score/mean": float("nan"), "score/trained": 0.5, "train/loss": float("inf")})
+    assert view.summary() == "score 0.5"

@@ -22,7 +22,7 @@ def test_warnings_that_differ_in_numbers_alone_are_folded_and_counted(
     assert shown[4:] == ["84 messages were not shown, the last: version 88 was published in 12.6 s"]
 
 
-def test_a_line_that_names_something_else_each_time_is_folded_too(
+def test_a_line_that_names_another_thing_each_time_is_folded_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     names = [chr(97 + n % 26) + chr(97 + n // 26) for n in range(50)]

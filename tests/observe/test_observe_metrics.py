@@ -44,7 +44,7 @@ def test_each_step_is_one_row_and_numbers_that_are_not_finite_are_left_out(tmp_p
     assert log.history == read_metrics(log.path) == [json.loads(line) for line in lines]
 
 
-def test_a_resumed_log_forgets_the_steps_that_will_be_made_again(tmp_path: Path) -> None:
+def test_a_resumed_log_drops_the_steps_that_will_be_repeated(tmp_path: Path) -> None:
     first = MetricLog(tmp_path, [])
     for step in range(1, 6):
         first.log(step, {"train/loss": float(step)})
@@ -176,7 +176,7 @@ def test_tensorboards_own_loader_reads_the_event_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES["sinks"]) - {"tensorboard"}))
-def test_a_sink_whose_library_is_missing_is_off_and_says_which_extra_to_install(
+def test_a_sink_without_its_library_is_disabled_and_names_the_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, name, None)

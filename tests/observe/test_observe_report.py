@@ -127,7 +127,7 @@ def test_a_sparkline_of_nothing_or_of_equals_is_flat(values: list[float], line: 
     assert sparkline(values) == line
 
 
-def test_a_sparkline_passes_over_numbers_that_are_not_finite() -> None:
+def test_a_sparkline_skips_numbers_that_are_not_finite() -> None:
     assert sparkline([0.0, float("nan"), 1.0, float("inf")]) == BARS[0] + BARS[-1]
 
 
@@ -174,7 +174,7 @@ def test_off_means_off_on_a_terminal_too() -> None:
     assert shown.getvalue() == ""
 
 
-def test_a_stopwatch_adds_up_the_parts_of_a_phase_and_begins_anew() -> None:
+def test_a_stopwatch_sums_the_parts_of_a_phase_and_starts_over() -> None:
     watch = Stopwatch()
     watch.add("train", 1.0)
     watch.add("train", 0.5)

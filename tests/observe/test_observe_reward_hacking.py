@@ -48,14 +48,14 @@ PROVOKED = {
 
 
 @pytest.mark.parametrize("name", PROVOKED)
-def test_a_rule_sees_what_breaks_while_the_score_rises(name: str):
+def test_a_rule_detects_what_gets_worse_while_the_score_rises(name: str):
     [(rule, message)] = find_alarms(PROVOKED[name]).items()
     assert rule == name.removesuffix("_by_truncation").removesuffix("_against_a_rule")
     assert " to " in message
 
 
 @pytest.mark.parametrize("name", PROVOKED)
-def test_no_rule_speaks_while_the_score_does_not_rise(name: str):
+def test_no_alarm_is_raised_while_the_score_does_not_rise(name: str):
     rows = [{**row, "score/mean": 0.5, "score/part/judge": 0.5} for row in PROVOKED[name]]
     assert rules(rows) == []
 
@@ -82,26 +82,26 @@ def test_an_honest_run_raises_no_alarm(name: str):
     assert rules(HONEST[name]) == []
 
 
-def test_a_part_inside_of_a_reward_is_told_from_the_reward():
+def test_a_part_of_a_reward_is_distinguished_from_the_reward():
     parts = {"score__part__math": (0.2, 0.7), "score__part__math/format": (0.0, 1.0)}
     assert rules(run(**parts, **{"score__part__math/correct": (0.2, 0.2)})) == ["format_only"]
     assert rules(run(**parts, **{"score__part__math/correct": (0.2, 0.7)})) == []
 
 
-def test_a_rise_within_the_noise_is_none():
+def test_a_rise_within_the_noise_does_not_count():
     noisy = [{"score/mean": 0.5 + 0.3 * (-1) ** n + 0.002 * n} for n in range(STEPS)]
     change = metric_change(noisy, "score/mean")
     assert change is not None
     assert not change.rose
 
 
-def test_nothing_is_said_of_a_young_run():
+def test_a_short_run_gets_no_advice():
     assert metric_change(PROVOKED["length"][: 2 * WINDOW - 1], "score/mean") is None
     assert find_alarms(PROVOKED["length"][: 2 * WINDOW - 1]) == {}
     assert find_alarms([]) == {}
 
 
-def test_steps_without_the_metric_are_passed_over():
+def test_steps_without_the_metric_are_skipped():
     rows = [
         row for step in PROVOKED["held_out"] for row in ({"score/mean": step["score/mean"]}, step)
     ]

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rollick.episodes.recorded import find_episode
+from rollick.errors import DataError
 from rollick.observe import row_file
 from rollick.observe.metrics import MetricLog, read_metrics
-from rollick.observe.row_file import RowFile
+from rollick.observe.row_file import RowFile, read_rows
 
 FULL = Path("/dev/full")
 """Every write to it fails with ENOSPC."""
@@ -52,7 +54,7 @@ def test_a_write_that_fails_half_way_continues_at_the_same_byte(
     assert rows == [{"step": 1, "text": "a long row"}, {"step": 2}]
 
 
-def test_what_waits_is_bounded_and_what_is_lost_is_counted(
+def test_the_queue_is_bounded_and_lost_rows_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(row_file, "MAX_WAITING_BYTES", 20)
@@ -74,3 +76,13 @@ def test_metrics_on_a_full_disk_do_not_stop_the_run(tmp_path: Path) -> None:
     log.log(2, {"train/loss": 0.25})
     assert read_metrics(log.path) == log.history
     assert [row["step"] for row in log.history] == [1, 2]
+
+
+def test_the_torn_last_row_of_a_killed_run_is_skipped_by_its_readers(tmp_path: Path) -> None:
+    file = tmp_path / "validation.jsonl"
+    file.write_text('{"step": 1, "sample": "g0.0", "episode": {}}\n{"step": 2, "sam')
+    assert [row["step"] for row in read_rows(file)] == [1]
+    assert find_episode(tmp_path, sample="", step=None, training=False)["sample"] == "g0.0"
+    file.write_text('{"step": 1, "sample": "g0.0"}\n')
+    with pytest.raises(DataError, match="has no episode of an environment"):
+        find_episode(tmp_path, sample="", step=None, training=False)

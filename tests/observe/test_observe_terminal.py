@@ -1,6 +1,8 @@
 """Text of models on a terminal: visible, and without effect on the terminal."""
 
 import io
+import subprocess
+import sys
 import time
 
 from rich.live import Live
@@ -19,7 +21,7 @@ def test_control_characters_become_symbols_and_other_text_stays():
     assert printable("line\n\tünïcode 漢字 🎲") == "line\n\tünïcode 漢字 🎲"
 
 
-def test_a_console_writes_its_own_colours_and_no_sequence_of_a_model():
+def test_a_console_writes_its_own_colours_and_escapes_sequences_of_a_model():
     stream = io.StringIO()
     console = SafeConsole(file=stream, force_terminal=True, color_system="standard", width=200)
     table = Table("name")
@@ -47,6 +49,22 @@ def test_the_table_of_rewards_shows_completions_and_details_without_controls():
     console.print(reward_table([entry | {"status": "ok", "isolation": "", "detail": ATTACK}]))
     assert stream.getvalue().count("␛[2J") == 2
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_log_message_on_a_terminal_has_no_control_characters():
+    code = """
+import logging, sys
+from rollick.cli.runs import log_to_stderr
+log_to_stderr()
+try:
+    raise ValueError(sys.argv[1])
+except ValueError as error:
+    logging.getLogger("rollick.rewards").exception("a reward failed: %s", error)
+"""
+    command = [sys.executable, "-c", code, ATTACK]
+    shown = subprocess.run(command, capture_output=True, check=True).stderr.decode()
+    assert shown.count("␛[2J") == 2
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
 
 
 def test_long_texts_are_cleaned_quickly():

@@ -68,7 +68,7 @@ def open_trace(folder: Path, *, limit: int = 1_000_000) -> tuple[Trace, Clock]:
     return Trace(folder, clock=clock, limit_bytes=limit, zero=1000.0), clock
 
 
-def told(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
+def spans_of(timeline: RunTimeline) -> dict[str, list[tuple[str, str, float, float]]]:
     """Each sample's stretches: stage, detail, begin and end in seconds."""
     return {
         str(sample.uid): [(s.stage, s.detail, s.begin / 1e6, s.end / 1e6) for s in sample.spans]
@@ -116,8 +116,8 @@ def test_each_activity_of_a_sample_has_a_stage_in_the_timeline() -> None:
 
 
 def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samples: Path) -> None:
-    lives = told(build_timeline(read_trace(two_samples)))
-    assert lives["g7.0"] == [
+    timelines = spans_of(build_timeline(read_trace(two_samples)))
+    assert timelines["g7.0"] == [
         ("queued", "", 0, 1),
         ("decode", "", 1, 2),
         ("reward", "", 2, 2.5),
@@ -125,17 +125,17 @@ def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samp
         ("waiting", "for its batch", 4.5, 5),
         ("trained", "", 5, 7),
     ]
-    assert lives["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
+    assert timelines["g7.1"][3:] == [("waiting", "for its batch", 4.5, 5), ("trained", "", 5, 7)]
 
 
-def test_a_batch_that_was_taken_and_not_trained_ends_with_its_wait(tmp_path: Path) -> None:
+def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: Path) -> None:
     trace, clock = open_trace(tmp_path)
     trace.span(SampleId(0, 0), SCORING, 0.0, 1.0)
     clock.now = 2.0
     trace.taken([SampleId(0, 0)], step=1)
     trace.flush()
     timeline = build_timeline(read_trace(tmp_path))
-    assert told(timeline) == {
+    assert spans_of(timeline) == {
         "g0.0": [("reward", "", 0, 1), ("waiting", "for its batch", 1, 2)],
     }
     assert timeline.trained == 0
@@ -146,8 +146,8 @@ def test_the_sessions_of_a_run_are_put_on_one_clock(tmp_path: Path) -> None:
         trace = Trace(tmp_path, clock=Clock(), limit_bytes=10**6, zero=zero)
         trace.span(SampleId(0, index), SCORING, 5.0, 6.0)
         trace.flush()
-    lives = told(build_timeline(read_trace(tmp_path)))
-    assert lives == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
+    timelines = spans_of(build_timeline(read_trace(tmp_path)))
+    assert timelines == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
 
 
 def test_the_lowest_lane_that_is_free_is_taken() -> None:
@@ -166,7 +166,7 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
     assert kept[0] > 0
 
 
-def test_a_trace_that_is_off_writes_nothing_and_still_knows_who_last_moved(tmp_path: Path) -> None:
+def test_a_disabled_trace_writes_nothing_and_still_knows_the_last_progress(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path, limit=0)
     for number in range(2 * CHUNK):
         trace.span(SampleId(number, 0), generating_on(1), 0.0, float(number))
@@ -188,13 +188,13 @@ def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
-    whole = read_trace(two_samples)
+    full_run = read_trace(two_samples)
     with (two_samples / TRACE).open("a") as file:
         file.write('{"step":2,"zero":1000.0,"spans":[[8,0,"wai')
-    assert read_trace(two_samples) == whole
+    assert read_trace(two_samples) == full_run
 
 
-def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
+def test_rows_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path)
     for step in (1, 2, 3):
         trace.phase("train", step, step + 0.5, step=step)
@@ -206,7 +206,7 @@ def test_what_will_be_made_again_is_forgotten(tmp_path: Path) -> None:
     assert [row["step"] for row in read_trace(tmp_path)] == [1, 2]
 
 
-def test_a_run_without_a_trace_says_so(tmp_path: Path) -> None:
+def test_the_absence_of_a_trace_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RollickError, match="has no trace"):
         write_timeline(tmp_path, tmp_path / "out.json")
     assert list(tmp_path.iterdir()) == []
@@ -259,16 +259,16 @@ def check_format(events: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_every_trained_sample_of_a_run_has_its_whole_timeline(
+def test_every_trained_sample_of_a_run_has_its_full_timeline(
     run_toy: Run, tmp_path: Path, staleness: int
 ) -> None:
-    # Most groups are dropped, so the timeline has lives of both kinds.
+    # Most groups are dropped, so the timeline has samples of both kinds.
     dropping = "data.domains.letters.rewards=[rollick.testing.toys:says_letter]"
     options = [f"rollout.max_staleness={staleness}", "devices.generators=cpu:1-2", dropping]
     result = run_toy(*options, steps=3)
     timeline = write_timeline(result.folder, tmp_path / "trace.json")
-    said = json.loads((tmp_path / "trace.json").read_text())
-    events = said["traceEvents"]
+    document = json.loads((tmp_path / "trace.json").read_text())
+    events = document["traceEvents"]
     check_format(events)
     assert {e["pid"] for e in events} == {TRAINER, SAMPLES, ENGINES, ENGINES + 1}
 
@@ -290,7 +290,7 @@ def test_every_trained_sample_of_a_run_has_its_whole_timeline(
     assert sum(e["ph"] == "s" for e in events) == len(trained)
 
 
-def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
+def test_a_resumed_run_continues_the_same_trace(run_toy: Run) -> None:
     run_toy(name="traced_twice", steps=2)
     result = run_toy(name="traced_twice", steps=4, resume=True)
     timeline = build_timeline(read_trace(result.folder))
@@ -306,7 +306,7 @@ def test_a_resumed_run_goes_on_in_the_same_trace(run_toy: Run) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_steps_that_are_made_again_are_traced_once_and_whole(run_toy: Run, staleness: int) -> None:
+def test_repeated_steps_are_traced_once_and_completely(run_toy: Run, staleness: int) -> None:
     options = [
         f"rollout.max_staleness={staleness}",
         "devices.generators=cpu:1",
@@ -344,8 +344,8 @@ async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_f
     assert kept == [5]
 
 
-async def test_a_sample_that_is_not_wanted_any_more_has_its_last_stretch() -> None:
-    told: list[tuple[SampleId, SampleActivity]] = []
+async def test_a_cancelled_sample_keeps_its_last_span() -> None:
+    spans_of: list[tuple[SampleId, SampleActivity]] = []
 
     async def score(sample: Sample) -> Score:
         return Score(1.0)
@@ -358,12 +358,15 @@ async def test_a_sample_that_is_not_wanted_any_more_has_its_last_stretch() -> No
         episode=single_turn(FakeCodec(), Sampling(), seed=0),
         score=score,
         stuck_after_s=5.0,
-        record_span=lambda uid, activity, begin, end: told.append((uid, activity)),
+        record_span=lambda uid, activity, begin, end: spans_of.append((uid, activity)),
     )
     engine = FakeEngine(seconds=lambda request: inf if request.uid.index else 0.0)
     async with Rollout.open(deps, [engine]) as rollout:
         await rollout.take()
-    assert [what for uid, what in told if uid == (0, 1)] == [WAITING_FOR_ENGINE, generating_on(0)]
+    assert [what for uid, what in spans_of if uid == (0, 1)] == [
+        WAITING_FOR_ENGINE,
+        generating_on(0),
+    ]
 
 
 def test_a_run_can_go_without_a_trace(run_toy: Run) -> None:

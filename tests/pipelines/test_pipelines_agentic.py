@@ -108,7 +108,7 @@ def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     folder = tmp_path_factory.mktemp("agentic")
     recipe = recipe_of(folder)
     recipe["algorithm"] = {"advantage": "gigpo"}
@@ -116,20 +116,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     return run_recipe(load(recipe, folder))
 
 
-def test_a_policy_learns_what_its_environment_pays_for(whole: RunResult) -> None:
-    success = [row["env/success"] for row in rows_of(whole, "metrics.jsonl") if row["step"]]
+def test_a_policy_learns_what_its_environment_rewards(full_run: RunResult) -> None:
+    success = [row["env/success"] for row in rows_of(full_run, "metrics.jsonl") if row["step"]]
     assert success[0] < 0.5
     assert sum(success[-3:]) / 3 > success[0] + 0.2
 
 
-def test_every_metric_of_an_agentic_run_is_documented(whole: RunResult) -> None:
-    logged = {name for row in rows_of(whole, "metrics.jsonl") for name in row} - {"step"}
+def test_every_metric_of_an_agentic_run_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in rows_of(full_run, "metrics.jsonl") for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
     assert {"env/success", "env/turns", "env/episodes", "eval/pass@1"} <= logged
 
 
-def test_the_samples_of_a_group_play_one_puzzle_and_are_written_down(whole: RunResult) -> None:
-    rows = rows_of(whole, "samples.jsonl")
+def test_the_samples_of_a_group_play_one_puzzle_and_are_recorded(full_run: RunResult) -> None:
+    rows = rows_of(full_run, "samples.jsonl")
     seeds: dict[str, set[int]] = {}
     for row in rows:
         seeds.setdefault(row["sample"].split(".")[0], set()).add(row["episode"]["seed"])
@@ -140,9 +140,9 @@ def test_the_samples_of_a_group_play_one_puzzle_and_are_written_down(whole: RunR
     assert {len(of) for of in seeds.values()} == {1}
 
 
-def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) -> None:
-    rows = rows_of(whole, "validation.jsonl")
-    training = {row["episode"]["seed"] for row in rows_of(whole, "samples.jsonl")}
+def test_validation_plays_other_seeds_the_same_ones_each_time(full_run: RunResult) -> None:
+    rows = rows_of(full_run, "validation.jsonl")
+    training = {row["episode"]["seed"] for row in rows_of(full_run, "samples.jsonl")}
     by_step = {
         step: [row["episode"]["seed"] for row in rows if row["step"] == step] for step in (0, 12)
     }
@@ -151,7 +151,7 @@ def test_validation_plays_other_seeds_the_same_ones_each_time(whole: RunResult) 
     assert not training & set(by_step[0])
 
 
-def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
+def test_environments_that_raise_hang_or_return_garbage_are_counted_exactly(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(tmp_path, bad=True)
@@ -175,12 +175,12 @@ def test_environments_that_raise_hang_or_answer_rubbish_are_counted_exactly(
     # Those that the hang lost are made again, and no episode fails for that.
     episodes = sum(row.get("env/episodes", 0) for row in metrics)
     assert episodes == 3 * 32
-    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/remade"]
-    assert metrics[-1]["env/remade"] == counted["lost"] > 0
+    assert episodes <= wrote["reset"] <= episodes + metrics[-1]["env/episode_restarts"]
+    assert metrics[-1]["env/episode_restarts"] == counted["lost"] > 0
     assert result.step == 3
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_a_stopped_and_resumed_run_reaches_the_same_weights(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     recipe["run"] |= {"steps": 4, "deterministic": True, "name": "at_once"}
     at_once = run_recipe(load(recipe, tmp_path))
@@ -191,7 +191,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert [at_once.metrics[name] for name in names] == [in_two.metrics[name] for name in names]
 
 
-def test_the_solver_can_be_imitated_and_what_came_of_it_plays(
+def test_the_solver_can_be_imitated_and_the_result_plays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path, pipeline="sft")
@@ -224,7 +224,7 @@ def test_each_step_can_be_a_segment_of_its_own(tmp_path: Path) -> None:
     assert all(row["response"] == "\n".join(row["episode"]["replies"]) for row in texts)
 
 
-def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_path: Path) -> None:
+def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     window = {"window": {"turns": 1, "summary": {"tokens": 3, "request": "?"}}}
     recipe["data"]["domains"]["letters"]["environment"] |= window
@@ -235,21 +235,21 @@ def test_a_run_whose_policy_sums_up_counts_every_summary_and_trains_on_it(tmp_pa
     recipe["run"] |= {"steps": 1}
     result = run_recipe(load(recipe, tmp_path))
     rows = rows_of(result, "samples.jsonl")
-    played = [row["episode"] for row in rows]
+    episodes = [row["episode"] for row in rows]
     assert len(rows) == 32
-    # An episode of two turns is summed up once, after the first; nobody sums up what is over.
-    for row, episode in zip(rows, played, strict=True):
+    # An episode of two turns has one summary, after the first turn; a finished one gets none.
+    for row, episode in zip(rows, episodes, strict=True):
         assert [before for before, _ in episode["summaries"]] == [1] * (len(episode["replies"]) - 1)
         assert len(episode["rewards"]) == len(episode["replies"])
         assert row["response"] == "\n".join(episode["replies"])
-    written = sum(len(episode["summaries"]) for episode in played)
+    written = sum(len(episode["summaries"]) for episode in episodes)
     assert written > 0
     assert result.metrics["env/summaries"] == written / 32
     assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
     summed_up = next(row for row in rows if row["episode"]["summaries"])
     again = rerun_episode(summed_up["episode"], base=tmp_path)
-    told = describe(summed_up, again).splitlines()
-    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in told
+    lines = describe(summed_up, again).splitlines()
+    assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in lines
 
 
 def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Pa
     objects = RunObjects(prompts={"rows": rows})
     loaded = recipe_from_dict(recipe, base=tmp_path, objects=objects.names)
     result = run_recipe(loaded, objects=objects)
-    played = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
-    assert played == {True: 16, False: 16}
+    episodes = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
+    assert episodes == {True: 16, False: 16}
 
 
 AGENT = """
@@ -349,7 +349,7 @@ SUMMED_UP = {"turns": 2, "summary": {}}
         ),
     ],
 )
-def test_what_a_recipe_with_environments_gets_wrong_is_said(
+def test_mistakes_of_a_recipe_with_environments_are_reported(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
@@ -364,7 +364,7 @@ def test_agentic_without_an_environment_is_refused(tmp_path: Path) -> None:
         load(recipe, tmp_path)
 
 
-def test_held_out_lakes_are_no_training_lakes() -> None:
+def test_held_out_maps_are_no_training_maps() -> None:
     boards: dict[str, set[str]] = {}
     for split in ("train", "held_out"):
         lakes = [

@@ -47,7 +47,7 @@ def state_of(result: RunResult, name: str) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (newest(result) / name).iterdir()}
 
 
-def test_the_critic_is_trained_in_each_step_and_says_how_well_it_does(run_toy: RunToy) -> None:
+def test_the_critic_is_trained_in_each_step_and_reports_its_metrics(run_toy: RunToy) -> None:
     result = run_toy(*PPO, "train.minibatches=2", steps=3)
     rows = figures(result)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -58,14 +58,14 @@ def test_the_critic_is_trained_in_each_step_and_says_how_well_it_does(run_toy: R
     assert [row["critic/tokens"] for row in rows] == [row["train/tokens"] for row in rows]
 
 
-def test_a_resumed_run_with_a_critic_equals_the_run_that_went_through(run_toy: RunToy) -> None:
+def test_a_resumed_run_with_a_critic_equals_an_uninterrupted_one(run_toy: RunToy) -> None:
     options = (*PPO, "run.deterministic=true", "train.minibatches=2", "critic.warmup_steps=1")
-    whole = run_toy(*options, name="critic-whole", steps=6)
+    full_run = run_toy(*options, name="critic-whole", steps=6)
     run_toy(*options, name="critic-halved", steps=3)
     halved = run_toy(*options, name="critic-halved", steps=6, resume=True)
     for name in LEARNING:
-        assert state_of(whole, name) == state_of(halved, name)
-    assert figures(whole) == figures(halved)
+        assert state_of(full_run, name) == state_of(halved, name)
+    assert figures(full_run) == figures(halved)
 
 
 def test_in_the_warm_up_only_the_critic_is_trained_and_nothing_is_published(
@@ -83,7 +83,7 @@ def test_in_the_warm_up_only_the_critic_is_trained_and_nothing_is_published(
     assert steps[-2:] == [[0, 2], [1, 3]]
 
 
-def test_a_critic_may_live_on_a_device_of_its_own_with_a_model_of_its_own(
+def test_a_critic_may_have_its_own_device_and_its_own_model(
     run_toy: RunToy, tmp_path: Path
 ) -> None:
     small = save_tiny(tmp_path / "small", hidden=16, layers=1)
@@ -103,7 +103,7 @@ def test_in_a_mixture_the_critic_learns_from_its_own_domains(run_toy: RunToy) ->
     assert 0 < learned < sum(row["train/tokens"] for row in rows)
 
 
-def test_returns_beyond_what_a_gradient_can_hold_stop_the_run(toy: Toy) -> None:
+def test_returns_too_large_for_a_gradient_stop_the_run(toy: Toy) -> None:
     def huge(completion: str) -> float:
         return 1e30 * (completion < "m")
 
@@ -114,7 +114,7 @@ def test_returns_beyond_what_a_gradient_can_hold_stop_the_run(toy: Toy) -> None:
     assert "critic.optimizer.lr" in stopped.value.fix
 
 
-def test_a_checkpoint_without_a_critic_does_not_go_on_with_one(run_toy: RunToy) -> None:
+def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(run_toy: RunToy) -> None:
     run_toy(name="begun-without", steps=1)
     with pytest.raises(RollickError, match="the critic's state in"):
         run_toy(*PPO, name="begun-without", steps=2, resume=True)
@@ -149,8 +149,8 @@ def test_on_a_shared_gpu_critic_and_teacher_sleep_outside_their_phases(
     assert critic in plans["train"].sleeps
     taught = plans_of(toy(*OPD, *gpu, f"teacher.path={tiny_folder}"))
     assert {name for name, plan in taught.items() if teacher in plan.wakes} == {"annotate"}
-    apart = plans_of(toy(*PPO, *gpu, "devices.critic=1"))
-    assert all(critic not in plan.sleeps for plan in apart.values())
+    separate = plans_of(toy(*PPO, *gpu, "devices.critic=1"))
+    assert all(critic not in plan.sleeps for plan in separate.values())
 
 
 OPD = ("algorithm.advantage=opd", "algorithm.loss=reinforce", "rollout.drop_no_signal=false")
@@ -167,7 +167,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_student_comes_nearer_to_its_teacher_and_needs_no_reward(toy: Toy, teacher: Path) -> None:
+def test_a_student_approaches_its_teacher_without_a_reward(toy: Toy, teacher: Path) -> None:
     loaded = toy(
         *OPD,
         f"teacher.path={teacher}",

@@ -50,7 +50,7 @@ def test_on_a_gpu_the_first_one_is_used_with_the_sizes_of_the_schema() -> None:
     assert recipe.model_copy(update={"devices": parse_recipe(GIVEN).devices}) == parse_recipe(GIVEN)
 
 
-def test_what_the_caller_gives_stays() -> None:
+def test_explicit_settings_are_kept() -> None:
     given = {
         "run": {"steps": 7},
         "rollout": {"group_size": 3},

@@ -81,10 +81,10 @@ def test_each_divergence_falls_to_less_than_a_tenth(
     assert first["train/loss"] == pytest.approx(first["train/mean/divergence"], rel=1e-5)
 
 
-def test_the_whole_distribution_of_the_student_becomes_the_teachers(
+def test_the_full_distribution_of_the_student_becomes_the_teachers(
     toy: Toy, teacher: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Measured outside of the library, over the whole vocabulary and not the likeliest tokens."""
+    """Measured outside of the library, over the full vocabulary and not the most likely tokens."""
     result = distill(toy, teacher, steps=25)
     strategy = LocalStrategy(toy().recipe)
     strategy.load(learner_of(result))
@@ -116,7 +116,7 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(toy: Toy, tiny_fol
     assert rows[0]["train/grad_norm"] < 1e-4
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy, teacher: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy, teacher: Path) -> None:
     through = distill(toy, teacher, steps=4, name="distill_through")
     distill(toy, teacher, steps=2, name="distill_halved")
     halved = distill(toy, teacher, steps=4, name="distill_halved", resume=True)

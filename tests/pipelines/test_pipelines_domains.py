@@ -45,7 +45,7 @@ def test_a_domain_draws_by_its_own_settings_and_takes_the_rest_from_the_recipe()
     assert (second.temperature, second.max_tokens, second.stop) == (1.0, 20, ())
 
 
-def test_validation_is_greedy_with_the_token_limit_of_training_unless_told_otherwise() -> None:
+def test_validation_is_greedy_with_the_token_limit_of_training_unless_configured() -> None:
     domains = {name: LETTERS | {"sampling": {"temperature": 0.5, "max_tokens": 7}} for name in "ab"}
     held_out = {"a": LETTERS, "b": LETTERS | {"sampling": {"temperature": 0.2, "max_tokens": 3}}}
     data = {"domains": domains, "validation": held_out}
@@ -130,7 +130,7 @@ def test_only_rewards_without_an_address_are_given_the_runs_own_judge() -> None:
     assert judge.secrets == {KEY_VARIABLE: "secret"}
 
 
-async def test_a_judge_on_the_device_map_is_asked_and_its_junk_is_a_failed_score(
+async def test_a_judge_on_the_device_map_scores_and_an_unparsable_verdict_is_a_failed_score(
     toy: Toy, tiny_folder: Path
 ) -> None:
     options = {"retries": 0, "max_tokens": 4, "votes": 1}

@@ -87,28 +87,28 @@ def margins(loaded: LoadedRecipe, result: RunResult) -> npt.NDArray[np.float64]:
 
 
 @pytest.fixture(scope="module")
-def whole(toy: Toy) -> RunResult:
+def full_run(toy: Toy) -> RunResult:
     return run(recipe_of(toy, steps=20))
 
 
-def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, whole: RunResult) -> None:
-    first, last = figures(whole)[0], figures(whole)[-1]
+def test_the_chosen_answers_become_the_preferred_ones(toy: Toy, full_run: RunResult) -> None:
+    first, last = figures(full_run)[0], figures(full_run)[-1]
     # The policy starts as its own reference: every margin is 0.
     assert first["train/mean/margin"] == first["train/mean/preference_accuracy"] == 0
     assert first["train/loss"] == pytest.approx(log(2))
     assert last["train/mean/preference_accuracy"] > 0.9
     assert last["train/loss"] < 0.5 * first["train/loss"]
-    assert (margins(recipe_of(toy), whole) > 0).mean() > 0.9
+    assert (margins(recipe_of(toy), full_run) > 0).mean() > 0.9
 
 
-def test_swapped_labels_push_the_other_way(toy: Toy) -> None:
+def test_swapped_labels_reverse_the_gradient(toy: Toy) -> None:
     loaded = recipe_of(toy, steps=20, data={"domains": {"letters": SWAPPED}})
     result = run(loaded)
     assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.9
     assert (margins(loaded, result) < 0).mean() > 0.9
 
 
-def test_ipo_brings_the_margin_to_the_one_that_it_asks_for(toy: Toy) -> None:
+def test_ipo_brings_the_margin_to_its_target(toy: Toy) -> None:
     loaded = recipe_of(toy, algorithm={"loss": {"name": "ipo", "beta": 0.25}}, steps=60)
     result = run(loaded)
     assert margins(loaded, result) == pytest.approx(np.full(8, 1 / (2 * 0.25)), rel=0.1)
@@ -119,7 +119,7 @@ def test_ipo_brings_the_margin_to_the_one_that_it_asks_for(toy: Toy) -> None:
     [(30, "true", "true"), (30, "false", "false"), (10, "false", "true")],
 )
 def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
-    toy: Toy, whole: RunResult, tokens: int, deterministic: str, share_prefix: str
+    toy: Toy, full_run: RunResult, tokens: int, deterministic: str, share_prefix: str
 ) -> None:
     """There is room for three answers, or for less than two. An answer that is cut off from its
     pair would have another margin."""
@@ -129,19 +129,19 @@ def test_the_two_answers_of_a_pair_stay_in_one_microbatch(
         f"train.share_prefix={share_prefix}",
     ]
     small = figures(run(recipe_of(toy, *options, steps=3)))
-    for row, other in zip(small, figures(whole)[:3], strict=True):
+    for row, other in zip(small, figures(full_run)[:3], strict=True):
         assert row["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
         assert row["train/mean/margin"] == pytest.approx(other["train/mean/margin"], rel=1e-3)
     assert small[2]["train/mean/margin"] > 0.5
 
 
-def test_minibatches_are_made_of_whole_pairs(toy: Toy) -> None:
+def test_minibatches_consist_of_complete_pairs(toy: Toy) -> None:
     result = run(recipe_of(toy, "train.minibatches=3", "train.epochs=2", steps=4))
     assert figures(result)[-1]["train/mean/preference_accuracy"] > 0.5
     assert figures(result)[0]["train/tokens"] == 2 * 8 * 6
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy) -> None:
     through = run(recipe_of(toy, steps=4, name="dpo_through"))
     run(recipe_of(toy, steps=2, name="dpo_halved"))
     halved = run(recipe_of(toy, steps=4, name="dpo_halved"), resume=True)
@@ -153,8 +153,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_every_metric_is_documented(whole: RunResult) -> None:
-    logged = {name for row in read_metrics(whole.folder / "metrics.jsonl") for name in row}
+def test_every_metric_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in read_metrics(full_run.folder / "metrics.jsonl") for name in row}
     assert {name for name in logged - {"step"} if not is_documented(name)} == set()
 
 
@@ -170,8 +170,8 @@ def test_it_validates_by_generating(toy: Toy) -> None:
 
 
 def test_a_row_without_a_preference_is_left_out(toy: Toy) -> None:
-    alike = {"prompt": "say a", "good": "a", "bad": "a"}
+    equal_pair = {"prompt": "say a", "good": "a", "bad": "a"}
     with pytest.raises(DataError, match=r"1 of the 9 rows.*1 no_preference"):
-        run(recipe_of(toy, steps=1), rows=[*ROWS, alike])
+        run(recipe_of(toy, steps=1), rows=[*ROWS, equal_pair])
     loaded = recipe_of(toy, "data.max_bad_rows=0.2", steps=1)
-    assert run(loaded, rows=[*ROWS, alike]).step == 1
+    assert run(loaded, rows=[*ROWS, equal_pair]).step == 1

@@ -26,11 +26,11 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def count(name: str) -> None:
-        whole: Any = getattr(LocalStrategy, name)
+        full_run: Any = getattr(LocalStrategy, name)
 
         def counted(self: LocalStrategy, *args: Any) -> Any:
             made.append(name)
-            return whole(self, *args)
+            return full_run(self, *args)
 
         monkeypatch.setattr(LocalStrategy, name, counted)
 
@@ -62,14 +62,14 @@ def test_a_step_makes_no_forward_that_it_does_not_need(
     assert forwards == expected
 
 
-def test_the_forward_that_is_spared_would_have_changed_nothing(tiny_folder: Path) -> None:
+def test_the_skipped_forward_would_have_changed_nothing(tiny_folder: Path) -> None:
     recipe = recipe_of(tiny_folder, algorithm={"loss": "ppo", "correction": "none"})
-    batch, found = random_batch([7, 12, 9]), []
+    batch, actual = random_batch([7, 12, 9]), []
     for one_step in (True, False):
         strategy = LocalStrategy(recipe)
         objective = build_objective(recipe.algorithms, one_step=one_step)
         old_N = None if one_step else strategy.logprobs(batch)
         strategy.forward_backward(replace(batch, old_logprobs_N=old_N), objective)
         gradients = [value.flatten() for value in strategy.optimizer.gradients().values()]
-        found.append(torch.cat(gradients))
-    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+        actual.append(torch.cat(gradients))
+    assert (actual[0] - actual[1]).norm() < 1e-5 * actual[1].norm()

@@ -51,7 +51,7 @@ def test_the_interval_is_wilsons(passed: int, count: int, low: float, high: floa
     assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_of_nothing_nothing_is_known() -> None:
+def test_without_samples_the_interval_is_zero_to_one() -> None:
     estimate = wilson(float("nan"), 0)
     assert isnan(estimate.value)
     assert (estimate.low, estimate.high) == (0.0, 1.0)
@@ -82,13 +82,13 @@ def test_a_score_below_the_threshold_is_no_pass() -> None:
     assert summarise(GROUPS, pass_k=(1,), threshold=0.51).domains["words"].pass_at[1].value == 0
 
 
-def test_all_together_is_a_mean_over_prompts() -> None:
+def test_the_overall_score_is_a_mean_over_prompts() -> None:
     overall = summarise(GROUPS, pass_k=(1,), threshold=0.999).overall
     assert (overall.prompts, overall.samples, overall.failed) == (3, 12, 1)
     assert overall.pass_at[1].value == pytest.approx((1 / 3 + 1 + 0) / 3)
 
 
-def test_metrics_carry_half_the_width_of_the_interval() -> None:
+def test_metrics_have_half_the_width_of_the_interval() -> None:
     report = summarise(GROUPS, pass_k=(1,), threshold=0.999)
     metrics = report.metrics()
     estimate = report.overall.pass_at[1]
@@ -97,7 +97,7 @@ def test_metrics_carry_half_the_width_of_the_interval() -> None:
     assert {"eval/sums/pass@1", "eval/words/score", "eval/truncated"} <= set(metrics)
 
 
-def test_figures_keep_the_interval_of_every_k() -> None:
+def test_metrics_keep_the_interval_of_every_k() -> None:
     report = summarise(GROUPS, pass_k=(1, 2), threshold=0.999)
     figures = report.figures()
     assert list(figures) == ["sums", "words", "all"]
@@ -107,7 +107,7 @@ def test_figures_keep_the_interval_of_every_k() -> None:
         assert shown == [estimate.value, estimate.low, estimate.high]
 
 
-def test_what_nobody_could_score_has_no_score_instead_of_zero() -> None:
+def test_unscored_samples_have_no_score_instead_of_zero() -> None:
     report = summarise([group([None, None], of=SUMS)], pass_k=(1,), threshold=0.999)
     assert isnan(report.overall.score)
     assert isnan(report.metrics()["eval/pass@1"])
@@ -123,7 +123,7 @@ def test_the_report_is_plain_json() -> None:
     assert read["overall"]["pass_at"]["1"]["value"] == pytest.approx((1 / 3 + 1 + 0) / 3)
 
 
-def test_pass_at_1_is_there_also_when_other_k_are_asked_for() -> None:
+def test_pass_at_1_is_reported_even_if_only_other_k_are_configured() -> None:
     report = summarise(GROUPS, pass_k=(2,), threshold=0.999)
     assert list(report.overall.pass_at) == [1, 2]
     assert "eval/pass@1" in report.metrics()

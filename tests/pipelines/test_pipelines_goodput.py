@@ -77,7 +77,7 @@ def test_the_states_of_a_run_sum_to_its_wall_time_and_are_metrics_of_its_steps(
     assert any(line.startswith("effective training time ratio (ETTR) ") for line in described)
 
 
-def test_supervised_training_books_its_time_too(run_toy: RunToy) -> None:
+def test_supervised_training_accounts_for_its_time_too(run_toy: RunToy) -> None:
     letters = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
     data = {"domains": {"letters": letters}}
     result = run_toy(pipeline="sft", data=data, train={"batch_size": 4}, steps=2)
@@ -108,7 +108,7 @@ def test_steps_lost_in_a_crash_are_redo_and_the_resume_is_recovery(run_toy: RunT
     assert "1 step done again" in described
 
 
-async def test_a_step_that_waits_for_groups_is_booked_by_what_the_engines_do(
+async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
     tmp_path: Path,
 ) -> None:
     now = 0.0

@@ -36,17 +36,17 @@ def state_of(result: RunResult) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def whole(run_toy: RunToy) -> RunResult:
+def full_run(run_toy: RunToy) -> RunResult:
     return run_toy(*LORA, "run.deterministic=true", name="lora-whole", steps=3)
 
 
 def test_the_policy_is_its_own_reference_and_no_second_model_is_loaded(
-    toy: Toy, whole: RunResult
+    toy: Toy, full_run: RunResult
 ) -> None:
     recipe = toy(*LORA).recipe
     assert set(DeviceMap.of(recipe).roles) == {"policy", "generators"}
     assert [(p.name, p.uses) for p in plan_phases(recipe)][1] == ("annotate", ("policy",))
-    kls = [row["train/mean/kl"] for row in rows_of(whole)]
+    kls = [row["train/mean/kl"] for row in rows_of(full_run)]
     assert kls[0] == pytest.approx(0, abs=1e-6)
     assert kls[-1] > 1e-4
 
@@ -57,19 +57,19 @@ def test_a_reference_may_still_have_a_device_of_its_own(run_toy: RunToy, toy: To
     assert "train/mean/kl" in rows_of(run_toy(*options, steps=1))[0]
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(run_toy: RunToy, whole: RunResult) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(run_toy: RunToy, full_run: RunResult) -> None:
     options = (*LORA, "run.deterministic=true")
     run_toy(*options, name="lora-halved", steps=2)
     halved = run_toy(*options, name="lora-halved", steps=3, resume=True)
-    assert rows_of(halved) == rows_of(whole)
-    assert state_of(halved) == state_of(whole)
+    assert rows_of(halved) == rows_of(full_run)
+    assert state_of(halved) == state_of(full_run)
 
 
 def test_both_exports_of_a_run_load_and_give_the_same_logits(
-    whole: RunResult, tmp_path: Path
+    full_run: RunResult, tmp_path: Path
 ) -> None:
     for option, name in ((), "merged"), (("--adapter",), "adapter"):
-        words = ["export", str(whole.folder), str(tmp_path / name), *option]
+        words = ["export", str(full_run.folder), str(tmp_path / name), *option]
         answer = CliRunner().invoke(app, words)
         assert answer.exit_code == 0, answer.output
     ids = torch.arange(4, 20)[None]
@@ -79,7 +79,7 @@ def test_both_exports_of_a_run_load_and_give_the_same_logits(
     torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-5)
 
 
-def test_engines_of_their_own_draw_what_the_policy_would(run_toy: RunToy) -> None:
+def test_separate_engines_sample_what_the_policy_would(run_toy: RunToy) -> None:
     """If an engine had other weights than the learner, the log-probs of both would differ."""
     for options in ((), ("devices.generators=cpu:1", "weights.channel=host")):
         rows = rows_of(run_toy(*LORA, *options, steps=3))
@@ -87,10 +87,10 @@ def test_engines_of_their_own_draw_what_the_policy_would(run_toy: RunToy) -> Non
         assert rows[-1]["train/mean/kl"] > 1e-4
 
 
-def test_the_plan_says_what_engines_get(toy: Toy) -> None:
+def test_the_plan_names_what_engines_get(toy: Toy) -> None:
     assert "except weights with merged adapters" in describe_plan(toy(*LORA).recipe)
-    apart = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
-    assert "adapters are sent at each publish" in apart
+    separate = describe_plan(toy(*LORA, "devices.generators=cpu:1").recipe)
+    assert "adapters are sent at each publish" in separate
 
 
 @pytest.mark.slow

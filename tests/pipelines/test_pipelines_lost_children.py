@@ -88,12 +88,12 @@ def learner_state(result: RunResult) -> dict[str, bytes]:
 def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    whole = run_environment(tmp_path, "whole")
+    full = run_environment(tmp_path, "full")
     hurt = run_environment(tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault"))
     assert (tmp_path / "fault.0").exists()
-    assert learner_state(whole) == learner_state(hurt)
+    assert learner_state(full) == learner_state(hurt)
     assert hurt.metrics["env/restarts"] == 1
-    assert hurt.metrics["env/remade"] >= 1
+    assert hurt.metrics["env/episode_restarts"] >= 1
     [fault] = read_faults(hurt.folder)
     assert (fault.role, fault.rank) == ("environments", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
@@ -104,10 +104,10 @@ def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
 def test_a_run_whose_reward_process_was_lost_ends_with_the_same_weights(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    whole = run_reward(tmp_path, "whole")
+    full = run_reward(tmp_path, "full")
     hurt = run_reward(tmp_path, "hurt", number=int(number), marker=str(tmp_path / "fault"))
     assert (tmp_path / "fault.0").exists()
-    assert learner_state(whole) == learner_state(hurt)
+    assert learner_state(full) == learner_state(hurt)
     [fault] = read_faults(hurt.folder)
     assert (fault.role, fault.rank) == ("rewards", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]

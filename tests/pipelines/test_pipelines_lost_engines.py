@@ -1,4 +1,4 @@
-"""Generators that die on the way: the run goes on with the others, and says so."""
+"""Generators that die during a run: it continues with the others and reports the loss."""
 
 import asyncio
 import math
@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import torch
 from ledger_audit import audit, check_ledger
 
 from rollick.cluster.group import WorkerGroup
@@ -25,7 +26,7 @@ from rollick.types import Group, PolicyVersion
 Toy = Callable[..., LoadedRecipe]
 
 TWO = ("devices.generators=cpu:1-2", "rollout.drop_no_signal=false", "infer.slots=4")
-APART = (*TWO, "rollout.engine_restarts=0")
+SEPARATE = (*TWO, "rollout.engine_restarts=0")
 
 
 def drawn_at(groups: Sequence[Group]) -> set[int]:
@@ -65,10 +66,10 @@ def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -
     return tried
 
 
-async def test_a_run_goes_on_without_a_generator_that_died(
+async def test_a_run_continues_without_a_generator_that_died(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with opened(toy(*APART, "rollout.max_staleness=1")) as pipeline:
+    async with opened(toy(*SEPARATE, "rollout.max_staleness=1")) as pipeline:
         await pipeline.step()
         cut_off(pipeline, 1)
         for _ in range(3):
@@ -87,7 +88,7 @@ async def test_a_run_goes_on_without_a_generator_that_died(
 
 @pytest.mark.parametrize("method", ["receive", "commit"])
 async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method: str) -> None:
-    async with opened(toy(*APART)) as pipeline:
+    async with opened(toy(*SEPARATE)) as pipeline:
         tried = cut_off(pipeline, 1, methods=(method, "describe"))
         await pipeline.step()
         assert tried == [method, "describe"]
@@ -96,8 +97,8 @@ async def test_a_generator_that_dies_over_a_publish_is_left_out(toy: Toy, method
         assert drawn_at(report.groups) == {1}
 
 
-async def test_a_publish_that_fails_although_all_generators_live_is_an_error(toy: Toy) -> None:
-    async with opened(toy(*APART)) as pipeline:
+async def test_a_publish_that_fails_with_all_generators_alive_is_an_error(toy: Toy) -> None:
+    async with opened(toy(*SEPARATE)) as pipeline:
         cut_off(pipeline, 1, methods=("receive",))
         pipeline.state.version = PolicyVersion(1)
         with pytest.raises(WorkerError, match="died"):
@@ -107,7 +108,7 @@ async def test_a_publish_that_fails_although_all_generators_live_is_an_error(toy
 
 async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
     async def run() -> None:
-        async with opened(toy(*APART)) as pipeline:
+        async with opened(toy(*SEPARATE)) as pipeline:
             await pipeline.step()
             for rank in (0, 1):
                 cut_off(pipeline, rank)
@@ -118,7 +119,7 @@ async def test_with_all_generators_gone_the_run_ends(toy: Toy) -> None:
 
 
 async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> None:
-    async with open_run(toy(*APART)) as run, open_rl(run) as pipeline:
+    async with open_run(toy(*SEPARATE)) as run, open_rl(run) as pipeline:
         await pipeline.step()
         cut_off(pipeline, 0)
         await pipeline.step()
@@ -128,7 +129,7 @@ async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> N
             assert len((await run.evaluator.evaluate(prompts)).groups) == 8
 
 
-@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1-2"], ids=["colocated", "apart"])
+@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1-2"], ids=["colocated", "separate"])
 async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
     toy: Toy, generators: str
 ) -> None:
@@ -188,7 +189,7 @@ async def steps_until(pipeline: RLPipeline, condition: Callable[[], bool]) -> li
 
 
 @pytest.mark.parametrize("restarts_fail", [0, 2])
-async def test_a_lost_generator_comes_back_with_the_current_weights(
+async def test_a_lost_generator_is_restarted_with_the_current_weights(
     toy: Toy, caplog: pytest.LogCaptureFixture, restarts_fail: int
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
@@ -230,8 +231,26 @@ async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
             await run()
 
 
+async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None:
+    async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
+        await pipeline.step()
+        host = pipeline.roles.device_map.host_of("generators", 1)
+        transport: Any = group_of(pipeline)._transport
+        worker = transport._hosts[host.index]._running_roles["generators"].role
+
+        def allocate_too_much() -> Any:
+            return torch.empty(1 << 60)
+
+        worker.engine.runner.step = allocate_too_much
+        await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
+        [fault] = losses(pipeline)
+        assert (fault.rank, fault.kind) == (1, "killed")
+        assert "out of memory" in fault.cause
+        check_ledger(pipeline.source.rollout.ledger)
+
+
 @pytest.mark.slow
-async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
+async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
     async with opened(toy(*TWO, *options, steps=9999)) as pipeline:
         state = pipeline.state
@@ -256,7 +275,7 @@ async def test_a_generator_killed_on_ray_comes_back(toy: Toy) -> None:
 @pytest.mark.slow
 async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
     options = ("cluster.backend=ray", "rollout.max_staleness=1", "sampling.max_tokens=16")
-    async with opened(toy(*APART, *options, steps=20)) as pipeline:
+    async with opened(toy(*SEPARATE, *options, steps=20)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
         os.kill(group_of(pipeline)._transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
@@ -337,7 +356,7 @@ def engine_of(pipeline: RLPipeline, rank: int) -> Any:
 
 
 def lose(engine: Any, method: str) -> None:
-    """From now on the method says that the engine is lost; its host lives on."""
+    """From now on the method reports the engine as lost; its host stays alive."""
 
     async def gone(*args: Any, **options: Any) -> Any:
         raise EngineLost("its own process died")
@@ -345,7 +364,7 @@ def lose(engine: Any, method: str) -> None:
     setattr(engine, method, gone)
 
 
-async def test_an_engine_lost_in_a_living_host_comes_back_in_a_new_one(
+async def test_an_engine_lost_in_a_running_host_is_restarted_in_a_new_one(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
@@ -364,7 +383,7 @@ async def test_an_engine_lost_in_a_living_host_comes_back_in_a_new_one(
 
 
 async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> None:
-    async with opened(toy(*APART)) as pipeline:
+    async with opened(toy(*SEPARATE)) as pipeline:
         lose(engine_of(pipeline, 1), "update")
         await pipeline.step()
         assert pipeline.roles.generators.lost_ranks == {1}
@@ -372,7 +391,7 @@ async def test_an_engine_that_is_lost_over_a_commit_is_left_out(toy: Toy) -> Non
         assert drawn_at(report.groups) == {1}
 
 
-async def test_a_generator_that_was_restarted_is_asked_anew_where_it_lives(toy: Toy) -> None:
+async def test_a_restarted_generator_is_located_again(toy: Toy) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         forgotten: list[int] = []

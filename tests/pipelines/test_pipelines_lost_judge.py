@@ -17,7 +17,7 @@ from rollick.pipelines.open_run import open_run
 
 Toy = Callable[..., LoadedRecipe]
 LETTERS = {"source": "rollick.testing.toys:letter_rows", "rewards": ["judge"]}
-ASKED = {"model": "judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
+REQUEST = {"model": "judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
 
 
 @pytest.mark.timeout(180)
@@ -36,7 +36,7 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
         assert endpoint is not None
         headers = {"Authorization": f"Bearer {endpoint.token}"}
         async with httpx.AsyncClient(headers=headers, timeout=120) as client:
-            posting = client.post(f"{endpoint.base_url}/chat/completions", json=ASKED)
+            posting = client.post(f"{endpoint.base_url}/chat/completions", json=REQUEST)
             asking = asyncio.create_task(posting)
             while not judge.engines[0].pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""How much memory a run is said to take before it starts, and what it says that it took."""
+"""The predicted memory of a run, and its metrics of predicted and measured memory."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def on_one_gpu(**sections: Any) -> Recipe:
 
 def test_the_parameters_of_a_shape_are_counted_as_they_are(tiny_folder: Path) -> None:
     assert SHAPE.parameters == PARAMETERS
-    found = ModelShape.read(str(tiny_folder))
-    assert found is not None
+    result = ModelShape.read(str(tiny_folder))
+    assert result is not None
     held = (tiny_folder / "model.safetensors").stat().st_size / 4
-    assert found.parameters == pytest.approx(held, rel=0.02)
+    assert result.parameters == pytest.approx(held, rel=0.02)
 
 
 def test_a_mixture_counts_all_its_experts() -> None:
-    said = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
-    config = said | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 100}
+    config = sizes | {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     shape = ModelShape.of(config | {"intermediate_size": 99})
     assert shape is not None
     assert shape.expert_parameters == 2 * 4 * (3 * 8 * 16 + 8)
@@ -74,44 +74,44 @@ def test_a_mixture_counts_all_its_experts() -> None:
 
 
 def test_a_policy_in_bfloat16_holds_masters_moments_and_gradients() -> None:
-    found = phases(on_one_gpu())
+    result = phases(on_one_gpu())
     weights, state = 2 * PARAMETERS, 12 * PARAMETERS
     cache = 3 * 10 * (2 * 2 * 1 * 4) * 2
-    assert found[0, "generate"] == {"policy": weights + state, "generators": cache}
+    assert result[0, "generate"] == {"policy": weights + state, "generators": cache}
     layer = 2 * (4 + 4) * 8 + 2 * (8 + 4) * 2 + 4 * 16 * 2
     head = 2 * 5 * 100 * 4
     gradients, activations = 6 * PARAMETERS, 10 * 2 * layer
     training = weights + state + gradients + activations + head
-    assert found[0, "train"] == {"policy": training, "generators": 0}
+    assert result[0, "train"] == {"policy": training, "generators": 0}
 
 
 def test_an_engine_that_keeps_its_cache_holds_it_while_the_policy_trains() -> None:
     recipe = on_one_gpu()
     keeps = recipe.infer.model_copy(update={"free_cache": False})
-    found = phases(recipe.model_copy(update={"infer": keeps}))
-    assert found[0, "train"]["generators"] == found[0, "generate"]["generators"] > 0
+    result = phases(recipe.model_copy(update={"infer": keeps}))
+    assert result[0, "train"]["generators"] == result[0, "generate"]["generators"] > 0
 
 
 def test_a_policy_that_sleeps_holds_its_weights_only_which_the_engine_uses() -> None:
-    found = phases(on_one_gpu(train={"sleep": True}))
-    assert found[0, "generate"]["policy"] == 2 * PARAMETERS
-    assert found[0, "train"]["policy"] > 14 * PARAMETERS
+    result = phases(on_one_gpu(train={"sleep": True}))
+    assert result[0, "generate"]["policy"] == 2 * PARAMETERS
+    assert result[0, "train"]["policy"] > 14 * PARAMETERS
 
 
 def test_adapters_leave_the_model_without_state_and_the_engine_with_sums() -> None:
-    found = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
+    result = phases(on_one_gpu(train={"lora": {"rank": 2, "targets": ["q_proj"]}}))
     adapters, sums = 2 * 2 * (8 + 8), 2 * 8 * 8
-    assert found[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
-    assert found[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
+    assert result[0, "generate"]["policy"] == 2 * (PARAMETERS + adapters) + 12 * adapters
+    assert result[0, "generate"]["generators"] == 2 * sums + 3 * 10 * 16 * 2
 
 
-def test_a_reference_on_a_shared_gpu_is_there_only_while_it_scores() -> None:
-    found = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
-    assert found[0, "generate"]["reference"] == 0
-    assert found[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
+def test_a_reference_on_a_shared_gpu_is_awake_only_while_it_scores() -> None:
+    result = phases(on_one_gpu(algorithm={"kl": {"coefficient": 0.1}}))
+    assert result[0, "generate"]["reference"] == 0
+    assert result[0, "annotate"]["reference"] == 2 * PARAMETERS + 2 * 5 * 100 * 4
 
 
-def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> None:
+def test_a_micro_batch_is_its_limit_or_a_full_batch_or_one_long_sample() -> None:
     assert microbatch_tokens(on_one_gpu()) == 10
     assert microbatch_tokens(on_one_gpu(train={"tokens_per_microbatch": 64})) == 64
     few = {"groups_per_step": 2, "group_size": 2}
@@ -120,11 +120,11 @@ def test_a_micro_batch_is_its_limit_or_a_whole_batch_or_one_long_sample() -> Non
 
 
 def test_processes_are_counted_one_by_one_and_an_inline_run_as_one() -> None:
-    apart = {"policy": "cpu", "generators": "cpu:1"}
+    separate = {"policy": "cpu", "generators": "cpu:1"}
     ray, inline = (
         on_one_gpu().model_copy(
             update={
-                "devices": recipe_of(Path("m"), devices=apart).devices,
+                "devices": recipe_of(Path("m"), devices=separate).devices,
                 "cluster": recipe_of(Path("m"), cluster={"backend": backend}).cluster,
             }
         )
@@ -143,15 +143,18 @@ def test_check_prints_the_memory_of_each_phase(toy: Toy, tmp_path: Path) -> None
     wide = {"COLUMNS": "200"}  # No line is wrapped.
     answer = CliRunner().invoke(app, ["check", str(tmp_path / "recipe.yaml")], env=wide)
     assert answer.exit_code == 0, answer.output
-    said = answer.output[answer.output.index("memory  ") :].splitlines()
-    assert said[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
-    assert [line.split("  ")[1] for line in said[1:3]] == ["generate, publish, validate", "train"]
-    assert said[4].startswith("workers   ")
-    assert said[5].startswith("machine   ")
+    printed = answer.output[answer.output.index("memory  ") :].splitlines()
+    assert printed[0].split() == ["memory", "phase", "GB", "of", "which,", "at", "the", "most"]
+    assert [line.split("  ")[1] for line in printed[1:3]] == [
+        "generate, publish, validate",
+        "train",
+    ]
+    assert printed[4].startswith("in total  ")
+    assert printed[5].startswith("machine   ")
     assert read_shapes(loaded.recipe) is not None
 
 
-def test_hosts_share_a_line_only_if_all_their_phases_are_alike() -> None:
+def test_hosts_share_a_line_only_if_all_their_phases_are_equal() -> None:
     device_map = recipe_of(Path("m"), devices={"policy": "cpu", "generators": "cpu:1-3"})
     hosts = DeviceMap.of(device_map).hosts()
     sizes = {0: (1, 2), 1: (2, 1), 2: (1, 1), 3: (1, 1)}
@@ -186,7 +189,7 @@ def test_snapshots_take_two_copies_of_masters_and_moments_from_the_controller(to
     assert "snapshots" not in describe_memory(without)
 
 
-def test_check_says_where_sizes_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
+def test_check_reports_sizes_that_are_not_known_yet(toy: Toy, tmp_path: Path) -> None:
     text = dump_recipe(toy("model.path=org/name").recipe)
     (tmp_path / "recipe.yaml").write_text(text)
     answer = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
@@ -217,7 +220,7 @@ def test_ranks_of_a_sharded_policy_divide_its_parameters_state_and_gradients(ran
 
 def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
     sizes = {"itemsize": 2, "tokens": 100, "ranks": 4}
-    whole, half, kept = (
+    full_run, half, kept = (
         trained_footprint(SHAPE, TrainConfig(strategy="fsdp", parallel=parallel), **sizes)
         for parallel in (
             ParallelConfig(),
@@ -225,8 +228,8 @@ def test_the_tokens_of_a_micro_batch_are_divided_by_context_ranks() -> None:
             ParallelConfig(recompute=True),
         )
     )
-    assert half.activations == whole.activations // 2
-    assert kept.activations < whole.activations
+    assert half.activations == full_run.activations // 2
+    assert kept.activations < full_run.activations
 
 
 def test_the_least_that_a_run_takes_does_not_depend_on_its_lengths() -> None:
@@ -253,7 +256,7 @@ def test_a_cache_on_the_cpu_holds_no_more_than_the_samples_in_flight() -> None:
     assert row.total - row.least == 4 * 10 * SHAPE.cache_per_token * 4
 
 
-def test_a_run_logs_what_was_predicted_and_what_was_seen(run_toy: RunToy) -> None:
+def test_a_run_logs_predicted_and_measured_memory(run_toy: RunToy) -> None:
     lines = (run_toy(steps=2).folder / "metrics.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     assert all(row["memory/predicted_gb"] > 0.001 for row in rows)

@@ -33,7 +33,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
 
 
 @pytest.mark.parametrize(("code", "limit"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "sysctl")])
-def test_a_run_without_free_file_descriptors_says_which_limit_and_can_be_tried_again(
+def test_a_run_without_free_file_descriptors_names_the_limit_and_can_be_retried(
     toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch, code: int, limit: str
 ) -> None:
     async def exhaust(*args: Any, **options: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from typing import Any
 import pytest
 
 import rollick
+from rollick.commands.recipe import check_and_describe
 from rollick.config.extras import LORA, REQUIREMENTS, SERVER
-from rollick.config.load import LoadedRecipe, recipe_from_dict
+from rollick.config.load import LoadedRecipe, dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError
 from rollick.models.loading.locate import converted_folder
 from rollick.pipelines.memory import plan_memory, read_shapes
 from rollick.pipelines.preflight import check_machine, check_memory, check_rows
+from rollick.run_folder import open_folder
 
 Load = Callable[..., LoadedRecipe]
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -85,7 +88,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "module", "said"),
+    ("sections", "module", "message"),
     [
         (
             {"train": {"lora": {}}},
@@ -113,10 +116,10 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     ],
 )
 def test_a_missing_package_is_named_with_what_needs_it(
-    load: Load, monkeypatch: pytest.MonkeyPatch, sections: Any, module: str, said: str
+    load: Load, monkeypatch: pytest.MonkeyPatch, sections: Any, module: str, message: str
 ) -> None:
     without(monkeypatch, module)
-    assert machine(load(**sections)) == [f"here: {said}"]
+    assert machine(load(**sections)) == [f"here: {message}"]
 
 
 def test_a_gguf_file_needs_its_package_until_it_is_converted(
@@ -134,19 +137,23 @@ def test_a_gguf_file_needs_its_package_until_it_is_converted(
     assert machine(loaded) == []
 
 
-def test_every_extra_that_the_code_asks_for_is_in_the_table() -> None:
+def test_every_extra_that_the_code_needs_is_in_the_table() -> None:
     """Except those of files in which no recipe decides: the CLI, and the reader of GGUF files."""
     package = Path(rollick.__file__).parent
-    asked: set[str] = set()
+    needed_extras: set[str] = set()
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtra.of":
-                asked |= {arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)}
+                needed_extras |= {
+                    arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)
+                }
     known = [LORA, SERVER, *(each for table in REQUIREMENTS.values() for each in table.values())]
-    assert asked - {"gguf"} <= {each.install.partition("[")[2].rstrip("]'") for each in known}
+    assert needed_extras - {"gguf"} <= {
+        each.install.partition("[")[2].rstrip("]'") for each in known
+    }
 
 
-def test_a_gpu_that_is_not_there_is_refused_before_torch_is_asked(
+def test_a_missing_gpu_is_refused_before_torch_is_loaded(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -173,8 +180,21 @@ def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_folder_that_cannot_be_made_is_told_first(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    loaded = load("cluster.backend=inline", run={"folder": str(tmp_path / "file/runs")})
+    assert machine(loaded) == [
+        f"here: run.folder: {tmp_path / 'file'} is a file; choose a folder",
+    ]
+    with (
+        pytest.raises(ConfigError, match=r"file/runs/\S+ cannot be written: .*choose a path"),
+        open_folder(loaded, resume=False),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
-    ("given", "domain", "said"),
+    ("given", "domain", "message"),
     [
         (
             [{"question": "1+1="}],
@@ -199,10 +219,10 @@ def test_a_run_that_cannot_start_here_fails_before_it_leaves_anything(
     ],
 )
 def test_the_first_rows_show_what_does_not_fit(
-    load: Load, given: list[Any], domain: dict[str, Any], said: str
+    load: Load, given: list[Any], domain: dict[str, Any], message: str
 ) -> None:
     [problem] = rows(load(rows=given, domain=domain))
-    assert said in problem
+    assert message in problem
 
 
 def test_a_few_bad_rows_are_left_to_the_run(load: Load) -> None:
@@ -265,8 +285,13 @@ def test_a_model_that_cannot_fit_is_refused(load: Load, tmp_path: Path) -> None:
     shapes = read_shapes(loaded.recipe)
     assert shapes is not None
     [problem] = check_memory(loaded, plan_memory(loaded.recipe, shapes))
-    assert "model.path: the CPU workers need at least" in str(problem)
+    assert "model.path: CPU workers and snapshots need at least" in str(problem)
     assert "train.lora" in str(problem)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(loaded.recipe))
+    described = check_and_describe(file, (), deep=False, recipe_only=True)
+    assert re.search(r"\nmachine .* if it runs out, .*set checkpoint\.snapshot=false \(", described)
+    assert re.search(r"or checkpoint\.snapshot=false, which saves \S+ GB", str(problem))
 
 
 class _Refuses(BaseHTTPRequestHandler):
@@ -305,7 +330,7 @@ def command(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60, env=env)
 
 
-def test_a_model_or_dataset_that_cannot_be_had_is_told_at_once(
+def test_an_unavailable_model_or_dataset_is_reported_at_once(
     tmp_path: Path, empty_hub: str
 ) -> None:
     recipe = (
@@ -313,7 +338,7 @@ def test_a_model_or_dataset_that_cannot_be_had_is_told_at_once(
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
     closed = f"http://127.0.0.1:{closed_port()}"
-    for endpoint, said in (
+    for endpoint, message in (
         (empty_hub, "the hub does not have it, or requires an access token"),
         (closed, "the hub cannot be reached"),
     ):
@@ -321,7 +346,7 @@ def test_a_model_or_dataset_that_cannot_be_had_is_told_at_once(
         assert child.returncode == 2, child.stderr
         assert "recipe.yaml:1:15: model.path: there is no folder 'org/none' here" in child.stderr
         assert "data.domains.a.source: dataset 'org/rows': it is not in the" in child.stderr
-        assert child.stderr.count(said) == 2
+        assert child.stderr.count(message) == 2
         assert "Traceback" not in child.stderr
     only = command(tmp_path, "check", "--recipe-only", "recipe.yaml", HF_ENDPOINT=closed)
     assert only.returncode == 0, only.stderr

@@ -82,7 +82,7 @@ def test_the_report_of_sft_shows_the_loss_and_none_is_written_if_it_is_off(toy: 
     assert not (run_recipe(toy(**sections)).folder / "report.html").exists()
 
 
-def test_a_report_that_cannot_be_written_does_not_cost_the_run(
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(
     toy: Toy, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = toy("observe.report=true")

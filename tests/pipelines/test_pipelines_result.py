@@ -1,4 +1,4 @@
-"""What a run tells at its end: training and held-out scores apart, and what export takes."""
+"""The last lines of a run: training and held-out scores, and the step that export takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def result(*held_out: HeldOutScore, saved: int | None, step: int = 60) -> RunRes
     return RunResult(Path("runs/x"), step, metrics, held_out=held_out, best_checkpoint=saved)
 
 
-def test_the_end_of_a_run_tells_before_best_and_last_and_what_export_takes() -> None:
+def test_the_end_of_a_run_reports_before_best_and_last_and_what_export_takes() -> None:
     scores = [HeldOutScore(0, 0.25, 0.25), HeldOutScore(40, 0.8, 0.8), HeldOutScore(60, 0.5, 0.5)]
     assert str(result(*scores, saved=40)).splitlines() == [
         "runs/x: step 60",
@@ -29,7 +29,7 @@ def test_the_end_of_a_run_tells_before_best_and_last_and_what_export_takes() -> 
     ]
 
 
-def test_pass_at_1_is_told_where_scores_lie_between_0_and_1() -> None:
+def test_pass_at_1_is_reported_for_scores_between_0_and_1() -> None:
     scores = [HeldOutScore(0, 0.5, 0.0), HeldOutScore(60, 0.75, 0.5)]
     held_out = [line for line in str(result(*scores, saved=60)).splitlines() if "held-out" in line]
     assert held_out == [
@@ -38,13 +38,25 @@ def test_pass_at_1_is_told_where_scores_lie_between_0_and_1() -> None:
     ]
 
 
+def test_where_no_sample_passes_the_best_validation_has_the_highest_score(run_toy: RunToy) -> None:
+    scores = [HeldOutScore(0, 0.1, 0.0), HeldOutScore(40, 0.3, 0.0), HeldOutScore(60, 0.2, 0.0)]
+    [line] = [line for line in str(result(*scores, saved=40)).splitlines() if "score   0.1" in line]
+    assert line.endswith("0.1 before (step 0) → 0.3 best (step 40) → 0.2 last (step 60)")
+    # A learning rate so high that the score falls; a threshold that nobody reaches.
+    options = ["evaluate.every=1", "checkpoint.every=1", "rollout.drop_no_signal=false"]
+    run = run_toy(*options, "evaluate.pass_threshold=2", "train.optimizer.lr=1", steps=4)
+    assert {one.pass_at_1 for one in run.held_out} == {0.0}
+    highest = max(run.held_out, key=lambda one: (one.score, one.step))
+    assert run.best_checkpoint == find_checkpoint(run.folder, best=True).step == highest.step
+
+
 def test_a_best_step_that_was_not_saved_is_named() -> None:
     scores = [HeldOutScore(50, 0.9, 0.9), HeldOutScore(60, 0.5, 0.5)]
     last = str(result(*scores, saved=60)).splitlines()[-1]
     assert last.endswith("takes step 60 (step 50 was not saved: lower checkpoint.every)")
 
 
-def test_a_run_without_validation_tells_its_training_score_alone() -> None:
+def test_a_run_without_validation_reports_only_its_training_score() -> None:
     metrics = {"score/mean": float("nan"), "score/trained": 0.5}
     assert str(RunResult(Path("runs/x"), 3, metrics)).splitlines() == [
         "runs/x: step 3",

@@ -37,7 +37,7 @@ ANSWERS = ("a", "bb", "b a", "abba")
 
 @pytest.fixture(scope="module")
 def scorer(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a reward model that nobody has trained."""
+    """A folder with an untrained reward model."""
     folder = tmp_path_factory.mktemp("scorer")
     LocalRewardModel(recipe_of(tiny_folder), trainable=False).export(folder)
     return folder
@@ -58,13 +58,15 @@ def samples_of(answers: tuple[str, ...]) -> list[Sample]:
 def expected(run: OpenRun, scorer: Path) -> list[float]:
     """What the reference implementation says of the answers."""
     codec, turns = run.episodes.codec, prompt(domain="letters").turns
-    told = [codec.encode_example(turns, text)[0] for text in ANSWERS]
-    examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in told]
+    encoded = [codec.encode_example(turns, text)[0] for text in ANSWERS]
+    examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids in encoded]
     batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=64)
     return LocalRewardModel(recipe_of(scorer), trainable=False).scores(batch).tolist()
 
 
-async def test_a_sample_scores_what_the_model_says_times_the_weight(toy: Toy, scorer: Path) -> None:
+async def test_the_score_of_a_sample_is_that_of_the_model_times_the_weight(
+    toy: Toy, scorer: Path
+) -> None:
     loaded = asking(toy, scorer, {"name": "model", "weight": 2.0}, batch_size=3)
     async with open_run(loaded) as run:
         scores = await asyncio.gather(*(run.scoring.score(one) for one in samples_of(ANSWERS)))
@@ -75,7 +77,7 @@ async def test_a_sample_scores_what_the_model_says_times_the_weight(toy: Toy, sc
     assert counted["reward/calls/model"] == len(ANSWERS)
 
 
-async def test_it_stands_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
+async def test_it_works_beside_rewards_of_other_processes(toy: Toy, scorer: Path) -> None:
     loaded = asking(toy, scorer, "model", {"name": "length", "options": {"max_length": 1}})
     async with open_run(loaded) as run:
         scores = [await run.scoring.score(one) for one in samples_of(ANSWERS)]
@@ -125,7 +127,7 @@ async def test_samples_that_wait_are_scored_together(toy: Toy, scorer: Path) -> 
     assert [score.value - scores[0].value for score in scores] == list(range(10))
 
 
-async def test_a_batch_that_the_model_fails_at_is_not_scored_and_the_next_one_is(
+async def test_after_a_batch_that_the_model_fails_on_the_next_one_is_scored(
     toy: Toy, scorer: Path
 ) -> None:
     scores = await ask_all(toy, scorer, FailingGroup(fails_at=(1,)))
@@ -138,16 +140,16 @@ async def test_what_is_no_number_is_no_score(toy: Toy, scorer: Path) -> None:
     assert {score.detail for score in scores} == {"the reward model returned inf"}
 
 
-def test_a_run_masks_and_counts_what_the_model_fails_at(
+def test_a_run_masks_and_counts_samples_that_the_model_cannot_score(
     toy: Toy, scorer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said, lost = RewardModelWorker.scores, list[int]()
+    original, lost = RewardModelWorker.scores, list[int]()
 
     def fail_at_first(worker: RewardModelWorker, batch: Batch) -> FloatArray:
         if not lost:
             lost.append(batch.samples)
             raise RuntimeError("out of memory")
-        return said(worker, batch)
+        return original(worker, batch)
 
     monkeypatch.setattr(RewardModelWorker, "scores", fail_at_first)
     run = run_recipe(asking(toy, scorer, "model", batch_size=2))
@@ -158,9 +160,7 @@ def test_a_run_masks_and_counts_what_the_model_fails_at(
     assert run.metrics["train/grad_norm"] > 0
 
 
-def test_the_role_is_there_when_samples_are_drawn_and_only_if_a_reward_asks(
-    toy: Toy, scorer: Path
-) -> None:
+def test_the_role_exists_during_sampling_only_if_a_reward_uses_it(toy: Toy, scorer: Path) -> None:
     recipe = asking(toy, scorer, "model").recipe
     uses = {phase.name: phase.uses for phase in plan_phases(recipe)}
     assert uses["generate"] == ("generators", "reward_model")
@@ -168,7 +168,7 @@ def test_the_role_is_there_when_samples_are_drawn_and_only_if_a_reward_asks(
     assert RewardSpec(name="model").asks_reward_model
 
 
-def test_a_run_trains_on_what_the_model_says(toy: Toy, scorer: Path) -> None:
+def test_a_run_trains_on_scores_of_the_reward_model(toy: Toy, scorer: Path) -> None:
     run = run_recipe(asking(toy, scorer, "model"))
     assert run.metrics["reward/calls/model"] + run.metrics["reward/cached/model"] > 0
     assert run.metrics["rollout/failed_scores"] == 0

@@ -40,7 +40,7 @@ def train_with(toy: Toy, reward: Scores, *overrides: str, **options: Any) -> Run
 
 
 @pytest.fixture(scope="module")
-def whole(run_toy: RunToy) -> RunResult:
+def full_run(run_toy: RunToy) -> RunResult:
     """A run with validation, mini-batches, a reference, and a dump of its first step."""
     return run_toy(
         "run.deterministic=true",
@@ -65,14 +65,14 @@ def test_the_step_fits_on_a_screen() -> None:
     assert step.end_lineno - step.lineno + 1 <= 40
 
 
-def test_every_metric_that_is_logged_is_documented(whole: RunResult) -> None:
-    logged = {name for row in rows_of(whole) for name in row} - {"step"}
+def test_every_metric_that_is_logged_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in rows_of(full_run) for name in row} - {"step"}
     assert {name for name in logged if not is_documented(name)} == set()
     assert {"score/mean", "train/loss", "time/generate", "eval/pass@1", "version"} <= logged
 
 
-def test_a_run_leaves_its_files(whole: RunResult) -> None:
-    assert {path.name for path in whole.folder.iterdir()} >= {
+def test_a_run_leaves_its_files(full_run: RunResult) -> None:
+    assert {path.name for path in full_run.folder.iterdir()} >= {
         "recipe.yaml",
         "metrics.jsonl",
         "samples.jsonl",
@@ -81,8 +81,8 @@ def test_a_run_leaves_its_files(whole: RunResult) -> None:
         "dumps",
         "tensorboard",
     }
-    assert whole.folder.is_dir()
-    assert (whole.step, whole.interrupted) == (3, False)
+    assert full_run.folder.is_dir()
+    assert (full_run.step, full_run.interrupted) == (3, False)
 
 
 def test_a_users_aggregation_is_looked_for_beside_the_recipe(
@@ -98,29 +98,31 @@ def test_a_users_aggregation_is_looked_for_beside_the_recipe(
     assert run_recipe(recipe_from_dict(recipe, base=tmp_path)).step == 1
 
 
-def test_the_recipe_in_the_folder_is_the_one_that_ran(whole: RunResult) -> None:
-    again = load_recipe(whole.folder / "recipe.yaml").recipe
+def test_the_recipe_in_the_folder_is_the_one_that_ran(full_run: RunResult) -> None:
+    again = load_recipe(full_run.folder / "recipe.yaml").recipe
     assert (again.run.steps, again.train.minibatches, again.run.deterministic) == (3, 2, True)
-    assert yaml.safe_load((whole.folder / "recipe.yaml").read_text())["rollout"]["group_size"] == 4
+    assert (
+        yaml.safe_load((full_run.folder / "recipe.yaml").read_text())["rollout"]["group_size"] == 4
+    )
 
 
-def test_some_samples_of_each_step_are_kept(whole: RunResult) -> None:
-    rows = rows_of(whole, "samples.jsonl")
+def test_some_samples_of_each_step_are_kept(full_run: RunResult) -> None:
+    rows = rows_of(full_run, "samples.jsonl")
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4 + [3] * 4
     assert all(len(row["response"]) <= 3 for row in rows)
 
 
-def test_validation_is_made_at_the_start_when_it_is_due_and_at_the_end(whole: RunResult) -> None:
-    steps = [row["step"] for row in rows_of(whole, "validation.jsonl")]
+def test_validation_is_made_at_the_start_when_it_is_due_and_at_the_end(full_run: RunResult) -> None:
+    steps = [row["step"] for row in rows_of(full_run, "validation.jsonl")]
     assert steps == [0] * 8 + [2] * 8 + [3] * 8
-    with_validation = [row["step"] for row in rows_of(whole) if "eval/pass@1" in row]
+    with_validation = [row["step"] for row in rows_of(full_run) if "eval/pass@1" in row]
     assert with_validation == [0, 2, 3]
-    assert whole.score == whole.metrics["eval/pass@1"]
+    assert full_run.score == full_run.metrics["eval/pass@1"]
 
 
-def test_at_the_first_step_the_policy_is_its_own_reference(whole: RunResult) -> None:
-    first, second = (row for row in rows_of(whole) if row["step"] in (1, 2))
-    batch = load_batch(whole.folder / "dumps" / "step-000001" / "batch")
+def test_at_the_first_step_the_policy_is_its_own_reference(full_run: RunResult) -> None:
+    first, second = (row for row in rows_of(full_run) if row["step"] in (1, 2))
+    batch = load_batch(full_run.folder / "dumps" / "step-000001" / "batch")
     assert batch.old_logprobs_N is not None
     assert batch.reference_logprobs_N is not None
     assert (batch.old_logprobs_N == batch.reference_logprobs_N).all()
@@ -135,28 +137,28 @@ def test_without_minibatches_the_kl_of_the_first_step_is_zero(run_toy: RunToy) -
     assert result.metrics["rollout/age_max"] == 0
 
 
-def test_the_learner_half_of_a_dump_agrees_with_the_engine(whole: RunResult) -> None:
+def test_the_learner_half_of_a_dump_agrees_with_the_engine(full_run: RunResult) -> None:
     shown = wait_for(
         plan_replay(
-            whole.folder / "dumps" / "step-000001",
-            whole.folder / "recipe.yaml",
-            [f"run.folder={whole.folder.parent}"],
+            full_run.folder / "dumps" / "step-000001",
+            full_run.folder / "recipe.yaml",
+            [f"run.folder={full_run.folder.parent}"],
             only="train",
         )
     )
     assert isinstance(shown, TrainReplay)
     assert shown.max_ratio_error < 1e-5
     assert abs(shown.kl) < 1e-8
-    assert shown.loss == pytest.approx(rows_of(whole)[1]["train/loss"], abs=1e-7)
-    assert shown.grad_norm == pytest.approx(rows_of(whole)[1]["train/grad_norm"], rel=1e-6)
+    assert shown.loss == pytest.approx(rows_of(full_run)[1]["train/loss"], abs=1e-7)
+    assert shown.grad_norm == pytest.approx(rows_of(full_run)[1]["train/grad_norm"], rel=1e-6)
 
 
-def test_the_engine_half_of_a_dump_draws_the_same_samples_again(whole: RunResult) -> None:
-    dump = whole.folder / "dumps" / "step-000001"
+def test_the_engine_half_of_a_dump_draws_the_same_samples_again(full_run: RunResult) -> None:
+    dump = full_run.folder / "dumps" / "step-000001"
     work = plan_replay(
         dump,
-        whole.folder / "recipe.yaml",
-        [f"run.folder={whole.folder.parent}"],
+        full_run.folder / "recipe.yaml",
+        [f"run.folder={full_run.folder.parent}"],
         only="generate",
     )
     shown = wait_for(work)
@@ -166,12 +168,12 @@ def test_the_engine_half_of_a_dump_draws_the_same_samples_again(whole: RunResult
     assert shown.score_now == shown.score_then
 
 
-def test_a_folder_that_is_no_dump_and_an_unknown_half_are_refused(whole: RunResult) -> None:
-    recipe = whole.folder / "recipe.yaml"
+def test_a_folder_that_is_no_dump_and_an_unknown_half_are_refused(full_run: RunResult) -> None:
+    recipe = full_run.folder / "recipe.yaml"
     with pytest.raises(ConfigError, match="is not a dump"):
-        plan_replay(whole.folder, recipe, (), only="train")
+        plan_replay(full_run.folder, recipe, (), only="train")
     with pytest.raises(ConfigError, match="there is no half 'both'"):
-        plan_replay(whole.folder / "dumps" / "step-000001", recipe, (), only="both")
+        plan_replay(full_run.folder / "dumps" / "step-000001", recipe, (), only="both")
 
 
 def test_stock_kernels_give_a_dump_that_agrees_up_to_rounding(run_toy: RunToy) -> None:
@@ -189,7 +191,7 @@ def test_stock_kernels_give_a_dump_that_agrees_up_to_rounding(run_toy: RunToy) -
     assert abs(shown.kl) < 1e-8
 
 
-@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1"], ids=["colocated", "apart"])
+@pytest.mark.parametrize("generators", ["cpu:0", "cpu:1"], ids=["colocated", "separate"])
 def test_with_staleness_one_no_token_is_older_than_one(run_toy: RunToy, generators: str) -> None:
     steps = [1, 2, 3, 4]
     result = run_toy(
@@ -258,7 +260,7 @@ def test_a_reward_that_is_not_a_number_is_a_failure_and_not_a_score(toy: Toy) ->
     assert all(row["score"] is None or row["score"] < 7 for row in rows_of(result, "samples.jsonl"))
 
 
-def test_rewards_that_all_fail_stop_the_run_and_say_why(toy: Toy) -> None:
+def test_rewards_that_all_fail_stop_the_run_with_the_reason(toy: Toy) -> None:
     def reward(completion: str) -> float:
         raise ConnectionError("the judge is away")
 
@@ -266,17 +268,17 @@ def test_rewards_that_all_fail_stop_the_run_and_say_why(toy: Toy) -> None:
         train_with(toy, reward)
 
 
-def test_a_task_without_any_signal_stops_the_run_and_says_what_to_try(toy: Toy) -> None:
+def test_a_task_without_any_signal_stops_the_run_with_advice(toy: Toy) -> None:
     with pytest.raises(RollickError, match=r"scored the same.*easier prompts"):
         train_with(toy, lambda completion: 0.0, "rollout.max_drops_per_step=4")
 
 
-def test_a_folder_that_holds_a_run_is_not_taken_for_another(whole: RunResult, toy: Toy) -> None:
+def test_a_folder_that_holds_a_run_is_not_taken_for_another(full_run: RunResult, toy: Toy) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
-        run_recipe(toy(name=whole.folder.name))
+        run_recipe(toy(name=full_run.folder.name))
 
 
-def test_a_run_that_did_not_get_as_far_as_a_step_may_be_started_again(run_toy: RunToy) -> None:
+def test_a_run_without_a_finished_step_may_be_started_again(run_toy: RunToy) -> None:
     with pytest.raises(RollickError):
         run_toy("model.path=/no/such/folder", name="mistyped")
     assert run_toy(name="mistyped", steps=1).step == 1
@@ -295,7 +297,7 @@ def test_two_runs_in_one_folder_at_once_are_refused(toy: Toy) -> None:
                 run_recipe(loaded, resume=resume)
 
 
-def test_steps_that_are_made_again_are_recorded_once(run_toy: RunToy) -> None:
+def test_repeated_steps_are_recorded_once(run_toy: RunToy) -> None:
     options = ["run.deterministic=true", "checkpoint.every=2", "evaluate.every=1"]
     first = run_toy(*options, name="again", steps=4)
     before = [rows_of(first, name) for name in ("samples.jsonl", "validation.jsonl")]
@@ -309,7 +311,7 @@ def test_steps_that_are_made_again_are_recorded_once(run_toy: RunToy) -> None:
     assert [rows_of(again, name) for name in ("samples.jsonl", "validation.jsonl")] == before
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(toy: Toy) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_over(toy: Toy) -> None:
     loaded = toy(name="early", steps=1)
     with open_folder(loaded, resume=False) as folder:
         folder.append_rows("metrics.jsonl", [{"step": 0}, {"step": 1}])
@@ -336,4 +338,4 @@ def test_a_step_that_changed_nothing_publishes_nothing_and_many_stop_the_run(
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert (row["version"], row["train/skipped_steps"]) == (0, 1)
-    assert load_batch(folder / "dumps" / "non_finite" / "batch").samples == 16
+    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000002" / "batch").samples == 16

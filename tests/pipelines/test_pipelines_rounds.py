@@ -42,8 +42,8 @@ def test_deferred_groups_are_trained_on_and_those_left_at_the_end_are_warned_abo
     events = read_log(resumed.folder / "ledger.jsonl")
     counts = audit(events)
     assert (counts.groups.trained, counts.groups.dropped) == (24, 0)
-    parked = [event.group for event in events.events if isinstance(event, GroupDeferred)]
-    assert len(parked) == len(set(parked))
+    deferred = [event.group for event in events.events if isinstance(event, GroupDeferred)]
+    assert len(deferred) == len(set(deferred))
     again = {event.group for event in events.events if isinstance(event, GroupRestarted)}
     trained = {
         g for event in events.events if isinstance(event, BatchTrained) for g in event.groups

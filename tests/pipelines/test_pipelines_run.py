@@ -15,6 +15,7 @@ import pytest
 
 import rollick
 from rollick.config.load import load_recipe
+from rollick.errors import ConfigError
 from rollick.pipelines.run import wait_for
 
 SCRIPT = """
@@ -76,7 +77,7 @@ def test_a_script_without_a_main_guard_trains_with_a_lambda(
     assert child.stdout.splitlines() == ["step 1"]
 
 
-def test_the_result_says_where_the_run_is_and_how_it_ended(train: Train, tmp_path: Path) -> None:
+def test_the_result_has_the_folder_and_the_outcome(train: Train, tmp_path: Path) -> None:
     result = train(run__name="mine")
     assert (result.folder, result.step, result.interrupted) == (tmp_path / "mine", 1, False)
     assert result.score == result.metrics["score/mean"]
@@ -98,7 +99,7 @@ async def test_it_runs_inside_an_event_loop(train: Train) -> None:
     assert train().step == 1
 
 
-async def test_an_error_inside_an_event_loop_is_raised_as_it_is(train: Train) -> None:
+async def test_an_error_inside_an_event_loop_is_raised_unchanged(train: Train) -> None:
     with pytest.raises(rollick.RollickError, match="nowhere"):
         train(model__tokenizer="/nowhere/at/all")
 
@@ -140,6 +141,29 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(
         train(**options)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "score", "said"),
+    [
+        (
+            [{"prompt": "say a", "answer": "a"}],
+            lambda completion, anser: 1.0,
+            "rewards.0: reward needs 'anser', and the rows have prompt, answer; "
+            "did you mean 'answer'?",
+        ),
+        ([{"question": "say a"}], reward, "no 'prompt' among question"),
+        ([], reward, "data.domains.prompts.source: has no rows; add rows"),
+    ],
+)
+def test_rows_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
+    train: Train, tmp_path: Path, prompts: Any, score: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        train(prompts, score, run__name="none")
+    assert said in str(refused.value)
+    assert refused.value.__context__ is None  # No "During handling of the above exception".
+    assert not (tmp_path / "none").exists()
+
+
 def test_several_rewards_are_added(train: Train) -> None:
     result = train(score={"one": lambda completion: 1.0, "other": reward})
     assert result.metrics["score/mean"] > 1
@@ -155,7 +179,7 @@ def test_prompts_can_come_from_a_function(train: Train) -> None:
     assert train(lambda: iter(["say a", "say b"])).step == 1
 
 
-def test_a_finished_run_goes_on_with_more_steps(train: Train) -> None:
+def test_a_finished_run_continues_with_more_steps(train: Train) -> None:
     train(run__name="longer")
     result = train(run__name="longer", run__steps=2, resume=True)
     assert result.step == 2

@@ -41,7 +41,7 @@ def guard_of(ended: list[int], clock: Clock, *, has_checkpoint: bool = True) -> 
     return RunGuard(lambda: has_checkpoint, 30.0, 60.0, end=ended.append, clock=clock)
 
 
-def test_a_run_that_answers_is_left_alone() -> None:
+def test_a_responding_run_is_left_alone() -> None:
     ended, clock = list[int](), Clock()
     guard = guard_of(ended, clock)
     for clock.now in range(0, 1000, 10):

@@ -40,27 +40,27 @@ def figures(result: RunResult) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(toy: Toy) -> RunResult:
+def full_run(toy: Toy) -> RunResult:
     return sft(toy, steps=20)
 
 
-def test_the_loss_falls(whole: RunResult) -> None:
-    losses = [row["train/loss"] for row in figures(whole)]
+def test_the_loss_falls(full_run: RunResult) -> None:
+    losses = [row["train/loss"] for row in figures(full_run)]
     assert len(losses) == 20
     assert losses[-1] < 0.5 * losses[0]
     assert losses[0] > 1
 
 
-def test_every_metric_is_documented(whole: RunResult) -> None:
-    logged = {name for row in read_metrics(whole.folder / "metrics.jsonl") for name in row}
+def test_every_metric_is_documented(full_run: RunResult) -> None:
+    logged = {name for row in read_metrics(full_run.folder / "metrics.jsonl") for name in row}
     assert {name for name in logged - {"step"} if not is_documented(name)} == set()
 
 
-def test_a_resumed_run_equals_the_one_that_went_through(toy: Toy, whole: RunResult) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(toy: Toy, full_run: RunResult) -> None:
     sft(toy, steps=8, name="halved")
     halved = sft(toy, steps=20, name="halved", resume=True)
-    assert figures(halved) == figures(whole)
-    assert weights(halved) == weights(whole)
+    assert figures(halved) == figures(full_run)
+    assert weights(halved) == weights(full_run)
 
 
 def weights(result: RunResult) -> dict[str, bytes]:

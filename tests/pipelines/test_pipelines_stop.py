@@ -83,7 +83,7 @@ async def test_a_second_signal_is_not_taken_for_a_step_that_was_cut_short(
     assert ended == ["step"]
 
 
-def test_a_run_that_finds_no_more_signal_keeps_what_it_learned_and_can_go_on(toy: Toy) -> None:
+def test_a_run_that_finds_no_more_signal_saves_and_can_be_resumed(toy: Toy) -> None:
     rows = [{"prompt": "say a", "spread": n < 4} for n in range(40)]
     domain = {"source": "object:rows", "rewards": ["object:reward"]}
 
@@ -125,7 +125,7 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
 
 @pytest.mark.parametrize("pipeline", ["rlvr", "sft"])
 @pytest.mark.parametrize("point", ["created", "synced"])
-def test_a_checkpoint_on_the_way_that_fails_is_told_and_the_last_one_is_tried_again(
+def test_a_failed_periodic_checkpoint_is_reported_and_the_last_one_is_retried(
     toy: Toy,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -185,7 +185,9 @@ def test_a_run_saves_by_the_clock_and_warns_if_it_would_never_save(
     assert ("a crash loses all steps" in caplog.text) is (every_s == 0)
 
 
-def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) -> None:
+def test_a_signal_ends_a_sweep_and_the_run_is_saved(
+    toy: Toy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     domain = {"source": "object:rows", "rewards": ["object:reward"]}
     rows = [{"prompt": f"say {letter}"} for letter in "abcdefgh"]
     controller, trained = os.getpid(), list[str]()
@@ -215,13 +217,15 @@ def test_a_signal_ends_a_sweep_and_the_run_is_saved(toy: Toy, tmp_path: Path) ->
     assert ended.value.code == 75
     step = ended.value.result.step
     assert saved_steps(toy(name="first"))[1] == step < 100
-    assert f"at step {step}; continue it with resume=True" in str(ended.value)
+    advice = f"at step {step}; continue it with --resume (in Python: resume=True)"
+    assert advice in str(ended.value)
+    assert advice in caplog.text  # Python prints nothing about a SystemExit.
 
 
 def test_rewards_called_before_a_signal_are_in_the_metrics_of_the_resumed_step(
     toy: Toy, tmp_path: Path
 ) -> None:
-    """The samples of the step that the signal cut are in the checkpoint: nobody scores them again.
+    """The samples of the step that the signal cut are in the checkpoint: they are not scored again.
     Their calls and costs must not be lost."""
     controller, per_step = os.getpid(), 16
 
@@ -257,4 +261,4 @@ def test_an_sft_whose_gradients_are_not_finite_stops(toy: Toy) -> None:
     with pytest.raises(RollickError, match="2 steps in a row had a non-finite gradient"):
         run_recipe(loaded)
     folder, _ = saved_steps(loaded)
-    assert load_batch(folder / "dumps" / "non_finite" / "batch").samples > 0
+    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000003" / "batch").samples > 0

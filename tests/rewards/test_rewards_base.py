@@ -113,8 +113,8 @@ def test_options_that_cannot_reach_the_function_are_problems(options: list[str],
     def reward(completion: str, bonus: float = 0.0) -> float:
         return bonus
 
-    [found] = find_signature_problems(reward, options=options)
-    assert problem in found
+    [actual] = find_signature_problems(reward, options=options)
+    assert problem in actual
 
 
 def test_a_callable_signature_has_no_problems():

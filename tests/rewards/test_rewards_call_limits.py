@@ -104,7 +104,7 @@ def is_short(completion: str) -> Score:
     return Score(0.25)
 
 
-async def test_a_call_that_hangs_in_c_is_killed_and_judged_and_other_rewards_still_count():
+async def test_a_call_that_hangs_in_c_is_killed_and_failed_and_other_rewards_still_count():
     rewards = {"hangs": hangs_in_c, "short": is_short}
     specs = [RewardSpec(name="hangs"), RewardSpec(name="short")]
     async with RewardPool.open(rewards, processes=1, timeout_s=20) as pool:
@@ -117,7 +117,7 @@ async def test_a_call_that_hangs_in_c_is_killed_and_judged_and_other_rewards_sti
 
 
 @pytest.mark.timeout(60)
-def test_a_completion_on_which_a_pattern_backtracks_for_ever_scores_zero():
+def test_a_completion_on_which_a_pattern_backtracks_endlessly_scores_zero():
     text = "a" * 60
     begun = time.process_time()
     assert regex(text, "(a+)+b") == 0.0

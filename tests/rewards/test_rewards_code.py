@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from rollick.config.rules.run import PROGRAM_SECONDS, ROUNDS
+from rollick.config.schema import RewardSpec
+from rollick.envs.tools.env import ToolEnv
 from rollick.rewards import code as module
+from rollick.rewards.base import declaration_of
 from rollick.rewards.code import CodeSettings, complete_program, extract_code, score_code
+from rollick.rewards.pool import RewardPool
 from rollick.sandbox.base import Isolation
 from rollick.sandbox.host import SandboxHost
 from rollick.sandbox.local import LocalSandbox
+from rollick.testing.fakes import prompt, sample
 
 MBPP_ROW = {
     "text": "Write a function that adds.",
@@ -93,6 +100,23 @@ async def test_a_program_that_hangs_scores_zero() -> None:
     )
     assert (score.ok, score.value) == (True, 0.0)
     assert "timeout" in score.detail
+
+
+async def test_programs_that_hang_score_zero_in_the_time_that_a_recipe_must_give() -> None:
+    defaults = {"timeout_s": CodeSettings().timeout_s, "program_s": ToolEnv.program_s}
+    assert defaults == PROGRAM_SECONDS
+    tests = {"test_list": MBPP_ROW["test_list"]}
+    batch = declaration_of(module.code).batch
+    assert batch == ROUNDS * LocalSandbox().concurrency
+    spec = RewardSpec(name="code", options={"timeout_s": 0.4})
+    async with RewardPool.open({"code": "code"}, processes=1, timeout_s=ROUNDS * 0.4 + 3) as pool:
+        code = "```python\ndef add(a, b):\n  while True: pass\n# {}\n```"
+        hanging = [code.format(number) for number in range(batch)]
+        scores = await asyncio.gather(
+            *(pool.score(sample(text, of=prompt(**tests)), [spec]) for text in hanging)
+        )
+        assert [(score.ok, score.value) for score in scores] == [(True, 0.0)] * batch
+        assert pool.stats.restarts == 0
 
 
 @pytest.mark.parametrize(
@@ -273,7 +297,7 @@ async def test_an_object_that_equals_everything_passes_no_test_for_a_value() -> 
     ],
     ids=["proxies", "one box"],
 )
-async def test_a_right_program_scores_one_and_the_isolation_says_what_its_tests_need(
+async def test_a_right_program_scores_one_with_the_isolation_that_its_tests_allow(
     test_file: str, shared: bool
 ) -> None:
     program = (

@@ -93,9 +93,9 @@ async def server(answer: Answer) -> AsyncGenerator[FakeServer]:
 
 
 def seal_of(request: dict[str, Any]) -> str:
-    found = re.search(r'"seal": "(\w+)"', request["messages"][0]["content"])
-    assert found is not None
-    return found[1]
+    actual = re.search(r'"seal": "(\w+)"', request["messages"][0]["content"])
+    assert actual is not None
+    return actual[1]
 
 
 def verdict(request: dict[str, Any], score: Any = 8, **more: Any) -> str:

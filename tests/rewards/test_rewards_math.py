@@ -271,7 +271,7 @@ def test_the_table_has_at_least_150_pairs():
     assert len({*EQUAL, *DIFFERENT}) == len(EQUAL) + len(DIFFERENT) >= 150
 
 
-FOUND = [
+MARKED = [
     ("So it is \\boxed{42}.", "42", "boxed"),
     ("First \\boxed{1}, no: \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", "boxed"),
     ("\\fbox{7}", "7", "boxed"),
@@ -291,7 +291,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("text", "answer", "mark"), FOUND)
+@pytest.mark.parametrize(("text", "answer", "mark"), MARKED)
 def test_the_last_answer_is_found_by_its_strongest_mark(text: str, answer: str, mark: str):
     assert extract_answer(text) == ExtractedAnswer(answer, mark)  # pyright: ignore[reportArgumentType]
 

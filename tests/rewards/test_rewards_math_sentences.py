@@ -90,6 +90,31 @@ STATED = [
     ("$$\\text{Total} = \\$30 - \\$3 = \\$27$$", "27"),
     ("Hence, $|A \\cup B| = \\mathbf{27}$.", "27"),
     ("It follows that $\\angle ABC = 27^\\circ$.", "27"),
+    # a conclusion and the result of a calculation outweigh what is around them
+    ("If he had 30 cards and lost 3 then he has 30 - 3 = 27 cards in 2 boxes.", "27"),
+    ("Rita had 30-3=27 dollars at first.", "27"),
+    ("She pays 30 cents, or 30 - 3 = 27 cents with the coupon.", "27"),
+    ("Thus, she would have saved $30 - 3 = 27$ gallons.", "27"),
+    ("Hence there are $30 - 3 = 27$ values of $k$.", "27"),
+    ("The answer is 9 gallons * 3 pints / gallon = 27 pints.", "27"),
+    ("$n \\equiv 57 \\equiv 27 \\pmod{30}$", "27"),
+    ("\\[\n\\begin{aligned}\nS &= 30 - 3 \\\\\n&= 27.\n\\end{aligned}\n\\]", "27"),
+    ("The maximum is 27, which is reached at 30.", "27"),
+    ("They need 27 buses: 30 minus the 3 in repair.", "27"),
+    ("Thus, it holds 27 6-inch pencils.", "27"),
+    ("He had 30, so the 5 of them ate 27 slices.", "27"),
+    # marks around the value
+    ("\\boxed{\\text{Area} = 27}", "27"),
+    ("\\boxed{\\text{The answer is } 27}", "27"),
+    ("\\framebox{27}", "27"),
+    ("The answer is $\\underline{27}$.", "27"),
+    ('The answer is "27".', "27"),
+    ("(Answer: 27)", "27"),
+    ("The answer is...27.", "27"),
+    ("The answer is **27** 😊", "27"),
+    ("The answer is 27, and that is final.", "27"),
+    ("$\\boxed{27_{10}}$", "27"),
+    ("The answer is 27¢.", "27"),
     # what follows the answer
     ("There are 27 students. Let me know if anything is unclear.", "27"),
     ("The answer should be 27, unless I misread the question.", "27"),
@@ -187,6 +212,20 @@ NOT_STATED = [
     ("I can't solve this. The problem mentions 27 apples.", "27"),
     ("Your guess of 27 is close, but not quite right.", "27"),
     ("Hint: use the fact that there are 27 of them.", "27"),
+    # an operand, a difference, an earlier belief
+    ("The answer is 27 less than the total.", "27"),
+    ("The remainder is 27 divided by 7.", "27"),
+    ("To find the profit, we subtract 27 from the revenue.", "27"),
+    ("I thought that the answer was 27, but it is not.", "27"),
+    ("I think it's 30. It may also be 27.", "27"),
+    ("Let x be 27.", "27"),
+    ("The maximum is 30, which is reached at 27.", "27"),
+    ("Her brother is 27, so Lily, who is 3 years older, is 30 years old.", "27"),
+    ("They need 30 buses: 27 plus the 3 in repair.", "27"),
+    ("We have $x = 27$ and so $$2x + 1 = 55.$$", "27"),
+    ("La respuesta no es 27.", "27"),
+    ("答案是 30,而不是 27。", "27"),
+    ("\\boxed{x = 27, y = 30}", "30"),
     # the wrong unit
     ("5 km", "5 m"),
     ("\\boxed{5\\text{ km}}", "5 m"),
@@ -233,7 +272,7 @@ def test_only_stated_values_of_a_sentence_count():
     assert stated_values("We get $x = 4$ in 5 steps.") == ["x = 4"]
 
 
-def test_a_claim_that_is_denied_or_asked_is_no_marked_answer():
+def test_a_denied_or_questioned_claim_is_no_marked_answer():
     assert extract_answer("The answer is 4? Hm.", plain=False) is None
     assert extract_answer("The answer is definitely not 4.", plain=False) is None
     assert extract_answer("If the answer is 4, we are done.", plain=False) is None

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollick.config.schema import RewardSpec
-from rollick.errors import RewardError
+from rollick.errors import RewardError, WorkerLost
 from rollick.rewards.pool import RewardPool, RewardPoolStats
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus
@@ -126,15 +126,15 @@ async def appears(file: Path) -> None:
 
 def children() -> set[int]:
     """Live children of this process, by /proc."""
-    found: set[int] = set()
+    actual: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(parent) == os.getpid() and state not in "ZX":
-            found.add(int(stat.parent.name))
-    return found
+            actual.add(int(stat.parent.name))
+    return actual
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +175,7 @@ async def test_rewards_by_name_by_file_and_by_value_are_weighted_into_one_score(
     assert same.value == 1, "the child has the folder and the import path of its parent"
 
 
-async def test_turn_rewards_come_back_from_the_child_weighted(folder: Path):
+async def test_turn_rewards_are_returned_from_the_child_weighted(folder: Path):
     rewards = {"moves": "mine.py:moves", "length": "mine.py:length"}
     async with RewardPool.open(rewards, processes=1, timeout_s=PATIENT_S, base=folder) as pool:
         score = await pool.score(
@@ -295,7 +295,7 @@ async def test_leaving_the_pool_kills_a_running_reward_and_its_children(folder: 
     assert wait_until(lambda: not any(map(is_alive, pids)))
 
 
-async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_sessions_of_their_own(
+async def test_leaving_the_pool_ends_processes_that_a_reward_left_in_other_sessions(
     folder: Path,
 ):
     async with open_pool(folder) as pool:
@@ -413,6 +413,34 @@ async def test_a_reward_that_cannot_be_loaded_is_an_error_when_the_pool_opens(
     (folder / "leaving.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(RewardError, match=message):
         async with RewardPool.open(rewards, processes=1, timeout_s=1, base=folder):
+            pass
+
+
+KILLED_WHILE_LOADING = """
+import os, signal
+with open(__file__ + ".tries", "a+") as file:
+    file.write("x")
+    file.seek(0)
+    if len(file.read()) <= TIMES:
+        os.kill(os.getpid(), signal.SIGKILL)
+def f(completion):
+    return 0.5
+"""
+
+
+async def test_a_process_that_is_killed_while_it_loads_is_started_again(folder: Path):
+    (folder / "killed.py").write_text(KILLED_WHILE_LOADING.replace("TIMES", "2"))
+    async with RewardPool.open({"f": "killed.py:f"}, processes=1, timeout_s=9, base=folder) as pool:
+        score = await pool.score(sample(), [RewardSpec(name="f")])
+    assert score.value == 0.5
+
+
+async def test_a_process_that_is_always_killed_while_it_loads_is_no_mistake_of_the_reward(
+    folder: Path,
+):
+    (folder / "killed.py").write_text(KILLED_WHILE_LOADING.replace("TIMES", "9"))
+    with pytest.raises(WorkerLost, match=r"died while loading f \(killed by SIGKILL"):
+        async with RewardPool.open({"f": "killed.py:f"}, processes=1, timeout_s=9, base=folder):
             pass
 
 

@@ -123,7 +123,7 @@ def test_the_package_has_no_unknown_file_that_evaluates():
     import reasoning_gym as package
 
     root = Path(package.__file__).parent
-    found: set[str] = set()
+    actual: set[str] = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
@@ -134,11 +134,11 @@ def test_the_package_has_no_unknown_file_that_evaluates():
                 "subprocess.run",
                 "pickle.loads",
             ):
-                found.add(str(path.relative_to(root)))
+                actual.add(str(path.relative_to(root)))
     literals = {
         name.removeprefix("reasoning_gym.").replace(".", "/") + ".py" for name in EVALUATING_MODULES
     }
-    assert found == literals | EVALUATES_ITS_OWN
+    assert actual == literals | EVALUATES_ITS_OWN
 
 
 @pytest.mark.parametrize("code", ["Integer (2 )*Symbol ('x' )", "sqrt (Integer (2 ))", "-x **2"])
@@ -193,13 +193,13 @@ def test_a_source_gives_the_same_rows_in_every_process():
 
 async def test_rows_of_a_source_are_scored_in_the_pool(tmp_path: Path):
     config = Domain(source="reasoning_gym:chain_sum?min_terms=2&max_terms=3", limit=4)
-    found = [raw.value for raw in read_rows(config, base=tmp_path, objects={})]
-    assert len(found) == 4
+    actual = [raw.value for raw in read_rows(config, base=tmp_path, objects={})]
+    assert len(actual) == 4
     async with RewardPool.open(
         {"reasoning_gym": "reasoning_gym"}, processes=1, timeout_s=60
     ) as pool:
         spec = [RewardSpec(name="reasoning_gym")]
-        for row in found:
+        for row in actual:
             task_prompt = prompt(row["prompt"], **row)
             right = await pool.score(
                 sample(f"The answer is {row['answer']}.", of=task_prompt), spec

@@ -48,13 +48,13 @@ class Engine:
             self.drain(tokens=0)
 
 
-def test_an_engine_that_does_not_answer_a_drain_is_found_within_ten_seconds() -> None:
+def test_an_engine_that_does_not_answer_a_drain_is_detected_within_ten_seconds() -> None:
     engine = Engine()
     engine.drain(tokens=3)
     assert engine.health.drain_limit_s(engine.load) < 10 - DRAIN_WAIT_S
 
 
-def test_an_engine_that_answered_late_may_be_ten_times_later() -> None:
+def test_a_deadline_is_ten_times_the_slowest_answer() -> None:
     engine = Engine()
     engine.drain(tokens=3, late_s=4.0)
     assert engine.health.drain_limit_s(engine.load) == DRAIN_WAIT_S + 40.0
@@ -67,7 +67,7 @@ def test_an_engine_that_has_generated_nothing_may_compile_up_to_the_ceiling() ->
     assert engine.drain_until_hung() > CEILING_S
 
 
-def test_an_engine_that_answers_but_makes_no_token_is_hung() -> None:
+def test_an_engine_that_responds_without_generating_is_hung() -> None:
     engine = Engine()
     for _ in range(3):
         engine.drain(tokens=5)

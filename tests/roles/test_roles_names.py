@@ -22,9 +22,9 @@ TRANSPORT = {"call", "broadcast", "call_collective", "scatter", "getattr", "Call
 def role_methods() -> dict[str, set[str]]:
     """The public methods of each role's Protocol, with those that it inherits."""
     return {
-        name: {method for method in dir(found) if not method.startswith("_")}
-        for name, found in vars(protocols).items()
-        if isinstance(found, type) and name.endswith("Role") and name not in BASES
+        name: {method for method in dir(member) if not method.startswith("_")}
+        for name, member in vars(protocols).items()
+        if isinstance(member, type) and name.endswith("Role") and name not in BASES
     }
 
 
@@ -56,7 +56,7 @@ def test_no_string_names_a_method_of_a_role() -> None:
     assert wrong == []
 
 
-def test_a_string_that_names_a_method_is_found() -> None:
+def test_a_string_that_names_a_method_is_detected() -> None:
     assert list(named_by_string("group.call('policy', 'train', batch)")) == [(1, "train")]
     assert list(named_by_string("group.scatter(role, method='values')")) == [(1, "values")]
     assert list(named_by_string("options.get('train')")) == []

@@ -31,7 +31,7 @@ FIVE, SIX = PolicyVersion(5), PolicyVersion(6)
 
 @dataclass
 class Diary:
-    """What the roles did, in order, and what they are told to do wrong."""
+    """What the roles did, in order, and the failures to inject."""
 
     lines: list[str] = field(default_factory=list[str])
     weights: dict[int, dict[str, torch.Tensor]] = field(
@@ -137,7 +137,7 @@ def publisher(group: WorkerGroup, **options: Any) -> Publisher:
     return Publisher(Roles(group), WeightsConfig.model_validate({"channel": "host"} | options))
 
 
-async def test_every_engine_is_told_whether_caches_are_kept() -> None:
+async def test_every_engine_gets_the_setting_that_keeps_caches() -> None:
     diary = Diary()
     async with group_of(diary, "cpu:0-1") as group:
         await publisher(group).publish(FIVE, keep_cache=True)
@@ -173,7 +173,7 @@ async def test_an_engine_of_the_learners_process_that_does_not_share_gets_its_te
     assert diary.weights[0]["a"][0] == 3.0
 
 
-async def test_if_one_engine_cannot_verify_nobody_commits() -> None:
+async def test_if_one_engine_cannot_verify_none_commits() -> None:
     diary = Diary(damage_for=2)
     async with group_of(diary, "cpu:0-2") as group:
         with pytest.raises(WeightError, match="nothing was committed"):
@@ -182,7 +182,7 @@ async def test_if_one_engine_cannot_verify_nobody_commits() -> None:
     assert diary.outcomes == [PublishOutcome(False)]
 
 
-async def test_a_commit_that_fails_is_told_as_it_is() -> None:
+async def test_a_failed_commit_raises_its_own_error() -> None:
     diary = Diary(refuse_commit_of=1)
     async with group_of(diary, "cpu:0-1") as group:
         with pytest.raises(WeightError, match="do not fit"):
@@ -225,7 +225,7 @@ async def test_after_a_restarted_engine_was_published_to_alone_the_others_keep_t
     assert [diary.adopted[rank]["a"][0].item() for rank in (0, 1)] == [5.0, 5.0]
 
 
-async def test_where_a_generator_lives_is_asked_when_it_is_first_published_to() -> None:
+async def test_the_location_of_a_generator_is_queried_at_its_first_publish() -> None:
     diary = Diary(sharing=())
     async with group_of(diary, "cpu:0-2") as group:
         sync = publisher(group, channel="auto")
@@ -241,7 +241,7 @@ async def test_where_a_generator_lives_is_asked_when_it_is_first_published_to() 
     assert sorted(diary.lines[1:4]) == ["receive 0", "receive 1", "receive 2"]
 
 
-async def test_a_generator_that_was_replaced_is_asked_anew_and_may_have_another_channel() -> None:
+async def test_a_replaced_generator_is_located_again_and_may_get_another_channel() -> None:
     diary = Diary(sharing=(0,))
     async with group_of(diary, "cpu:0-1") as group:
         sync = publisher(group, channel="auto")
@@ -256,7 +256,7 @@ async def test_a_generator_that_was_replaced_is_asked_anew_and_may_have_another_
     assert sorted(diary.lines) == ["commit_shared 0 6", "commit_shared 1 6"]
 
 
-async def test_after_the_first_whole_publish_only_changes_travel() -> None:
+async def test_after_the_first_full_publish_only_changes_are_sent() -> None:
     diary = Diary()
     sizes: list[int] = []
     async with group_of(diary, "cpu:0-2") as group:
@@ -271,7 +271,7 @@ async def test_after_the_first_whole_publish_only_changes_travel() -> None:
     assert sizes == [4012, 50, 50, 50]
 
 
-async def test_a_receiver_without_the_base_of_a_change_gets_the_whole() -> None:
+async def test_a_receiver_without_the_base_of_a_delta_gets_full_weights() -> None:
     diary = Diary()
     async with group_of(diary, "cpu:0-2") as group:
         sync = publisher(group, changes_only=True)
@@ -283,7 +283,7 @@ async def test_a_receiver_without_the_base_of_a_change_gets_the_whole() -> None:
     assert all(diary.weights[rank]["a"][0] == 7.0 for rank in (1, 2))
 
 
-async def test_after_a_failed_publish_the_whole_travels_again() -> None:
+async def test_after_a_failed_publish_full_weights_are_sent_again() -> None:
     diary = Diary()
     async with group_of(diary, "cpu:0-2") as group:
         sync = publisher(group, changes_only=True)

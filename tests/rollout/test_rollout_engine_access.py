@@ -74,7 +74,7 @@ async def test_an_aborted_generation_should_continue_with_its_tokens_and_the_ver
     assert tracker.calls == ["waiting for an engine", "on 0"]
 
 
-async def test_what_a_lost_engine_had_is_made_again_by_another():
+async def test_requests_of_a_lost_engine_are_repeated_on_another():
     first, second = abcd(seconds=math.inf), abcd()
     fleet, access, tracker = access_to(first, second)
     async with asyncio.TaskGroup() as tasks:

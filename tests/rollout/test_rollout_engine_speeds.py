@@ -50,7 +50,7 @@ def test_of_two_engines_the_slower_one_is_named() -> None:
     assert named == [0]
 
 
-def test_one_slow_step_names_nobody() -> None:
+def test_one_slow_step_names_no_engine() -> None:
     speeds = speeds_of(3)
     named = [step(speeds, 100, 20 if number == 7 else 100, 100) for number in range(20)]
     assert not any(named)
@@ -70,7 +70,7 @@ def test_an_engine_that_recovered_gets_full_work_and_can_be_named_again() -> Non
     assert [engine for names in named for engine in names] == [1, 1]
 
 
-def test_too_few_tokens_say_nothing() -> None:
+def test_too_few_tokens_are_ignored() -> None:
     speeds = speeds_of(2)
     for _ in range(20):
         assert step(speeds, 100, 10, tokens=4) == []

@@ -1,4 +1,4 @@
-"""The lag of the event loop: measured, and told once."""
+"""The lag of the event loop: measured, and reported once."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ async def hold_up(seconds):
     await asyncio.sleep(0.01)
 
 
-async def test_a_loop_that_is_held_up_is_late_by_that_much_and_says_in_which_phase(caplog):
+async def test_a_blocked_event_loop_reports_its_lag_and_the_phase(caplog):
     async with LagMeter.open(lambda: "collate") as lag:
         await hold_up(0.2)
         first = lag.take_ms()
@@ -38,7 +38,7 @@ async def test_a_lag_that_is_not_over_counts_too():
         assert lag.take_ms() > 150
 
 
-async def test_where_models_run_in_the_same_process_nothing_is_warned_of(caplog):
+async def test_models_in_the_same_process_cause_no_warning(caplog):
     async with LagMeter.open(lambda: "train", warn=False) as lag:
         await hold_up(0.2)
         assert lag.take_ms() > 150

@@ -13,7 +13,7 @@ from rollick.types import SampleId
 
 
 class Launches:
-    """A fleet whose launched samples stay on their engines until they are told to leave."""
+    """A fleet whose launched samples stay on their engines until they are released."""
 
     def __init__(self, *slots, queue=0.0, order="oldest"):
         self.launched = []
@@ -53,7 +53,7 @@ async def test_a_released_engine_gets_the_next_request_immediately():
     assert launches.fleet.engine_of == {uid(1): 0}
 
 
-async def test_a_request_under_way_is_answered_before_new_ones_of_its_class():
+async def test_a_running_request_is_served_before_new_ones_of_its_class():
     launches = Launches(1)
     launches.fleet.open()
     launches.submit(0, 1)
@@ -75,7 +75,7 @@ async def test_the_group_that_must_be_trained_first_goes_first():
 
 
 @pytest.mark.parametrize(("order", "first"), [("oldest", 1), ("longest", 2)])
-async def test_of_one_deadline_the_longest_goes_first_where_it_is_asked_for(order, first):
+async def test_among_equal_deadlines_the_longest_goes_first_if_configured(order, first):
     launches = Launches(1, order=order)
     launches.fleet.open()
     launches.submit(0)
@@ -167,7 +167,7 @@ async def test_a_reservation_of_a_cancelled_wait_goes_to_the_next():
     assert launches.fleet.engine_of == {uid(1): 0}
 
 
-async def test_a_session_goes_back_to_the_engine_that_has_its_cache_until_it_ends():
+async def test_a_session_returns_to_the_engine_that_has_its_cache_until_it_ends():
     launches = Launches(2, 2)
     fleet = launches.fleet
     fleet.open()

@@ -1,4 +1,4 @@
-"""The whole rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
+"""The complete rollout on the virtual clock: random histories, drawn and shrunk by Hypothesis.
 
 A history is a shape (rule, sizes, lengths, failures) and a list of moves: steps, publishes that
 move samples, engines that are lost and join, pauses, checkpoints and kills. What the rollout may
@@ -42,8 +42,8 @@ from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, Sampling, frozen_array
 
 HISTORIES = 500
-"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own laws
-have a thousand more."""
+"""Over all rules, in the quick tests; ten times as many in the slow ones. The ledger's own
+invariants have a thousand more."""
 LONGEST = 24
 PROMPT = frozen_array([1, 2, 3, 4], np.int32)
 SAMPLING = Sampling(max_tokens=LONGEST)
@@ -134,7 +134,7 @@ class Killed(Exception):
 
 
 @dataclass
-class Told:
+class RolloutModel:
     """What is known beside the rollout, and what a kill takes back to the checkpoint."""
 
     version: int
@@ -153,17 +153,17 @@ class History:
         self.reward = SimulatedReward(rewards, seed=shape.seed, failed=shape.failed)
         self.events = []
         self.batches = []
-        self.told = Told(0, 0, [])
-        self.saved = (None, [], deepcopy(self.told))
+        self.model = RolloutModel(0, 0, [])
+        self.saved = (None, [], deepcopy(self.model))
         self.prompt_of: dict[int, str] = {}
         self.engines = []
-        self.life = self.drawn = self.owed = 0
+        self.restarts = self.drawn = self.owed = 0
         self.is_dead = True
         self.rollout = None
         self.seen = Counter()
 
     async def play(self, moves):
-        """All moves, in as many lives as there are kills."""
+        """All moves; each kill restarts the rollout."""
         left = list(moves)
         while left:
             try:
@@ -197,18 +197,18 @@ class History:
         raise AssertionError("no batch comes any more")
 
     def opened(self):
-        """The rollout of one life, from the last checkpoint on."""
-        state, groups, told = self.saved
-        self.told = deepcopy(told)
+        """The rollout from the last checkpoint to the next kill."""
+        state, groups, model = self.saved
+        self.model = deepcopy(model)
         self.engines = [self.new_engine() for _ in range(self.shape.engines)]
-        started = started_since(LogContents(tuple(self.events)), told.step)
-        self.record(RunRestored(told.step))
+        started = started_since(LogContents(tuple(self.events)), model.step)
+        self.record(RunRestored(model.step))
         return Opened(
             self,
             Rollout.open(
                 self.deps(),
                 self.engines,
-                version=told.version,
+                version=model.version,
                 saved=SavedRollout(None if state is None else json.loads(state), groups, started),
             ),
         )
@@ -232,12 +232,12 @@ class History:
             slots=self.shape.slots,
             kv_capacity=self.shape.kv_capacity,
             speed=1 + len(self.engines) % 3,
-            version=self.told.version,
+            version=self.model.version,
         )
 
     def next_prompt(self):
         self.drawn += 1
-        return prompt(uid=f"life {self.life}, draw {self.drawn}")
+        return prompt(uid=f"restart {self.restarts}, draw {self.drawn}")
 
     async def episode(self, uid, of, access):
         """Some turns, with an environment between them; a turn's length follows from its id."""
@@ -249,18 +249,18 @@ class History:
             before = np.concatenate([PROMPT, *(one.token_ids for one in drawn)], dtype=np.int32)
             request = Request(uid, before, SAMPLING, stream=turn, group=uid.group)
             drawn.append(await access.generate(request))
-        whole = replace(
+        complete_one = replace(
             drawn[-1],
             token_ids=np.concatenate([one.token_ids for one in drawn]),
             logprobs=np.concatenate([one.logprobs for one in drawn]),
             versions=np.concatenate([one.versions for one in drawn]),
             kept_cache=self.check_flags(drawn),
         )
-        return make_sample(of, PROMPT, completion=whole, temperature=1.0, text="")
+        return make_sample(of, PROMPT, completion=complete_one, temperature=1.0, text="")
 
     def check_flags(self, drawn):
         """The flags of all turns. A turn begins over a cache of its own version; one that no engine
-        lost and that nobody moved is flagged from the first publish on."""
+        lost and not moved is flagged from the first publish on."""
         for turn in drawn:
             if turn.kept_cache is not None:
                 assert self.shape.keeps
@@ -304,14 +304,14 @@ class History:
             groups = await self.take(None if number else 1)
         except NoSignalError:
             await self.give_up()
-        made = PolicyVersion(self.told.version + (not skips))
+        made = PolicyVersion(self.model.version + (not skips))
         await asyncio.sleep(0.3 * number)
         if moves:
             await self.rollout.interrupt()
             assert self.rollout.fleet.engine_of == {}
         self.rollout.trained(groups, made)
         await self.publish(made)
-        self.told.trained += [group.uid for group in groups]
+        self.model.trained += [group.uid for group in groups]
         if moves:
             self.rollout.resume_admission()
 
@@ -319,7 +319,7 @@ class History:
         for engine in self.engines:
             await engine.commit_shared(version, keep_cache=self.shape.keeps)
         self.rollout.published(version)
-        self.told.version = version
+        self.model.version = version
 
     async def give_up(self):
         """As a pipeline does when no group has a signal: it saves, and is resumed."""
@@ -368,10 +368,10 @@ class History:
             self.rollout.fleet.add(engine)
 
     async def save(self, number):
-        self.told.step += 1
+        self.model.step += 1
         state = self.rollout.state()
-        self.events.append(CheckpointMarked(self.told.step, state["ledger"]["next"]))
-        self.saved = (json.dumps(state), self.rollout.untrained(), deepcopy(self.told))
+        self.events.append(CheckpointMarked(self.model.step, state["ledger"]["next"]))
+        self.saved = (json.dumps(state), self.rollout.untrained(), deepcopy(self.model))
 
     async def kill(self, number):
         await asyncio.sleep(0.7 * number)
@@ -389,20 +389,20 @@ class History:
             groups = await self.take()
         except NoSignalError:
             await self.give_up()
-        self.rollout.trained(groups, PolicyVersion(self.told.version + 1))
+        self.rollout.trained(groups, PolicyVersion(self.model.version + 1))
         await asyncio.sleep(0.3 * number)
         raise Killed
 
     def come_back(self):
-        self.life += 1
+        self.restarts += 1
         self.owed = 0
 
     def check_batch(self, groups, count):
         """Completeness, and the bound on ages, token by token."""
-        shape, version = self.shape, self.told.version
+        shape, version = self.shape, self.model.version
         uids = [group.uid for group in groups]
         assert uids == sorted(set(uids))
-        assert not set(uids) & set(self.told.trained), "a group is trained once"
+        assert not set(uids) & set(self.model.trained), "a group is trained once"
         full = len(groups) >= (count or shape.groups)
         assert full or self.rollout.ledger.held_until is not None, "a batch is whole"
         assert len(groups) <= shape.groups
@@ -424,7 +424,7 @@ class History:
         assert sample.response_length == wanted, "aborts and losses neither cut nor double"
         versions = sample.versions[len(PROMPT) :]
         assert (np.diff(versions) >= 0).all()
-        assert versions.max() <= self.told.version
+        assert versions.max() <= self.model.version
         trained = sample.versions[sample.loss_mask]
         self.seen["drawn by two versions"] += len(set(versions)) > 1
         self.seen["as old as it may be"] += self.horizon > 0 and oldest in trained
@@ -437,13 +437,13 @@ class History:
         ledger = self.rollout.ledger
         check_ledger(ledger)
         counts = ledger_counts(ledger)
-        told = audit(LogContents(tuple(self.events)))
-        assert told.groups == counts.groups
-        assert told.dropped_samples == counts.dropped_samples
+        model = audit(LogContents(tuple(self.events)))
+        assert model.groups == counts.groups
+        assert model.dropped_samples == counts.dropped_samples
         assert (
-            told.samples.trained
+            model.samples.trained
             == counts.samples.trained
-            == (len(self.told.trained) * self.shape.size)
+            == (len(self.model.trained) * self.shape.size)
         )
         assert len(ledger.active_groups()) <= ledger.policy.slots
         assert not (self.rollout.fleet.is_open and ledger.may_start()), "a place is empty"
@@ -454,16 +454,16 @@ class History:
         assert set(self.rollout.fleet.engine_of) <= set(under_way) | self.rollout_leavers()
 
     def check_rounds(self, counts):
-        """Nothing is shed, nothing is put off twice, and nobody waits who could start."""
+        """Nothing is dropped or deferred twice, and no group waits that could start."""
         ledger, samples = self.rollout.ledger, self.rollout._samples
         assert set(counts.dropped_by_reason) <= {"no_signal"}
         events = effective_events(LogContents(tuple(self.events)))
         parks = Counter(event.group for event in events if isinstance(event, GroupDeferred))
         assert set(parks.values()) <= {1}
-        parked = ledger.deferred_groups()
+        deferred = ledger.deferred_groups()
         if self.rollout.fleet.is_open and ledger.may_restart_deferred():
-            assert not samples.has_stopped(parked[0].uid), "a long round is not begun"
-        assert len(parked) < self.shape.groups or ledger.in_long_round
+            assert not samples.has_stopped(deferred[0].uid), "a long round is not begun"
+        assert len(deferred) < self.shape.groups or ledger.in_long_round
 
     def rollout_leavers(self):
         """Samples that are cancelled or put off: their engine has not let go of them yet."""
@@ -474,7 +474,7 @@ class History:
 
 
 class Opened:
-    """The block of one life: after a kill nothing more is told."""
+    """The block between two kills: after a kill no event is recorded."""
 
     def __init__(self, history, rollout):
         self.history = history
@@ -526,18 +526,18 @@ def play_histories(rule, count):
 
 
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_a_rollout_keeps_the_laws_in_every_history(rule):
+def test_a_rollout_keeps_its_invariants_in_every_history(rule):
     play_histories(rule, HISTORIES // len(StalenessRule))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_a_rollout_keeps_the_laws_in_ten_times_as_many_histories(rule):
+def test_a_rollout_keeps_its_invariants_in_ten_times_as_many_histories(rule):
     play_histories(rule, 10 * HISTORIES // len(StalenessRule))
 
 
-def test_a_rollout_that_restarts_a_deferred_group_when_it_opens_keeps_the_laws():
+def test_a_rollout_that_restarts_a_deferred_group_when_it_opens_keeps_its_invariants():
     shape = Shape(
         rule=StalenessRule.LONG_ROUNDS,
         groups=1,

@@ -43,7 +43,7 @@ def test_of_many_samples_the_first_are_named_and_the_others_counted(count, end):
     assert text.count("sample ") == 4
 
 
-def test_long_waits_are_given_in_whole_seconds():
+def test_long_waits_are_printed_in_seconds_without_decimals():
     assert described((0, 0, SEARCHING, 0.0), now=310.4) == (
         "group 0: sample 0 in tool search for 310 s"
     )

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from rollick.rollout.lengths import LengthPredictor
 
 
-def test_before_any_sample_the_initial_length_is_expected():
+def test_before_any_sample_the_initial_length_is_predicted():
     assert LengthPredictor(initial=300).predict("p", "math") == 300
 
 
-def test_a_domain_without_samples_does_not_know_of_another():
+def test_a_domain_without_samples_is_not_predicted_from_another():
     predictor = LengthPredictor(initial=300)
     predictor.update("p", "math", 10)
     assert predictor.predict("q", "code") == 300
@@ -87,7 +87,7 @@ def test_where_prompts_differ_each_is_expected_at_its_own_length():
     assert sum(errors) / len(errors) < 0.12, "four samples leave an error of 0.1"
 
 
-def test_where_prompts_do_not_differ_the_luck_of_one_is_not_believed():
+def test_if_prompts_do_not_differ_short_samples_hardly_change_a_prediction():
     predictor = LengthPredictor(initial=200)
     draw(predictor, prompts=500, samples=4, spread_between=0.0, spread_within=0.5)
     usual = predictor.predict("new", "math")
@@ -129,7 +129,7 @@ def test_lengths_that_grow_with_training_are_followed():
     assert predictor.predict("p7", "math") == pytest.approx(1000, rel=0.5)
 
 
-def test_a_prompt_whose_samples_grow_is_followed():
+def test_predictions_follow_a_prompt_whose_samples_grow():
     predictor = LengthPredictor(initial=200)
     draw(predictor, prompts=300, samples=4, spread_between=1.0, spread_within=0.2)
     for length, samples in ((100, 200), (1000, 96)):
@@ -138,7 +138,7 @@ def test_a_prompt_whose_samples_grow_is_followed():
     assert predictor.predict("p", "math") > 800
 
 
-def test_wild_samples_do_not_predict_the_absurd():
+def test_extreme_samples_do_not_give_extreme_predictions():
     predictor = LengthPredictor(initial=1)
     for number in range(10):
         predictor.update(f"p{number}", "math", 10 ** (number % 2 * 9))
@@ -153,7 +153,7 @@ def test_beyond_the_limit_the_prompt_updated_longest_ago_is_forgotten():
     assert predictor.predict("b", "math") == predictor.predict("new", "math")
 
 
-def test_asking_changes_nothing():
+def test_a_query_changes_nothing():
     predictor = LengthPredictor(initial=100)
     predictor.update("p", "math", 50)
     before = json.dumps(predictor.state())
@@ -162,7 +162,7 @@ def test_asking_changes_nothing():
     assert json.dumps(predictor.state()) == before
 
 
-def test_a_restored_predictor_forgets_what_is_beyond_its_own_limit():
+def test_a_restored_predictor_drops_entries_beyond_its_own_limit():
     large = LengthPredictor(initial=100)
     for number in range(5):
         large.update(f"p{number}", "math", 10)
@@ -189,7 +189,7 @@ SAMPLES = st.lists(
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(before=SAMPLES, after=SAMPLES, initial=st.floats(1, 10_000))
-def test_a_restored_predictor_goes_on_bit_for_bit_and_stays_sane(before, after, initial):
+def test_a_restored_predictor_continues_bit_for_bit_within_its_bounds(before, after, initial):
     one, other = (LengthPredictor(initial=initial, prompts_kept=3) for _ in range(2))
     for sample in before:
         one.update(*sample)

@@ -37,7 +37,7 @@ class Run:
             **sizes | {"staleness_rule": "long_rounds", "drop_no_signal": False} | settings
         )
         self.engine = self.new_engine()
-        self.events, self.spans, self.judged = [], [], Counter()
+        self.events, self.spans, self.reported = [], [], Counter()
         self.streams = Counter()
         self.started = 0
 
@@ -55,7 +55,7 @@ class Run:
             episode=single_turn(FakeCodec(), Sampling(max_tokens=100), seed=1),
             score=self.score,
             stuck_after_s=1000,
-            on_group_scored=lambda group: self.judged.update([group.uid]),
+            on_group_scored=lambda group: self.reported.update([group.uid]),
             record_event=self.events.append,
             record_span=lambda *span: self.spans.append(span),
             find_prompt=find_prompt,
@@ -100,12 +100,12 @@ def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
             drawn = {v for group in groups for s in group.samples for v in s.versions[s.loss_mask]}
             assert drawn == {2}
             assert (await run.step(rollout))[0] == [6, 7]
-        assert set(run.judged.values()) == {1}
+        assert set(run.reported.values()) == {1}
         return run
 
     run = run_virtual(main())
-    parked = [(uid, end - begin) for uid, what, begin, end in run.spans if what is DEFERRED]
-    assert parked == [((1, 0), 4.0), ((3, 0), 0.0)], "both rounds were over at second 8"
+    deferred = [(uid, end - begin) for uid, what, begin, end in run.spans if what is DEFERRED]
+    assert deferred == [((1, 0), 4.0), ((3, 0), 0.0)], "both rounds were over at second 8"
     again = {uid: times for (uid, _), times in run.streams.items()}
     assert again[SampleId(1, 0)] == 2, "the same sample draws with the same random numbers"
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_continues_with_deferred_groups():
     run_virtual(main())
 
 
-def test_an_engine_that_does_not_let_go_holds_a_batch_up_for_seconds_only():
+def test_an_engine_that_ignores_an_abort_delays_a_batch_by_seconds_only():
     async def main():
         run = Run()
         asyncio.get_running_loop().call_at(3.5, run.engine.slow_down, 1e6)

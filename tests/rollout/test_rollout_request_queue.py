@@ -31,15 +31,15 @@ def put(queue, group, *, deadline=0, tokens=1.0, order="oldest", started=False):
         ({"deadline": 1, "tokens": 8, "order": "longest"}, {"deadline": 2, "tokens": 9}),
     ],
 )
-def test_the_deadline_goes_first_then_what_has_started_then_the_longest(first, second):
-    # The ids speak for the second, so that only the rule can put the first one first.
+def test_requests_are_ordered_by_deadline_then_started_then_longest(first, second):
+    # The ids favour the second, so only the rule can put the first one first.
     queue = RequestQueue()
     put(queue, 1, **second)
     put(queue, 2, **first)
     assert drain(queue) == [2, 1]
 
 
-def test_of_equals_the_smaller_id_goes_first_whatever_the_order_they_came_in():
+def test_among_equals_the_smaller_id_goes_first_in_any_order_of_arrival():
     queue = RequestQueue()
     for uid in (SampleId(2, 0), SampleId(1, 1), SampleId(1, 0)):
         queue.push(uid, RequestNeeds(0, 5.0), order="longest")
@@ -47,7 +47,7 @@ def test_of_equals_the_smaller_id_goes_first_whatever_the_order_they_came_in():
     assert [uid for uid, _ in popped] == [SampleId(1, 0), SampleId(1, 1), SampleId(2, 0)]
 
 
-def test_oldest_first_takes_no_notice_of_the_length():
+def test_oldest_first_ignores_the_length():
     queue = RequestQueue()
     put(queue, 1, tokens=1)
     put(queue, 2, tokens=9)
@@ -60,7 +60,7 @@ def test_an_empty_queue_gives_none():
     assert len(queue) == 0
 
 
-def test_each_request_comes_back_with_what_it_asked_for():
+def test_each_request_gets_its_own_result():
     queue = RequestQueue()
     for index, session in enumerate(("a", None, "c")):
         queue.push(SampleId(1, index), RequestNeeds(0, 10.0 + index, session))
@@ -71,7 +71,7 @@ def test_each_request_comes_back_with_what_it_asked_for():
     ]
 
 
-def test_what_was_removed_is_not_given_and_may_come_again():
+def test_a_removed_request_is_not_returned_and_may_be_pushed_again():
     queue = RequestQueue()
     put(queue, 1)
     put(queue, 2)
@@ -127,10 +127,10 @@ def test_in_any_order_of_events_the_queue_is_a_sorted_list(events):
     queue, sorted_list = RequestQueue(), {}
     for event, uid, deadline, tokens, order, started in events:
         if event == "push":
-            want = RequestNeeds(deadline, tokens)
-            queue.push(uid, want, order=order, started=started)
+            needs = RequestNeeds(deadline, tokens)
+            queue.push(uid, needs, order=order, started=started)
             length = -tokens if order == "longest" else 0
-            sorted_list[uid] = (deadline, not started, length, uid, want)
+            sorted_list[uid] = (deadline, not started, length, uid, needs)
         elif event == "remove":
             assert queue.remove(uid) == (sorted_list.pop(uid, None) is not None)
         else:

@@ -1,4 +1,4 @@
-"""The router: tables of who is chosen, laws of reservations, and a limit that finds its cache."""
+"""The router: tables of choices, invariants of reservations, limits that find the cache size."""
 
 from itertools import count
 from math import inf
@@ -51,12 +51,12 @@ def test_a_full_cache_counts_by_its_capacity():
     assert [send(made, group) for group in range(6)] == [0, 1, 1, 1, 1, 0]
 
 
-def test_a_request_of_no_expected_tokens_is_a_load_all_the_same():
+def test_a_request_without_expected_tokens_still_counts_as_load():
     made = router(FOUR, FOUR)
     assert [send(made, group, tokens=0) for group in range(4)] == [0, 1, 0, 1]
 
 
-def test_what_a_snapshot_says_the_cache_holds_counts_as_load():
+def test_the_cached_tokens_of_a_snapshot_count_as_load():
     made = router(EngineLoad(slots=8, kv_capacity=100), EngineLoad(slots=8, kv_capacity=100))
     push(made, 0, EngineLoad(slots=8, kv_capacity=100, kv_tokens=25))
     assert [send(made, group) for group in range(5)] == [1, 1, 1, 0, 0]
@@ -75,7 +75,7 @@ def test_a_release_with_a_snapshot_is_a_release_and_then_the_snapshot():
     assert chosen[0] == chosen[1] == [1, 1, 1, 0, 0, 0]
 
 
-def test_what_left_after_a_snapshot_is_not_counted_in_it():
+def test_requests_that_ended_after_a_snapshot_are_not_counted_in_it():
     full = EngineLoad(slots=8, kv_capacity=100, kv_tokens=50)
     made = router(EngineLoad(slots=8, kv_capacity=100), EngineLoad(slots=8, kv_capacity=100))
     assert [send(made, 0), send(made, 1, tokens=20)] == [0, 1]
@@ -84,7 +84,7 @@ def test_what_left_after_a_snapshot_is_not_counted_in_it():
     assert send(made, 2) == 0
 
 
-def test_requests_of_others_count_as_mean_ones():
+def test_requests_of_other_clients_count_with_the_mean_length():
     busy = EngineLoad(running=3, waiting=1, slots=8)
     made = router(busy, EngineLoad(slots=8))
     assert [send(made, group) for group in range(6)] == [1, 1, 1, 1, 0, 1]
@@ -97,13 +97,13 @@ def test_our_own_requests_in_a_snapshot_are_not_counted_twice():
     assert send(made, 2, tokens=1) == 0
 
 
-def test_a_free_slot_goes_before_a_short_queue():
+def test_a_free_slot_is_preferred_to_a_short_queue():
     two, eight = EngineLoad(slots=2, kv_capacity=10_000), EngineLoad(slots=8, kv_capacity=100)
     made = router(two, eight, mean_tokens=10)
     assert [send(made, group) for group in range(6)] == [0, 1, 0, 1, 1, 1]
 
 
-def test_an_engine_is_sent_its_slots_once_more_to_queue_and_no_further():
+def test_an_engine_queues_at_most_as_many_requests_as_it_has_slots():
     made = router(FOUR)
     assert [send(made, group) for group in range(9)] == [0] * 8 + [None]
     assert not made.has_room
@@ -136,7 +136,7 @@ def test_without_engines_there_is_no_room():
     assert SampleId(0, 0) not in made._engine_of
 
 
-def test_a_group_stays_together_while_its_engine_is_hardly_fuller_than_another():
+def test_a_group_stays_on_its_engine_unless_that_is_much_fuller_than_another():
     made = router(EngineLoad(slots=8), EngineLoad(slots=8), margin=0.25)
     assert [send(made, 0, index) for index in range(5)] == [0, 0, 0, 1, 0]
 
@@ -144,18 +144,20 @@ def test_a_group_stays_together_while_its_engine_is_hardly_fuller_than_another()
 @pytest.mark.parametrize(
     ("margin", "placed"), [(0.0, [0, 1, 0, 1, 0]), (0.5, [0, 0, 0, 1, 0]), (9.0, [0, 0, 0, 0, 1])]
 )
-def test_the_margin_says_how_much_fuller_and_a_free_slot_goes_before_home(margin, placed):
+def test_the_margin_defines_how_much_fuller_and_a_free_slot_is_preferred_to_the_groups_engine(
+    margin, placed
+):
     made = router(FOUR, FOUR, margin=margin)
     assert [send(made, 0, index) for index in range(5)] == placed
 
 
-def test_a_group_queues_at_home_when_there_is_no_free_slot_anywhere():
+def test_a_group_queues_at_its_engine_when_no_slot_is_free():
     made = router(EngineLoad(slots=1), EngineLoad(slots=1))
     assert [send(made, 0), send(made, 1)] == [0, 1]
     assert send(made, 1, 1) == 1
 
 
-def test_a_group_keeps_its_home_when_one_of_it_went_elsewhere():
+def test_a_group_keeps_its_engine_when_one_member_moved():
     made = router(FOUR, FOUR, margin=0.0)
     assert [send(made, 0, 0), send(made, 0, 1)] == [0, 1]
     made.release(SampleId(0, 0), tokens=1)
@@ -163,14 +165,14 @@ def test_a_group_keeps_its_home_when_one_of_it_went_elsewhere():
     assert send(made, 0, 2) == 0
 
 
-def test_a_group_that_ended_has_no_home():
+def test_a_finished_group_has_no_preferred_engine():
     made = router(FOUR, FOUR, margin=9.0)
     send(made, 0)
     made.end_group(0)
     assert send(made, 0, 1) == 1
 
 
-def test_a_session_goes_back_to_its_cache_even_if_others_are_idle():
+def test_a_session_returns_to_its_cache_even_if_other_engines_are_idle():
     made = router(FOUR, FOUR)
     assert send(made, 0, session="a") == 0
     made.release(SampleId(0, 0), tokens=10)
@@ -229,7 +231,7 @@ def test_a_removed_engine_names_what_it_held_and_is_never_chosen():
     assert made.limit(0) == 0
 
 
-def test_an_engine_may_be_lost_twice_and_late_news_of_it_is_ignored():
+def test_an_engine_may_be_lost_twice_and_a_late_report_is_ignored():
     made = router(FOUR, FOUR)
     send(made, 0)
     made.remove(0)
@@ -239,7 +241,7 @@ def test_an_engine_may_be_lost_twice_and_late_news_of_it_is_ignored():
     assert [send(made, group) for group in (1, 2)] == [1, 1]
 
 
-def test_an_engine_that_comes_back_has_none_of_the_caches_it_had():
+def test_a_restarted_engine_has_none_of_its_earlier_caches():
     made = router(FOUR, FOUR)
     assert send(made, 0, session="a") == 0
     made.remove(0)
@@ -298,7 +300,7 @@ def test_a_limit_starts_at_the_slots_or_at_what_the_cache_holds(load, mean_token
         (EngineLoad(slots=5), 5),
     ],
 )
-def test_a_limit_shrinks_by_a_quarter_when_the_cache_presses(news, limit):
+def test_a_limit_shrinks_by_a_quarter_when_the_cache_is_nearly_full(news, limit):
     made = router(cache(0, preempted=4), mean_tokens=10)
     push(made, 0, news)
     assert made.limit(0) == limit
@@ -342,7 +344,7 @@ def test_below_its_slots_an_engine_is_sent_the_limit_and_no_queue():
     assert [send(made, group) for group in range(7)] == [0] * 6 + [None]
 
 
-def test_a_limit_grows_with_what_ends_while_the_cache_has_air_up_to_the_slots():
+def test_a_limit_grows_with_each_completion_while_the_cache_has_room_up_to_the_slots():
     made = router(cache(0), mean_tokens=1)
     push(made, 0, cache(96))
     per_step, limits = int(1 / GROWTH), []
@@ -360,7 +362,7 @@ def test_a_limit_grows_with_what_ends_while_the_cache_has_air_up_to_the_slots():
 
 
 @pytest.mark.parametrize(("tokens", "held"), [(90, 6), (50, 4)])
-def test_a_limit_that_is_not_used_or_a_cache_without_air_does_not_grow(tokens, held):
+def test_an_unused_limit_or_one_of_a_full_cache_does_not_grow(tokens, held):
     made = router(cache(0), mean_tokens=1)
     push(made, 0, cache(96))
     # Once it is used in full, but the cache has no air.
@@ -538,7 +540,7 @@ LOADS = st.builds(
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """Requests, snapshots and engines come and go in any order. Two routers are told the same."""
+    """Requests, snapshots and engines come and go in any order. Two routers get the same events."""
 
     @initialize(queue=st.sampled_from([0.0, 0.5, 1.0]), mean=st.sampled_from([0.0, 20.0]))
     def begin(self, queue, mean):
@@ -625,7 +627,7 @@ RouterMachine.TestCase.settings = settings(
 test_reservations_are_conserved_in_any_order_of_events = RouterMachine.TestCase
 
 
-def test_what_is_kept_for_a_choice_does_not_grow_with_the_number_of_choices():
+def test_memory_of_a_choice_does_not_grow_with_the_number_of_choices():
     made = router(*(EngineLoad(slots=2) for _ in range(4)))
     for group in range(6):
         send(made, group)

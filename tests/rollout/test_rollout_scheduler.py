@@ -1,4 +1,4 @@
-"""The rollout as a whole, on fake engines: what a batch contains, and what stops a run."""
+"""The rollout on fake engines: what a batch contains, and what stops a run."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def by_index(sample):
 
 
 def spread(group):
-    """The reason to drop a group whose scores are all alike."""
+    """The reason to drop a group with equal scores."""
     values = [member.score.value for member in group.members if member.score.ok]
     return None if len(set(values)) > 1 else "no_signal"
 
@@ -273,7 +273,7 @@ async def test_samples_that_no_engine_has_room_for_stay_with_the_controller():
     assert only_this_task()
 
 
-async def test_a_wait_that_is_too_long_names_whom_it_waits_for():
+async def test_a_wait_that_is_too_long_names_what_it_waits_for():
     engine = FakeEngine(seconds=by_uid({(1, 1): math.inf}))
     with pytest.raises(
         StuckError, match=r"step 1 waits for group 1: sample 1 generating on engine 0 for 0.\d+ s"
@@ -353,7 +353,27 @@ async def test_a_tool_that_outlasts_its_own_limit_is_stuck():
             await rollout.take()
 
 
-async def test_a_take_before_publishing_is_named_as_the_wait_it_is():
+async def test_a_reward_that_works_within_its_own_limit_is_not_stuck():
+    async def score(sample):
+        await asyncio.sleep(0.4)
+        return await by_index(sample)
+
+    async with opened([FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=30) as rollout:
+        assert ids(await rollout.take()) == [0, 1]
+
+
+async def test_a_reward_that_outlasts_its_own_limit_is_stuck():
+    async def score(sample):
+        await asyncio.sleep(math.inf)
+
+    with pytest.raises(StuckError, match=r"being scored for 0\.\d+ s"):
+        async with opened(
+            [FakeEngine()], score=score, stuck_after_s=0.1, score_limit_s=0.2
+        ) as rollout:
+            await rollout.take()
+
+
+async def test_a_take_that_waits_for_a_publish_is_named():
     async with opened([FakeEngine()], stuck_after_s=0.05) as rollout:
         rollout.trained(await rollout.take(), 1)
         with pytest.raises(StuckError, match="step 2 waits for version 1 to be published"):
@@ -382,7 +402,7 @@ async def test_a_failure_that_take_did_not_raise_is_raised_at_the_end():
             await asyncio.sleep(0.02)
 
 
-async def test_an_error_of_the_block_is_raised_as_it_is_and_nothing_is_left():
+async def test_an_error_of_the_block_is_raised_unchanged_and_nothing_is_left():
     engine = FakeEngine(seconds=math.inf)
 
     async def run():
@@ -396,7 +416,7 @@ async def test_an_error_of_the_block_is_raised_as_it_is_and_nothing_is_left():
     assert only_this_task()
 
 
-async def test_leaving_aborts_what_runs():
+async def test_leaving_aborts_running_requests():
     engine = FakeEngine(seconds=math.inf)
     async with opened([engine]):
         await until(lambda: len(engine.requests) == 4)
@@ -484,7 +504,7 @@ async def test_a_token_that_is_too_old_is_refused():
             await rollout.take()
 
 
-async def test_paused_admission_starts_nothing_and_says_so():
+async def test_paused_admission_starts_nothing_and_is_reported():
     engine = FakeEngine()
     async with opened([engine], stuck_after_s=0.05) as rollout:
         groups = await rollout.take()
@@ -497,7 +517,7 @@ async def test_paused_admission_starts_nothing_and_says_so():
         assert ids(await rollout.take()) == [2, 3]
 
 
-async def test_interrupted_samples_go_on_with_their_tokens_after_admission_resumes():
+async def test_interrupted_samples_continue_with_their_tokens_after_admission_resumes():
     engine = FakeEngine(reply=lambda request: "abcd", seconds=0.4)
     async with opened([engine]) as rollout:
         await until(lambda: engine.generated_tokens >= 4)
@@ -513,7 +533,7 @@ async def test_interrupted_samples_go_on_with_their_tokens_after_admission_resum
 
 
 async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions():
-    """Group 1 runs on a slow engine when version 1 is published, and goes on with a quick one."""
+    """Group 1 runs on a slow engine when version 1 is published, and continues on a fast one."""
     slow = FakeEngine(reply=lambda request: "abcd", seconds=by_uid({(1, 0): 2.0, (1, 1): 2.0}))
     quick = FakeEngine(reply=lambda request: "abcd")
     async with opened([slow], max_staleness=1, groups_per_step=1) as rollout:
@@ -538,7 +558,7 @@ async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions(
     assert stats.age_max == 1
 
 
-async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
+async def test_interrupt_finds_samples_that_were_sent_in_the_same_iteration():
     engine = FakeEngine(seconds=math.inf)
     async with opened([engine], stuck_after_s=1.0) as rollout:
         await rollout.interrupt()
@@ -549,7 +569,7 @@ async def test_interrupt_finds_samples_that_were_sent_in_the_same_turn():
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-async def test_what_a_lost_engine_had_is_trained_on_under_the_same_ids_and_none_doubled(staleness):
+async def test_samples_of_a_lost_engine_are_trained_once_under_the_same_ids(staleness):
     engines = [FakeEngine(seconds=0.02, slots=2) for _ in range(3)]
     events, trained = [], []
     async with opened(
@@ -639,13 +659,13 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
         reply=lambda request: letters.get(request.uid.group, "cccc"),
         seconds=by_uid({(1, 1): math.inf}),
     )
-    judged = []
+    scored_groups = []
     async with opened(
         [engine],
         max_staleness=1,
         staleness_rule="drop_stale",
         groups_per_step=1,
-        on_group_scored=lambda group: judged.append((group.uid, len(group.members))),
+        on_group_scored=lambda group: scored_groups.append((group.uid, len(group.members))),
     ) as rollout:
         for _ in range(2):
             await train(rollout, await rollout.take(), [engine])
@@ -660,7 +680,7 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
     assert (stats.trained_score, stats.dropped_score) == (0.5, 0)
     assert stats.score_bias == pytest.approx(0.5 - 1 / 3)
     assert stats.cancelled == 1
-    assert (1, 0) in judged
+    assert (1, 0) in scored_groups
     assert group.uid not in (0, 1)
     assert all(is_documented(name) for name in stats.metrics())
 
@@ -688,10 +708,10 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
         groups = await rollout.take()
         state, saved = rollout.state(), rollout.untrained()
         await train(rollout, groups, [engine])
-    found = []
+    actual = []
 
     def find(uid):
-        found.append(uid)
+        actual.append(uid)
         return prompt(uid=uid)
 
     again = FakeEngine()
@@ -707,7 +727,7 @@ async def test_groups_of_the_log_start_again_with_their_prompts_and_then_new_one
     assert batches[0] == [(0, "toy/0"), (1, "toy/1")]
     assert batches[1] == [(2, "old/2"), (3, "old/3")]
     assert batches[2] == [(4, "toy/0"), (5, "toy/1")]
-    assert found == ["old/2", "old/3"]
+    assert actual == ["old/2", "old/3"]
 
 
 async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
@@ -720,7 +740,7 @@ async def test_without_a_checkpoint_the_groups_of_the_log_start_again_too():
     assert [group.prompt.uid for group in groups] == ["old/0", "toy/0"]
 
 
-async def test_a_resumed_run_draws_what_was_in_flight_again_under_the_same_ids():
+async def test_a_resumed_run_samples_groups_in_flight_again_under_the_same_ids():
     engine = FakeEngine(seconds=by_uid({(1, 1): math.inf, (2, 0): math.inf, (2, 1): math.inf}))
     async with opened([engine], groups_per_step=3) as rollout:
         await until(
@@ -787,7 +807,7 @@ async def test_an_interrupted_and_resumed_run_trains_the_same_batches():
     assert await run([1, 2, 1]) == await run([4])
 
 
-async def test_stats_tell_of_all_that_ended_in_the_step_under_documented_names():
+async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_names():
     prompts = iter([prompt(domain="sums"), prompt(domain="words"), *[prompt()] * 4])
 
     async def score(sample):
@@ -810,7 +830,7 @@ async def test_stats_tell_of_all_that_ended_in_the_step_under_documented_names()
 async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
     shuffled = random.Random(3)
     engines = [FakeEngine(seconds=lambda request: shuffled.random() * 0.005, slots=1)] * 2
-    told = []
+    reported = []
     prompts = [prompt(f"{number}", uid=f"toy/{number}") for number in range(7)]
     async with open_prompt_sampling(
         prompts,
@@ -819,13 +839,13 @@ async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():
         episode=single_turn(FakeCodec(), Sampling(), seed=0, purpose="eval"),
         score=by_index,
         stuck_after_s=600,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     ) as rollout:
         groups = await rollout.take()
     assert [group.prompt.uid for group in groups] == [asked.uid for asked in prompts]
     assert [group.uid for group in groups] == [-1, -2, -3, -4, -5, -6, -7]
     assert all(group.scores == (0, 1) for group in groups)
-    assert told == [(done, 14) for done in range(1, 15)]
+    assert reported == [(done, 14) for done in range(1, 15)]
     assert only_this_task()
 
 

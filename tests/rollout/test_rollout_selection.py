@@ -33,7 +33,7 @@ async def by_rate(sample: Sample) -> Score:
     return Score(float(stable_hash(*sample.uid) % 1000 / 1000 < sample.prompt.row["rate"]))
 
 
-def drop_alike(group: Group) -> str | None:
+def drop_equal(group: Group) -> str | None:
     return None if len(set(group.scores)) > 1 else "no_signal"
 
 
@@ -42,7 +42,7 @@ async def run(
     *,
     steps: int,
     seconds: Callable[[Request], float],
-    judged: Callable[[Group], None] | None = None,
+    on_scored: Callable[[Group], None] | None = None,
     saved: dict[str, Any] | None = None,
     linger_s: float = 0.0,
 ) -> tuple[list[list[tuple[int, str]]], dict[str, Any]]:
@@ -58,8 +58,8 @@ async def run(
         episode=single_turn(FakeCodec(), Sampling(max_tokens=4), seed=1),
         score=by_rate,
         stuck_after_s=20,
-        drop_reason=drop_alike,
-        on_group_scored=judged or stream.record_group,
+        drop_reason=drop_equal,
+        on_group_scored=on_scored or stream.record_group,
     )
     resumed = SavedRollout(state.get("rollout"), state.get("groups", ()))
     async with Rollout.open(deps, engines, version=state["version"], saved=resumed) as rollout:
@@ -83,27 +83,29 @@ def at_random(seed: int) -> Callable[[Request], float]:
 
 
 async def test_every_group_is_reported_once_whether_kept_or_dropped():
-    stream, told = open_stream(), list[Group]()
-    batches, _ = await run(stream, steps=4, seconds=lambda request: 0.0, judged=told.append)
+    stream, reported = open_stream(), list[Group]()
+    batches, _ = await run(stream, steps=4, seconds=lambda request: 0.0, on_scored=reported.append)
     kept = [uid for batch in batches for uid, _ in batch]
-    of_the_steps = sorted((group for group in told if group.uid <= kept[-1]), key=lambda g: g.uid)
+    of_the_steps = sorted(
+        (group for group in reported if group.uid <= kept[-1]), key=lambda g: g.uid
+    )
     assert [group.uid for group in of_the_steps] == list(range(kept[-1] + 1))
-    assert [group.uid for group in of_the_steps if drop_alike(group) is None] == kept
+    assert [group.uid for group in of_the_steps if drop_equal(group) is None] == kept
     assert len(kept) < len(of_the_steps), "none was dropped, so this shows nothing of it"
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_the_prompts_do_not_depend_on_which_group_was_judged_first(seed: int):
+async def test_the_prompts_do_not_depend_on_which_group_was_scored_first(seed: int):
     plain, _ = await run(open_stream(), steps=12, seconds=lambda request: 0.0)
     shuffled, _ = await run(open_stream(), steps=12, seconds=at_random(seed))
     assert shuffled == plain
 
 
 @pytest.mark.parametrize("linger_s", [0.0, 0.003, 0.006])
-async def test_a_resumed_rollout_goes_on_with_the_same_prompts(linger_s: float):
-    whole, _ = await run(open_stream(), steps=8, seconds=at_random(1))
+async def test_a_resumed_rollout_continues_with_the_same_prompts(linger_s: float):
+    full, _ = await run(open_stream(), steps=8, seconds=at_random(1))
     first, saved = await run(open_stream(), steps=3, seconds=at_random(2), linger_s=linger_s)
     stream = open_stream()
     stream.restore(saved["prompts"])
     second, _ = await run(stream, steps=5, seconds=at_random(3), saved=saved)
-    assert first + second == whole
+    assert first + second == full

@@ -33,19 +33,19 @@ def test_the_bias_is_the_mean_of_the_kept_minus_the_mean_of_all_that_ended():
     assert stats.dropped_score == 1
 
 
-def test_what_was_cancelled_is_counted_with_its_share():
+def test_cancelled_samples_are_counted_with_their_share():
     window = StepWindow()
-    whole = group([0, 1])
-    for member in whole.members:
+    full = group([0, 1])
+    for member in full.members:
         window.add(member, generate_s=1.0, reward_s=2.0)
     window.cancelled += 6
-    metrics = closed(window, [whole]).metrics()
+    metrics = closed(window, [full]).metrics()
     assert metrics["rollout/cancelled"] == 6
     assert metrics["rollout/cancelled_share"] == 0.75
     assert metrics["time/sample_generate"] == 1
 
 
-def test_all_figures_have_documented_names():
+def test_all_metrics_have_documented_names():
     window = StepWindow()
     window.dropped["stale"] += 1
     metrics = closed(window, [group([0, 1])]).metrics()

@@ -119,9 +119,9 @@ class Payload:
     @classmethod
     def read(cls, path: Path) -> Payload:
         code = path.read_text()
-        found = re.match(r"# role: (\w+)\n# ends: ([\w ]+)\n", code)
-        assert found, path
-        return cls(path.stem, found[1], tuple(found[2].split()), code)
+        header = re.match(r"# role: (\w+)\n# ends: ([\w ]+)\n", code)
+        assert header, path
+        return cls(path.stem, header[1], tuple(header[2].split()), code)
 
 
 async def run(sandbox: LocalSandbox, payload: Payload, code: str, secrets: list[int]) -> Result:

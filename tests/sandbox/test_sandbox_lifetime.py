@@ -209,7 +209,7 @@ def test_a_closed_starter_raises() -> None:
 
 
 def children_of(pid: int, name: str) -> list[int]:
-    found: list[int] = []
+    actual: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -217,8 +217,8 @@ def children_of(pid: int, name: str) -> list[int]:
             except OSError:
                 continue
             if int(words[2].split()[1]) == pid and name in words[0]:
-                found.append(int(entry.name))
-    return found
+                actual.append(int(entry.name))
+    return actual
 
 
 RUN_AND_WAIT = """
@@ -258,7 +258,7 @@ def test_boxes_end_with_the_process_that_started_them(program: str) -> None:
     assert left_after_kill(program.replace("MARK", mark), mark) == []
 
 
-def test_boxes_end_though_a_forked_copy_of_their_process_lives() -> None:
+def test_boxes_end_although_a_forked_copy_of_their_process_is_alive() -> None:
     mark = f"{100 + random.random():.12f}"
     assert left_after_kill(EXEC_IN_THREAD.replace("MARK", mark), mark, fork=True) == []
 
@@ -341,10 +341,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 def processes_with(mark: str) -> list[int]:
     """Living processes (zombies have no command line) that sleep for the time of the mark."""
-    found: list[int] = []
+    actual: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 if f"sleep\0{mark}\0".encode() == (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
+                    actual.append(int(entry.name))
+    return actual

@@ -75,7 +75,7 @@ def test_the_folder_of_a_cgroup_is_found_by_its_mount(
     assert list(_mounted(line + "\n", version, path, controllers)) == expected
 
 
-async def test_the_level_says_what_limits_the_memory(sandbox: LocalSandbox) -> None:
+async def test_the_level_names_what_limits_the_memory(sandbox: LocalSandbox) -> None:
     result = await sandbox.run(Program("print(1)"))
     expected = MemoryLimit.POLLED if sandbox.host.memory is None else MemoryLimit.CGROUP
     assert result.memory_limit is expected

@@ -42,7 +42,7 @@ async def test_a_program_reads_its_input_and_prints(sandbox: LocalSandbox) -> No
         ("exit()", Status.OK),
     ],
 )
-async def test_the_status_says_how_a_program_ended(
+async def test_the_status_is_how_a_program_ended(
     sandbox: LocalSandbox, code: str, status: Status
 ) -> None:
     wall_s = 0.5 if status is Status.TIMEOUT else 20.0

@@ -150,7 +150,7 @@ async def test_an_exception_that_ends_an_iteration_fails_the_test(
         ("LIMIT = [[]] * 300_000", "assert LIMIT > 3"),
     ],
 )
-async def test_a_candidate_on_which_the_setup_fails_is_judged_and_not_masked(
+async def test_a_candidate_on_which_the_setup_fails_scores_zero_and_is_not_masked(
     sandbox: LocalSandbox, code: str, setup: str
 ) -> None:
     tests = Tests(("assert True",), setup, entries=("f", "LIMIT"))

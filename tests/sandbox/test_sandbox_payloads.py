@@ -107,12 +107,12 @@ def runners() -> Iterator[dict[str, Runner]]:
     """Both at once: they mostly wait for their payloads to be ended."""
     with ExitStack() as resources:
         if os.geteuid() == 0:
-            found = {"root": run_here(), "an ordinary user": run_as_ordinary_user(resources)}
+            actual = {"root": run_here(), "an ordinary user": run_as_ordinary_user(resources)}
         else:
-            found = {"an ordinary user": run_here()}
-        for runner in found.values():
+            actual = {"an ordinary user": run_here()}
+        for runner in actual.values():
             resources.callback(runner.close)
-        yield found
+        yield actual
 
 
 @pytest.mark.parametrize("user", ["root", "an ordinary user"])

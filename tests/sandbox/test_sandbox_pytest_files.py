@@ -309,6 +309,17 @@ async def test_a_broken_file_that_needs_a_shared_box_is_not_conclusive(
     assert result.status is Status.INFRASTRUCTURE
 
 
+async def test_both_runs_of_a_file_that_turns_out_to_need_a_shared_box_have_one_clock(
+    sandbox: LocalSandbox,
+) -> None:
+    code = "import time\ndef apply(value): time.sleep(1.2)"
+    test = "from solution import apply\nclass A: ...\ndef test():\n  apply(1)\n  apply(A())"
+    tests = Tests((test,), module="solution")
+    result = await sandbox.run(Program(code, limits=Limits(wall_s=2.0), tests=tests))
+    assert (result.status, result.isolation) == (Status.TIMEOUT, Isolation.SHARED)
+    assert result.seconds < 1.0
+
+
 FORGERY = """
 class Meta(type):
     def __contains__(cls, value): return True

@@ -16,11 +16,11 @@ def marked_environment() -> tuple[str, dict[str, str]]:
 
 def processes_with(mark: str) -> dict[int, str]:
     """Command lines by process id."""
-    found: dict[int, str] = {}
+    actual: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{VARIABLE}={mark}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                actual[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
         except OSError:  # It has ended.
             continue
-    return found
+    return actual

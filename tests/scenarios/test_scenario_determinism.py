@@ -26,10 +26,10 @@ def test_one_process_and_ray_train_to_the_same_weights_bit_for_bit(run_toy: Run)
     assert learner_state(inline) == learner_state(ray)
 
 
-def test_engines_apart_from_the_learner_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
+def test_separate_engines_train_to_the_same_weights_bit_for_bit(run_toy: Run) -> None:
     together = run_toy(DETERMINISTIC, DROPS, name="together", steps=3)
-    apart = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="apart", steps=3)
-    assert learner_state(together) == learner_state(apart)
+    separate = run_toy(DETERMINISTIC, DROPS, "devices.generators=cpu:1-2", name="separate", steps=3)
+    assert learner_state(together) == learner_state(separate)
     assert _dropped(together.folder) > 0
 
 
@@ -43,13 +43,13 @@ def test_less_work_for_a_slow_engine_does_not_change_the_weights(
     assert learner_state(even) == learner_state(uneven)
 
 
-def test_a_resumed_run_equals_the_run_that_went_through(run_toy: Run) -> None:
-    whole = run_toy(DETERMINISTIC, DROPS, name="whole", steps=4)
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(run_toy: Run) -> None:
+    full_run = run_toy(DETERMINISTIC, DROPS, name="full_run", steps=4)
     run_toy(DETERMINISTIC, DROPS, name="halved", steps=2)
     halved = run_toy(DETERMINISTIC, DROPS, name="halved", steps=4, resume=True)
-    assert learner_state(whole) == learner_state(halved)
-    assert _figures(whole.folder) == _figures(halved.folder)
-    assert _dropped(whole.folder) > 0
+    assert learner_state(full_run) == learner_state(halved)
+    assert _figures(full_run.folder) == _figures(halved.folder)
+    assert _dropped(full_run.folder) > 0
 
 
 def test_another_seed_gives_other_weights(run_toy: Run) -> None:
@@ -60,13 +60,13 @@ def test_another_seed_gives_other_weights(run_toy: Run) -> None:
 
 @pytest.fixture(scope="module")
 def twelve(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    """Twelve steps that nobody stopped."""
+    """Twelve uninterrupted steps."""
     runs = tmp_path_factory.mktemp("twelve")
     return run_recipe(toy(tiny_folder, runs, DETERMINISTIC, "checkpoint.every=1", steps=12))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "terminated"])
-def test_a_run_stopped_by_a_signal_and_resumed_equals_the_whole_one(
+def test_a_run_stopped_by_a_signal_and_resumed_equals_an_uninterrupted_one(
     twelve: RunResult, tiny_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     options = (DETERMINISTIC, "checkpoint.every=1")

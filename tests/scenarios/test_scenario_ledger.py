@@ -1,4 +1,4 @@
-"""A run that is killed in the middle of a step goes on with the same groups; its log adds up."""
+"""A run that is killed during a step resumes with the same groups; its log adds up."""
 
 import json
 import os
@@ -51,12 +51,12 @@ def test_a_killed_run_starts_the_same_groups_again_with_the_same_prompts(
 
     before = _kill_in_the_step_after_a_checkpoint(file, path)
     assert sum(isinstance(event, BatchTrained) for event in before.events) < 6
-    whole = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
+    full_run = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("step-??????")}
     run_recipe(load_recipe(file), resume=True)
     after = read_log(path)
 
     marks = [e for e in before.events if isinstance(e, CheckpointMarked)]
-    checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in whole][-1]
+    checkpoint = [mark for mark in marks if f"step-{mark.step:06d}" in full_run][-1]
     (restored,) = (e for e in after.events if isinstance(e, RunRestored))
     assert restored == RunRestored(checkpoint.step)
     prompts = {e.group: e.prompt for e in before.events if isinstance(e, GroupStarted)}
@@ -110,7 +110,7 @@ def _kill_in_the_step_after_a_checkpoint(recipe: Path, path: Path) -> LogContent
 
 
 def _is_in_a_step(path: Path) -> bool:
-    """Whether groups have started after the first checkpoint that is whole."""
+    """Whether groups have started after the first complete checkpoint."""
     if not (path.parent / "checkpoints" / "step-000002").exists():
         return False
     events = read_log(path).events

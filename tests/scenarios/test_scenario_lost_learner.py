@@ -1,5 +1,5 @@
-"""A learner whose process is killed: the run goes on, and ends with the same weights, metrics and
-samples as without the fault."""
+"""A learner or critic whose process is killed: the run goes on, and ends with the same weights,
+metrics and samples as without the fault."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import ray
 from conftest import checkpoint_state, figures, toy
-from dying_learner import POINTS, VARIABLE, install
+from dying_learner import CRITIC_POINTS, POINTS, VARIABLE, install
 
 from rollick import RunResult, run_recipe
-from rollick.cluster.pool import start_ray
+from rollick.cluster.ray_start import start_ray
 from rollick.errors import WorkerLost
 from rollick.observe.faults import Fault, read_faults
 
@@ -29,8 +29,9 @@ FIXED = (
     "train.strategy=dying",
 )
 ALL_POINTS = [f"{point}:2" for point in POINTS]
-APART = "devices.generators=cpu:1"
+SEPARATE = "devices.generators=cpu:1"
 STEPS = 3
+CRITIC = ("algorithm=ppo", "devices.critic=cpu:1", "train.strategy=local")
 TWO_RANKS = ("devices.policy=cpu:0-1", "devices.generators=cpu:2", "train.strategy=dying_fsdp")
 
 Run = Callable[..., RunResult]
@@ -80,15 +81,17 @@ def check_equal(faulty: RunResult, calm: RunResult) -> None:
     assert rows(faulty.folder, "samples.jsonl") == rows(calm.folder, "samples.jsonl")
 
 
-def check_repaired(result: RunResult, *, times: int = 1) -> None:
-    faults = faults_of(result, "policy")
-    assert [fault.kind for fault in faults] == ["killed"] * times
+def check_repaired(
+    result: RunResult, *, role: str = "policy", times: int = 1, kind: str = "killed"
+) -> None:
+    faults = faults_of(result, role)
+    assert [fault.kind for fault in faults] == [kind] * times
     assert all(fault.rejoined_at is not None for fault in faults)
 
 
 def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: Run) -> None:
-    calm = run("calm", APART)
-    faulty = run("faulty", APART, die=["in_update:2"])
+    calm = run("calm", SEPARATE)
+    faulty = run("faulty", SEPARATE, die=["in_update:2"])
     check_repaired(faulty)
     check_equal(faulty, calm)
 
@@ -96,7 +99,7 @@ def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("options", [(APART,), TWO_RANKS], ids=["one rank", "one of two ranks"])
+@pytest.mark.parametrize("options", [(SEPARATE,), TWO_RANKS], ids=["one rank", "one of two ranks"])
 def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
     run: Run, options: tuple[str, ...], seed: int
 ) -> None:
@@ -105,6 +108,35 @@ def test_a_learner_that_is_killed_at_eight_points_ends_with_the_same_weights(
     faulty = run("faulty", *options, steps=steps, die=ALL_POINTS)
     check_repaired(faulty, times=len(POINTS))
     check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_critic_that_is_killed_at_eight_points_ends_with_the_same_weights(
+    run: Run, seed: int
+) -> None:
+    options, steps = (*CRITIC, f"run.seed={seed}"), len(CRITIC_POINTS) + 2
+    calm = run("calm", *options, steps=steps)
+    assert any(name.startswith("critic/") for name in checkpoint_state(calm))
+    faulty = run("faulty", *options, steps=steps, die=[f"{point}:2" for point in CRITIC_POINTS])
+    check_repaired(faulty, role="critic", times=len(CRITIC_POINTS))
+    check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["backward:2", "before_update:2"])
+def test_a_rank_that_is_stopped_while_the_other_waits_in_a_collective_is_replaced(
+    run: Run, point: str
+) -> None:
+    calm = run("calm", *TWO_RANKS)
+    faulty = run("faulty", *TWO_RANKS, die=[f"{point}:stop"])
+    check_repaired(faulty, kind="hung")
+    check_equal(faulty, calm)
+    [fault] = faults_of(faulty, "policy")
+    assert "stopped by a signal" in fault.cause
+    assert fault.rejoined_at is not None
+    assert fault.rejoined_at - fault.detected_at < 60
 
 
 @pytest.mark.slow
@@ -118,7 +150,7 @@ def test_a_learner_that_shares_its_process_with_the_engine_is_repaired_with_it(r
 
 def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="was lost"):
-        run("bare", APART, "checkpoint.snapshot=false", die=["forward:2"])
+        run("bare", SEPARATE, "checkpoint.snapshot=false", die=["forward:2"])
     [fault] = [fault for fault in read_faults(tmp_path / "bare") if fault.role == "policy"]
     assert fault.gave_up == "there are no snapshots (checkpoint.snapshot)"
 
@@ -126,7 +158,7 @@ def test_without_snapshots_the_loss_of_the_learner_ends_the_run(run: Run, tmp_pa
 @pytest.mark.slow
 def test_a_learner_that_dies_in_every_process_ends_the_run(run: Run, tmp_path: Path) -> None:
     with pytest.raises(WorkerLost, match="was lost"):
-        run("endless", APART, "cluster.restarts=2", die=["forward:1:always"])
+        run("endless", SEPARATE, "cluster.restarts=2", die=["forward:1:always"])
     faults = [fault for fault in read_faults(tmp_path / "endless") if fault.role == "policy"]
     assert [fault.gave_up for fault in faults[:-1]] == [None, None]
     assert faults[-1].gave_up == "the restarts are used up (cluster.restarts)"

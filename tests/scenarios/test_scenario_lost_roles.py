@@ -15,7 +15,8 @@ from conftest import checkpoint_state, figures, toy
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.devices import HostSpec
-from rollick.cluster.pool import RayTransport, start_ray
+from rollick.cluster.pool import RayTransport
+from rollick.cluster.ray_start import start_ray
 from rollick.cluster.worker import Call
 from rollick.observe.faults import read_faults
 

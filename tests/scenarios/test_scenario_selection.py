@@ -12,14 +12,14 @@ RETIRE = (
 SELECTION = (*RETIRE, "data.selection.near_half_window=6")
 
 
-def test_a_resumed_run_that_selects_prompts_equals_the_run_that_went_through(run_toy: Run) -> None:
-    whole = run_toy(*SELECTION, name="whole", steps=8)
+def test_a_resumed_run_that_selects_prompts_equals_an_uninterrupted_one(run_toy: Run) -> None:
+    full_run = run_toy(*SELECTION, name="full_run", steps=8)
     run_toy(*SELECTION, name="halved", steps=5)
     halved = run_toy(*SELECTION, name="halved", steps=8, resume=True)
-    assert learner_state(whole) == learner_state(halved)
+    assert learner_state(full_run) == learner_state(halved)
     figures = [
         [row["data/retired"], row["data/pass_rate"], row["score/mean"]]
-        for row in read_metrics(whole.folder / "metrics.jsonl")
+        for row in read_metrics(full_run.folder / "metrics.jsonl")
     ]
     assert figures == [
         [row["data/retired"], row["data/pass_rate"], row["score/mean"]]

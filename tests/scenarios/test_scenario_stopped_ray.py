@@ -58,7 +58,9 @@ def test_a_run_with_a_stopped_raylet_ends_and_keeps_its_checkpoint(
     assert store.latest() is not None
 
 
-def test_a_supervised_run_with_a_stopped_raylet_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_supervised_run_with_a_stopped_raylet_continues(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     loaded = toy(tiny_folder, tmp_path, *OPTIONS, name="stopped", steps=30)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     mark, env = marked_environment()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rollick import RunResult, run_recipe
 from rollick.children.process_tree import find_descendants
 from rollick.commands.supervise import find_unused_memory, last_logged_step
 from rollick.config.load import dump_recipe
+from rollick.observe.diagnosis import read_situation
 from rollick.observe.faults import read_faults
 
 STEPS = 12
@@ -38,7 +39,7 @@ def undisturbed(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextmanager
 def supervised(
-    model: Path, runs: Path, *overrides: str, restarts: int = 3
+    model: Path, runs: Path, *overrides: str, restarts: int = 3, options: Sequence[str] = ()
 ) -> Generator[tuple[subprocess.Popen[str], str]]:
     """The supervisor, and a mark that all processes of its run have in their environment."""
     loaded = toy(model, runs, *OPTIONS, *overrides, name="killed", steps=STEPS)
@@ -46,7 +47,10 @@ def supervised(
     mark, env = marked_environment()
     command = [sys.executable, "-m", "rollick.cli", "train", str(runs / "recipe.yaml")]
     with subprocess.Popen(
-        [*command, "--restarts", str(restarts)], env=env, stderr=subprocess.PIPE, text=True
+        [*command, "--restarts", str(restarts), *options],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process, mark
@@ -56,11 +60,19 @@ def supervised(
 
 def controller_of(supervisor: int) -> int | None:
     """The supervisor's only child that is not an orphan: the run itself."""
+    return next((pid for pid, words in programs(supervisor) if b"--wait" not in words), None)
+
+
+def standby_of(supervisor: int) -> int | None:
+    return next((pid for pid, words in programs(supervisor) if b"--wait" in words), None)
+
+
+def programs(supervisor: int) -> Iterator[tuple[int, list[bytes]]]:
+    """The processes of `rollick train` below the supervisor, and their command lines."""
     for process in find_descendants(supervisor):
         arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         if b"train" in arguments and process.pid != supervisor:
-            return process.pid
-    return None
+            yield process.pid, arguments
 
 
 def wait_for_faults(process: subprocess.Popen[str], folder: Path, count: int) -> None:
@@ -118,6 +130,23 @@ def test_a_run_whose_controller_is_killed_ends_with_the_same_weights(
     faults = read_faults(folder)
     assert [fault.role for fault in faults] == ["controller"] * len(kills)
     assert all(fault.rejoined_at for fault in faults)
+    check_equal_and_clean(undisturbed, folder, mark)
+
+
+def test_a_standby_resumes_with_the_same_weights(
+    undisturbed: RunResult, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    with supervised(tiny_folder, tmp_path, options=["--standby"]) as (process, mark):
+        wait_until(process, lambda: standby_of(process.pid) is not None)
+        standby = standby_of(process.pid)
+        kill_controller(process)
+        wait_for_faults(process, folder, 1)
+        wait_until(
+            process, lambda: bool((found := read_situation(folder)) and found.pid == standby)
+        )
+        _, messages = process.communicate(timeout=300)
+    assert process.returncode == 0, messages
     check_equal_and_clean(undisturbed, folder, mark)
 
 

@@ -94,8 +94,8 @@ async def tiny(tiny_folder: Path) -> AsyncGenerator[Site]:
         ModelConfig(path=str(tiny_folder)),
         stops=StopRules((), CODEC.decode),
     )
-    async with site(engine, max_length=LONG + 100) as found:
-        yield found
+    async with site(engine, max_length=LONG + 100) as service:
+        yield service
     torch.set_num_threads(threads)
 
 
@@ -110,8 +110,8 @@ async def fake(
         return [*CODEC.encode_text(text).tolist()[1:], 2]
 
     limits = {name: options.pop(name) for name in ("max_requests",) if name in options}
-    async with site(FakeEngine(reply=ids, **options), **limits) as found:
-        yield found
+    async with site(FakeEngine(reply=ids, **options), **limits) as service:
+        yield service
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -177,8 +177,8 @@ async def test_a_completion_streams_too(tiny: Site):
 
 
 async def test_an_engine_that_cannot_stream_sends_one_chunk():
-    async with fake("hello") as found:
-        stream = await found.client().chat.completions.create(
+    async with fake("hello") as service:
+        stream = await service.client().chat.completions.create(
             model="tiny", messages=HELLO, stream=True
         )
         chunks = [chunk async for chunk in stream]
@@ -221,9 +221,9 @@ async def test_several_prompts_are_several_choices(tiny: Site):
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
-async def test_a_stop_string_ends_the_text_and_is_not_in_it():
-    async with fake("one;two") as found:
-        answer = await found.client().chat.completions.create(
+async def test_a_stop_string_ends_the_text_and_is_left_out():
+    async with fake("one;two") as service:
+        answer = await service.client().chat.completions.create(
             model="tiny", messages=HELLO, stop=[";"]
         )
     assert answer.choices[0].message.content == "one"
@@ -283,10 +283,10 @@ async def test_models_are_listed_and_found_by_name(tiny: Site):
 
 
 async def test_two_concurrent_clients_are_batched():
-    async with fake("x" * 10, seconds=0.5) as found:
-        ask = found.client().chat.completions.create
+    async with fake("x" * 10, seconds=0.5) as service:
+        ask = service.client().chat.completions.create
         await asyncio.gather(*(ask(model="tiny", messages=HELLO) for _ in range(2)))
-        assert found.engine.peak == 2
+        assert service.engine.peak == 2
 
 
 @pytest.mark.parametrize("key", ["wrong", "", "Bearer"])
@@ -388,16 +388,16 @@ async def test_a_client_that_disconnects_from_a_stream_aborts_all_its_choices(ti
 
 
 async def test_too_many_requests_get_status_429():
-    async with fake(seconds=math.inf, max_requests=2) as found:
-        ask = found.client().chat.completions.create
+    async with fake(seconds=math.inf, max_requests=2) as service:
+        ask = service.client().chat.completions.create
         waiting = [asyncio.create_task(ask(model="tiny", messages=HELLO)) for _ in range(2)]
-        await until(lambda: found.gateway.running == 2)
+        await until(lambda: service.gateway.running == 2)
         with pytest.raises(openai.RateLimitError, match="the limit is 2"):
             await ask(model="tiny", messages=HELLO)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await until(lambda: found.gateway.running == 0)
+        await until(lambda: service.gateway.running == 0)
 
 
 @pytest.mark.parametrize(
@@ -405,10 +405,10 @@ async def test_too_many_requests_get_status_429():
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_engine_failure_is_a_server_error(error: EngineError, status: int, stream: bool):
-    async with fake() as found:
-        found.engine.fail_with = error
+    async with fake() as service:
+        service.engine.fail_with = error
         with pytest.raises(openai.InternalServerError, match=error.message) as failed:
-            await found.client().chat.completions.create(
+            await service.client().chat.completions.create(
                 model="tiny", messages=HELLO, stream=stream
             )
     assert failed.value.status_code == status
@@ -417,23 +417,23 @@ async def test_an_engine_failure_is_a_server_error(error: EngineError, status: i
 async def test_stopping_lets_running_responses_finish():
     # The site closes its own clients before it stops.
     async with AsyncOpenAI(api_key="of the site", max_retries=0, timeout=30) as client:
-        async with fake("late", seconds=0.5) as found:
-            url, key = found.served.base_url, found.served.token
+        async with fake("late", seconds=0.5) as service:
+            url, key = service.served.base_url, service.served.token
             chat = client.with_options(base_url=url, api_key=key).chat
             task = asyncio.create_task(chat.completions.create(model="tiny", messages=HELLO))
-            await until(lambda: found.gateway.running == 1)
+            await until(lambda: service.gateway.running == 1)
         assert (await task).choices[0].message.content == "late"
 
 
 async def test_stopping_aborts_responses_that_take_too_long():
-    async with fake(seconds=math.inf) as found:
+    async with fake(seconds=math.inf) as service:
         task = asyncio.create_task(
-            found.client().chat.completions.create(model="tiny", messages=HELLO)
+            service.client().chat.completions.create(model="tiny", messages=HELLO)
         )
-        await until(lambda: found.gateway.running == 1)
+        await until(lambda: service.gateway.running == 1)
     with pytest.raises(openai.APIError):
         await task
-    assert found.gateway.running == 0
+    assert service.gateway.running == 0
 
 
 def logprobs_of(token_ids: Any, mask: Any) -> Any:
@@ -442,8 +442,8 @@ def logprobs_of(token_ids: Any, mask: Any) -> Any:
     ids = torch.from_numpy(token_ids.astype(np.int64))
     with torch.no_grad():
         logits = model(ids[None]).logits[0]
-    found = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
-    return found[mask[1:]]
+    actual = logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
+    return actual[mask[1:]]
 
 
 async def agent(client: AsyncOpenAI, *questions: str) -> list[str]:
@@ -474,17 +474,17 @@ async def test_an_agents_session_becomes_one_token_exact_segment(tiny: Site):
 
 
 async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
-    async with fake("x" * 50) as found:
+    async with fake("x" * 50) as service:
         ruled = Sampling(temperature=0.8, max_tokens=6, stop=("!",))
-        session = found.gateway.open_session(
-            SampleId(3, 0), SingleEngineAccess(found.engine), sampling=ruled
+        session = service.gateway.open_session(
+            SampleId(3, 0), SingleEngineAccess(service.engine), sampling=ruled
         )
-        client = found.client(base_url=found.served.address + session.path)
+        client = service.client(base_url=service.served.address + session.path)
         await client.chat.completions.create(
             model="m", messages=HELLO, temperature=0.1, top_p=0.5, max_tokens=90, stop="?", seed=5
         )
         await client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
-    first, second = (request for request in found.engine.requests)
+    first, second = (request for request in service.engine.requests)
     assert first.sampling == Sampling(temperature=0.8, max_tokens=6, stop=("!", "?"))
     assert second.sampling.max_tokens == 2
     assert first.uid == second.uid == SampleId(3, 0)
@@ -492,25 +492,25 @@ async def test_a_sessions_sampling_is_the_trainers_not_the_agents():
 
 
 async def test_concurrent_requests_of_an_agent_run_one_after_the_other():
-    async with fake("ok", seconds=0.05) as found:
-        session = found.gateway.open_session(SampleId(3, 0), SingleEngineAccess(found.engine))
-        client = found.client(base_url=found.served.address + session.path)
+    async with fake("ok", seconds=0.05) as service:
+        session = service.gateway.open_session(SampleId(3, 0), SingleEngineAccess(service.engine))
+        client = service.client(base_url=service.served.address + session.path)
         ask = client.chat.completions.create
         await asyncio.gather(*(ask(model="m", messages=HELLO) for _ in range(3)))
-        assert found.engine.peak == 1
-        assert len(found.gateway.close_session(session.id)) == 3
+        assert service.engine.peak == 1
+        assert len(service.gateway.close_session(session.id)) == 3
 
 
 async def test_a_response_that_the_agent_did_not_wait_for_is_not_recorded():
-    async with fake(seconds=math.inf) as found:
-        session = found.gateway.open_session(SampleId(3, 0), SingleEngineAccess(found.engine))
-        client = found.client(base_url=found.served.address + session.path)
+    async with fake(seconds=math.inf) as service:
+        session = service.gateway.open_session(SampleId(3, 0), SingleEngineAccess(service.engine))
+        client = service.client(base_url=service.served.address + session.path)
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.3).chat.completions.create(
                 model="m", messages=HELLO
             )
-        await until(lambda: found.gateway.running == 0)
-        assert found.gateway.close_session(session.id) == ()
+        await until(lambda: service.gateway.running == 0)
+        assert service.gateway.close_session(session.id) == ()
 
 
 async def test_a_sessions_token_gives_access_to_that_session_only(tiny: Site):
@@ -519,20 +519,20 @@ async def test_a_sessions_token_gives_access_to_that_session_only(tiny: Site):
     )
     headers = {"authorization": f"Bearer {mine.token}"}
     paths = [f"{mine.path}/models", f"{other.path}/models", "/v1/models", f"/sessions/{mine.id}"]
-    found = [(await tiny.send("GET", path, headers=headers)).status_code for path in paths]
-    assert found == [200, 401, 401, 401]
+    statuses = [(await tiny.send("GET", path, headers=headers)).status_code for path in paths]
+    assert statuses == [200, 401, 401, 401]
     for session in (mine, other):
         tiny.gateway.close_session(session.id)
 
 
 async def test_sessions_can_be_opened_read_and_closed_over_http():
-    async with fake("yo") as found:
-        opened = (await found.send("POST", "/sessions")).json()
-        client = found.client(base_url=opened["base_url"], api_key=opened["token"])
+    async with fake("yo") as service:
+        opened = (await service.send("POST", "/sessions")).json()
+        client = service.client(base_url=opened["base_url"], api_key=opened["token"])
         await agent(client, "a", "b")
-        shown = (await found.send("GET", f"/sessions/{opened['id']}")).json()
-        closed = (await found.send("DELETE", f"/sessions/{opened['id']}")).json()
-        gone = await found.send("GET", f"/sessions/{opened['id']}")
+        shown = (await service.send("GET", f"/sessions/{opened['id']}")).json()
+        closed = (await service.send("DELETE", f"/sessions/{opened['id']}")).json()
+        gone = await service.send("GET", f"/sessions/{opened['id']}")
     assert shown == closed
     (segment,) = closed["segments"]
     assert [key for key, value in segment.items() if isinstance(value, list)] == [
@@ -557,11 +557,11 @@ async def test_a_gateway_without_an_engine_serves_sessions_only():
     engine = FakeEngine(reply=lambda request: [5, 2])
     gateway = Gateway(CODEC, model="tiny", max_length=64)
     async with asyncio.timeout(30), run_server(gateway, ServeSettings()) as served:
-        found = Site(served, gateway, engine)
+        service = Site(served, gateway, engine)
         session = gateway.open_session(SampleId(0, 0), SingleEngineAccess(engine))
         with pytest.raises(openai.NotFoundError, match="sessions only"):
-            await found.client().chat.completions.create(model="tiny", messages=HELLO)
-        assert await agent(found.client(base_url=served.address + session.path), "a") == ["1"]
+            await service.client().chat.completions.create(model="tiny", messages=HELLO)
+        assert await agent(service.client(base_url=served.address + session.path), "a") == ["1"]
 
 
 async def test_a_port_in_use_raises_a_clear_error():
@@ -574,9 +574,9 @@ async def test_a_port_in_use_raises_a_clear_error():
 
 
 async def test_a_response_to_an_unexpected_error_cannot_be_rendered_as_a_page():
-    async with fake() as found:
-        found.engine.fail_with = ZeroDivisionError("secret")
-        answer = await found.post("/v1/chat/completions", {"messages": HELLO})
+    async with fake() as service:
+        service.engine.fail_with = ZeroDivisionError("secret")
+        answer = await service.post("/v1/chat/completions", {"messages": HELLO})
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -585,11 +585,11 @@ async def test_a_response_to_an_unexpected_error_cannot_be_rendered_as_a_page():
 
 
 async def test_the_policy_version_of_each_token_comes_with_the_token_ids():
-    async with fake("ok", version=7) as found:
+    async with fake("ok", version=7) as service:
         body = {"messages": HELLO, "return_token_ids": True}
-        full = (await found.post("/v1/chat/completions", body)).json()["choices"][0]
-        plain = (await found.post("/v1/chat/completions", {"messages": HELLO})).json()
-        stream = await found.client().chat.completions.create(
+        full = (await service.post("/v1/chat/completions", body)).json()["choices"][0]
+        plain = (await service.post("/v1/chat/completions", {"messages": HELLO})).json()
+        stream = await service.client().chat.completions.create(
             model="tiny", messages=HELLO, stream=True, extra_body={"return_token_ids": True}
         )
         streamed = [chunk.model_dump()["choices"][0] async for chunk in stream]

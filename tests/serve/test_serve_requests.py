@@ -222,6 +222,15 @@ def test_a_body_of_a_million_empty_lists_is_refused_at_once(key: str):
     assert time.perf_counter() - begun < 1
 
 
+@pytest.mark.parametrize("part", [b'\\"', b'a\\"', b"\\", b'"', b'"[', b'\\"{'])
+def test_a_text_that_is_never_closed_is_refused_at_once(part: bytes):
+    body = b'{"messages": "' + part * 200_000 + b"\\"
+    begun = time.perf_counter()
+    with pytest.raises(BadRequest, match="the body is not"):
+        read_json(body)
+    assert time.perf_counter() - begun < 1
+
+
 def test_brackets_inside_texts_do_not_count():
     text = '[{"a": [1, 2]}, "\\\\", {}]' * 10_000
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()

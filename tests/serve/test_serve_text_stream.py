@@ -1,4 +1,4 @@
-"""TextStream: pieces that are whole characters, put together are the answer, and hide stops."""
+"""TextStream: pieces are complete characters, join to the answer and contain no stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ def by_words(ids: Sequence[int]) -> str:
 
 
 def by_runs(ids: Sequence[int]) -> str:
-    """One that writes all of a text as broken while its last character is not whole."""
+    """A tokenizer that decodes a text as broken while its last character is incomplete."""
     text = by_bytes(ids)
     return REPLACEMENT * len(ids) if REPLACEMENT in text else text
 

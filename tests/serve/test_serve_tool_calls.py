@@ -226,10 +226,10 @@ REPLIES = {
 @pytest.mark.parametrize("style", TAGS)
 async def test_the_parts_of_a_reply_do_not_depend_on_how_it_is_cut(style: CallStyle):
     text = REPLIES[style]
-    whole = parse([text], style)
-    assert whole[1][0] == ROME
+    complete_one = parse([text], style)
+    assert complete_one[1][0] == ROME
     for size in range(1, len(text)):
-        assert parse([text[n : n + size] for n in range(0, len(text), size)], style) == whole
+        assert parse([text[n : n + size] for n in range(0, len(text), size)], style) == complete_one
 
 
 def parse(

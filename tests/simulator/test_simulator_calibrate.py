@@ -74,24 +74,26 @@ def written(toy: Toy, tmp_path: Path) -> Written:
 
 
 def test_the_constants_of_a_recorded_run_are_found(written: Written) -> None:
-    found = calibrate_run(written.path)
+    calibration = calibrate_run(written.path)
     # The first two steps are the warm-up, the last one's end is not in the trace.
-    assert found.steps == 4
-    assert astuple(found.engine.step_time) == pytest.approx(astuple(STEP_TIME), rel=1e-6)
-    assert found.engine.mean_error < 1e-6
-    assert found.train.base_s == pytest.approx(TRAIN_BASE_S, abs=1e-5)
-    assert found.train.token_s == pytest.approx(TRAIN_TOKEN_S, abs=1e-6)
-    assert found.train.worst_error < 1e-4
-    assert found.devices.transfer_s + found.devices.publish_s == pytest.approx(PUBLISH_S, abs=1e-5)
-    assert found.devices.controller_s == pytest.approx(REST_S, abs=1e-5)
-    assert found.devices.call_s == pytest.approx(WAY_S, abs=1e-5)
-    assert found.work.reward.trace == pytest.approx([REWARD_S] * 56, abs=1e-5)
-    assert sorted(found.work.lengths.trace) == sorted(written.lengths)
-    assert found.work.prompt_tokens == PROMPT
-    assert found.work.flat == pytest.approx(1 / 5)
+    assert calibration.steps == 4
+    assert astuple(calibration.engine.step_time) == pytest.approx(astuple(STEP_TIME), rel=1e-6)
+    assert calibration.engine.mean_error < 1e-6
+    assert calibration.train.base_s == pytest.approx(TRAIN_BASE_S, abs=1e-5)
+    assert calibration.train.token_s == pytest.approx(TRAIN_TOKEN_S, abs=1e-6)
+    assert calibration.train.worst_error < 1e-4
+    assert calibration.devices.transfer_s + calibration.devices.publish_s == pytest.approx(
+        PUBLISH_S, abs=1e-5
+    )
+    assert calibration.devices.controller_s == pytest.approx(REST_S, abs=1e-5)
+    assert calibration.devices.call_s == pytest.approx(WAY_S, abs=1e-5)
+    assert calibration.work.reward.trace == pytest.approx([REWARD_S] * 56, abs=1e-5)
+    assert sorted(calibration.work.lengths.trace) == sorted(written.lengths)
+    assert calibration.work.prompt_tokens == PROMPT
+    assert calibration.work.flat == pytest.approx(1 / 5)
 
 
-def test_what_an_engine_goes_on_with_during_a_publish_is_not_lost(written: Written) -> None:
+def test_samples_that_continue_during_a_publish_are_not_lost(written: Written) -> None:
     phases = {
         (step, name): 1000.0 + begin / 1e6
         for line in read_trace(written.path)
@@ -105,14 +107,14 @@ def test_what_an_engine_goes_on_with_during_a_publish_is_not_lost(written: Writt
         row["engines"] += [[0, 8, 400, 0, seconds, half + n * seconds, 0] for n in range(2)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (written.path / ENGINE_STEPS).write_text(text, encoding="utf-8")
-    found = calibrate_run(written.path)
-    assert found.devices.publish_s == pytest.approx(PUBLISH_S - 1.5 * seconds, abs=1e-4)
-    devices = found.apply(recipe_scenario(found.recipe)).devices
-    assert devices.publish_s == found.devices.publish_s
+    calibration = calibrate_run(written.path)
+    assert calibration.devices.publish_s == pytest.approx(PUBLISH_S - 1.5 * seconds, abs=1e-4)
+    devices = calibration.apply(recipe_scenario(calibration.recipe)).devices
+    assert devices.publish_s == calibration.devices.publish_s
     assert devices.transfer_s == pytest.approx(1.5 * seconds, abs=1e-4)
 
 
-def test_the_recipe_says_the_batch_and_the_run_says_the_times(written: Written, toy: Toy) -> None:
+def test_the_recipe_gives_the_batch_and_the_run_gives_the_times(written: Written, toy: Toy) -> None:
     recipe = toy("rollout.groups_per_step=3", "rollout.max_staleness=2", "infer.slots=5").recipe
     scenario = calibrate_run(written.path).apply(recipe_scenario(recipe))
     assert scenario.rollout.groups_per_step == 3
@@ -126,15 +128,15 @@ def test_the_recipe_says_the_batch_and_the_run_says_the_times(written: Written, 
 def test_a_synchronous_step_is_the_sum_of_its_parts(written: Written, toy: Toy) -> None:
     """One group of two with one token each: prefill, one engine step, reward, train, publish."""
     one = toy("rollout.groups_per_step=1", "rollout.group_size=2", "sampling.max_tokens=1").recipe
-    found = calibrate_run(written.path)
-    scenario = found.apply(recipe_scenario(one)).change(work={"flat": 0.0})
+    calibration = calibrate_run(written.path)
+    scenario = calibration.apply(recipe_scenario(one)).change(work={"flat": 0.0})
     scenario = scenario.change(devices={"colocated": False, "generators": 1, "trainers": 1})
-    step = found.engine.step_time.seconds(2, 2 * PROMPT, PROMPT)
+    step = calibration.engine.step_time.seconds(2, 2 * PROMPT, PROMPT)
     parts = step + WAY_S + REWARD_S + TRAIN_BASE_S + 22 * TRAIN_TOKEN_S + PUBLISH_S + REST_S
     assert simulate(scenario).step_s == pytest.approx(parts, rel=1e-3)
 
 
-def test_what_a_step_loses_to_training_is_measured_and_taken_out(written: Written) -> None:
+def test_the_slowdown_of_a_step_by_training_is_measured_and_removed(written: Written) -> None:
     """Sixty engine steps while the learner waits, sixty that took 1.5 times as long while it
     trained, and those with more to do."""
     path = written.path / ENGINE_STEPS
@@ -153,24 +155,24 @@ def test_what_a_step_loses_to_training_is_measured_and_taken_out(written: Writte
                 batch = 1 + n % 4 if name == "generate" else 3 + n % 4
                 row["engines"].append([0, batch, 10 + n, 0, 0.002 * batch * times, at, 0])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = calibrate_run(written.path)
-    assert found.devices.contention == pytest.approx(1.5, rel=1e-3)
-    assert found.engine.step_time.seconds(2, 15) == pytest.approx(0.004, rel=0.01)
+    calibration = calibrate_run(written.path)
+    assert calibration.devices.contention == pytest.approx(1.5, rel=1e-3)
+    assert calibration.engine.step_time.seconds(2, 15) == pytest.approx(0.004, rel=0.01)
 
 
-def test_a_run_without_records_says_which_option_makes_them(run_toy: RunToy) -> None:
+def test_a_run_without_records_names_the_option_that_records_them(run_toy: RunToy) -> None:
     run = run_toy(steps=1).folder
     with pytest.raises(DataError, match=r"observe\.engine_steps=true"):
         calibrate_run(run)
 
 
-def test_a_run_without_a_trace_says_which_option_makes_it(written: Written) -> None:
+def test_a_run_without_a_trace_names_the_option_that_records_it(written: Written) -> None:
     (written.path / "trace.jsonl").unlink()
     with pytest.raises(DataError, match=r"observe\.trace_mb"):
         calibrate_run(written.path)
 
 
-def test_a_run_that_is_too_short_says_how_long_it_must_be(written: Written) -> None:
+def test_a_run_that_is_too_short_reports_the_required_length(written: Written) -> None:
     path = written.path / ENGINE_STEPS
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(DataError, match="4 steps or more"):
@@ -200,11 +202,11 @@ def test_a_real_run_can_be_calibrated_on_and_simulated(run_toy: RunToy, toy: Toy
     rows = [json.loads(line) for line in (run / ENGINE_STEPS).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(len(row["samples"]) == len(row["answers"]) == 16 for row in rows)
-    found = calibrate_run(run)
-    assert found.steps == 2
-    assert 1 <= min(found.work.lengths.trace) <= max(found.work.lengths.trace) <= 6
-    assert found.engine.step_time.seconds(16, 200) > 0
-    assert found.train.token_s > 0
+    calibration = calibrate_run(run)
+    assert calibration.steps == 2
+    assert 1 <= min(calibration.work.lengths.trace) <= max(calibration.work.lengths.trace) <= 6
+    assert calibration.engine.step_time.seconds(16, 200) > 0
+    assert calibration.train.token_s > 0
     answer = CliRunner().invoke(
         app, ["simulate", str(run / "recipe.yaml"), "--from", str(run), "--steps", "3"]
     )
@@ -213,7 +215,7 @@ def test_a_real_run_can_be_calibrated_on_and_simulated(run_toy: RunToy, toy: Toy
     assert "itself" in answer.output
 
 
-def test_records_of_steps_that_are_made_again_are_removed(toy: Toy, tmp_path: Path) -> None:
+def test_records_of_repeated_steps_are_removed(toy: Toy, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, toy().recipe)
     folder.append_rows(ENGINE_STEPS, [{"step": step} for step in (1, 2, 3)])
     folder.drop_rows_after(2)

@@ -84,7 +84,7 @@ async def _all(*works: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in running]
 
 
-def test_two_sequences_end_when_the_arithmetic_says():
+def test_two_sequences_end_at_the_computed_times():
     async def main() -> list[float]:
         engine = SimulatedEngine(QUARTERS, _wanting(2, 1), slots=2)
         both = (_timed(engine, _request(0, prompt=2)), _timed(engine, _request(1, prompt=3)))
@@ -103,7 +103,7 @@ def test_a_faster_engine_divides_every_time():
     assert run_virtual(main()) == (2.25 + 2.25) / 2
 
 
-def test_who_comes_during_a_step_joins_at_its_end():
+def test_a_request_that_arrives_during_a_step_joins_at_its_end():
     async def main() -> list[float]:
         engine = SimulatedEngine(SECOND, _wanting(5, 2), slots=2)
         ends = await _all(_timed(engine, _request(0)), _timed(engine, _request(1), at=2.5))
@@ -122,7 +122,7 @@ def test_a_free_slot_is_filled_at_the_moment_it_is_free():
     assert run_virtual(main()) == [3, 5, 9]
 
 
-def test_who_is_asked_again_at_the_end_of_a_step_loses_no_step():
+def test_a_waiter_that_returns_at_the_end_of_a_step_loses_no_step():
     async def main() -> float:
         engine = SimulatedEngine(SECOND, lambda _: 2, slots=1)
         for turn in range(5):
@@ -138,8 +138,8 @@ def test_a_prompt_is_prefilled_once_for_a_group():
 
     async def main(grouped: bool) -> tuple[float, int]:
         engine = SimulatedEngine(step, lambda _: 1, slots=4)
-        asked = (_request(n, prompt=4, grouped=grouped) for n in range(4))
-        await _all(*(engine.generate(request) for request in asked))
+        planned = (_request(n, prompt=4, grouped=grouped) for n in range(4))
+        await _all(*(engine.generate(request) for request in planned))
         return _now(), engine.usage().prefilled_tokens
 
     assert run_virtual(main(True)) == (1 + 4 * 0.5, 4)
@@ -213,8 +213,8 @@ def test_only_tokens_over_an_older_cache_are_flagged():
             _at(5.0, engine.commit_shared(PolicyVersion(2), keep_cache=True)),
         ]
         first, second, *_ = await _all(*map(engine.generate, (_request(0), _request(1))), *changes)
-        whole = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
-        return [first, second, await engine.generate(whole)]
+        complete_one = replace(_request(0), continue_from=first, sampling=Sampling(max_tokens=8))
+        return [first, second, await engine.generate(complete_one)]
 
     first, second, again = run_virtual(main())
     assert first.versions.tolist() == [0, 0, 1, 1, 1, 2]
@@ -223,7 +223,7 @@ def test_only_tokens_over_an_older_cache_are_flagged():
     assert again.kept_cache.tolist() == first.kept_cache.tolist()
 
 
-def test_a_completion_tells_how_long_it_was_queued_and_prefilled():
+def test_a_completion_reports_its_time_in_queue_and_prefill():
     async def main() -> list[Completion]:
         engine = SimulatedEngine(PREFILLS, lambda _: 4, slots=1)
         requests = [_request(n, prompt=10, grouped=True) for n in range(2)]
@@ -275,22 +275,22 @@ def test_a_response_that_no_cache_could_hold_is_cut_like_any_too_long_one():
     assert (len(short.token_ids), short.stop) == (5, StopReason.LENGTH)
 
 
-def test_an_aborted_sequence_goes_on_elsewhere_with_its_tokens_and_its_length():
+def test_an_aborted_sequence_continues_on_another_engine_with_its_tokens_and_length():
     async def main() -> tuple[Completion, Completion, int]:
         one = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=0)
         other = SimulatedEngine(SECOND, lambda _: 10, slots=1, version=1)
         part, _ = await _all(one.generate(_request()), _at(3.5, one.abort(SampleId(0, 0))))
         assert _now() == 4
-        whole = await other.generate(_request(prompt=2, continue_from=part))
+        complete_one = await other.generate(_request(prompt=2, continue_from=part))
         assert one.load().running == 0
-        return part, whole, other.usage().prefilled_tokens
+        return part, complete_one, other.usage().prefilled_tokens
 
-    part, whole, prefilled = run_virtual(main())
+    part, complete_one, prefilled = run_virtual(main())
     assert (part.stop, len(part.token_ids)) == (StopReason.ABORTED, 4)
-    assert (whole.stop, len(whole.token_ids)) == (StopReason.STOP, 10)
-    assert whole.versions.tolist() == [0] * 4 + [1] * 6
+    assert (complete_one.stop, len(complete_one.token_ids)) == (StopReason.STOP, 10)
+    assert complete_one.versions.tolist() == [0] * 4 + [1] * 6
     assert prefilled == 2 + 4
-    assert not whole.versions.flags.writeable
+    assert not complete_one.versions.flags.writeable
 
 
 def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
@@ -314,8 +314,8 @@ def test_a_waiting_sequence_is_aborted_immediately_and_an_unknown_one_ignored():
 def test_a_finished_sequence_that_is_continued_ends_immediately():
     async def main() -> tuple[float, Completion]:
         engine = SimulatedEngine(SECOND, lambda _: 3, slots=1)
-        whole = await engine.generate(_request())
-        again = await engine.generate(_request(continue_from=whole))
+        complete_one = await engine.generate(_request())
+        again = await engine.generate(_request(continue_from=complete_one))
         return _now(), again
 
     time, again = run_virtual(main())
@@ -372,7 +372,7 @@ def test_sleep_frees_the_cache_and_running_sequences_prefill_again():
     assert run_virtual(main()) == (4 + 3, 10 + 2)
 
 
-def test_a_failure_reaches_everyone_who_waits_and_everyone_who_comes():
+def test_a_failure_reaches_current_and_later_waiters():
     async def main() -> list[str]:
         engine = SimulatedEngine(SECOND, lambda _: 100, slots=1)
         engine.fail_at(2.5)
@@ -438,18 +438,24 @@ def test_an_engine_refuses_what_it_cannot_do():
 
 
 @dataclass
-class _Asked:
+class _PlannedRequest:
     at: float
     prompt: int
-    wanted: int
+    length: int
     drawn: int = 0
     ended: float = 0.0
 
 
-def _step_by_step(jobs: Sequence[_Asked], *, slots: int, capacity: int) -> tuple[list[float], int]:
+def _step_by_step(
+    jobs: Sequence[_PlannedRequest], *, slots: int, capacity: int
+) -> tuple[list[float], int]:
     """The oracle: every step by itself, in plain loops."""
     now, preempted = 0.0, 0
-    coming, waiting, running = sorted(jobs, key=lambda job: job.at), list[_Asked](), list[_Asked]()
+    coming, waiting, running = (
+        sorted(jobs, key=lambda job: job.at),
+        list[_PlannedRequest](),
+        list[_PlannedRequest](),
+    )
     while coming or waiting or running:
         if not waiting and not running:
             now = max(now, coming[0].at)
@@ -472,7 +478,7 @@ def _step_by_step(jobs: Sequence[_Asked], *, slots: int, capacity: int) -> tuple
         for job in running:
             job.drawn += 1
             job.ended = now
-        running = [job for job in running if job.drawn < job.wanted]
+        running = [job for job in running if job.drawn < job.length]
     return [job.ended for job in jobs], preempted
 
 
@@ -498,19 +504,19 @@ def test_the_closed_form_equals_a_step_by_step_simulation(jobs, slots, capacity)
             for n, (at, prompt, _) in enumerate(jobs)
         )
         ends = await _all(*works)
-        assert engine.usage().generated_tokens == sum(wanted for *_, wanted in jobs)
+        assert engine.usage().generated_tokens == sum(length for *_, length in jobs)
         return [when for when, _ in ends], engine.load().preempted
 
-    asked = [_Asked(at / 10, prompt, wanted) for at, prompt, wanted in jobs]
-    ends, preempted = _step_by_step(asked, slots=slots, capacity=capacity)
-    found, thrown_out = run_virtual(main())
+    planned = [_PlannedRequest(at / 10, prompt, length) for at, prompt, length in jobs]
+    ends, preempted = _step_by_step(planned, slots=slots, capacity=capacity)
+    actual, thrown_out = run_virtual(main())
     assert thrown_out == preempted
-    np.testing.assert_allclose(found, ends, rtol=1e-9)
+    np.testing.assert_allclose(actual, ends, rtol=1e-9)
 
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_whatever_the_order_and_the_interruptions_the_work_is_the_same(data):
+def test_the_workload_does_not_depend_on_order_or_interruptions(data):
     lengths = Lengths(7, LogNormal(20, 5), 80)
     uids = [SampleId(g, n) for g in range(3) for n in range(3)]
     order = data.draw(st.permutations(uids))
@@ -579,7 +585,7 @@ def test_a_thousand_engines_run_to_the_end_in_seconds():
     assert usage.prefilled_tokens == 8192 * 200
 
 
-def test_log_normal_lengths_have_the_median_and_the_tail_that_were_asked_for():
+def test_log_normal_lengths_have_the_requested_median_and_tail():
     lengths = Lengths(1, LogNormal(600, 10), 100_000)
     drawn = np.array([lengths.tokens(SampleId(n, 0)) for n in range(20_000)])
     assert np.median(drawn) == pytest.approx(600, rel=0.03)
@@ -596,7 +602,7 @@ def test_lengths_are_cut_follow_the_id_and_the_turn_and_are_never_zero():
     assert drawn != [replace(lengths, seed=2).tokens(uid) for uid in uids]
 
 
-def test_recorded_lengths_come_from_the_record_and_each_is_as_likely():
+def test_recorded_lengths_are_drawn_uniformly_from_the_record():
     lengths = Lengths(
         0,
         Recorded(
@@ -629,7 +635,7 @@ def test_samples_of_a_group_can_correlate_without_changing_the_distribution():
     assert logs.std() == pytest.approx(others.std(), rel=0.1)
 
 
-def test_latencies_are_what_their_names_say():
+def test_latencies_have_the_named_distributions():
     uids = [SampleId(n, 0) for n in range(2000)]
     assert {Latencies(0, Constant(1.5)).seconds(uid) for uid in uids} == {1.5}
     bent = Latencies(0, LogNormal(0.2, 20))
@@ -650,7 +656,7 @@ def test_a_reward_takes_its_time_and_scores_by_id():
     assert run_virtual(main()) == (2, values)
 
 
-def test_shares_of_groups_without_signal_and_of_failures_are_as_asked_for():
+def test_shares_of_groups_without_signal_and_of_failures_are_as_configured():
     async def main() -> list[list[Any]]:
         reward = SimulatedReward(Latencies(0, Constant(0.0)), flat=0.3, failed=0.1)
         return [[await reward.score(sample(uid=(g, n))) for n in range(3)] for g in range(1500)]
@@ -658,9 +664,9 @@ def test_shares_of_groups_without_signal_and_of_failures_are_as_asked_for():
     groups = run_virtual(main())
     failed = sum(not score.ok for scores in groups for score in scores)
     assert failed / 4500 == pytest.approx(0.1, abs=0.02)
-    whole = [scores for scores in groups if all(score.ok for score in scores)]
-    flat = [scores for scores in whole if len({score.value for score in scores}) == 1]
-    assert len(flat) / len(whole) == pytest.approx(0.3, abs=0.05)
+    complete_one = [scores for scores in groups if all(score.ok for score in scores)]
+    flat = [scores for scores in complete_one if len({score.value for score in scores}) == 1]
+    assert len(flat) / len(complete_one) == pytest.approx(0.3, abs=0.05)
     assert {scores[0].value for scores in flat} == {0.0, 1.0}
 
 
@@ -689,11 +695,11 @@ def _records(step_time: StepTime, *, noise: float, count: int = 400) -> list[Ste
 def test_a_fit_finds_the_parts_of_noisy_records():
     true = StepTime(0.02, 1e-4, 4e-8, 2e-6)
     fit = fit_step_time(_records(true, noise=0.03, count=1600))
-    found = fit.step_time
-    assert found.base_s == pytest.approx(true.base_s, rel=0.03)
-    assert found.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
-    assert found.per_kv_token_s == pytest.approx(true.per_kv_token_s, rel=0.15)
-    assert found.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.05)
+    actual = fit.step_time
+    assert actual.base_s == pytest.approx(true.base_s, rel=0.03)
+    assert actual.per_sequence_s == pytest.approx(true.per_sequence_s, rel=0.15)
+    assert actual.per_kv_token_s == pytest.approx(true.per_kv_token_s, rel=0.15)
+    assert actual.per_prefill_token_s == pytest.approx(true.per_prefill_token_s, rel=0.05)
     assert fit.mean_error == pytest.approx(0.03 * np.sqrt(2 / np.pi), rel=0.15)
     assert fit.mean_error < fit.worst_error < 0.2
     assert fit.records == 1600
@@ -708,11 +714,11 @@ def test_a_fit_without_noise_is_exact():
 
 def test_a_part_that_would_be_negative_is_zero_and_the_others_are_fitted_without_it():
     records = [StepRecord(batch, 10 * batch, 0, 1.0 - 0.01 * batch) for batch in range(1, 20)]
-    found = fit_step_time(records).step_time
-    assert (found.per_sequence_s, found.per_kv_token_s, found.per_prefill_token_s) == (0, 0, 0)
+    actual = fit_step_time(records).step_time
+    assert (actual.per_sequence_s, actual.per_kv_token_s, actual.per_prefill_token_s) == (0, 0, 0)
     # With the base alone, the least relative error is at sum(1 / t) / sum(1 / t^2).
     inverse = np.array([1 / record.seconds for record in records])
-    assert found.base_s == pytest.approx(inverse.sum() / (inverse**2).sum())
+    assert actual.base_s == pytest.approx(inverse.sum() / (inverse**2).sum())
 
 
 @settings(max_examples=50, deadline=None)
@@ -730,12 +736,12 @@ def test_a_part_that_would_be_negative_is_zero_and_the_others_are_fitted_without
     )
 )
 def test_no_records_make_a_negative_part(records):
-    found = fit_step_time(records).step_time
+    actual = fit_step_time(records).step_time
     parts = (
-        found.base_s,
-        found.per_sequence_s,
-        found.per_kv_token_s,
-        found.per_prefill_token_s,
+        actual.base_s,
+        actual.per_sequence_s,
+        actual.per_kv_token_s,
+        actual.per_prefill_token_s,
     )
     assert min(parts) >= 0
 

@@ -75,7 +75,7 @@ def test_a_synchronous_step_is_its_longest_sample_then_the_training_then_the_pub
 
 
 @pytest.mark.parametrize("engines_go_on", [True, False])
-def test_engines_go_on_while_weights_are_on_their_way(engines_go_on: bool) -> None:
+def test_engines_generate_while_weights_are_transferred(engines_go_on: bool) -> None:
     """Generation is what takes longest: 10 s a step, and the pauses of its engines."""
     seconds = "transfer_s" if engines_go_on else "publish_s"
     devices = {"train_token_s": 0.01, seconds: 2.0}
@@ -107,30 +107,30 @@ def test_an_environment_takes_its_time_between_turns_and_is_named() -> None:
 
 
 def test_the_same_scenario_gives_the_same_report_and_another_seed_another() -> None:
-    told = spread(rollout={"max_staleness": 2})
-    assert simulate(told) == simulate(told)
-    assert simulate(told) != simulate(told.change(seed=1))
+    setup = spread(rollout={"max_staleness": 2})
+    assert simulate(setup) == simulate(setup)
+    assert simulate(setup) != simulate(setup.change(seed=1))
 
 
 def test_without_the_barrier_the_same_samples_are_trained_in_less_time() -> None:
     # 32 samples have 64 slots: the synchronous step is as long as its longest sample.
     devices = {"generators": 1, "trainers": 3, "slots": 16}
-    told = set_rollout_share(spread(devices=devices, rollout={"max_staleness": 2}), 0.7)
-    synchronous, ours = simulate(make_synchronous(told)), simulate(told)
+    setup = set_rollout_share(spread(devices=devices, rollout={"max_staleness": 2}), 0.7)
+    synchronous, ours = simulate(make_synchronous(setup)), simulate(setup)
     assert ours.samples == synchronous.samples
     assert ours.step_s < 0.8 * synchronous.step_s
     assert ours.age_max <= 2
     assert not ours.dropped
 
 
-def test_calibration_gives_rollout_the_share_that_was_asked_for() -> None:
+def test_calibration_gives_rollout_the_requested_share() -> None:
     report = simulate(make_synchronous(set_rollout_share(spread(), 0.6)))
     assert report.rollout_share == pytest.approx(0.6, abs=0.001)
 
 
 def test_a_given_training_cost_is_kept() -> None:
-    told = scenario(devices={"train_token_s": 0.25})
-    assert add_training_cost(told) == told
+    setup = scenario(devices={"train_token_s": 0.25})
+    assert add_training_cost(setup) == setup
     assert add_training_cost(scenario()).devices.train_token_s > 0
 
 
@@ -139,14 +139,14 @@ def test_must_take_has_no_length_bias_and_spares_shorten_what_is_trained() -> No
     assert simulate(spread(rollout={"max_staleness": 2, "spare_samples": 2})).length_bias < -0.1
 
 
-def test_a_lost_engine_s_samples_are_trained_all_the_same() -> None:
+def test_samples_of_a_lost_engine_are_still_trained() -> None:
     lost = spread(
         rollout={"max_staleness": 1}, failures=[{"engine": 0, "at_s": 50.0, "back_s": 300.0}]
     )
     report = simulate(lost)
-    whole = simulate(lost.change(failures=()))
-    assert report.samples == whole.samples
-    assert report.seconds > whole.seconds
+    full = simulate(lost.change(failures=()))
+    assert report.samples == full.samples
+    assert report.seconds > full.seconds
     assert not report.dropped
 
 
@@ -155,7 +155,7 @@ def test_an_engine_that_does_not_exist_cannot_fail() -> None:
         simulate(scenario(failures=[{"engine": 7, "at_s": 1.0}]))
 
 
-def test_the_wait_is_laid_at_the_door_of_the_sample_that_ended_last() -> None:
+def test_a_wait_is_attributed_to_the_sample_that_ended_last() -> None:
     attribution = WaitAttribution()
     first, last = SampleId(0, 0), SampleId(0, 1)
     attribution.add_span(first, on_engine(SampleStage.GENERATING, 0), 0.0, 9.0)
@@ -175,10 +175,10 @@ def test_a_timeline_stays_small_however_long_the_run_is() -> None:
 
 
 def test_the_work_of_a_sample_follows_from_its_id() -> None:
-    told = spread()
-    one, other = SampleWork(told.work, 3), SampleWork(told.work, 3)
+    setup = spread()
+    one, other = SampleWork(setup.work, 3), SampleWork(setup.work, 3)
     assert one.tokens(SampleId(5, 1)) == other.tokens(SampleId(5, 1))
-    assert SampleWork(told.work, 4).tokens(SampleId(5, 1)) != one.tokens(SampleId(5, 1))
+    assert SampleWork(setup.work, 4).tokens(SampleId(5, 1)) != one.tokens(SampleId(5, 1))
 
 
 def test_groups_of_one_prompt_share_its_part_of_the_length() -> None:
@@ -188,7 +188,7 @@ def test_groups_of_one_prompt_share_its_part_of_the_length() -> None:
     assert work.tokens(SampleId(1, 0)) != work.tokens(SampleId(2, 0))
 
 
-def test_a_load_file_goes_over_what_is_known_and_a_slip_is_named(tmp_path: Path) -> None:
+def test_a_load_file_overrides_the_defaults_and_its_mistakes_are_named(tmp_path: Path) -> None:
     file = tmp_path / "load.yaml"
     file.write_text("devices: {slots: 7}\nseed: 3\n", encoding="utf-8")
     read = read_scenario(file, base=scenario())
@@ -206,7 +206,7 @@ def test_lengths_are_two_numbers_or_a_file(tmp_path: Path) -> None:
         read_lengths("nowhere.jsonl")
 
 
-def test_failures_are_read_as_they_are_written() -> None:
+def test_failure_scripts_are_parsed() -> None:
     once, back = read_failures(["0@300", "1@20-40.5"])
     assert (once.engine, once.at_s, once.back_s) == (0, 300, 0)
     assert (back.engine, back.at_s, back.back_s) == (1, 20, 40.5)
@@ -214,7 +214,7 @@ def test_failures_are_read_as_they_are_written() -> None:
         read_failures(["soon"])
 
 
-def test_collections_are_rare_inside_and_as_before_after() -> None:
+def test_garbage_collections_are_rare_inside_the_block_and_normal_after_it() -> None:
     before = gc.get_threshold()
     with rare_garbage_collection(0):
         inside = gc.get_threshold()
@@ -236,12 +236,12 @@ def test_the_command_prints_a_report_and_draws_a_picture(tmp_path: Path) -> None
     recipe = Path(__file__).parents[2] / "recipes" / "smollm2_sums.yaml"
     picture = tmp_path / "timeline.png"
     options = ["--engines", "2", "--slots", "8", "--steps", "2", "--lengths", "8,3"]
-    told = ["simulate", str(recipe), "rollout.max_staleness=1", *options]
-    shown = CliRunner().invoke(app, [*told, "--picture", str(picture)])
+    setup = ["simulate", str(recipe), "rollout.max_staleness=1", *options]
+    shown = CliRunner().invoke(app, [*setup, "--picture", str(picture)])
     assert shown.exit_code == 0, shown.output
     assert "waited for" in shown.output
     assert picture.stat().st_size > 1000
-    figures = json.loads(CliRunner().invoke(app, [*told, "--json"]).output)
+    figures = json.loads(CliRunner().invoke(app, [*setup, "--json"]).output)
     assert figures["steps"] == 2
     assert figures["samples"] == 2 * 16 * 8
     assert figures["age_max"] <= 1

@@ -24,9 +24,9 @@ from rollick.types import Request, SampleId, Sampling, StepRecord
 def test_steps_that_were_disturbed_count_in_a_fit_that_keeps_the_total() -> None:
     """One of ten steps takes eleven times as long: the mean step takes twice as long."""
     records = [StepRecord(4, 100, 0, 0.11 if n == 0 else 0.01) for n in range(10)]
-    plain, whole = fit_step_time(records), fit_step_time(records, keep_total=True)
+    plain, full = fit_step_time(records), fit_step_time(records, keep_total=True)
     assert plain.step_time.seconds(4, 100) < 0.012
-    assert whole.step_time.seconds(4, 100) == pytest.approx(0.02)
+    assert full.step_time.seconds(4, 100) == pytest.approx(0.02)
 
 
 def test_training_is_what_is_fixed_and_the_rest_by_token() -> None:
@@ -36,7 +36,7 @@ def test_training_is_what_is_fixed_and_the_rest_by_token() -> None:
 
 
 def test_errors_of_a_training_fit_are_relative() -> None:
-    """Two steps alike but for their time: 1.0 and 3.0, so 2.0 is 100 % and 33 % off."""
+    """Two equal steps with different times: 1.0 and 3.0, so 2.0 is 100 % and 33 % off."""
     fit = fit_train_time([TrainRecord(10, 1.0, 0.0), TrainRecord(10, 3.0, 0.0)])
     assert fit.worst_error == pytest.approx(1.0)
     assert fit.mean_error == pytest.approx((1 + 1 / 3) / 2)
@@ -68,7 +68,7 @@ def test_recorded_latencies_are_drawn_from() -> None:
     assert {latency.quantile(float(u)) for u in np.linspace(0.01, 0.99, 9)} == {0.1, 0.4}
 
 
-def test_ways_and_the_controller_make_a_synchronous_step_longer() -> None:
+def test_latencies_and_the_controller_make_a_synchronous_step_longer() -> None:
     plain = Scenario().change(rollout={"groups_per_step": 2, "group_size": 2})
     plain = plain.change(work={"lengths": {"median": 4, "tail": 1}}, steps=3)
     slow = plain.change(devices={"call_s": 0.5, "controller_s": 0.25})
@@ -89,7 +89,7 @@ def test_a_fit_recognises_padded_steps() -> None:
     assert fit.step_time.per_kv_token_s == pytest.approx(1e-4)
 
 
-def test_a_prefill_costs_its_step_something_whatever_its_length() -> None:
+def test_a_prefill_of_any_length_adds_time_to_its_step() -> None:
     time = StepTime(0.01, per_prefill_token_s=0.001, prefill_base_s=0.005)
     assert time.seconds(1, 1) == pytest.approx(0.01)
     assert time.seconds(1, 1, prefill_tokens=3) == pytest.approx(0.01 + 0.005 + 0.003)
@@ -115,7 +115,7 @@ def test_engine_and_trainer_slow_each_other_down_only_while_both_work() -> None:
 
 
 @pytest.mark.parametrize(("padded", "first"), [(True, 0.010), (False, 0.006)])
-def test_a_padded_engine_pays_for_the_longest_sequence_in_every_row(
+def test_in_a_padded_engine_every_row_costs_as_much_as_the_longest(
     padded: bool, first: float
 ) -> None:
     """Samples of 1 and 3 tokens after prompts of 1 and 5: of the first step's 6 tokens it makes 10;

@@ -62,7 +62,7 @@ def test_a_task_group_runs_its_tasks_side_by_side():
     assert run_virtual(main()) == 5
 
 
-def test_what_is_ready_runs_before_the_clock_moves():
+def test_ready_tasks_run_before_the_clock_advances():
     async def main() -> list[str]:
         seen: list[str] = []
         loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ def test_a_stuck_program_still_cleans_up():
     assert closed == ["yes"]
 
 
-def test_an_error_comes_out_as_it_is():
+def test_an_error_is_raised_unchanged():
     async def main() -> None:
         await asyncio.sleep(1)
         raise ZeroDivisionError("one")
@@ -126,7 +126,7 @@ def test_an_error_comes_out_as_it_is():
         run_virtual(main())
 
 
-def test_a_thread_raises_because_the_clock_would_not_wait_for_it():
+def test_a_thread_raises_because_the_virtual_clock_cannot_wait_for_it():
     async def main() -> None:
         await asyncio.to_thread(time.monotonic)
 

@@ -37,7 +37,7 @@ def critic_of(folder: Path, **sections: dict[str, Any]) -> LocalCritic:
     return LocalCritic(recipe_of(folder, algorithm={"preset": "ppo"}, **sections))
 
 
-def judged_batch(lengths: list[int], *, seed: int = 0) -> Batch:
+def annotated_batch(lengths: list[int], *, seed: int = 0) -> Batch:
     """A batch with old values and returns for its trained tokens, as a mean over them."""
     batch = random_batch(lengths, seed=seed)
     random = np.random.default_rng(seed + 1)
@@ -57,8 +57,8 @@ def with_one_prompt(batch: Batch, *, tokens: int) -> Batch:
 
 
 def value_loss(inputs: ValueInputs) -> Loss:
-    found = value(inputs, ValueLoss(clip=CLIP))
-    return Loss((inputs.weights_T * found.loss_T).sum(), found.sums)
+    actual = value(inputs, ValueLoss(clip=CLIP))
+    return Loss((inputs.weights_T * actual.loss_T).sum(), actual.sums)
 
 
 def gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
@@ -73,10 +73,10 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_row_on_top(folder: Path):
+def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_value_row(folder: Path):
     critic = critic_of(folder)
     critic.module.double()
-    batch = judged_batch(LENGTHS)
+    batch = annotated_batch(LENGTHS)
     ours = gradient(critic, batch)
 
     plain = AutoModelForCausalLM.from_pretrained(folder).double().eval()
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_a_plain_transformers_model_with_a_row_on_top(fo
 
 
 def test_the_gradient_does_not_depend_on_split_packing_order_or_shared_prompts(folder: Path):
-    batch = with_one_prompt(judged_batch(LENGTHS), tokens=2)
+    batch = with_one_prompt(annotated_batch(LENGTHS), tokens=2)
     plain = critic_of(folder, train={"share_prefix": False})
     plain.module.double()
     widen_norms(plain.module)
@@ -135,7 +135,7 @@ def test_a_value_is_of_what_comes_before_the_token(folder: Path, share: bool):
         np.testing.assert_allclose(values.last_values_B[b], every[-1], atol=1e-6)
 
 
-def test_a_value_does_not_see_the_token_that_is_drawn(folder: Path):
+def test_a_value_does_not_depend_on_the_sampled_token(folder: Path):
     critic, batch = critic_of(folder), random_batch([6])
     other = batch.token_ids_N.copy()
     other[4] = 4 + (other[4] - 3) % 50
@@ -176,7 +176,7 @@ def test_the_value_head_is_float32_over_a_body_of_any_dtype(folder: Path):
     assert {p.dtype for p in critic.module.head.parameters()} == {torch.float32}
 
 
-def test_a_critic_may_have_a_body_of_its_own(folder: Path, tmp_path: Path):
+def test_a_critic_may_have_its_own_base_model(folder: Path, tmp_path: Path):
     small = save_tiny(tmp_path, hidden=16, layers=1)
     critic = critic_of(folder, critic={"model": {"path": str(small)}})
     assert critic.module.head.in_features == 16
@@ -184,7 +184,7 @@ def test_a_critic_may_have_a_body_of_its_own(folder: Path, tmp_path: Path):
 
 
 def test_values_move_towards_their_returns(folder: Path):
-    critic, batch = critic_of(folder), judged_batch(LENGTHS)
+    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
     errors: list[float] = []
     for _ in range(30):
         now_N = critic.values(batch).values_N
@@ -195,7 +195,7 @@ def test_values_move_towards_their_returns(folder: Path):
     assert errors[-1] < 0.1 * errors[0]
 
 
-def test_the_schedule_of_the_critic_has_the_warm_up_that_the_policy_has_not(folder: Path):
+def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: Path):
     train = {"schedule": {"shape": "linear"}, "minibatches": 2, "epochs": 2}
     critic = critic_of(
         folder,
@@ -209,7 +209,7 @@ def test_the_schedule_of_the_critic_has_the_warm_up_that_the_policy_has_not(fold
 
 
 def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: Path):
-    critic, batch = critic_of(folder), judged_batch([6, 6])
+    critic, batch = critic_of(folder), annotated_batch([6, 6])
     before = critic.values(batch).values_N
     bad = np.where(batch.loss_mask_N, np.nan, batch.returns_N)
     critic.forward_backward(replace(batch, returns_N=bad), value_loss)
@@ -221,7 +221,7 @@ def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder:
 
 
 def test_numbers_outside_the_mask_cannot_poison_the_gradient(folder: Path):
-    critic, batch = critic_of(folder), judged_batch([6, 6])
+    critic, batch = critic_of(folder), annotated_batch([6, 6])
     expected = gradient(critic, batch)
     poison = np.where(batch.loss_mask_N, batch.returns_N, np.nan)
     assert torch.equal(gradient(critic, replace(batch, returns_N=poison)), expected)
@@ -249,21 +249,21 @@ def test_deterministic_values_do_not_depend_on_neighbours_or_micro_batches(folde
 
 
 def test_deterministic_training_does_not_depend_on_the_order_of_the_batch(folder: Path):
-    batch = judged_batch(LENGTHS)
-    found: list[np.ndarray[Any, Any]] = []
+    batch = annotated_batch(LENGTHS)
+    actual: list[np.ndarray[Any, Any]] = []
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
         critic = critic_of(folder, run={"deterministic": True})
         critic.forward_backward(batch.take(order), value_loss)
         critic.step()
-        found.append(critic.values(batch).values_N)
-    assert np.array_equal(found[0], found[1])
+        actual.append(critic.values(batch).values_N)
+    assert np.array_equal(actual[0], actual[1])
 
 
-def test_a_restored_critic_goes_on_as_the_one_that_was_saved(folder: Path, tmp_path: Path):
+def test_a_restored_critic_continues_like_the_saved_one(folder: Path, tmp_path: Path):
     critic = critic_of(folder)
 
     def train(trained: LocalCritic, seed: int) -> None:
-        trained.forward_backward(judged_batch(LENGTHS, seed=seed), value_loss)
+        trained.forward_backward(annotated_batch(LENGTHS, seed=seed), value_loss)
         trained.step()
 
     train(critic, 0)
@@ -292,8 +292,8 @@ def test_a_folder_without_a_critic_is_refused(folder: Path, tmp_path: Path):
         critic_of(folder).load(tmp_path)
 
 
-def test_what_sleeps_is_saved_all_the_same(folder: Path, tmp_path: Path):
-    critic, batch = critic_of(folder), judged_batch(LENGTHS)
+def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
+    critic, batch = critic_of(folder), annotated_batch(LENGTHS)
     critic.forward_backward(batch, value_loss)
     critic.step()
     before = critic.values(batch).values_N
@@ -308,15 +308,15 @@ def test_what_sleeps_is_saved_all_the_same(folder: Path, tmp_path: Path):
     assert np.array_equal(critic.values(batch).values_N, before)
 
 
-def test_parked_tensors_give_their_memory_back_and_come_again_with_all_who_share_it():
+def test_offloaded_tensors_free_their_memory_and_are_restored_with_all_views():
     one, two = torch.arange(4.0), torch.arange(3.0)
     view, stays = one.view(2, 2), torch.ones(2)
-    parked = OffloadedTensors()
-    parked.move_to_host({"one": one, "view": view, "two": two, "stays": stays}, keep=[stays])
-    assert parked
-    assert parked.copies.keys() == {"one", "two"}
+    offloaded = OffloadedTensors()
+    offloaded.move_to_host({"one": one, "view": view, "two": two, "stays": stays}, keep=[stays])
+    assert offloaded
+    assert offloaded.copies.keys() == {"one", "two"}
     assert [t.untyped_storage().size() for t in (one, two)] == [0, 0]
     assert stays.tolist() == [1, 1]
-    parked.restore_from_host()
-    assert not parked
+    offloaded.restore_from_host()
+    assert not offloaded
     assert (view.tolist(), two.tolist()) == ([[0, 1], [2, 3]], [0, 1, 2])

@@ -33,13 +33,13 @@ def kept_per_token(strategy: LocalStrategy) -> float:
 
 @pytest.mark.parametrize("lora", [None, {"rank": 8}])
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_a_forward_keeps_about_what_is_predicted(
+def test_a_forward_keeps_about_the_predicted_memory(
     tmp_path: Path, dtype: str, itemsize: int, lora: dict[str, int] | None
 ) -> None:
     folder = save_tiny(tmp_path, hidden=128, heads=8, kv_heads=2)
     shape = ModelShape.read(str(folder))
     assert shape is not None
     model, train = {"path": str(folder), "dtype": dtype}, {"lora": lora, "share_prefix": False}
-    seen = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
-    said = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
-    assert 0.9 < seen / said < 1.1
+    measured = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
+    predicted = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
+    assert 0.9 < measured / predicted < 1.1

@@ -77,7 +77,7 @@ def token_loss(inputs: LossInputs) -> Loss:
 
 
 def sequence_loss(inputs: LossInputs) -> Loss:
-    """One ratio for a whole sample, so that its tokens need each other."""
+    """One ratio for each sample, so its tokens depend on each other."""
     return weighted_loss(inputs, gspo(inputs, GspoLoss()))
 
 
@@ -90,7 +90,7 @@ def recipe_with(folder: Path, parallel: Mapping[str, Any] | None = None, **train
 
 
 def grouped(batch: Batch, *, prompt: int = 4) -> Batch:
-    """The same with samples of a group that begin alike."""
+    """The same with samples of a group that share a prefix."""
     token_ids_N = batch.token_ids_N.copy()
     offsets = batch.offsets_B1
     shared = np.arange(4, 4 + prompt)
@@ -109,26 +109,26 @@ def asking_for_more(batch: Batch) -> Batch:
 
 
 def near_the_policy(batch: Batch, logprobs_N: Any) -> Batch:
-    """Drawn by a policy close by: else a ratio of a whole sample is clipped, with no gradient."""
+    """Drawn by a policy close by: else the ratio of a sample is clipped, with no gradient."""
     noise_N = np.random.default_rng(1).normal(scale=0.01, size=batch.tokens)
     return replace(batch, logprobs_N=(logprobs_N + noise_N).astype(np.float32))
 
 
-def whole(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
+def full_run(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
     """What the local strategy says."""
     strategy = LocalStrategy(recipe)
     if dtype is torch.float64:
         module: Any = strategy.module.double()
         module.set_experts_implementation("eager")
         widen_norms(module)
-    found: list[Outcome] = []
+    actual: list[Outcome] = []
     for loss in LOSSES:
         report = strategy.forward_backward(batch, loss)
         named = strategy.module.named_parameters()
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        found.append(Outcome(strategy.logprobs(batch), report, gradients))
+        actual.append(Outcome(strategy.logprobs(batch), report, gradients))
         strategy.optimizer.drop_gradients()
-    return found
+    return actual
 
 
 def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
@@ -136,13 +136,13 @@ def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
     strategy = FsdpStrategy(recipe, dtype=dtype)
     if dtype is torch.float64:
         widen_norms(strategy.model)
-    found: list[Outcome] = []
+    actual: list[Outcome] = []
     for loss in LOSSES:
         report = strategy.forward_backward(own_part(strategy, batch)[0], loss)
         gradients = gathered_gradients(strategy)
-        found.append(Outcome(all_logprobs(strategy, batch), report, gradients))
+        actual.append(Outcome(all_logprobs(strategy, batch), report, gradients))
         strategy.sharded.drop_gradients()
-    return found
+    return actual
 
 
 def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
@@ -157,7 +157,7 @@ def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
 
 
 def distance(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> float:
-    """Of the whole gradient, relative."""
+    """Relative, of the full gradient."""
     assert ours.keys() == theirs.keys()
     size = sum(value.double().square().sum() for value in theirs.values()) ** 0.5
     error = sum((ours[n] - theirs[n]).double().square().sum() for n in theirs) ** 0.5
@@ -186,7 +186,7 @@ def on_one_rank(
     batch = asking_for_more(grouped(random_batch(LENGTHS)))
     plain = recipe_with(folder, **dict(train))
     batch = near_the_policy(batch, LocalStrategy(plain).logprobs(batch))
-    return batch, whole(plain, batch, dtype)
+    return batch, full_run(plain, batch, dtype)
 
 
 def compare(
@@ -255,7 +255,7 @@ def test_ranks_may_have_unequal_parts_of_a_batch_or_none(
     recipe = recipe_with(dense, tokens_per_microbatch=8)
     batch = random_batch(lengths)
     batch = near_the_policy(batch, LocalStrategy(recipe).logprobs(batch))
-    expected = whole(recipe, batch, torch.float64)
+    expected = full_run(recipe, batch, torch.float64)
     cut = recipe_with(dense, parallel, tokens_per_microbatch=8)
     for answer in ranks(4).run(sharded, cut, batch, torch.float64):
         assert_equal(answer, expected, torch.float64)
@@ -315,21 +315,23 @@ def windowed_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "parallel", [{"data": 2, "expert": 2}, slowly({"data": 2, "context": 2})], ids=str
 )
-def test_the_loss_that_balances_experts_uses_the_counts_of_the_whole_batch(
+def test_the_loss_that_balances_experts_uses_the_counts_of_the_full_batch(
     ranks: RanksOf, mixture: Path, parallel: dict[str, int]
 ):
     options: dict[str, Any] = {"expert_balance": 0.5, "share_prefix": False}
     batch = grouped(random_batch(LENGTHS))
     plain = recipe_with(mixture, **options)
     batch = near_the_policy(batch, LocalStrategy(plain).logprobs(batch))
-    expected = whole(plain, batch, torch.float64)
+    expected = full_run(plain, batch, torch.float64)
     report = expected[0].report
     shown = report.sums["expert_balance"] / report.tokens
-    assert shown == pytest.approx(2, rel=0.5)  # the experts of a row, if all were chosen alike
+    assert shown == pytest.approx(
+        2, rel=0.5
+    )  # the experts of a row, if all were chosen equally often
     for tokens in (10_000, 15):
         cut = {**options, "tokens_per_microbatch": tokens}
         assert_equal(
-            whole(recipe_with(mixture, **cut), batch, torch.float64), expected, torch.float64
+            full_run(recipe_with(mixture, **cut), batch, torch.float64), expected, torch.float64
         )
         recipe = recipe_with(mixture, parallel, **cut)
         for answer in ranks(4).run(sharded, recipe, batch, torch.float64):
@@ -359,7 +361,7 @@ def steps(recipe: Recipe, count: int) -> Stepped:
 @pytest.mark.parametrize(
     ("count", "parallel"), [(2, {"tensor": 2}), (4, {"data": 2, "context": 2})], ids=str
 )
-def test_steps_clip_by_the_norm_of_the_whole_gradient(
+def test_steps_clip_by_the_norm_of_the_full_gradient(
     ranks: RanksOf, dense: Path, count: int, parallel: dict[str, int]
 ):
     tight = {"optimizer": {"lr": 1e-3, "grad_clip": 0.05, "weight_decay": 0.1}}
@@ -426,7 +428,7 @@ def train_and_save(recipe: Recipe, read: Path | None, written: Path | None, seed
     ],
     ids=str,
 )
-def test_what_two_ranks_saved_one_goes_on_with_and_two_again(
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_two(
     ranks: RanksOf,
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -465,10 +467,10 @@ def test_a_state_of_another_model_or_none_is_refused(
     ranks: RanksOf, dense: Path, mixture: Path, tmp_path: Path
 ):
     ranks(2).run(train_and_save, recipe_with(dense, {}), None, tmp_path / "a", 0)
-    [said, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "a")
-    assert "another model" in said
-    [said, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "nothing")
-    assert "cannot be read" in said
+    [refusal_text, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "a")
+    assert "another model" in refusal_text
+    [refusal_text, _] = ranks(2).run(load_from, recipe_with(mixture, {}), tmp_path / "nothing")
+    assert "cannot be read" in refusal_text
 
 
 def export(recipe: Recipe, out: Path, saved: Path) -> str:
@@ -502,16 +504,16 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-def test_what_cannot_be_divided_is_refused_with_a_way_out(
+def test_sizes_that_cannot_be_divided_are_refused_with_a_fix(
     ranks: RanksOf, dense: Path, tmp_path: Path
 ):
-    [said, _] = ranks(2).run(refusal, recipe_with(dense, {"data": 3}))
-    assert "= 3 ranks (data, tensor, context, expert), and the policy has 2 devices" in said
-    [said, _] = ranks(2).run(refusal, recipe_with(dense, {"expert": 2}))
-    assert "has no experts to shard; use train.parallel.expert=1" in said
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(dense, {"data": 3}))
+    assert "= 3 ranks (data, tensor, context, expert), and the policy has 2 devices" in refusal_text
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(dense, {"expert": 2}))
+    assert "has no experts to shard; use train.parallel.expert=1" in refusal_text
     odd = save_tiny(tmp_path, hidden=24, heads=3, kv_heads=3)
-    [said, _] = ranks(2).run(refusal, recipe_with(odd, {"tensor": 2}))
-    assert "train.parallel.tensor=2 does not divide the model's 3 attention heads" in said
+    [refusal_text, _] = ranks(2).run(refusal, recipe_with(odd, {"tensor": 2}))
+    assert "train.parallel.tensor=2 does not divide the model's 3 attention heads" in refusal_text
 
 
 def test_a_model_that_would_be_wrong_is_refused_on_every_rank(ranks: RanksOf, tmp_path: Path):
@@ -548,5 +550,5 @@ def test_a_rotary_embedding_that_depends_on_the_length_is_that_of_one_rank(
     recipe = recipe_of(tmp_path, infer={"max_length": 16}, train={"strategy": "fsdp"})
     batch = random_batch([7, 12, 5])
     expected = LocalStrategy(recipe).logprobs(batch)
-    for found in ranks(2).run(sharded_logprobs, recipe, batch):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for actual in ranks(2).run(sharded_logprobs, recipe, batch):
+        np.testing.assert_allclose(actual, expected, atol=1e-5)

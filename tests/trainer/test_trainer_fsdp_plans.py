@@ -40,12 +40,20 @@ def test_one_long_sample_weighs_more_than_its_tokens():
     assert parts == [[0], [1, 2, 3]]
 
 
-def test_samples_that_begin_alike_stay_together_unless_that_leaves_a_rank_idle():
+def test_samples_with_a_shared_prefix_stay_together_unless_a_rank_would_be_idle():
     lengths, groups = [6, 6, 6, 6], [0, 0, 1, 1]
     together = plan_ranks(lengths, ranks=2, cost=FLAT, groups_B=groups, shared_B=[4] * 4)
     assert together == [[0, 1], [2, 3]]
     alone = plan_ranks([6, 6, 6], ranks=2, cost=FLAT, groups_B=[0, 0, 0], shared_B=[4] * 3)
     assert sorted(len(part) for part in alone) == [1, 2]
+
+
+def test_a_slow_rank_gets_less_work():
+    samples = {"lengths_B": [4] * 9, "groups_B": list(range(9)), "shared_B": [0] * 9}
+    parts = plan_ranks(**samples, ranks=2, cost=FLAT, shares=[0.5, 1.0])
+    assert [len(part) for part in parts] == [3, 6]
+    equal = plan_ranks(**samples, ranks=2, cost=FLAT)
+    assert equal == plan_ranks(**samples, ranks=2, cost=FLAT, shares=[1.0, 1.0])
 
 
 def test_pairs_are_never_cut():
@@ -81,7 +89,7 @@ def test_every_rank_has_a_row(positions: list[int], ranks: int):
     assert min(np.diff(cuts)) >= 1
 
 
-def test_a_cut_sample_goes_on_from_its_first_piece_and_so_do_its_children():
+def test_a_split_sample_continues_from_its_first_piece_and_so_do_its_children():
     """A beginning of 5 rows with two tails of 2 and 3, cut after 3 and after 6 rows."""
     lengths, parents, owners = cut_segments([5, 2, 3], [ROOT, 0, 0], cuts=(0, 3, 6, 10))
     assert lengths == [3, 2, 1, 1, 3]
@@ -89,7 +97,7 @@ def test_a_cut_sample_goes_on_from_its_first_piece_and_so_do_its_children():
     assert owners == [0, 1, 1, 2, 2]
 
 
-def test_data_takes_the_ranks_that_the_others_leave():
+def test_the_data_size_is_what_the_other_sizes_leave():
     shape = GridShape.of(ParallelConfig(tensor=2, context=2), 8)
     assert (shape.data, shape.replicas, shape.copies) == (2, 2, 4)
     assert GridShape.of(ParallelConfig(data=2, expert=2), 4).replicas == 4
@@ -97,7 +105,7 @@ def test_data_takes_the_ranks_that_the_others_leave():
         GridShape.of(ParallelConfig(data=3), 4)
 
 
-def test_a_plan_speaks_of_layers_by_a_star():
+def test_a_plan_names_layers_by_a_star():
     plan = {"model.layers.*.mlp.up_proj": "colwise"}
     assert word_of("model.layers.12.mlp.up_proj", plan) == "colwise"
     assert word_of("model.layers.12.mlp.gate", plan) is None

@@ -1,4 +1,4 @@
-"""Publishing from a sharded learner: its weights are whole in the receivers' memory alone."""
+"""Publishing from a sharded learner: only the receivers' memory holds full weights."""
 
 from __future__ import annotations
 

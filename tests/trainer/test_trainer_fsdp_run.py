@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rollick import RunResult
+from rollick import LoadedRecipe, RunResult
 from rollick.commands.export import export_run
+from rollick.observe.faults import read_faults
+from rollick.pipelines.loop import RunLoop
+from rollick.pipelines.open_run import open_run
+from rollick.pipelines.rl import open_rl
 
 SHARDED = (
     "cluster.backend=ray",
@@ -42,3 +51,40 @@ def test_a_run_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult], tm
     assert longer.step == 3
     out = export_run(longer.folder, tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(out).num_parameters() > 0
+
+
+@contextmanager
+def throttled(pid: int) -> Iterator[None]:
+    """The process shares one core with three others."""
+    core = {min(os.sched_getaffinity(0))}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), core)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        for process in busy:
+            os.sched_setaffinity(process.pid, core)
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_slow_rank_is_named_within_ten_steps_and_gets_less_work(
+    toy: Callable[..., LoadedRecipe],
+) -> None:
+    options = (*SHARDED, "devices.generators=cpu:2", "rollout.drop_no_signal=false")
+    loaded = toy(*options, steps=10)
+    async with open_run(loaded) as run, open_rl(run) as pipeline:
+        group = run.roles.policy.group
+        transport: Any = group._transport
+        host = group.device_map.host_of("policy", 1)
+        with throttled(transport.processes[host.index].pid):
+            result = await RunLoop(run, pipeline).run()
+    faults = [fault for fault in read_faults(result.folder) if fault.role == "policy"]
+    assert [(fault.kind, fault.rank) for fault in faults] == [("slow", 1)]
+    assert result.metrics["speed/slow_ranks"] == 1
+    assert pipeline.ranks._shares()[0] == 1.0
+    assert pipeline.ranks._shares()[1] < 0.55

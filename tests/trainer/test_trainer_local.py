@@ -55,12 +55,12 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_the_gradient_does_not_depend_on_split_packing_or_order(folder: Path):
     """Promise 3, in float64."""
-    whole = strategy_of(folder)
-    whole.module.double()
+    full = strategy_of(folder)
+    full.module.double()
     batch = random_batch(LENGTHS)
-    expected = gradient(whole, batch)
-    assert relative(gradient(whole, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
-    assert relative(gradient(whole, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
+    expected = gradient(full, batch)
+    assert relative(gradient(full, batch.take([5, 0, 3, 1, 4, 2])), expected) < 1e-10
+    assert relative(gradient(full, batch.take([0, 3]), batch.take([1, 2, 4, 5])), expected) < 1e-10
     for tokens, chunk in [(1, 1), (13, 3), (25, 2048)]:
         train = {"tokens_per_microbatch": tokens, "logprob_chunk_tokens": chunk}
         split = strategy_of(folder, train=train)
@@ -169,7 +169,7 @@ def test_a_model_in_float16_computes_log_probs_and_is_not_trained(folder: Path):
         strategy.forward_backward(batch, policy_loss)
 
 
-def test_where_nobody_computed_the_old_policy_the_behaviour_stands_for_it(folder: Path):
+def test_without_an_old_policy_the_behaviour_policy_replaces_it(folder: Path):
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
@@ -255,7 +255,7 @@ def test_the_loss_sees_every_stream_that_the_batch_carries_of_its_counted_tokens
 def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_themselves(
     folder: Path,
 ):
-    """Where the teacher's likeliest token is the drawn one, both speak of the same number."""
+    """Where the teacher's most likely token is the sampled one, both give the same number."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
@@ -272,8 +272,8 @@ def test_the_students_log_probs_of_the_teachers_tokens_are_those_of_the_tokens_t
     torch.testing.assert_close(inputs.student_TK[:, 0], inputs.logprobs_T, rtol=0, atol=1e-6)
 
 
-def test_a_batch_that_asks_for_no_entropy_gives_the_loss_none(folder: Path):
-    """Its graph over the whole vocabulary is not kept for nothing."""
+def test_a_batch_without_an_entropy_term_gives_the_loss_no_entropy(folder: Path):
+    """Its graph over the full vocabulary is not kept."""
     seen: list[LossInputs] = []
 
     def record(inputs: LossInputs) -> Loss:
@@ -295,7 +295,7 @@ def test_only_a_loss_of_pairs_keeps_pairs_in_one_micro_batch(
     assert [len(part) for part in cut] == parts
 
 
-def test_tokens_that_nobody_drew_have_no_mismatch(folder: Path):
+def test_tokens_that_were_not_sampled_have_no_mismatch(folder: Path):
     """Imitation: the answers come from a file, so there is no behaviour policy."""
     batch = random_batch([6])
     batch = replace(batch, versions_N=np.full_like(batch.versions_N, NOT_SAMPLED))
@@ -337,7 +337,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: P
     assert fingerprint(strategy.weights()) != before
 
 
-def test_a_step_on_a_positive_advantage_makes_the_tokens_likelier(folder: Path):
+def test_a_step_on_a_positive_advantage_makes_the_tokens_more_likely(folder: Path):
     strategy = strategy_of(folder)
     batch = random_batch(LENGTHS)
     batch = replace(batch, advantages_N=np.ones_like(batch.advantages_N))
@@ -415,7 +415,7 @@ def test_loading_restores_the_random_state(folder: Path, tmp_path: Path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_an_export_speaks_greedily_as_the_learner_does_in_plain_transformers(
+def test_greedy_tokens_of_an_export_in_transformers_are_those_of_the_learner(
     folder: Path, tmp_path: Path
 ):
     strategy = strategy_of(folder, train={"optimizer": {"lr": 0.02}})
@@ -424,17 +424,17 @@ def test_an_export_speaks_greedily_as_the_learner_does_in_plain_transformers(
     strategy.export(tmp_path / "out")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    asked = torch.tensor([tokenizer.encode("1+2=")])
-    spoken = plain.generate(asked, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
-    layout = PackedLayout.of([len(spoken)])
+    prompt_ids = torch.tensor([tokenizer.encode("1+2=")])
+    generated = plain.generate(prompt_ids, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    layout = PackedLayout.of([len(generated)])
     with torch.no_grad():
         ours = strategy.module(
-            input_ids=spoken[None],
+            input_ids=generated[None],
             position_ids=layout.position_ids_N[None],
             use_cache=False,
             layout=layout,
         ).logits[0]
-    assert ours.argmax(-1)[3:-1].tolist() == spoken[4:].tolist()
+    assert ours.argmax(-1)[3:-1].tolist() == generated[4:].tolist()
     assert fingerprint(plain.named_parameters()) == fingerprint(strategy.weights())
 
 

@@ -104,16 +104,16 @@ def test_the_gradient_of_an_adapter_is_that_of_the_sum(folder: Path) -> None:
     """W + s B A: dA = s B' dW and dB = s dW A', in float64."""
     strategy = learner(folder, steps=2)
     strategy.export(folder.parent / "sum")
-    whole = LocalStrategy(recipe_of(folder.parent / "sum"))
-    for one in (strategy, whole):
+    full = LocalStrategy(recipe_of(folder.parent / "sum"))
+    for one in (strategy, full):
         one.module.double()
         widen_norms(one.module)
     assert strategy.adapters is not None
     merged = dict(strategy.adapters.merged())
-    for name, parameter in whole.module.named_parameters():
+    for name, parameter in full.module.named_parameters():
         parameter.data.copy_(merged[name])
     batch, gradients = random_batch(LENGTHS), {}
-    for one in (strategy, whole):
+    for one in (strategy, full):
         one.forward_backward(batch, loss)
         gradients |= {name: p.grad for name, p in one.optimizer.parameters.items()}
     scale = strategy.adapters.scale
@@ -124,8 +124,8 @@ def test_the_gradient_of_an_adapter_is_that_of_the_sum(folder: Path) -> None:
             ("lora_A", scale * adapter.b_OR.T @ sum_OI),
             ("lora_B", scale * sum_OI @ adapter.a_RI.T),
         ):
-            found = gradients[f"{layer}.{part}.weight"]
-            assert (found - expected).norm() < 1e-10 * expected.norm()
+            actual = gradients[f"{layer}.{part}.weight"]
+            assert (actual - expected).norm() < 1e-10 * expected.norm()
 
 
 def test_a_merged_export_is_a_plain_folder_with_the_same_logits(
@@ -160,7 +160,7 @@ def test_the_learner_computes_what_its_export_does(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_learner_goes_on_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_restored_learner_continues_bit_for_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
     first = learner(folder, steps=2, dtype=dtype, dropout=0.1)
     first.save(tmp_path)
     step(first, 2)
@@ -181,8 +181,8 @@ def test_adapters_of_another_rank_are_not_taken_over(folder: Path, tmp_path: Pat
 def test_a_gradient_sees_dropout_and_a_score_does_not(folder: Path) -> None:
     strategy, batch = learner(folder, steps=2, dropout=0.5), random_batch(LENGTHS)
     assert np.array_equal(strategy.logprobs(batch), strategy.logprobs(batch))
-    found = [strategy.forward_backward(batch, loss).sums["entropy"] for _ in range(2)]
-    assert found[0] != found[1]
+    actual = [strategy.forward_backward(batch, loss).sums["entropy"] for _ in range(2)]
+    assert actual[0] != actual[1]
 
 
 @pytest.mark.parametrize("targets", [["quary_proj"], ["lm_head"], ["embed_tokens"]])

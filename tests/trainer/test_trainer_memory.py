@@ -23,34 +23,34 @@ def loss(inputs: LossInputs) -> Loss:
     return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
 
 
-def test_parked_memory_is_free_and_comes_back() -> None:
-    parked, first, second = OffloadedTensors(), torch.arange(6.0), torch.arange(4)
-    parked.move_to_host({"first": first, "second": second})
+def test_offloaded_memory_is_free_and_is_restored() -> None:
+    offloaded, first, second = OffloadedTensors(), torch.arange(6.0), torch.arange(4)
+    offloaded.move_to_host({"first": first, "second": second})
     assert first.untyped_storage().size() == second.untyped_storage().size() == 0
-    assert torch.equal(parked.copies["first"], torch.arange(6.0))
-    parked.restore_from_host()
+    assert torch.equal(offloaded.copies["first"], torch.arange(6.0))
+    offloaded.restore_from_host()
     assert torch.equal(first, torch.arange(6.0))
     assert torch.equal(second, torch.arange(4))
-    assert not parked
+    assert not offloaded
 
 
-def test_what_stays_keeps_its_address() -> None:
-    parked, shared, own = OffloadedTensors(), torch.ones(8), torch.ones(8)
+def test_kept_tensors_keep_their_address() -> None:
+    offloaded, shared, own = OffloadedTensors(), torch.ones(8), torch.ones(8)
     address = shared.data_ptr()
-    parked.move_to_host({"shared": shared[:4], "own": own}, keep=[shared])
+    offloaded.move_to_host({"shared": shared[:4], "own": own}, keep=[shared])
     assert own.untyped_storage().size() == 0
     assert shared.data_ptr() == address
     assert torch.equal(shared, torch.ones(8))
 
 
 def test_host_memory_is_kept_from_one_sleep_to_the_next() -> None:
-    parked, tensor = OffloadedTensors(), torch.ones(8)
+    offloaded, tensor = OffloadedTensors(), torch.ones(8)
     addresses = []
     for value in (1.0, 2.0):
         tensor.fill_(value)
-        parked.move_to_host({"one": tensor})
-        addresses.append(parked.copies["one"].data_ptr())
-        parked.restore_from_host()
+        offloaded.move_to_host({"one": tensor})
+        addresses.append(offloaded.copies["one"].data_ptr())
+        offloaded.restore_from_host()
         assert torch.equal(tensor, torch.full((8,), value))
     assert addresses[0] == addresses[1]
 
@@ -59,7 +59,7 @@ def test_host_memory_is_kept_from_one_sleep_to_the_next() -> None:
 def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, dtype: str) -> None:
     """The body sleeps on a GPU only, so its tensors are parked here by hand."""
     folder = save_tiny(tmp_path, hidden=16, layers=1)
-    batch, found = random_batch([5, 9]), []
+    batch, actual = random_batch([5, 9]), []
     for sleeps in (False, True):
         strategy = LocalStrategy(recipe_of(folder, model={"path": str(folder), "dtype": dtype}))
         strategy.forward_backward(batch, loss)
@@ -67,13 +67,13 @@ def test_gradients_sleep_with_the_rest_and_the_step_is_the_same(tmp_path: Path, 
         gradients = optimizer.gradients()
         assert len({value.data_ptr() for value in gradients.values()}) == len(optimizer.masters)
         if sleeps:
-            parked = OffloadedTensors()
-            parked.move_to_host(optimizer.tensors() | gradients)
+            offloaded = OffloadedTensors()
+            offloaded.move_to_host(optimizer.tensors() | gradients)
             assert all(value.untyped_storage().size() == 0 for value in gradients.values())
-            parked.restore_from_host()
+            offloaded.restore_from_host()
         strategy.step()
-        found.append(strategy.logprobs(batch))
-    assert np.array_equal(found[0], found[1])
+        actual.append(strategy.logprobs(batch))
+    assert np.array_equal(actual[0], actual[1])
 
 
 def test_a_meter_counts_what_was_held_since_it_began() -> None:

@@ -78,7 +78,7 @@ def batch_of(samples: Sequence[str]) -> Batch:
     )
 
 
-def test_parts_are_filled_longest_first_and_a_long_sample_goes_alone():
+def test_parts_are_filled_longest_first_and_a_long_sample_is_alone():
     assert plan_microbatches([3, 9, 4, 3], tokens=7) == [[1], [2, 0], [3]]
 
 
@@ -98,7 +98,7 @@ def test_every_sample_is_in_one_part_that_fits(lengths: list[int], tokens: int, 
         assert len(part) == 1 or sum(lengths[place] for place in part) <= tokens
 
 
-def test_a_first_token_never_counts_even_if_its_mask_says_so():
+def test_a_first_token_never_counts_even_if_its_mask_is_true():
     batch = replace(random_batch([3, 2]), loss_mask_N=np.array([1, 0, 1, 1, 1], bool))
     places, samples = trained_tokens(batch)
     assert places.tolist() == [2, 4]
@@ -132,7 +132,7 @@ def test_greedy_samples_have_their_log_probs_at_temperature_one():
     assert pack(batch, device="cpu", deterministic=False).temperature_T.tolist() == [1.0]
 
 
-def test_a_deterministic_pack_has_whole_tiles_of_rows():
+def test_a_deterministic_pack_has_complete_tiles_of_rows():
     packed = pack(random_batch([5, 30]), device="cpu", deterministic=True)
     assert len(packed.token_ids_N) == 64
     assert packed.layout.lengths == (5, 30, 29)
@@ -170,16 +170,16 @@ def outcome(model: Any, packed: PackedBatch) -> tuple[torch.Tensor, dict[str, to
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_a_shared_beginning_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
+def test_a_shared_prefix_changes_no_log_prob_and_no_gradient(case: str, model: torch.nn.Module):
     batch = batch_of(SHARED[case])
-    whole = pack(batch, device="cpu", deterministic=False)
+    full = pack(batch, device="cpu", deterministic=False)
     shared = pack(batch, device="cpu", deterministic=False, share_prefix=True)
     assert sum(shared.layout.lengths) == len(shared.token_ids_N) == COMPUTED[case]
-    assert shared.indices_T.tolist() == whole.indices_T.tolist()
+    assert shared.indices_T.tolist() == full.indices_T.tolist()
     for name in ("targets_T", "temperature_T", "sequence_T"):
-        assert torch.equal(getattr(shared, name), getattr(whole, name)), name
+        assert torch.equal(getattr(shared, name), getattr(full, name)), name
 
-    expected_T, gradients = outcome(model, whole)
+    expected_T, gradients = outcome(model, full)
     logprobs_T, own = outcome(model, shared)
     torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-10, atol=0)
     for name, expected in gradients.items():
@@ -214,25 +214,25 @@ def test_groups_stay_together_and_fill_the_parts_largest_first():
     assert plan == [[1, 3, 4], [2, 0]]
 
 
-def test_kept_groups_are_never_cut_however_large():
+def test_kept_groups_are_never_split_however_large():
     batch = batch_of(["0 pqA", "1 rsB", "0 pqCDE", "1 rC"])
     cut = [[0, 2], [1, 3]]
     for tokens in (1, 5, 8):
         for by_uid in (False, True):
-            found = microbatches(batch, tokens=tokens, by_uid=by_uid, keep_groups=True)
-            assert sorted(map(sorted, found)) == cut, (tokens, by_uid)
+            actual = microbatches(batch, tokens=tokens, by_uid=by_uid, keep_groups=True)
+            assert sorted(map(sorted, actual)) == cut, (tokens, by_uid)
     assert microbatches(batch, tokens=13, by_uid=False, keep_groups=True) == [[0, 2, 1, 3]]
 
 
 def test_kept_groups_count_what_they_share_once():
     batch = batch_of(["0 pqrA", "0 pqrB", "1 stC", "1 stD"])
-    found = microbatches(batch, tokens=9, by_uid=False, share_prefix=True, keep_groups=True)
-    assert found == [[0, 1, 2, 3]]
-    found = microbatches(batch, tokens=8, by_uid=False, share_prefix=True, keep_groups=True)
-    assert found == [[0, 1], [2, 3]]
+    actual = microbatches(batch, tokens=9, by_uid=False, share_prefix=True, keep_groups=True)
+    assert actual == [[0, 1, 2, 3]]
+    actual = microbatches(batch, tokens=8, by_uid=False, share_prefix=True, keep_groups=True)
+    assert actual == [[0, 1], [2, 3]]
 
 
-def test_a_group_larger_than_a_part_is_cut_and_its_beginning_counts_in_each_piece():
+def test_a_group_larger_than_a_part_is_split_and_its_prefix_counts_in_each_piece():
     plan = plan_shared_microbatches([5, 5, 5, 9], groups=[0] * 4, shared=[3] * 4, tokens=7)
     assert plan == [[3], [0, 1], [2]]
 
@@ -264,8 +264,8 @@ def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
 
-def test_no_cut_of_a_batch_with_shared_beginnings_changes_its_gradient(tmp_path: Path):
-    """Promise 3, in float64: whole, a group cut in two, and every sample alone."""
+def test_no_split_of_a_batch_with_shared_prefixes_changes_its_gradient(tmp_path: Path):
+    """Invariant 3, in float64: one batch, a group split in two, and every sample alone."""
     folder = save_tiny(tmp_path, hidden=16)
     batch = batch_of(["0 pqrA", "0 pqrBC", "1 stD", "1 stxyEF", "0 pqrGH"])
     gradients: list[torch.Tensor] = []

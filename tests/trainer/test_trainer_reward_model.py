@@ -62,9 +62,9 @@ def test_the_loss_is_the_mean_over_pairs_of_the_chance_of_their_order() -> None:
         pair_B=torch.tensor([0, 0, 1, 1]),
         weights_B=torch.full((4,), 0.25),
     )
-    found = bradley_terry(inputs)
-    assert found.total.item() == pytest.approx((log(2) + log(4 / 3)) / 2)
-    assert found.sums["preference_accuracy"].item() == 1
+    actual = bradley_terry(inputs)
+    assert actual.total.item() == pytest.approx((log(2) + log(4 / 3)) / 2)
+    assert actual.sums["preference_accuracy"].item() == 1
 
 
 def test_the_score_is_that_of_transformers_at_the_last_token(folder: Path, tmp_path: Path) -> None:
@@ -90,15 +90,15 @@ def test_a_model_that_was_written_is_read_with_its_head(folder: Path, tmp_path: 
 
 
 def test_any_split_gives_the_same_gradient(folder: Path) -> None:
-    batch, found = pairs(6), []
+    batch, actual = pairs(6), []
     for tokens in (1, 30, 1000):
         model = model_of(folder, tokens_per_microbatch=tokens)
         model.trainable.module.double()
         widen_norms(model.trainable.module)
         model.forward_backward(batch, bradley_terry)
-        found.append(torch.cat([p.grad.flatten() for p in model.trainable.module.parameters()]))
-    for other in found[1:]:
-        assert (other - found[0]).norm() < 1e-10 * found[0].norm()
+        actual.append(torch.cat([p.grad.flatten() for p in model.trainable.module.parameters()]))
+    for other in actual[1:]:
+        assert (other - actual[0]).norm() < 1e-10 * actual[0].norm()
 
 
 def test_it_learns_an_order_that_holds_for_pairs_it_has_not_seen(folder: Path) -> None:
@@ -111,7 +111,7 @@ def test_it_learns_an_order_that_holds_for_pairs_it_has_not_seen(folder: Path) -
     assert right.mean() > 0.9
 
 
-def test_it_goes_on_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+def test_it_continues_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     first, second = model_of(folder), model_of(folder)
     first.forward_backward(pairs(), bradley_terry)
     first.step()
@@ -133,7 +133,7 @@ def test_what_is_no_pair_is_refused(folder: Path) -> None:
 
 
 def role_of(path: Path) -> AbstractAsyncContextManager[WorkerGroup]:
-    """A group with a reward model from this folder, and nobody else."""
+    """A worker group with only a reward model, from this folder."""
     args = (recipe_of(path), ModelConfig(path=str(path)))
     spec = RoleSpec("reward_model", "rollick.workers.scorer:create_reward_model", args)
     devices = DeviceMap({"reward_model": parse_devices("cpu")})
@@ -145,8 +145,8 @@ async def test_a_role_of_a_run_gives_the_scores(folder: Path, tmp_path: Path) ->
     model, batch = model_of(folder), pairs()
     model.export(tmp_path)
     async with role_of(tmp_path) as group:
-        found = await RewardModel(group, "reward_model").scores(batch)
-    np.testing.assert_allclose(found, model.scores(batch), atol=1e-6)
+        actual = await RewardModel(group, "reward_model").scores(batch)
+    np.testing.assert_allclose(actual, model.scores(batch), atol=1e-6)
 
 
 async def test_a_role_refuses_a_model_without_a_head(folder: Path) -> None:

@@ -63,6 +63,13 @@ def test_rows_without_a_trained_token_are_those_of_the_first_replica() -> None:
     assert divide(batch, 2)[1] == ((0, 1, 2), (3,))
 
 
+def test_a_replica_is_as_fast_as_its_slowest_rank() -> None:
+    batch = batch_of([6] * 9)
+    split = BatchSplit(copies=2, speeds=(1.0, 0.5, 1.0, 1.0))
+    assert [len(rows) for rows in split.plan(batch, ranks=4)] == [3, 6]
+    assert [len(rows) for rows in split.plan(batch, ranks=2)] == [9]
+
+
 def test_ranks_that_compute_the_same_rows_get_one_object() -> None:
     split = BatchSplit(copies=2, minibatches=2)
     batch = batch_of([5, 6, 7, 8, 9, 4])
@@ -90,7 +97,9 @@ def test_tokens_come_back_in_the_order_of_the_batch(lengths, ranks):
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5))
-def test_several_numbers_a_token_and_one_a_sample_come_back_in_order_too(lengths, ranks):
+def test_results_with_several_numbers_per_token_or_one_per_sample_are_returned_in_order(
+    lengths, ranks
+):
     batch = batch_of(lengths)
     parts, plan = divide(batch, ranks)
     tops = [np.stack([part.token_ids_N, -part.token_ids_N], 1) for part in parts]

@@ -18,7 +18,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.schema import ClusterConfig, Recipe, WeightsConfig
 from rollick.config.schema.losses import PpoLoss
-from rollick.errors import EngineError, WeightError
+from rollick.errors import EngineCorrupt, EngineError, WeightError
 from rollick.infer.engine import Capability, VerifiedWeights
 from rollick.infer.native.engine import NativeEngine
 from rollick.models.loading.fingerprint import fingerprint
@@ -111,13 +111,13 @@ ADAPTER_NUMBERS = 2 * 2 * 4 * (32 + 32)
 @pytest.mark.parametrize(
     ("generators", "channel"), [("cpu", "direct"), ("cpu:1", "direct"), ("cpu:1", "host")]
 )
-async def test_an_engine_adds_the_adapters_and_then_has_the_learners_sums(
+async def test_an_engine_adds_the_adapters_and_has_the_learners_summed_weights(
     folder: Path, generators: str, channel: str, dtype: str
 ) -> None:
     """On the learner's device the engine shares what has no adapter; elsewhere all is its own."""
     parts = Parts()
-    wanted = recipe(folder, generators=generators, dtype=dtype, channel=channel)
-    async with group_of(wanted, parts) as (_, publisher):
+    loaded = recipe(folder, generators=generators, dtype=dtype, channel=channel)
+    async with group_of(loaded, parts) as (_, publisher):
         begun = held(parts)
         assert begun == parts.learner.fingerprint()
         for version in (1, 2):
@@ -129,7 +129,7 @@ async def test_an_engine_adds_the_adapters_and_then_has_the_learners_sums(
         assert publisher.transferred_bytes == ADAPTER_NUMBERS * (4 if dtype == "float32" else 2)
 
 
-async def test_an_engine_beside_the_learner_has_only_the_sums_for_itself(folder: Path) -> None:
+async def test_an_engine_in_the_learners_process_owns_only_the_summed_weights(folder: Path) -> None:
     parts = Parts()
     async with group_of(recipe(folder, generators="cpu"), parts) as (_, publisher):
         await publisher.publish(PolicyVersion(1))
@@ -149,13 +149,13 @@ async def test_an_engine_beside_the_learner_has_only_the_sums_for_itself(folder:
             await parts.generator.engine.update([], PolicyVersion(2))
 
 
-async def test_an_engine_of_another_model_gets_the_whole_weights_and_it_is_told(
+async def test_an_engine_of_another_model_gets_full_weights_with_a_warning(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = Parts()
-    wanted = recipe(folder, generators="cpu:1", channel="host")
+    loaded = recipe(folder, generators="cpu:1", channel="host")
     other = recipe(save_tiny(tmp_path, hidden=32, seed=5), generators="cpu:1")
-    async with group_of(wanted, parts, other=other) as (_, publisher):
+    async with group_of(loaded, parts, other=other) as (_, publisher):
         for version in (1, 2):
             train(parts, version)
             with caplog.at_level(logging.WARNING, "rollick"):
@@ -189,7 +189,7 @@ async def test_adapters_that_do_not_fit_change_nothing(folder: Path) -> None:
         assert engine.load().version == 1
 
 
-async def test_a_weight_whose_adapter_is_gone_is_the_models_own_again(folder: Path) -> None:
+async def test_without_its_adapter_a_weight_is_that_of_the_model_again(folder: Path) -> None:
     parts = Parts()
     async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
         begun = held(parts)
@@ -200,6 +200,25 @@ async def test_a_weight_whose_adapter_is_gone_is_the_models_own_again(folder: Pa
         await engine_of(parts).update(none, PolicyVersion(2))
         assert held(parts) == begun
         assert engine_of(parts).fingerprint() == begun
+
+
+@pytest.mark.parametrize("part", ["merged", "kept for merging"])
+async def test_a_flipped_byte_is_found_in_merged_weights_and_in_their_base(
+    folder: Path, part: str
+) -> None:
+    parts = Parts()
+    async with group_of(recipe(folder, generators="cpu:1"), parts) as (_, publisher):
+        train(parts, 0)
+        await publisher.publish(PolicyVersion(1))
+        engine = engine_of(parts)
+        await engine.check_weights()
+        name, base = next(iter(engine.weights._base.items()))
+        weight = (
+            base if part == "kept for merging" else dict(engine.module.named_parameters())[name]
+        )
+        weight.detach().view(torch.uint8).view(-1)[3] ^= 0x40
+        with pytest.raises(EngineCorrupt, match="its memory was damaged"):
+            await engine.check_weights()
 
 
 def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> None:
@@ -214,8 +233,8 @@ def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> Non
     def route(policy: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
         by_rank = dict(enumerate(places))
         plan = plan_publish(devices, policy=policy, generators=by_rank, config=config)
-        [found] = plan.routes()
-        return found.adapters, found.delta
+        [actual] = plan.routes()
+        return actual.adapters, actual.delta
 
     assert route(learner, able, able) == (True, False)
     assert route(learner, able, unable) == (False, True)

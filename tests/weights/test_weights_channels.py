@@ -1,4 +1,4 @@
-"""Every channel brings the learner's weights to an engine bit for bit; a wrong byte is found.
+"""Every channel brings the learner's weights to an engine bit for bit; a wrong byte is detected.
 
 In one process with a real native engine; between processes the sender is this one.
 """
@@ -80,7 +80,7 @@ async def carry(sender: WeightSender, worker: GeneratorWorker, pairs: Pairs, rou
     ],
     ids=lambda route: f"{route.channel}{'-delta' * route.delta}",
 )
-async def test_every_channel_brings_three_versions_bit_for_bit(
+async def test_every_channel_transfers_three_versions_bit_for_bit(
     route: Route, dtype: torch.dtype
 ) -> None:
     engine, sender = engine_of(0, dtype), WeightSender()
@@ -95,7 +95,7 @@ async def test_every_channel_brings_three_versions_bit_for_bit(
     await engine.close()
 
 
-async def test_a_native_engine_lives_in_the_hosts_memory_and_moves_at_each_commit() -> None:
+async def test_a_native_engine_uses_the_hosts_memory_and_moves_at_each_commit() -> None:
     engine, sender = engine_of(0, torch.float32), WeightSender()
     worker = GeneratorWorker(engine)
     addresses: list[int] = []
@@ -118,7 +118,7 @@ async def test_weights_of_another_dtype_are_copied_and_not_adopted() -> None:
     await engine.close()
 
 
-async def test_a_part_of_the_weights_goes_to_engines_that_have_the_rest() -> None:
+async def test_some_weights_are_sent_to_engines_that_have_the_others() -> None:
     engine, sender = engine_of(0, torch.float32), WeightSender()
     worker, pairs = GeneratorWorker(engine), weights(1, torch.float32)
     route = Route("host", (0,))
@@ -170,7 +170,7 @@ while True:
 
 
 class Child:
-    """A process that receives, and does what it is told."""
+    """A process that receives weights and executes commands."""
 
     def __init__(self) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -223,7 +223,7 @@ def in_a_thread(work: Callable[[], None]) -> Callable[[], BaseException | None]:
     return end
 
 
-def test_a_receiver_that_is_killed_before_it_commits_hurts_nobody_else(
+def test_a_receiver_that_is_killed_before_it_commits_affects_no_other(
     pair_of_children: tuple[Child, Child],
 ) -> None:
     stays, dies = pair_of_children

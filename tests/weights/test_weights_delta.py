@@ -1,4 +1,4 @@
-"""Changes: lossless, small where little changed, and never more than the whole."""
+"""Changes: lossless, small where little changed, and never larger than the full weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def changed_copy(tensor: torch.Tensor, share: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.9])
-def test_what_comes_out_is_what_was_meant(dtype: torch.dtype, share: float) -> None:
+def test_the_extracted_answer_is_the_intended_one(dtype: torch.dtype, share: float) -> None:
     old = torch.randn(300, 101, generator=torch.Generator().manual_seed(0)).to(dtype)
     new = changed_copy(old, share)
     held = {"a": old.clone()}
@@ -51,7 +51,7 @@ def test_two_percent_of_bfloat16_take_about_three_percent_of_the_bytes() -> None
     assert 0.029 < size / (2 * old.numel()) < 0.032
 
 
-def test_a_tensor_without_changes_is_not_sent_and_one_with_many_goes_whole() -> None:
+def test_an_unchanged_tensor_is_not_sent_and_one_with_many_changes_is_sent_in_full() -> None:
     still, moved = torch.ones(100), torch.ones(100)
     sent = encode_changes(
         [("still", still), ("moved", moved + 1)], {"still": still, "moved": moved}

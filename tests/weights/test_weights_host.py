@@ -82,7 +82,7 @@ def test_places_are_aligned_and_do_not_overlap(sender: HostSender) -> None:
         ends.append(place.offset + place.size)
 
 
-def test_what_a_receiver_writes_reaches_nobody_else(sender: HostSender) -> None:
+def test_what_a_receiver_writes_reaches_no_other_process(sender: HostSender) -> None:
     manifest = offer(sender)
     for _, tensor in HostReceiver().open(manifest, 0):
         tensor.zero_()
@@ -90,7 +90,7 @@ def test_what_a_receiver_writes_reaches_nobody_else(sender: HostSender) -> None:
 
 
 @pytest.mark.parametrize("place", [n for n, t in enumerate(TENSORS.values()) if t.numel()])
-def test_one_wrong_byte_is_noticed_and_a_second_offer_is_taken(
+def test_one_wrong_byte_is_detected_and_a_second_offer_is_accepted(
     sender: HostSender, place: int
 ) -> None:
     manifest = offer(sender)
@@ -107,7 +107,7 @@ def test_one_wrong_byte_is_noticed_and_a_second_offer_is_taken(
     assert receiver.take(ONE).fingerprint == manifest.fingerprint
 
 
-def test_swapped_names_are_noticed(sender: HostSender) -> None:
+def test_swapped_names_are_detected(sender: HostSender) -> None:
     sent = sender.offer([("a", torch.zeros(2)), ("b", torch.ones(2))], ONE, (0,))
     a, b = sent.layout
     swapped = replace(sent, layout=(replace(a, offset=b.offset), replace(b, offset=a.offset)))
@@ -135,14 +135,14 @@ def test_weights_of_several_pages_arrive_and_a_wrong_byte_at_either_end_is_notic
     receiver.receive(manifest)
 
 
-def test_memory_that_cannot_be_reached_is_an_error_that_says_so(sender: HostSender) -> None:
+def test_unreachable_memory_is_an_error_with_the_reason(sender: HostSender) -> None:
     manifest = offer(sender)
     sender.close()
     with pytest.raises(WeightError, match="has ended, or is on another machine"):
         PublishReceiver().receive(manifest)
 
 
-def test_another_file_in_the_place_of_the_memory_is_not_taken(
+def test_another_file_at_the_path_of_the_memory_is_refused(
     sender: HostSender, tmp_path: Path
 ) -> None:
     manifest = offer(sender)
@@ -165,7 +165,7 @@ def test_memory_is_written_again_at_each_publish_and_mapped_once(sender: HostSen
     assert len(sender.buffers) == 1
 
 
-def test_an_engine_that_lives_in_the_memory_keeps_it_while_the_next_version_is_written(
+def test_an_engine_that_uses_a_memory_keeps_it_while_the_next_version_is_written(
     sender: HostSender,
 ) -> None:
     receiver = HostReceiver()
@@ -210,7 +210,7 @@ def test_memory_of_an_engine_that_is_left_out_is_not_written_by_later_publishes(
         assert (held.item(), scalar(receivers[1], manifest)) == (1.0, value)
         sender.release(PublishOutcome(True, held={1: True}))
     assert len(sender.buffers) == 3
-    # Engine 0 is lost: nobody reads its memory.
+    # Engine 0 is lost: its memory is no longer read.
     offer(sender, PolicyVersion(5))
     sender.release(PublishOutcome(True, held={0: False, 1: True}))
     assert len(sender.buffers) == 2
@@ -236,7 +236,7 @@ def test_a_copy_that_breaks_in_the_middle_can_be_tried_again(sender: HostSender)
     assert len(sender.buffers) == 1
 
 
-def test_where_there_is_no_memfd_a_file_does_it_and_is_swept_when_its_process_is_gone(
+def test_without_memfd_a_file_is_used_and_removed_when_its_process_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create")

@@ -64,7 +64,9 @@ def test_on_one_machine_the_device_map_decides(
         (ProcessLocation("there", 1), "broadcast"),
     ],
 )
-def test_where_a_generator_lives_decides(place: ProcessLocation, channel: str) -> None:
+def test_the_location_of_a_generator_decides_its_channel(
+    place: ProcessLocation, channel: str
+) -> None:
     assert plan(devices("cpu:0", "cpu:1"), {0: place}).channels == {0: channel}
 
 
@@ -88,7 +90,7 @@ def test_a_channel_that_cannot_work_is_refused(
         plan(devices("cpu:0", "cpu:1"), {0: place}, channel=channel)
 
 
-def test_only_generators_whose_place_is_known_have_a_channel() -> None:
+def test_only_generators_with_a_known_location_have_a_channel() -> None:
     assert plan(devices("cpu:0", "cpu:1-3"), {2: ProcessLocation("here", 4)}).channels == {
         2: "host"
     }
@@ -105,5 +107,5 @@ def test_routes_are_by_channel_and_deltas_go_where_they_save_something() -> None
     assert PublishPlan({0: "shared"}).routes() == ()
 
 
-def test_a_run_without_generators_publishes_to_nobody() -> None:
+def test_a_run_without_generators_publishes_nothing() -> None:
     assert plan_on_one_machine(DeviceMap({"policy": parse_devices("cpu")})) == PublishPlan({})

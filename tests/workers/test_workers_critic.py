@@ -58,9 +58,9 @@ class FakeCritic:
         assert batch.returns_N is not None
         streams = (batch.values_N, batch.returns_N, batch.weights_N)
         old_T, returns_T, weights_T = (torch.as_tensor(stream[mask_N]) for stream in streams)
-        found = loss(ValueInputs(torch.ones_like(old_T), old_T, returns_T, weights_T))
-        self.totals.append(found.total.item())
-        return LossReport(loss=found.total.item(), tokens=int(mask_N.sum()), sums={"value": 3.0})
+        actual = loss(ValueInputs(torch.ones_like(old_T), old_T, returns_T, weights_T))
+        self.totals.append(actual.total.item())
+        return LossReport(loss=actual.total.item(), tokens=int(mask_N.sum()), sums={"value": 3.0})
 
     def step(self) -> OptimReport:
         self.steps += 1
@@ -85,7 +85,7 @@ def ppo_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
     return recipe_of(folder, algorithm={"preset": "ppo"}, **sections)
 
 
-def test_every_trained_token_counts_the_same_over_the_whole_batch(tiny_folder: Path):
+def test_every_trained_token_counts_the_same_over_the_full_batch(tiny_folder: Path):
     strategy, batch = FakeCritic(), judged(random_batch([5, 6, 7]))
     report = CriticWorker(strategy, ppo_recipe(tiny_folder)).train(batch)
     (part,) = strategy.parts
@@ -205,7 +205,7 @@ def dense_logprobs(folder: Path, batch: Batch, b: int, *, tokens: int) -> torch.
     return (logits / float(batch.temperature_B[b])).log_softmax(-1)
 
 
-def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_likeliest(
+def test_a_teacher_gives_log_probs_of_the_tokens_and_of_its_most_likely_ones(
     tiny_folder: Path, teacher_folder: Path
 ):
     batch = random_batch([6, 5])
@@ -240,7 +240,7 @@ def rows_of(folder: Path) -> int:
     return json.loads((folder / "config.json").read_text())["vocab_size"]
 
 
-def test_a_teacher_with_more_rows_is_asked_about_the_policys_tokens_alone(
+def test_a_teacher_with_more_rows_scores_only_the_policys_tokens(
     tiny_folder: Path, teacher_folder: Path, tmp_path: Path
 ):
     rows = rows_of(tiny_folder)

@@ -83,7 +83,7 @@ def same(one: Completion, other: Completion) -> bool:
     return one.stop is other.stop and all(np.array_equal(a, b) for a, b in pairs)
 
 
-async def test_the_tiny_model_says_the_same_through_the_line_as_by_itself(
+async def test_the_tiny_model_generates_the_same_through_the_connection(
     tiny_folder: Path,
 ) -> None:
     recipe = recipe_of(tiny_folder, infer={"slots": 4, "max_length": 32})
@@ -103,7 +103,7 @@ async def test_the_tiny_model_says_the_same_through_the_line_as_by_itself(
     assert all(same(a, b) for a, b in zip(far, near, strict=True))
 
 
-async def test_requests_of_one_turn_go_out_in_one_call() -> None:
+async def test_requests_of_one_iteration_are_sent_in_one_call() -> None:
     async with remote(FakeEngine()) as (engine, calls):
         await asyncio.gather(*(engine.generate(request(n)) for n in range(50)))
         assert calls == ["submit"]
@@ -201,7 +201,7 @@ async def test_an_abort_does_not_overtake_the_submit_of_its_request() -> None:
 
 
 async def test_a_late_result_does_not_end_a_newer_request_of_the_same_sample() -> None:
-    fake = FakeEngine(reply=lambda asked: "ab" if asked.stream == 0 else "xyz")
+    fake = FakeEngine(reply=lambda request: "ab" if request.stream == 0 else "xyz")
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with (
         remote(fake) as (engine, _),
@@ -223,8 +223,8 @@ class SlowToAbort(FakeEngine):
         asyncio.get_running_loop().call_later(0.02, self._pending[uid].aborted.set)
 
 
-async def test_a_sample_that_is_cancelled_and_sent_again_waits_for_its_earlier_request() -> None:
-    fake = SlowToAbort(seconds=lambda asked: math.inf if asked.stream == 0 else 0.0)
+async def test_a_sample_that_is_cancelled_and_resent_waits_for_its_earlier_request() -> None:
+    fake = SlowToAbort(seconds=lambda request: math.inf if request.stream == 0 else 0.0)
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with remote(fake) as (engine, _), asyncio.timeout(10):
         older = asyncio.create_task(engine.generate(request()))
@@ -236,15 +236,15 @@ async def test_a_sample_that_is_cancelled_and_sent_again_waits_for_its_earlier_r
         assert fake.peak == 1
 
 
-async def test_an_abort_of_something_that_is_over_does_nothing() -> None:
+async def test_an_abort_of_a_finished_request_does_nothing() -> None:
     async with remote(FakeEngine()) as (engine, _):
         await engine.generate(request())
         await engine.abort(SampleId(0, 0))
         await engine.generate(request())
 
 
-async def test_a_cancelled_generate_frees_its_place_in_the_engine() -> None:
-    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index == 0 else 0.0, slots=1)
+async def test_a_cancelled_generate_frees_its_slot_in_the_engine() -> None:
+    fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index == 0 else 0.0, slots=1)
     async with remote(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request(0)))
         await until(lambda: bool(fake.requests))
@@ -284,7 +284,7 @@ async def test_an_error_that_is_not_ours_reaches_the_request_too() -> None:
             await asyncio.wait_for(engine.generate(request()), 5)
 
 
-async def test_a_line_that_breaks_fails_what_waits_and_what_comes_later_with_the_cause() -> None:
+async def test_a_broken_connection_fails_pending_and_later_calls_with_the_cause() -> None:
     fake = FakeEngine(seconds=math.inf)
     async with remote(fake) as (engine, _):
         waiting = [asyncio.create_task(engine.generate(request(n))) for n in range(3)]
@@ -302,7 +302,7 @@ async def test_a_line_that_breaks_fails_what_waits_and_what_comes_later_with_the
             await engine.generate(request(4))
 
 
-async def test_an_engine_that_is_lost_stays_lost_and_answers_at_once() -> None:
+async def test_a_lost_engine_stays_lost_and_fails_calls_at_once() -> None:
     fake = FakeEngine()
     async with remote(fake) as (engine, calls):
         assert not engine.lost
@@ -315,7 +315,7 @@ async def test_an_engine_that_is_lost_stays_lost_and_answers_at_once() -> None:
         assert calls == []
 
 
-async def test_one_who_waits_on_a_lost_engine_gets_an_error_of_its_own() -> None:
+async def test_each_waiter_on_a_lost_engine_gets_its_own_error() -> None:
     fake = FakeEngine(seconds=math.inf)
     async with remote(fake) as (engine, _):
         tasks = [asyncio.create_task(engine.generate(request(n))) for n in range(2)]
@@ -326,7 +326,7 @@ async def test_one_who_waits_on_a_lost_engine_gets_an_error_of_its_own() -> None
     assert errors[0] is not errors[1]
 
 
-async def test_an_engine_that_gives_no_sign_of_life_is_lost(
+async def test_an_engine_that_does_not_respond_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hangs = False
@@ -346,7 +346,7 @@ async def test_an_engine_that_gives_no_sign_of_life_is_lost(
             await engine.generate(request())
 
 
-async def test_a_cancellation_stays_one_when_the_line_is_broken() -> None:
+async def test_a_cancellation_stays_a_cancellation_when_the_connection_breaks() -> None:
     fake = FakeEngine(seconds=math.inf)
     async with remote(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request()))
@@ -373,7 +373,7 @@ async def test_no_task_is_left_behind_when_the_engines_close() -> None:
     assert fake.closed
 
 
-async def test_a_drain_with_nothing_ready_answers_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_drain_with_nothing_ready_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)
     results, load = await GeneratorWorker(FakeEngine(slots=3)).drain()
     assert (results, load.slots) == ([], 3)
@@ -405,7 +405,7 @@ async def test_what_is_committed_is_what_was_verified() -> None:
     assert engine.expected == manifest.fingerprint
 
 
-async def test_an_idle_line_outlives_a_short_deadline_of_calls(
+async def test_an_idle_connection_outlives_a_short_call_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generator, "DRAIN_WAIT_S", 1.0)
@@ -421,7 +421,7 @@ async def test_an_idle_line_outlives_a_short_deadline_of_calls(
         assert (await generators.sample(request())).stop is not StopReason.ABORTED
 
 
-async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_waits() -> None:
+async def test_a_connection_broken_by_a_foreign_error_fails_pending_calls() -> None:
     fake = FakeEngine(seconds=math.inf)
     async with remote(fake) as (engine, _):
         task = asyncio.create_task(engine.generate(request(0)))
@@ -437,8 +437,8 @@ async def test_a_line_that_breaks_with_an_error_that_is_not_ours_fails_what_wait
                 await asyncio.wait_for(waiting, 5)
 
 
-async def test_an_engine_that_says_that_it_is_lost_is_lost_although_its_host_lives() -> None:
-    fake = FakeEngine(seconds=lambda asked: math.inf if asked.uid.index else 0.0)
+async def test_an_engine_that_reports_itself_lost_is_lost_although_its_host_is_alive() -> None:
+    fake = FakeEngine(seconds=lambda request: math.inf if request.uid.index else 0.0)
     async with remote(fake) as (engine, _):
         other = asyncio.create_task(engine.generate(request(1)))
         await until(lambda: bool(fake.requests))
@@ -473,7 +473,7 @@ async def test_an_engine_that_is_lost_over_a_call_is_lost_for_all() -> None:
 
 
 class Mortal(FakeEngine):
-    """An engine that can be asked whether it lives."""
+    """An engine with a health check."""
 
     alive = True
 
@@ -482,7 +482,7 @@ class Mortal(FakeEngine):
             raise EngineLost("its process has ended")
 
 
-async def test_an_idle_engine_that_is_gone_gives_no_sign_of_life(
+async def test_an_idle_engine_that_is_gone_does_not_respond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = Mortal()
@@ -494,7 +494,7 @@ async def test_an_idle_engine_that_is_gone_gives_no_sign_of_life(
         assert engine.lost
 
 
-async def test_an_idle_engine_that_is_gone_is_found_by_the_next_drain(
+async def test_an_idle_engine_that_is_gone_is_detected_by_the_next_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)

@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 class FakeStrategy:
-    """Keeps the batches it gets and reports what it is told."""
+    """Records its batches and returns the given reports."""
 
     def __init__(self, losses: Sequence[LossReport], steps: Sequence[OptimReport]) -> None:
         self.parts: list[Batch] = []
@@ -62,14 +62,14 @@ def plain(count: int) -> FakeStrategy:
     return FakeStrategy([loss] * count, [step] * count)
 
 
-def test_a_batch_is_one_step_unless_the_recipe_says_otherwise(tiny_folder: Path) -> None:
+def test_a_batch_is_one_step_unless_configured_otherwise(tiny_folder: Path) -> None:
     strategy, batch = plain(1), random_batch([5, 6, 7])
     report = train(learner(strategy, tiny_folder), batch)
     assert strategy.parts == [batch]
     assert (report.optimizer_steps, report.skipped_steps) == (1, 0)
 
 
-def test_minibatches_part_the_samples_and_each_is_a_mean_of_its_own(tiny_folder: Path) -> None:
+def test_minibatches_partition_the_samples_and_each_has_its_own_mean(tiny_folder: Path) -> None:
     strategy, batch = plain(2), random_batch([5, 5, 5, 5])
     report = train(learner(strategy, tiny_folder, minibatches=2), batch)
     assert strategy.order == ["backward", "step"] * 2
@@ -92,12 +92,12 @@ def test_a_minibatch_is_scaled_in_every_part_of_its_loss(tiny_folder: Path) -> N
     strategy, batch = plain(2), random_batch([5, 5, 5, 5])
     batch = replace(batch, kl_weights_N=batch.weights_N / 2, entropy_weights_N=batch.weights_N / 4)
     train(learner(strategy, tiny_folder, minibatches=2), batch)
-    for name, whole in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
+    for name, full in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
         sums = [getattr(part, name).sum() for part in strategy.parts]
-        assert sums == pytest.approx([whole, whole])
+        assert sums == pytest.approx([full, full])
 
 
-def test_a_loss_of_pairs_has_whole_pairs_in_its_minibatches(tiny_folder: Path) -> None:
+def test_a_loss_of_pairs_has_complete_pairs_in_its_minibatches(tiny_folder: Path) -> None:
     strategy, batch = plain(2), random_batch([5, 6, 7, 8, 5, 6])
     pairs = {"pipeline": "dpo"}
     train(learner(strategy, tiny_folder, sections=pairs, minibatches=2), batch)
@@ -121,7 +121,7 @@ def test_there_are_no_more_minibatches_than_samples(tiny_folder: Path) -> None:
     assert report.optimizer_steps == 2
 
 
-def test_epochs_go_over_the_whole_batch_again(tiny_folder: Path) -> None:
+def test_each_epoch_passes_over_the_full_batch(tiny_folder: Path) -> None:
     strategy, batch = plain(6), random_batch([5, 6, 7, 8])
     report = train(learner(strategy, tiny_folder, minibatches=2, epochs=3), batch)
     assert report.optimizer_steps == 6

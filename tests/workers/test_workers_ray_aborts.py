@@ -32,7 +32,7 @@ def make_generator(context: HostContext, rank: int) -> GeneratorWorker:
 def ray_with_this_folder() -> Iterator[None]:
     import ray
 
-    from rollick.cluster.pool import start_ray
+    from rollick.cluster.ray_start import start_ray
 
     # Ray's processes inherit the environment: a worker imports this module and `fakes`.
     here = Path(__file__).parent

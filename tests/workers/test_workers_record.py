@@ -1,4 +1,4 @@
-"""A generator that records: what was asked for is kept once, and is bounded."""
+"""A generator that records requests: each once, in bounded memory."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def answer(worker: GeneratorWorker, count: int) -> None:
         await asyncio.gather(*worker.tasks.values())
 
 
-async def test_answers_are_told_once_with_the_engines_seconds() -> None:
+async def test_completions_are_reported_once_with_the_engines_seconds() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
     await answer(worker, 3)
@@ -29,20 +29,20 @@ async def test_answers_are_told_once_with_the_engines_seconds() -> None:
     assert (await worker.take_record()).answers == []
 
 
-async def test_an_engine_that_tells_of_no_steps_has_none() -> None:
+async def test_an_engine_that_reports_no_steps_has_none() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
     await answer(worker, 1)
     assert (await worker.take_record()).steps == []
 
 
-async def test_nothing_is_kept_without_being_asked_for() -> None:
+async def test_nothing_is_recorded_unless_requested() -> None:
     worker = GeneratorWorker(FakeEngine())
     await answer(worker, 1)
     assert (await worker.take_record()).answers == []
 
 
-async def test_what_nobody_fetches_is_bounded() -> None:
+async def test_unfetched_results_are_bounded() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
     assert worker.answers is not None

@@ -7,6 +7,11 @@ from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
 from rollick.config.rules.context import Context, Problems, rule
 
+PROGRAM_SECONDS = {"timeout_s": 10.0, "program_s": 5.0}
+"""Default of the option with which the reward `code` and the environment `tools` limit programs."""
+ROUNDS = 2
+"""Programs of one call that run one after another: `code` takes 16 samples and runs 8 at once."""
+
 
 @rule("data.domains")
 def _check_has_domain(context: Context) -> Problems:
@@ -105,6 +110,37 @@ def _check_room(context: Context, path: KeyPath, tokens: int | None) -> Problems
         fix = f"infer.max_length is {room}: raise it, or use fewer tokens"
         message = f"{tokens} leaves no room for a prompt"
         yield context.problem((*path, "max_tokens"), message, fix)
+
+
+@rule("rewards.timeout_s", "environments.step_timeout_s")
+def _check_program_time(context: Context) -> Problems:
+    """A program that runs to its time limit is judged. If the pool ended its call first, the sample
+    would be masked, which a policy could choose."""
+    config = context.recipe
+    limits = {"rewards": config.rewards.timeout_s, "steps": config.environments.step_timeout_s}
+    for path, domain in context.domains():
+        for index, reward in enumerate(schema.rewards_of(domain)):
+            if reward.name == "code":
+                where, seconds = (*path, "rewards", index), reward.options.get("timeout_s")
+                yield from _check_fits(context, where, "timeout_s", seconds, limits["rewards"])
+        environment = schema.environment_of(domain)
+        if environment is None or environment.name != "tools":
+            continue
+        if "python" in str(environment.options.get("tools")):
+            where, seconds = (*path, "environment"), environment.options.get("program_s")
+            yield from _check_fits(context, where, "program_s", seconds, limits["steps"])
+
+
+def _check_fits(
+    context: Context, section: KeyPath, option: str, given: object, limit_s: float
+) -> Problems:
+    seconds = PROGRAM_SECONDS[option] if given is None else given
+    if isinstance(seconds, int | float) and ROUNDS * seconds > limit_s:
+        kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
+        message = f"{option}={seconds:g} is too long for {kind}={limit_s:g}"
+        fix = f"use at most {limit_s / ROUNDS:g}, or set {kind}={ROUNDS * seconds:g} or more"
+        where = context.name_path(section) if given is None else (*section, "options", option)
+        yield context.problem(where, message, fix)
 
 
 @rule("train.schedule", "train.minibatches", "train.epochs", "run.steps")

@@ -234,6 +234,12 @@ class RlRecipe(Recipe, frozen=True):
         drops = self.rollout_of(domain).drop_no_signal
         return self._algorithm_of(domain).needs_different_scores if drops is None else drops
 
+    def keeps_no_signal(self, domain: str) -> bool:
+        """Whether groups of the domain are trained on although equal scores give no gradient."""
+        return self._algorithm_of(domain).needs_different_scores and not self.drops_no_signal(
+            domain
+        )
+
     @property
     def optimizer_steps(self) -> int:
         alone = self.critic.warmup_steps if self.needs("values") else 0

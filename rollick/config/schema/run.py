@@ -31,8 +31,8 @@ class RunConfig(Section):
     """CPU threads of each worker process; 0: the machine's cores, or 1 if deterministic."""
     stuck_after_s: Seconds = 600
     """The run stops after this long without progress, and reports what it waits for. Generated
-    tokens are progress; a call of an environment or agent is never stuck before its own time limit
-    (`environments`)."""
+    tokens are progress; a call of an environment, an agent or a reward is never stuck before its
+    own time limit (`environments`, `rewards.timeout_s`)."""
     stop_grace_s: Seconds = 600
     """After a signal: time to finish the step and save. Then the run exits immediately, with its
     last checkpoint."""
@@ -198,6 +198,9 @@ class ClusterConfig(Section):
     restarts: NonNegative = 3
     """Restarts of a lost role between two finished steps; then the run ends. Generators have
     rollout.engine_restarts."""
+    spare_workers: Annotated[NonNegative, IgnoredWith("backend", ("inline",))] = 0
+    """Processes that have imported their packages and replace lost CPU workers, seconds faster
+    than a new one would. Each takes about 0.4 GB."""
     call_timeout_s: Seconds = 1800
     """Time limit of the first call of each kind to a worker. Later calls have ten times as long as
     the slowest of recent ones took, but never longer than this."""

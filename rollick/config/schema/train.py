@@ -115,7 +115,10 @@ class TrainConfig(Section):
     epochs: Positive = 1
     """Passes over each batch."""
     max_skipped_steps: Positive = 5
-    """The run stops after this many non-finite gradients in a row."""
+    """After this many steps in a row with a gradient that is not finite, an exploding gradient or a
+    dead policy, the run rolls back."""
+    rollbacks: NonNegative = 2
+    """How often a run may go back to the snapshot from before such steps; then they end it."""
 
     @property
     def peak_lr(self) -> float:

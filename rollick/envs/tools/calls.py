@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 CallStyle = Literal["hermes", "llama", "mistral", "tag"]
@@ -37,9 +37,7 @@ def read_calls(text: str, style: CallStyle, tools: Mapping[str, str]) -> list[To
     """The calls of a reply, in order; empty if the reply is an answer. `tools` maps the name of
     each tool to the name of its first parameter."""
     if style == "tag":
-        names = "|".join(map(re.escape, tools))
-        matches = re.findall(rf"<({names})>(.*?)</\1>", text, re.DOTALL) if tools else []
-        return [ToolCall(name, {tools[name]: argument.strip()}) for name, argument in matches]
+        return [ToolCall(name, {tools[name]: content}) for name, content in _tagged(text, tools)]
     if style == "hermes":
         return _parse_all([part.strip() for part in _HERMES.findall(text)])
     if style == "mistral":
@@ -48,6 +46,25 @@ def read_calls(text: str, style: CallStyle, tools: Mapping[str, str]) -> list[To
         return _parse_all([body.strip()]) if body.strip().startswith("[") else []
     body = text.strip().removeprefix("<|python_tag|>").strip()
     return _parse_all([body]) if body.startswith("{") else []
+
+
+def _tagged(text: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(name, content) of each tag that is closed, in one pass: a tag that is closed nowhere is not
+    searched again at each of its repetitions."""
+    open_names = dict.fromkeys(names)
+    at = 0
+    while open_names:
+        opening = re.compile(rf"<({'|'.join(map(re.escape, open_names))})>").search(text, at)
+        if opening is None:
+            return
+        name, begin = opening[1], opening.end()
+        end = text.find(f"</{name}>", begin)
+        if end < 0:
+            del open_names[name]
+            at = begin
+        else:
+            yield name, text[begin:end].strip()
+            at = end + len(f"</{name}>")
 
 
 def write_call(call: ToolCall, style: CallStyle) -> str:

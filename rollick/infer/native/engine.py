@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.errors import EngineError, RollickError
+from rollick.errors import EngineError, EngineLost, RollickError, is_out_of_memory
 from rollick.infer.cancellation import run_to_completion
 from rollick.infer.engine import Capability, Delta, StopRules, WeightStream
 from rollick.infer.native.gpu.forward import ForwardOptions
@@ -67,6 +67,7 @@ class NativeEngine:
         self.weights, self._infer = weights, infer
         self.runner = _create_runner(weights, infer, stops, deterministic=deterministic)
         _run_in_new_thread(self._probe)
+        _run_in_new_thread(self.weights.remember)
         self._limits = RequestLimits(infer.max_length, vocabulary_size(weights.module), stops)
         self._paused = False
         self._asleep = False
@@ -229,6 +230,10 @@ class NativeEngine:
     def fingerprint(self) -> Fingerprint:
         return self.weights.fingerprint()
 
+    async def check_weights(self) -> None:
+        async with self._lock:
+            await self._in_thread(self.weights.check)
+
     async def close(self) -> None:
         if self._closed:
             return
@@ -363,5 +368,7 @@ def _run_in_new_thread(work: Callable[[], Result]) -> Result:
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return EngineError(error.message, fix=error.fix)
+    if is_out_of_memory(error):  # A new process has its memory back.
+        return EngineLost(f"the engine is out of memory: {error}", fix="lower infer.slots")
     fix = error.fix if isinstance(error, RollickError) else "see the cause above"
     return EngineError(f"the engine failed: {type(error).__name__}: {error}", fix=fix)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollick.errors import EngineCorrupt
 from rollick.infer.engine import VerifiedWeights, WeightStream
 from rollick.infer.weight_checks import check_fingerprint, check_shapes, stage_weights
 from rollick.models.attention.slot_cache import CACHED
@@ -48,6 +49,8 @@ class EngineWeights:
         self.learner_base = dict(learner_base)
         self._base: dict[str, Tensor] = {}
         """The base weights of the parameters that have adapters merged."""
+        self._expected: Fingerprint | None = None
+        """Of `_own_weights` since the last update; None: the learner changes them in place."""
 
     @classmethod
     def share(cls, learner: nn.Module, *, device: str) -> EngineWeights:
@@ -78,11 +81,34 @@ class EngineWeights:
     ) -> Fingerprint:
         if isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None:
             self._merge(weights, weights.adapter_scale)
+            self.remember()
             return weights.fingerprint
         adopt = self.can_adopt
         written = write_weights(self.module, weights, version, expected=expected, adopt=adopt)
         self._base.clear()
+        if isinstance(weights, VerifiedWeights) and self._are_copied(weights):
+            self._expected = written
+        else:
+            self.remember()
         return written
+
+    def remember(self) -> None:
+        """Take the present weights for correct."""
+        if not self.shared or self.learner_base:
+            self._expected = fingerprint(self._own_weights())
+
+    def check(self) -> None:
+        """Raises EngineCorrupt if the weights have changed since the last update. Weights that are
+        the learner's are not checked: the learner changes them in place."""
+        if self._expected is None:
+            return
+        actual = fingerprint(self._own_weights())
+        if actual != self._expected:
+            raise EngineCorrupt(
+                f"the engine's weights have fingerprint {actual[:12]}, and had "
+                f"{self._expected[:12]} after their last update: its memory was damaged",
+                fix="check the machine's memory if it happens again",
+            )
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the weights without adapters."""
@@ -109,6 +135,18 @@ class EngineWeights:
                     kept = self.learner_base.get(name)
                     self._base[name] = target.detach().clone() if kept is None else kept
                 adapter.merged(self._base[name], scale=scale, out=_own_memory(target))
+
+    def _are_copied(self, weights: VerifiedWeights) -> bool:
+        """Whether the parameters are equal to these weights bit for bit, so that both have the same
+        fingerprint."""
+        targets = dict(self.module.named_parameters())
+        copied = [n for n, t in weights.pairs if n in targets and targets[n].dtype == t.dtype]
+        return len(copied) == len(weights.pairs) == len(targets)
+
+    def _own_weights(self) -> list[tuple[str, Tensor]]:
+        """What the engine computes with, and the base weights that it keeps for merging."""
+        held = [(name, value.detach()) for name, value in self.module.named_parameters()]
+        return held + [(f"base.{name}", value) for name, value in self._base.items()]
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights without adapters, tied ones once."""

@@ -11,7 +11,7 @@ segment with a new cache. So the version of each token is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
 from time import perf_counter
@@ -21,7 +21,7 @@ import numpy as np
 from torch import nn
 
 from rollick.config.schema import InferConfig, ModelConfig
-from rollick.errors import EngineError, RollickError, WeightError
+from rollick.errors import EngineCorrupt, EngineError, RollickError, WeightError
 from rollick.infer.cancellation import run_to_completion
 from rollick.infer.engine import Capability, Delta, StopRules, WeightStream
 from rollick.infer.request_validation import RequestLimits, check_finite, vocabulary_size
@@ -74,6 +74,8 @@ class VllmEngine:
         self._paused = False
         self._asleep = False
         self._changing = asyncio.Lock()
+        self._expected: Sequence[str] | None = None
+        """The fingerprint of each worker's parameters after the last update."""
         self._may_run = True
         self._watcher: asyncio.Task[None] | None = None
         self._pending: dict[SampleId, tuple[VllmRequest, asyncio.Task[Completion]]] = {}
@@ -352,6 +354,7 @@ class VllmEngine:
             await self._interrupt()
             await client.call(llm.pause_generation(mode="abort", clear_cache=True))
             await client.call(llm.collective_rpc("rollick_take", args=(path,)))
+            self._expected = await self._fingerprints()
             if not self._paused:
                 await client.call(llm.resume_generation())
         except Exception as error:
@@ -360,6 +363,26 @@ class VllmEngine:
             raise
         self._version = version
         self._update_gate()
+
+    async def check_weights(self) -> None:
+        """Compares vLLM's own parameters, from the first check on; not its packed copies on a
+        CPU."""
+        async with self._changing:
+            self._client.check_open()
+            if self._asleep:
+                return
+            actual = await self._fingerprints()
+            if self._expected is None:
+                self._expected = actual
+            if actual != self._expected:
+                raise EngineCorrupt(
+                    f"vLLM's weights of version {self._version} have changed: their fingerprints "
+                    f"are {actual}, and were {self._expected}",
+                    fix="check the device's memory if it happens again",
+                )
+
+    async def _fingerprints(self) -> Sequence[str]:
+        return await self._client.call(self._client.llm.collective_rpc("rollick_fingerprint"))
 
     def _fail_all(self, error: RollickError) -> list[asyncio.Task[Any]]:
         """Fail the pending requests; returns their tasks, without the current one, which raises

@@ -65,11 +65,15 @@ def output_head(model: nn.Module) -> OutputHead:
             fix="use a decoder whose logits are the product of its head",
         )
     config: Any = model.config
-    text: Any = config.get_text_config()
-    divisor, factor = (getattr(text, name, None) for name in ("logits_scaling", "logit_scale"))
-    softcap = getattr(text, "final_logit_softcapping", None)
-    scale = float(factor or 1.0) / float(divisor or 1.0)
-    return OutputHead(head.weight, getattr(head, "bias", None), scale, softcap or None)
+    scale, softcap = logit_changes(config.get_text_config())
+    return OutputHead(head.weight, getattr(head, "bias", None), scale, softcap)
+
+
+def logit_changes(text_config: Any) -> tuple[float, float | None]:
+    """(scale, soft cap) of the logits, in the configuration of a language model."""
+    names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    divisor, factor, softcap = (getattr(text_config, name, None) for name in names)
+    return float(factor or 1.0) / float(divisor or 1.0), softcap or None
 
 
 def head_logits(hidden_TD: Tensor, head: OutputHead, *, batch_invariant: bool = False) -> Tensor:

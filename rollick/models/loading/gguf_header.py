@@ -41,7 +41,7 @@ def read_gguf_config(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
         try:
             return _Header(view).config()
-        except (struct.error, UnicodeDecodeError, RecursionError) as error:
+        except (struct.error, OverflowError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"the header of {file} is damaged: {error}") from error
 
 

@@ -20,6 +20,11 @@ PACKAGE_PREFIX = "package:"
 CACHE_FORMAT = "1"
 """Part of a converted model's name; change it to convert all models again."""
 EDGE_BYTES = 1 << 20
+LOCAL = (".", "runs/", "recipes/")
+"""Beginnings of paths that are never names on the hub."""
+WRITTEN_FIRST = (
+    "if another recipe or command writes it, run that first; the top of a recipe says so"
+)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -56,11 +61,16 @@ def locate_model(path: str) -> ModelLocation:
             fix = "give a Hugging Face folder, a hub name or a .gguf file"
             raise ModelError(f"{local} holds neither config.json nor tokenizer.json", fix=fix)
         return ModelLocation("folder", str(local))
-    if local.is_file() or not HUB_NAME.fullmatch(source) or source.startswith("."):
+    if local.is_file() or _is_local(source):
         problem = "is a file, not a folder" if local.is_file() else "does not exist"
         fix = "give a Hugging Face folder, a hub name such as org/name, or a .gguf file"
-        raise ModelError(f"model {source!r} {problem}", fix=fix)
+        raise ModelError(f"model {source!r} {problem}", fix=f"{fix}; {WRITTEN_FIRST}")
     return ModelLocation("hub", source)
+
+
+def _is_local(source: str) -> bool:
+    """Whether a path that leads to nothing here cannot be meant as a name on the hub."""
+    return not HUB_NAME.fullmatch(source) or source.startswith(LOCAL)
 
 
 def check_reachable(location: ModelLocation) -> None:

@@ -27,15 +27,15 @@ from rollick.models.attention.options import AttendedLayer, record_layers
 from rollick.models.attention.slot_cache import ShapeStep
 from rollick.models.attention.varlen import PackedLayout
 from rollick.models.decoder.training import run_decoder
-from rollick.models.head.logprobs import head_logits, output_head
+from rollick.models.head.logprobs import head_logits, logit_changes, output_head
 
 EXACT_FAMILIES = frozenset(
     {"gpt_oss", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "phi3"}
-    | {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+    | {"qwen2", "qwen3", "qwen3_moe", "smollm3"}
 )
-"""Values of `model_type` that need no probe: tests/models/test_models_families.py compares them
-with their own forward, and no option of their configuration changes how they attend, except by the
-arguments of our attention functions."""
+"""Values of `model_type` whose forwards need no probe: tests/models/test_models_families.py
+compares them with their own forward, and no option of their configuration changes how they attend,
+except by the arguments of our attention functions."""
 
 LENGTHS = (10, 6)
 PREFILLED = 4
@@ -66,15 +66,24 @@ def needs_probe(module: nn.Module) -> bool:
     return own_code or config.model_type not in EXACT_FAMILIES
 
 
+def has_plain_logits(module: nn.Module) -> bool:
+    """Whether no key of the configuration seems to scale or cap the logits: the family may not read
+    such a key."""
+    config: Any = module.config
+    return logit_changes(config.get_text_config()) == (1.0, None)
+
+
 def check_learner(module: nn.Module, *, max_length: int) -> None:
     """Raises if packed sequences do not get the hidden states of each alone. A model without a
     language-model head is compared without the head."""
-    if not needs_probe(module):
+    if not needs_probe(module) and has_plain_logits(module):
         return
     sequences = _sequences(module)
     with _explain(module, "learner"), torch.no_grad(), _narrow_windows(module, max_length):
         own = _own_hidden(module, sequences)
         _check_head(module, own, sequences)
+        if not needs_probe(module):
+            return
         device = str(own.device)
         ids = torch.tensor([token for one in sequences for token in one], device=device)
         with record_layers() as layers, _attempt("two sequences in one pack"):
@@ -85,12 +94,14 @@ def check_learner(module: nn.Module, *, max_length: int) -> None:
 
 def check_engine(module: nn.Module, compute: EngineLogits, *, max_length: int) -> None:
     """Raises if prefill and decode do not give the logits of the model's own forward."""
-    if not needs_probe(module):
+    if not needs_probe(module) and has_plain_logits(module):
         return
     sequences = _sequences(module)
     with _explain(module, "engine"), torch.no_grad(), _narrow_windows(module, max_length):
         own = _own_hidden(module, sequences)
         _check_head(module, own, sequences)
+        if not needs_probe(module):
+            return
         with record_layers() as layers, _attempt("prefill and decode"):
             decoded = compute(sequences)
         forwards = 1 + max(LENGTHS) - PREFILLED
@@ -190,7 +201,7 @@ def _explain(module: nn.Module, part: str) -> Generator[None]:
     """Raises any failure in the probe as a ModelError that names the model and the part."""
     try:
         yield
-    except Exception as error:  # whatever a model raises that expects to be called differently
+    except Exception as error:  # code of a model may raise anything
         reason = error.message if isinstance(error, ModelError) else _first_line(error)
         config: Any = module.config
         raise ModelError(
@@ -221,20 +232,22 @@ def _first_line(error: Exception) -> str:
 @contextmanager
 def _own_attention(module: nn.Module) -> Generator[None]:
     """Inside the context, the model uses transformers' reference attention instead of ours."""
-    with _changed(_configs(module), "_attn_implementation", lambda _: "eager"):
+    configs = [(config, "_attn_implementation") for config in _configs(module)]
+    with _changed(configs, lambda _: "eager"):
         yield
 
 
 @contextmanager
 def _narrow_windows(module: nn.Module, max_length: int) -> Generator[None]:
-    """Windows that are shorter than the run's sequences are narrowed, in config and modules. A
-    longer one has no effect in this run."""
-
-    def narrow(window: Any) -> Any:
-        return min(window, _WINDOW) if type(window) is int and window < max_length else window
-
-    holders = [*_configs(module), *module.modules()]
-    with _changed([h for h in holders if "sliding_window" in vars(h)], "sliding_window", narrow):
+    """Windows, by any name, that are shorter than the run's sequences are narrowed, in config and
+    modules. A longer one has no effect in this run."""
+    windows: list[tuple[Any, str]] = [
+        (holder, name)
+        for holder in (*_configs(module), *module.modules())
+        for name, value in vars(holder).items()
+        if "window" in name and type(value) is int and value < max_length
+    ]
+    with _changed(windows, lambda window: min(window, _WINDOW)):
         yield
 
 
@@ -245,13 +258,15 @@ def _configs(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _changed(holders: Sequence[Any], name: str, change: Callable[[Any], Any]) -> Generator[None]:
-    """Change an attribute inside the context."""
-    before = [getattr(holder, name) for holder in holders]
+def _changed(
+    attributes: Sequence[tuple[Any, str]], change: Callable[[Any], Any]
+) -> Generator[None]:
+    """Change attributes inside the context."""
+    before = [getattr(holder, name) for holder, name in attributes]
     try:
-        for holder, value in zip(holders, before, strict=True):
+        for (holder, name), value in zip(attributes, before, strict=True):
             setattr(holder, name, change(value))
         yield
     finally:
-        for holder, value in zip(holders, before, strict=True):
+        for (holder, name), value in zip(attributes, before, strict=True):
             setattr(holder, name, value)

@@ -2,8 +2,7 @@
 
 `dynamic` and `longrope` choose their frequencies by the longest sequence in a batch, so the
 log-probs of a sample depend on its neighbours, and cached keys of one sequence are rotated by
-different frequencies. Engine and learner instead use those of the run's longest sequence for all,
-as vLLM does for its `max_model_len`.
+different frequencies. Engine and learner instead use those of the run's longest sequence for all.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollick.errors import ModelError
 
@@ -26,16 +25,16 @@ def fix_rope(module: nn.Module, max_length: int) -> None:
     for part in module.modules():
         kinds: Any = getattr(part, "rope_type", None)
         if isinstance(kinds, str) and kinds in _BY_LENGTH:
-            _fix(part, kinds, max_length, layer_type=None)
+            _fix(part, max_length, layer_type=None)
             part.__dict__["rope_type"] = _FIXED
         elif isinstance(kinds, dict):
-            by_length: dict[str, str] = {
-                layer_type: kind
+            by_length: list[str] = [
+                layer_type
                 for layer_type, kind in kinds.items()  # pyright: ignore[reportUnknownVariableType]
                 if kind in _BY_LENGTH
-            }
-            for layer_type, kind in by_length.items():
-                _fix(part, kind, max_length, layer_type=layer_type)
+            ]
+            for layer_type in by_length:
+                _fix(part, max_length, layer_type=layer_type)
                 kinds[layer_type] = _FIXED
 
 
@@ -51,14 +50,19 @@ def check_lengths(module: nn.Module, lengths: Sequence[int]) -> None:
         )
 
 
-def _fix(part: Any, kind: str, max_length: int, *, layer_type: str | None) -> None:
-    name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-    scaling = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
-    device = getattr(part, name).device
+def _fix(part: Any, max_length: int, *, layer_type: str | None) -> None:
+    """The embedding's own code computes its frequencies when it sees the last position: those of
+    some families are not what their type is elsewhere."""
     options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
-        part.config, device, seq_len=max_length, **options
-    )
-    part.register_buffer(name, frequencies, persistent=False)
-    setattr(part, scaling, factor)
+    try:
+        device = next(part.buffers()).device
+        last = torch.tensor([[max_length - 1]], device=device)
+        with torch.no_grad():
+            part(torch.zeros(1, device=device), last, **options)
+    except Exception as error:  # whatever code of another kind raises
+        raise ModelError(
+            f"the rotary embedding {type(part).__name__} depends on the length and cannot be set "
+            f"for sequences of {max_length} tokens ({type(error).__name__}: {error})",
+            fix="choose a model of a family that docs/models.md lists as exact",
+        ) from error
     part.fixed_length = max_length

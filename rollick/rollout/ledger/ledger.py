@@ -171,6 +171,14 @@ class Ledger:
         self._begin_long_round()
         return unfinished
 
+    def drop_groups(self, uids: Iterable[int], reason: str) -> RemovedGroups:
+        """Remove those of these groups that are in flight and in no batch. Does not count against
+        the drop limit."""
+        active = (self._table.active.get(uid) for uid in sorted(uids, key=abs))
+        groups = [g for g in active if g is not None and g.state is not GroupState.TAKEN]
+        unfinished = tuple(uid for group in groups for uid in self._drop(group, reason))
+        return RemovedGroups(tuple((group.uid, reason) for group in groups), unfinished)
+
     def reset_drops(self) -> None:
         self._slots.drops_in_step = 0
 
@@ -213,6 +221,13 @@ class Ledger:
         self._slots.end_step(version, closed=self.policy.closed_slots(batch=len(batch), left=left))
         self._begin_long_round()
         return TakenBatch(tuple(sorted((group.uid for group in batch), key=abs)), removed)
+
+    def next_batch(self, version: PolicyVersion, count: int | None = None) -> tuple[int, ...]:
+        """The groups that `take` would take now; empty if it is not ready."""
+        count = self.policy.groups_per_step if count is None else count
+        if not self._is_ready(version, count):
+            return ()
+        return tuple(group.uid for group in self._choose(version, count))
 
     def awaited_samples(self, version: PolicyVersion, count: int | None = None) -> list[SampleId]:
         """The samples that the batch of `version` waits for, ordered by their groups' start."""

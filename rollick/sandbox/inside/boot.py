@@ -81,7 +81,7 @@ def receive(control: int) -> tuple[bytes, list[int]]:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Set soft and hard limits, so that no process of the box can raise them."""
+    """Set soft and hard limits, which no process of the box can raise."""
     memory = limits["memory_mb"] << 20
     for kind, value in (
         (resource.RLIMIT_AS, memory),

@@ -8,7 +8,6 @@ Legend: B samples, N rows.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -51,8 +50,10 @@ def plan_ranks(
     groups_B: Sequence[int],
     shared_B: Sequence[int],
     keep_groups: bool = False,
+    shares: Sequence[float] = (),
 ) -> list[list[int]]:
     """The samples of each rank, in ascending order; some ranks have none if there are too few.
+    `shares`: how much of the work each rank gets, compared with the others; none: equal parts.
 
     `shared_B` is the length of the prefix that a sample shares with its group. A group that costs
     more than a rank's part is divided, but never with `keep_groups`.
@@ -72,7 +73,7 @@ def plan_ranks(
         elif shared_B[members[0]]:
             parts = min(parts, ceil(cost_of(members) * ranks / max(total, 1.0) - 1e-9))
         units += [(cost_of(piece), piece) for piece in _deal(members, lengths_B, parts)]
-    return _assign(units, ranks)
+    return _assign(units, shares or [1.0] * ranks)
 
 
 def _deal(members: Sequence[int], lengths_B: Sequence[int], parts: int) -> list[list[int]]:
@@ -81,12 +82,13 @@ def _deal(members: Sequence[int], lengths_B: Sequence[int], parts: int) -> list[
     return [ordered[number::parts] for number in range(max(1, parts))]
 
 
-def _assign(units: Sequence[tuple[float, list[int]]], ranks: int) -> list[list[int]]:
-    """The most expensive unit first, each to the rank with the lowest cost so far."""
-    parts: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, rank) for rank in range(ranks)]
+def _assign(units: Sequence[tuple[float, list[int]]], shares: Sequence[float]) -> list[list[int]]:
+    """The most expensive unit first, each to the rank that would be done with it first."""
+    parts: list[list[int]] = [[] for _ in shares]
+    loads = [0.0 for _ in shares]
     for size, unit in sorted(units, key=lambda each: (-each[0], each[1])):
-        load, rank = loads[0]
+        ends = [(load + size) / share for load, share in zip(loads, shares, strict=True)]
+        rank = ends.index(min(ends))
         parts[rank] += unit
-        heapq.heapreplace(loads, (load + size, rank))
+        loads[rank] += size
     return [sorted(part) for part in parts]

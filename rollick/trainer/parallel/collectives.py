@@ -83,12 +83,12 @@ class _GatherRows(torch.autograd.Function):
         ctx: Any, rows: Tensor, sizes: tuple[int, ...], group: ProcessGroup, summed: bool
     ) -> Tensor:
         ctx.sizes, ctx.group, ctx.summed = sizes, group, summed
-        most = max(sizes)
-        every = rows.new_empty(len(sizes) * most, *rows.shape[1:])
-        _all_gather(every, _padded(rows, most), group=group)
-        if min(sizes) == most:
-            return every
-        return torch.cat([every[r * most : r * most + n] for r, n in enumerate(sizes)])
+        largest = max(sizes)
+        gathered = rows.new_empty(len(sizes) * largest, *rows.shape[1:])
+        _all_gather(gathered, _padded(rows, largest), group=group)
+        if min(sizes) == largest:
+            return gathered
+        return torch.cat([gathered[r * largest : r * largest + n] for r, n in enumerate(sizes)])
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -98,9 +98,9 @@ class _GatherRows(torch.autograd.Function):
         parts = gradient.split(ctx.sizes)
         if not ctx.summed:
             return parts[own].contiguous(), None, None, None
-        most = max(ctx.sizes)
-        buffer = torch.cat([_padded(part, most) for part in parts])
-        received = buffer.new_empty(most, *buffer.shape[1:])
+        largest = max(ctx.sizes)
+        buffer = torch.cat([_padded(part, largest) for part in parts])
+        received = buffer.new_empty(largest, *buffer.shape[1:])
         _reduce_scatter(received, buffer, group=ctx.group)
         return received[: ctx.sizes[own]], None, None, None
 

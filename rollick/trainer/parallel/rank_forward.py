@@ -3,7 +3,7 @@
     PackedBatch -- share_pack --> PackShare -- RankForward --> log-probs of the trained tokens
 
 Rows are divided over the `context` ranks. The trained tokens of a context rank are divided over its
-`tensor` ranks, so that no logits are computed twice. All these ranks gather the results.
+`tensor` ranks; no logits are computed twice. All these ranks gather the results.
 
 Legend: N rows of a pack, n those on this rank, T trained tokens, t those whose head is computed
 here, K top tokens of the teacher, D hidden size.

@@ -1,13 +1,13 @@
-"""A model whose parameters are sharded over ranks: built without memory, divided, then filled.
+"""A model whose parameters are sharded over ranks: built on the meta device, sharded, filled.
 
-    module without memory -> experts divided -> layers divided (tensor) -> fully_shard -> memory ->
-    values
+    module on the meta device -> experts split -> layers split (tensor) -> fully_shard ->
+    allocate -> copy values
 
 Only the first rank reads the model's files. Parameters are broadcast one at a time, so no other
 rank holds more than its share and one parameter. Parameters are float32 masters; they are gathered
 in the compute dtype.
 
-FSDP gathers as one group: each layer (its experts separately, where ranks divide them), the last
+FSDP gathers as one group: each layer (its experts separately, if they are split), the last
 norm, and the vocabulary matrices with everything else outside the layers. These last ones are
 sharded over all ranks, including those of `tensor`.
 """
@@ -61,8 +61,8 @@ class Precision:
 def build_tree(
     config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The module without memory, divided over `expert` and `tensor`, and the experts' modules if
-    ranks divide these."""
+    """The module on the meta device, split over `expert` and `tensor`, and the experts' modules
+    if they are split."""
     check_packable(config)
     tree: Any = empty_model(config, attention=VARLEN).to(master)
     if master is torch.float64:
@@ -103,15 +103,15 @@ def shard(
     pinned = grid.mesh.device_type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
 
-    over = partial(fully_shard, mp_policy=precision.policy, offload_policy=policy)
+    shard_module = partial(fully_shard, mp_policy=precision.policy, offload_policy=policy)
     for part in experts:
-        over(part, mesh=grid.expert_shards, reshard_after_forward=True)
+        shard_module(part, mesh=grid.expert_shards, reshard_after_forward=True)
     for part in layers_of(tree):
-        over(part, mesh=grid.shards, reshard_after_forward=True)
+        shard_module(part, mesh=grid.shards, reshard_after_forward=True)
     last_norm: Any = getattr(tree.base_model, "norm", None)
     if grid.shape.tensor > 1 and isinstance(last_norm, nn.Module):
-        over(last_norm, mesh=grid.shards, reshard_after_forward=True)
-    over(root, mesh=grid.all, reshard_after_forward=False)
+        shard_module(last_norm, mesh=grid.shards, reshard_after_forward=True)
+    shard_module(root, mesh=grid.all, reshard_after_forward=False)
     for part in root.modules():
         if isinstance(part, FSDPModule):
             # A batch's weights are global, so gradients are summed; gloo only supports sums.

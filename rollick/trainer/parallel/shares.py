@@ -43,6 +43,8 @@ class BatchSplit:
     share_prefix: bool = False
     """Rows of a group with a common prefix stay together, unless that is too unequal."""
     cost: RowCost = PER_TOKEN
+    speeds: tuple[float, ...] = ()
+    """Of the ranks, compared with each other; none: all are as fast."""
 
     @classmethod
     def of(cls, recipe: Recipe, cost: RowCost = PER_TOKEN) -> BatchSplit:
@@ -79,10 +81,19 @@ class BatchSplit:
             groups_B=part.group_B.tolist(),
             shared_B=sample_prefixes(part).tolist() if self.share_prefix else [0] * part.samples,
             keep_groups=self.keep_groups,
+            shares=self._replica_speeds(ranks),
         )
         first, *others = ([useful[index] for index in rows] for rows in planned)
         first = sorted({*first, *range(batch.samples)}.difference(*others))
         return tuple(map(tuple, (first, *others)))
+
+    def _replica_speeds(self, ranks: int) -> Sequence[float]:
+        """That of the slowest rank of each replica. Those of another number of ranks say nothing
+        about these."""
+        if len(self.speeds) != ranks:
+            return ()
+        starts = range(0, ranks, self.copies)
+        return [min(self.speeds[start : start + self.copies]) for start in starts]
 
     def _minibatches(self, batch: Batch) -> Iterator[Batch]:
         return minibatches(batch, count=self.minibatches, keep_groups=self.keep_groups)

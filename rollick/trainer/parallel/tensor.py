@@ -26,7 +26,7 @@ from rollick.errors import ModelError
 SUMMED = "replicated_with_grad_allreduce"
 """Style of small parameters that each rank uses for its own heads: gradients are partial."""
 
-LEFT_WHOLE = frozenset(
+NOT_SPLIT = frozenset(
     {
         "colwise_gather_output",
         "embedding_rowwise",
@@ -67,7 +67,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {}
     for name, part in model.named_modules():
         word = word_of(name, plan)
-        if isinstance(part, nn.Linear) and word is not None and word not in LEFT_WHOLE:
+        if isinstance(part, nn.Linear) and word is not None and word not in NOT_SPLIT:
             styles[name] = _style(word, name)
     parallelize_module(model, mesh, styles, src_data_rank=None)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,9 @@ from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_l
 BUCKET_BYTES = 64 << 20
 JOIN_S = 60.0
 """Timeout for all members to join, and for each bucket."""
+PRIVATE_ADDRESSES = ("10.255.255.254", "172.31.255.254", "192.168.255.254")
+"""One in each private network, for machines without a default route. None is a broadcast address:
+the kernel refuses to connect to those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +147,12 @@ class BroadcastReceiver:
 
 def own_address() -> str:
     """This machine's address on its network; loopback if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    for address in PRIVATE_ADDRESSES:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
             # Sends no packet: connecting a datagram socket only selects the interface.
-            probe.connect(("10.255.255.255", 1))
+            probe.connect((address, 1))
             return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
+    return "127.0.0.1"
 
 
 def _first_line(error: Exception) -> str:

@@ -83,7 +83,7 @@ def waits(ledger: Ledger, version: int) -> list[int]:
     ("groups", "staleness", "places"),
     [(4, 0, 4), (4, 1, 8), (4, 0.5, 6), (3, 0.5, 5), (4, 2, 12), (1, 0, 1), (10, 0.1, 11)],
 )
-def test_as_many_groups_are_in_flight_as_the_budget_says(groups, staleness, places):
+def test_as_many_groups_are_in_flight_as_the_budget_allows(groups, staleness, places):
     ledger = make_ledger(groups, 2, staleness)
     assert fill(ledger) == list(range(places))
     with pytest.raises(LedgerError, match="no slot"):
@@ -165,7 +165,7 @@ def test_with_staleness_two_a_batch_leaves_no_more_old_groups_than_the_next_can_
     assert take(ledger, 2) == [2, 4]
 
 
-def test_a_smaller_batch_can_be_asked_for_but_takes_what_it_must():
+def test_a_smaller_batch_can_be_requested_but_takes_what_it_must():
     ledger = make_ledger(4, 1, 1)
     fill(ledger)
     complete(ledger, 0, 1, 2, 3)
@@ -222,7 +222,7 @@ def test_the_samples_that_a_batch_waits_for_are_named_with_their_state():
     }
 
 
-def test_counts_tell_where_every_sample_is():
+def test_counts_cover_the_state_of_every_sample():
     ledger = make_ledger(4, 2, drops_allowed=0)
     fill(ledger)
     ledger.sample_started(SampleId(0, 1))
@@ -236,7 +236,7 @@ def test_counts_tell_where_every_sample_is():
     check_ledger(ledger)
 
 
-def test_check_finds_a_group_that_got_lost():
+def test_an_audit_finds_a_lost_group():
     ledger = make_ledger(2, 1)
     fill(ledger)
     ledger._table.active.popitem()
@@ -368,7 +368,7 @@ def test_a_group_with_spares_is_complete_with_the_first_members_and_cancels_the_
     check_ledger(ledger)
 
 
-def test_a_group_that_has_enough_takes_no_further_sample():
+def test_a_complete_group_takes_no_further_sample():
     ledger = make_ledger(1, 1, spares=1)
     fill(ledger)
     run(ledger, 0)
@@ -480,7 +480,7 @@ def test_late_groups_are_deferred_and_start_again_as_a_long_round_of_their_own()
     check_ledger(ledger)
 
 
-def test_with_staleness_a_long_round_goes_beside_other_groups_and_is_due_at_its_deadline():
+def test_with_staleness_a_long_round_runs_beside_other_groups_and_is_due_at_its_deadline():
     ledger = make_ledger(1, 1, 1, rule="long_rounds", surplus=1)
     assert fill(ledger) == [0, 1, 2]
     complete(ledger, 0)
@@ -529,7 +529,7 @@ def test_a_group_of_a_long_round_that_is_dropped_is_refilled_with_a_new_prompt()
     assert take(ledger, 1) == [3, 4]
 
 
-def test_a_restored_ledger_goes_on_with_the_long_round_that_was_under_way():
+def test_a_restored_ledger_continues_a_running_long_round():
     ledger = make_ledger(2, 1, 1, rule="long_rounds")
     for version in (0, 1):
         fill(ledger, version=version)
@@ -654,14 +654,14 @@ def test_after_a_restore_the_groups_of_the_log_start_again_with_the_same_prompts
     assert ledger.next_prompt_uid is None
 
 
-def test_a_log_that_does_not_follow_on_the_checkpoint_is_refused():
+def test_a_log_that_does_not_continue_the_checkpoint_is_refused():
     with pytest.raises(CheckpointError, match="group 1 instead of group 0"):
         make_ledger(2, 1).restore(make_ledger(2, 1).state(), started=[(1, "toy/1")])
 
 
-def test_the_ledger_tells_every_transition_that_a_log_keeps():
-    told = []
-    ledger = make_ledger(1, 1, record=told.append)
+def test_the_ledger_reports_every_transition_that_a_log_keeps():
+    reported = []
+    ledger = make_ledger(1, 1, record=reported.append)
     fill(ledger)
     ledger.defer(0)
     ledger.restart_deferred(PolicyVersion(0))
@@ -669,7 +669,7 @@ def test_the_ledger_tells_every_transition_that_a_log_keeps():
     fill(ledger)
     complete(ledger, 1)
     train(ledger, take(ledger, 0) or [], 1)
-    assert told == [
+    assert reported == [
         GroupStarted(0, "toy/0", "toy", 0, 1),
         GroupDeferred(0),
         GroupRestarted(0, 0),
@@ -681,7 +681,7 @@ def test_the_ledger_tells_every_transition_that_a_log_keeps():
     ]
 
 
-def test_a_question_in_vain_does_not_look_at_every_group(monkeypatch):
+def test_a_fruitless_query_does_not_scan_every_group(monkeypatch):
     ledger = make_ledger(50, 1, 1)
     fill(ledger)
     complete(ledger, *range(40, 90))
@@ -696,3 +696,29 @@ def test_a_question_in_vain_does_not_look_at_every_group(monkeypatch):
 
     monkeypatch.setattr(ledger._table, "active", Unreadable(ledger._table.active))
     assert take(ledger, 1) is None
+
+
+def test_the_next_batch_is_the_one_that_is_taken():
+    ledger = make_ledger(2, 1, staleness=1)
+    uids = fill(ledger)
+    assert ledger.next_batch(PolicyVersion(0)) == ()
+    for uid in uids:
+        complete(ledger, uid)
+    expected = ledger.next_batch(PolicyVersion(0))
+    assert ledger.next_batch(PolicyVersion(0)) == expected, "looking changes nothing"
+    taken = ledger.take(PolicyVersion(0))
+    assert taken is not None
+    assert taken.uids == expected
+
+
+def test_dropped_groups_in_flight_are_replaced_and_a_batch_is_left_alone():
+    ledger = make_ledger(1, 1, staleness=2, drops_allowed=0)
+    first, second, third = fill(ledger)
+    complete(ledger, first)
+    assert ledger.take(PolicyVersion(0)) is not None
+    removed = ledger.drop_groups([third, second, first, 99], "damaged_engine")
+    assert removed.dropped == ((second, "damaged_engine"), (third, "damaged_engine"))
+    assert {uid.group for uid in removed.unfinished} == {second, third}
+    assert len(fill(ledger)) == 2, "these drops do not count against the limit"
+    assert ledger_counts(ledger).dropped_by_reason == {"damaged_engine": 2}
+    check_ledger(ledger)

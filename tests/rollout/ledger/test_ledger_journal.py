@@ -25,7 +25,7 @@ def events(path):
     return list(read_log(path).events)
 
 
-async def test_events_of_one_turn_are_written_together_when_it_is_over(tmp_path):
+async def test_events_of_one_iteration_are_written_together_at_its_end(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with open_journal(path, resume=False) as journal:
         journal.record(started(0))
@@ -86,7 +86,7 @@ async def test_a_run_without_a_checkpoint_gets_all_its_groups_again(tmp_path):
     assert audit(read_log(path)).groups.submitted == 1
 
 
-async def test_a_mark_of_step_0_whose_checkpoint_did_not_come_about_does_no_harm(tmp_path):
+async def test_a_mark_of_step_0_without_its_checkpoint_is_harmless(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with open_journal(path, resume=False) as journal:
         journal.record(started(0))
@@ -98,7 +98,7 @@ async def test_a_mark_of_step_0_whose_checkpoint_did_not_come_about_does_no_harm
     assert audit(read_log(path)).groups.submitted == 1
 
 
-async def test_a_log_that_was_moved_away_is_gone_on_without(tmp_path):
+async def test_a_run_resumes_without_a_log_that_was_moved_away(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with open_journal(path, resume=True, step=4, started=9) as journal:
         assert journal.started == ()

@@ -96,7 +96,7 @@ def test_an_incomplete_line_is_not_an_event(line):
     assert decode(line) is None
 
 
-def test_a_log_is_gone_on_with_by_the_next_run(tmp_path):
+def test_a_log_is_continued_by_the_next_run(tmp_path):
     path = tmp_path / "run" / "ledger.jsonl"
     write(path, *ALL[:4])
     write(path, *ALL[4:])
@@ -111,7 +111,7 @@ def test_events_are_in_the_file_after_a_flush_and_not_before(tmp_path):
         assert read_log(log.path).events == (GroupDeferred(1),)
 
 
-def test_what_was_flushed_survives_a_kill(tmp_path):
+def test_flushed_events_survive_a_kill(tmp_path):
     path = tmp_path / "log"
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -132,12 +132,12 @@ def test_only_a_checkpoint_mark_waits_for_the_disk(tmp_path, monkeypatch):
         assert len(synced) == 1
 
 
-def test_a_cut_at_any_byte_leaves_the_events_before_it_and_can_be_gone_on_with(tmp_path):
+def test_a_log_cut_at_any_byte_keeps_the_earlier_events_and_can_be_continued(tmp_path):
     path = write(tmp_path / "log", *ALL)
-    whole = path.read_bytes()
-    for cut in range(len(whole)):
-        path.write_bytes(whole[:cut])
-        lines = whole[:cut].count(b"\n")
+    full = path.read_bytes()
+    for cut in range(len(full)):
+        path.write_bytes(full[:cut])
+        lines = full[:cut].count(b"\n")
         assert read_log(path).events == ALL[:lines]
         if cut % 7 == 0:  # a sync each time
             write(path, GroupDeferred(9))
@@ -223,7 +223,7 @@ def test_a_group_with_two_prompts_is_refused():
         started_since(log, 1)
 
 
-def test_what_follows_the_mark_that_a_run_goes_on_from_is_void():
+def test_events_after_the_mark_of_a_resumed_checkpoint_are_void():
     mark, lost, kept = CheckpointMarked(1, 1), started(1, version=3), started(1, version=2)
     log = LogContents((started(0), mark, lost, CheckpointMarked(2, 2), RunRestored(1), kept))
     assert effective_events(log) == [started(0), mark, kept]
@@ -231,7 +231,7 @@ def test_what_follows_the_mark_that_a_run_goes_on_from_is_void():
         effective_events(LogContents((*log.events, RunRestored(2))))
 
 
-def test_an_audit_tells_where_every_group_and_sample_is():
+def test_an_audit_reports_where_every_group_and_sample_is():
     log = LogContents(
         (
             *(started(uid, size=3) for uid in range(5)),

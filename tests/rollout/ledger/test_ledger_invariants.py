@@ -1,8 +1,9 @@
-"""Laws of the ledger under any order of events: random histories, drawn and shrunk by Hypothesis.
+"""Invariants of the ledger under any order of events: random histories by Hypothesis.
 
-A history is a shape of ledger and a string of bytes; two bytes are one move: which of those that
-are possible, and with what. Starts, completions, losses, drops, parks, takes, trainings, publishes,
-saves and kills come in any order. Every token's version is followed beside the ledger.
+A history is a shape of ledger and a string of bytes. Two bytes are one move: the first selects one
+of the possible moves, the second its argument. Starts, completions, losses, drops, deferrals,
+takes, trainings, publishes, saves and kills come in any order. A model beside the ledger follows
+every token's version.
 """
 
 import json
@@ -57,7 +58,7 @@ def shapes(rule):
 
 
 @dataclass
-class Told:
+class LedgerModel:
     """What a run knows beside its ledger, and what a kill takes back to the checkpoint."""
 
     version: int
@@ -75,12 +76,12 @@ class History:
         self.horizon = ceil(shape.staleness)
         self.events = []
         self.ledger = self.new_ledger()
-        self.told = Told(0, 0, 0, {}, {}, [], set())
+        self.model = LedgerModel(0, 0, 0, {}, {}, [], set())
         self.batch: list[int] = []
         self.made: int | None = None  # a version that was trained and is not published
         self.prompt_of: dict[int, str] = {}
-        self.life = 0
-        self.saved = (json.dumps(self.ledger.state()), deepcopy(self.told))
+        self.restarts = 0
+        self.saved = (json.dumps(self.ledger.state()), deepcopy(self.model))
 
     def new_ledger(self):
         shape = self.shape
@@ -137,22 +138,25 @@ class History:
         for _ in range(1 + with_what % 8):
             if not self.ledger.may_start():
                 break
-            name = self.ledger.next_prompt_uid or f"life {self.life}, group {self.told.started}"
-            uid = self.ledger.start_group(prompt(uid=name), PolicyVersion(self.told.version))
-            assert uid == self.told.started, "an id was left out or used again"
+            name = (
+                self.ledger.next_prompt_uid
+                or f"restart {self.restarts}, group {self.model.started}"
+            )
+            uid = self.ledger.start_group(prompt(uid=name), PolicyVersion(self.model.version))
+            assert uid == self.model.started, "an id was left out or used again"
             assert self.prompt_of.setdefault(uid, name) == name, "a kill changed a group's prompt"
-            self.told.started += 1
+            self.model.started += 1
 
     def advance(self, with_what):
         groups = self.open_groups()
-        whole, which = with_what % 2, with_what // 2
+        complete_one, which = with_what % 2, with_what // 2
         group = groups[which % len(groups)]
         under_way = group.unfinished()
         order = under_way[which % len(under_way) :] + under_way[: which % len(under_way)]
-        for uid in order if whole else order[:1]:
+        for uid in order if complete_one else order[:1]:
             while group.samples[uid.index] in NEXT:
                 self.step_sample(group, uid)
-                if not whole:
+                if not complete_one:
                     break
             if group.state is not GroupState.OPEN:
                 return
@@ -160,7 +164,7 @@ class History:
     def step_sample(self, group, uid):
         move = NEXT[group.samples[uid.index]]
         if move == "sample_started":
-            self.told.first_token.setdefault(uid, self.told.version)
+            self.model.first_token.setdefault(uid, self.model.version)
         enough = getattr(self.ledger, move)(uid)
         if not enough:
             return
@@ -168,7 +172,7 @@ class History:
         assert len(under_way) == self.shape.spares or group.was_reported
         assert self.ledger.complete(group.uid) == under_way
         assert not set(self.ledger.group(group.uid).unfinished()) & set(under_way)
-        self.told.completed.append(group.uid)
+        self.model.completed.append(group.uid)
 
     def lose(self, with_what):
         running = self.running()
@@ -196,17 +200,17 @@ class History:
         under_way = group.unfinished()
         assert self.ledger.defer(group.uid) == under_way
         assert group.state is GroupState.DEFERRED
-        self.begin_anew(group)
+        self.restart(group)
 
-    def begin_anew(self, group):
+    def restart(self, group):
         for index in range(len(group.samples)):
-            self.told.first_token.pop(SampleId(group.uid, index), None)
-        if group.uid in self.told.completed:
-            self.told.completed.remove(group.uid)
+            self.model.first_token.pop(SampleId(group.uid, index), None)
+        if group.uid in self.model.completed:
+            self.model.completed.remove(group.uid)
 
     def resume(self, with_what):
         waiting = [group.uid for group in self.ledger.deferred_groups()]
-        version = PolicyVersion(self.told.version)
+        version = PolicyVersion(self.model.version)
         resumed = self.ledger.restart_deferred(
             version, is_ready=waiting[: 1 + with_what % 2].__contains__
         )
@@ -215,7 +219,7 @@ class History:
         assert all(self.ledger.group(uid).started == version for uid in resumed)
 
     def take(self, with_what):
-        ledger, version = self.ledger, PolicyVersion(self.told.version)
+        ledger, version = self.ledger, PolicyVersion(self.model.version)
         count = 1 if with_what % 4 == 0 else None
         live = {group.uid: group for group in ledger.active_groups()}
         under_way = {uid: group.unfinished() for uid, group in live.items()}
@@ -241,35 +245,35 @@ class History:
         removed = [*dropped, *taken.removed.deferred]
         assert taken.removed.unfinished == tuple(uid for gone in removed for uid in under_way[gone])
         self.check_rule(batch, removed, live)
-        assert not set(taken.removed.deferred) & self.told.deferred, "a group is deferred once"
-        self.told.deferred |= set(taken.removed.deferred)
+        assert not set(taken.removed.deferred) & self.model.deferred, "a group is deferred once"
+        self.model.deferred |= set(taken.removed.deferred)
         for uid in taken.removed.deferred:
-            self.begin_anew(live[uid])
+            self.restart(live[uid])
         for uid, reason in taken.removed.dropped:
             self.end(uid, reason)
         self.batch = batch
 
     def check_rule(self, batch, removed, live):
-        oldest = self.told.version - self.horizon
+        oldest = self.model.version - self.horizon
         due = {uid for uid, group in live.items() if group.started <= oldest}
         if self.shape.rule is StalenessRule.MUST_TAKE:
             assert due <= set(batch)
         if self.shape.rule is StalenessRule.FIRST_FINISHED:
-            assert batch == sorted(self.told.completed[: len(batch)])
+            assert batch == sorted(self.model.completed[: len(batch)])
         if self.shape.rule is StalenessRule.LONG_ROUNDS:
-            assert due & self.told.deferred <= set(batch), "a long round is waited for"
-            urgent = [uid for uid in self.told.completed if uid in due]
+            assert due & self.model.deferred <= set(batch), "a long round is waited for"
+            urgent = [uid for uid in self.model.completed if uid in due]
             assert len(urgent) > len(batch) or set(urgent) <= set(batch)
         if self.shape.rule in SURPLUS_RULES:
             assert set(removed) == due - set(batch)
         else:
             assert not removed, "what is stale was dropped when the version was published"
         if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS:
-            firsts = [first for uid, first in self.told.first_token.items() if uid.group in batch]
+            firsts = [first for uid, first in self.model.first_token.items() if uid.group in batch]
             assert all(first >= oldest for first in firsts), "a token is too old"
 
     def train(self, with_what):
-        self.made = self.told.version + (with_what % 4 != 0)
+        self.made = self.model.version + (with_what % 4 != 0)
         self.ledger.trained(self.batch, PolicyVersion(self.made))
         for uid in self.batch:
             self.end(uid, "trained")
@@ -280,7 +284,7 @@ class History:
         live = {group.uid: group for group in self.ledger.active_groups()}
         under_way = {uid: group.unfinished() for uid, group in live.items()}
         removed = self.ledger.published(PolicyVersion(made))
-        self.told.version = made
+        self.model.version = made
         stale = [uid for uid, group in live.items() if group.started < made - self.horizon]
         expected = stale if self.shape.rule is StalenessRule.DROP_STALE else []
         assert removed.dropped == tuple((uid, "stale") for uid in expected)
@@ -290,68 +294,70 @@ class History:
         assert self.ledger.held_until is None, "with a version, its places open"
 
     def end(self, uid, how):
-        assert uid not in self.told.ended, "a group ends once"
-        self.told.ended[uid] = how
-        if uid in self.told.completed:
-            self.told.completed.remove(uid)
+        assert uid not in self.model.ended, "a group ends once"
+        self.model.ended[uid] = how
+        if uid in self.model.completed:
+            self.model.completed.remove(uid)
 
     def save(self, with_what):
         if self.batch or self.made is not None:
             return
-        self.told.step += 1
+        self.model.step += 1
         state = self.ledger.state()
-        self.events.append(CheckpointMarked(self.told.step, state["next"]))
-        self.saved = (json.dumps(state), deepcopy(self.told))
+        self.events.append(CheckpointMarked(self.model.step, state["next"]))
+        self.saved = (json.dumps(state), deepcopy(self.model))
 
     def kill(self, with_what):
         """Back to the checkpoint, with the groups that the log has after it."""
         self.check_log()
-        state, told = json.loads(self.saved[0]), deepcopy(self.saved[1])
-        resumed = started_since(LogContents(tuple(self.events)), told.step)
+        state, model = json.loads(self.saved[0]), deepcopy(self.saved[1])
+        resumed = started_since(LogContents(tuple(self.events)), model.step)
         after = range(state["next"], len(self.prompt_of))
         assert resumed[-len(after) or len(resumed) :] == tuple(
             (uid, self.prompt_of[uid]) for uid in after
         )
-        self.events.append(RunRestored(told.step))
+        self.events.append(RunRestored(model.step))
         self.ledger = self.new_ledger()
         self.ledger.restore(state, started=resumed)
-        self.ledger.published(PolicyVersion(told.version))
-        self.told, self.batch, self.made = told, [], None
-        self.life += 1
+        self.ledger.published(PolicyVersion(model.version))
+        self.model, self.batch, self.made = model, [], None
+        self.restarts += 1
         done = {
             SampleId(group.uid, index)
             for group in self.ledger.active_groups()
             for index, state in enumerate(group.samples)
             if state is SampleState.DONE
         }
-        told.first_token = {uid: told.first_token[uid] for uid in done}
+        model.first_token = {uid: model.first_token[uid] for uid in done}
         assert ledger_counts(self.ledger).samples.running == 0, "what was in flight waits again"
 
     def check(self):
         ledger = self.ledger
         check_ledger(ledger)
         counts = ledger_counts(ledger)
-        assert counts.groups.submitted == self.told.started
-        assert counts.samples.submitted == self.told.started * (self.shape.size + self.shape.spares)
-        trained = sum(how == "trained" for how in self.told.ended.values())
+        assert counts.groups.submitted == self.model.started
+        assert counts.samples.submitted == self.model.started * (
+            self.shape.size + self.shape.spares
+        )
+        trained = sum(how == "trained" for how in self.model.ended.values())
         assert counts.groups.trained == trained
         assert counts.samples.trained == trained * self.shape.size
-        assert counts.groups.dropped == len(self.told.ended) - trained
+        assert counts.groups.dropped == len(self.model.ended) - trained
         assert len(ledger.active_groups()) <= ledger.policy.slots
         if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS and not self.batch:
             starts = [group.started for group in ledger.active_groups()]
-            assert all(self.told.version - start <= self.horizon for start in starts)
+            assert all(self.model.version - start <= self.horizon for start in starts)
 
     def check_log(self):
-        """The log alone, and the checkpoint with the log after it, tell what the ledger tells."""
+        """The log alone, and the checkpoint with the later log, give the counts of the ledger."""
         log, counts = LogContents(tuple(self.events)), ledger_counts(self.ledger)
         since = audit(log, step=self.saved[1].step, state=json.loads(self.saved[0]))
-        for told in (audit(log), since):
-            assert told.groups == counts.groups
-            assert told.dropped_by_reason == counts.dropped_by_reason
-            assert told.dropped_samples == counts.dropped_samples
-            assert told.samples.trained == counts.samples.trained
-            assert told.samples.waiting == counts.samples.waiting + counts.samples.running
+        for model in (audit(log), since):
+            assert model.groups == counts.groups
+            assert model.dropped_by_reason == counts.dropped_by_reason
+            assert model.dropped_samples == counts.dropped_samples
+            assert model.samples.trained == counts.samples.trained
+            assert model.samples.waiting == counts.samples.waiting + counts.samples.running
 
     def drain(self):
         """No deadlock: if every sample ends and none is dropped any more, batches come."""
@@ -386,12 +392,12 @@ def play_histories(rule, count):
 
 
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_the_laws_hold_in_every_history(rule):
+def test_the_invariants_hold_in_every_history(rule):
     play_histories(rule, HISTORIES // len(StalenessRule))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rule", StalenessRule)
-def test_the_laws_hold_in_ten_times_as_many_histories(rule):
+def test_the_invariants_hold_in_ten_times_as_many_histories(rule):
     play_histories(rule, 10 * HISTORIES // len(StalenessRule))

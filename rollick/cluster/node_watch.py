@@ -1,0 +1,158 @@
+"""Notices that a machine of the cluster does not answer: it is off, hangs, or its network is cut.
+
+Ray needs a minute for that, and until then it sends new workers there. So an idle process on each
+machine with workers, except the controller's own, is called every BEAT_S.
+
+    no answer within SILENT_S -> every call to the machine's workers ends with NodeLost, and
+                                 replacements go to other machines, until it answers again
+
+A cut of less than SILENT_S changes nothing: Ray and TCP send again what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rollick.cluster.nodes import ClusterNode
+from rollick.errors import NodeLost
+
+BEAT_S = 2.0
+SILENT_S = 20.0
+ANSWER_S = 5.0
+"""How long a machine may take to answer when one of its workers was lost."""
+
+
+class Sentinel:
+    """The idle process of a machine."""
+
+    async def beat(self) -> None: ...
+
+
+class NodeWatch:
+    def __init__(self) -> None:
+        self.own: str = ray.get_runtime_context().get_node_id()
+        """The controller's machine. If it is lost, so is the controller."""
+        self._beats: dict[str, asyncio.Task[None]] = {}
+        self._sentinels: dict[str, Any] = {}
+        self._silent: set[str] = set()
+        self._have_answered: set[str] = set()
+        """Machines whose sentinel has started."""
+        self._calls: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+        """Deadlines of the calls in flight to workers of a machine."""
+
+    def watch(self, node: str) -> None:
+        """Watch a machine from now on."""
+        if node != self.own and node not in self._beats:
+            self._sentinels[node] = _create_sentinel(node)
+            self._beats[node] = asyncio.create_task(self._beat(node), name=f"node {node[:8]}")
+
+    @asynccontextmanager
+    async def while_it_answers(self, node: str | None) -> AsyncGenerator[None]:
+        """Raises NodeLost if the machine stops answering while the block runs."""
+        limit = asyncio.timeout(0.0 if node in self._silent else None)
+        calls = self._calls[node or ""]
+        try:
+            async with limit:
+                calls.add(limit)
+                try:
+                    yield
+                finally:
+                    calls.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise node_lost(node) from None
+
+    async def answers(self, node: str | None) -> bool:
+        """Whether the machine of a lost worker answers now. If not, no worker is placed there until
+        it does."""
+        if node is None or node not in self._have_answered:
+            return True
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._sentinels[node].beat.remote()
+        except (TimeoutError, RayError):
+            self._silent.add(node)
+            return False
+        return node not in self._silent
+
+    async def free_nodes(self) -> list[ClusterNode]:
+        """The machines that answer, and their free resources."""
+        alive, free = await asyncio.to_thread(_read_nodes)
+        return [
+            ClusterNode(node, free[node].get("CPU", 0.0), free[node].get("GPU", 0.0))
+            for node in alive
+            if node in free and node not in self._silent
+        ]
+
+    def close(self) -> None:
+        for task in self._beats.values():
+            task.cancel()
+        for sentinel in self._sentinels.values():
+            with suppress(RayError):
+                ray.kill(sentinel)
+
+    async def _beat(self, node: str) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await self._sentinels[node].beat.remote()
+            except (TimeoutError, RayError) as error:
+                if not isinstance(error, TimeoutError) and await self._starts_again(node):
+                    continue
+                self._lose(node)
+                alive, _ = await asyncio.to_thread(_read_nodes)
+                if node not in alive:
+                    return  # If the machine comes back, it is a new node.
+                await self._starts_again(node)
+            else:
+                self._silent.discard(node)
+                self._have_answered.add(node)
+            await asyncio.sleep(BEAT_S)
+
+    async def _starts_again(self, node: str) -> bool:
+        """Replace the sentinel: it may have died alone. Returns whether the new one answers."""
+        ray.kill(self._sentinels[node])
+        self._sentinels[node] = _create_sentinel(node)
+        with suppress(TimeoutError, RayError):
+            async with asyncio.timeout(SILENT_S):
+                await self._sentinels[node].beat.remote()
+                return True
+        return False
+
+    def _lose(self, node: str) -> None:
+        self._silent.add(node)
+        now = asyncio.get_running_loop().time()
+        for limit in self._calls[node]:
+            if not limit.expired():
+                limit.reschedule(now)
+
+
+def node_lost(node: str | None) -> NodeLost:
+    name = (node or "")[:12]
+    fix = "check the machine and its network; `ray status` lists the nodes of the cluster"
+    return NodeLost(f"the machine of Ray node {name} does not answer", fix=fix)
+
+
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """Ray's option that places an actor on a machine, or nowhere."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _create_sentinel(node: str) -> Any:
+    kind: Any = ray.remote(Sentinel)
+    return kind.options(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(node)).remote()
+
+
+def _read_nodes() -> tuple[Iterable[str], dict[str, dict[str, float]]]:
+    """The machines that the cluster considers alive, and the free resources of each."""
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return alive, ray._private.state.available_resources_per_node()  # pyright: ignore

@@ -1,0 +1,74 @@
+"""The samples that no check of their engine's weights covers yet.
+
+    a request ends -> record(engine, sample)    a batch is ready -> check() -> samples to drop
+
+A check that passes covers all tokens that the engine has generated since its last update, and an
+update checks the weights that it replaces. So a sample is checked once, before it is trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from rollick.errors import EngineCorrupt, EngineLost, RollickError
+from rollick.infer.engine import InferenceClient, SupportsWeightCheck
+from rollick.types import SampleId
+
+DAMAGED = "damaged_engine"
+"""Why groups are dropped that have tokens of an engine with damaged weights."""
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    client: SupportsWeightCheck
+    samples: set[SampleId] = field(default_factory=set[SampleId])
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    lost: dict[int, EngineLost]
+    """The engines that are lost, by number."""
+    damaged: frozenset[SampleId]
+    """Samples with tokens of an engine whose weights are damaged."""
+
+
+class UncheckedSamples:
+    """Keeps engines that have left the fleet: a result of theirs may arrive later."""
+
+    def __init__(self) -> None:
+        self._engines: dict[int, _Engine] = {}
+
+    def add(self, number: int, client: InferenceClient) -> None:
+        """A new engine; ignored if it cannot be checked."""
+        if isinstance(client, SupportsWeightCheck):
+            self._engines[number] = _Engine(client)
+
+    def record(self, number: int, uid: SampleId) -> None:
+        """The sample has tokens of the engine."""
+        if number in self._engines:
+            self._engines[number].samples.add(uid)
+
+    def contains_any(self, groups: Container[int]) -> bool:
+        """Whether a sample of these groups is unchecked."""
+        engines = self._engines.values()
+        return any(uid.group in groups for engine in engines for uid in engine.samples)
+
+    async def check(self) -> CheckResult:
+        """Check the engines of all unchecked samples. The samples of an engine that died cannot be
+        checked and count as good."""
+        due = [(n, engine, set(engine.samples)) for n, engine in self._engines.items()]
+        due = [(number, engine, samples) for number, engine, samples in due if samples]
+        checks = (engine.client.check_weights() for _, engine, _ in due)
+        errors = await asyncio.gather(*checks, return_exceptions=True)
+        result = CheckResult({}, frozenset())
+        for (number, engine, samples), error in zip(due, errors, strict=True):
+            engine.samples -= samples
+            if error is not None and not isinstance(error, RollickError):
+                raise error
+            if isinstance(error, EngineLost):
+                result.lost[number] = error
+            if isinstance(error, EngineCorrupt):
+                result = CheckResult(result.lost, result.damaged | samples)
+        return result

@@ -1,0 +1,136 @@
+"""Weights that break while every process lives, on Ray: a byte that flips in an engine, and steps
+that break the policy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flipping_engine
+import pytest
+import ray
+from conftest import figures, learner_state, toy
+from ledger_audit import audit
+
+from rollick import RunResult, run_recipe
+from rollick.cluster.ray_start import start_ray
+from rollick.commands.doctor import examine
+from rollick.data.store import load_batch
+from rollick.errors import RollickError
+from rollick.observe.faults import Fault, read_faults
+from rollick.rollout.ledger.log import read_log
+from rollick.rollout.unchecked import DAMAGED
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+RAY = ("cluster.backend=ray", "rollout.drop_no_signal=false")
+FIXED = ("run.deterministic=true", "devices.generators=cpu:1")
+TWO = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=flipping")
+BROKEN_LOSS = """
+import dataclasses
+from rollick.algorithms.losses import reinforce
+
+CALLS = 0
+
+def exploding(inputs, options):
+    global CALLS
+    CALLS += 1
+    result = reinforce(inputs, options)
+    factor = 1e6 if {first} <= CALLS <= {last} else 1.0
+    return dataclasses.replace(result, loss_T=result.loss_T * factor)
+"""
+"""A loss whose gradient explodes from one call in a process to another."""
+
+Run = Callable[..., RunResult]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that says when a byte flips. Ray's workers have the environment it started in."""
+    folder = tmp_path_factory.mktemp("flipping")
+    path = flipping_engine.install(folder / "plugins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([path, *filter(None, sys.path)]))
+        patch.setenv(flipping_engine.VARIABLE, str(folder / "plan"))
+        patch.syspath_prepend(path.split(os.pathsep)[0])
+        assert start_ray(None)
+        yield folder / "plan"
+        ray.shutdown()
+
+
+@pytest.fixture
+def run(tiny_folder: Path, tmp_path: Path, plan: Path) -> Run:
+    def start(name: str, *overrides: str, **options: Any) -> RunResult:
+        return run_recipe(toy(tiny_folder, tmp_path, *RAY, *overrides, name=name, **options))
+
+    return start
+
+
+def faults_of(folder: Path, kind: str) -> list[Fault]:
+    return [fault for fault in read_faults(folder) if fault.kind == kind]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_byte_that_flips_in_an_engine_on_ray_costs_samples_and_no_step(
+    run: Run, plan: Path, staleness: int
+) -> None:
+    plan.write_text("12")
+    result = run("flipped", *TWO, f"rollout.max_staleness={staleness}", steps=5)
+    assert not plan.exists(), "no byte was flipped"
+    assert result.step == 5
+    [fault] = faults_of(result.folder, "corrupt")
+    assert fault.role == "generators"
+    assert "its memory was damaged" in fault.cause
+    counts = audit(read_log(result.folder / "ledger.jsonl"))
+    assert counts.groups.trained == 20
+    assert set(counts.dropped_by_reason) == {DAMAGED}
+    assert "1 corrupt" in "\n".join(examine(result.folder).lines())
+
+
+def test_an_asynchronous_publish_finds_no_damage_in_a_healthy_run(run: Run) -> None:
+    result = run("healthy", *TWO, "rollout.max_staleness=1", steps=6)
+    assert faults_of(result.folder, "corrupt") == []
+    counts = audit(read_log(result.folder / "ledger.jsonl"))
+    assert not counts.dropped_by_reason
+
+
+def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
+    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
+    # Steps 4 and 5 explode. The snapshot after step 3 may be broken: that after step 2 is not.
+    good = run("good", *loss, steps=2)
+    undone = run("undone", *loss, steps=5)
+    assert learner_state(undone) == learner_state(good)
+    result = run("on", *loss, steps=8)
+    assert result.step == 8
+    for folder in (undone.folder, result.folder):
+        [fault] = faults_of(folder, "rolled_back")
+        assert "2 steps in a row broke the policy" in fault.cause
+        assert fault.redone_steps == 3
+        assert len(faults_of(folder, "exploded")) == 2
+        for step in (4, 5):
+            batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
+            assert batch.samples == 16
+    versions = [row["version"] for row in figures(result)]
+    assert versions == sorted(set(versions)), "the version never goes back"
+    assert "1 rolled back" in "\n".join(examine(result.folder).lines())
+
+
+def test_what_a_broken_policy_has_generated_is_dropped(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
+    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
+    result = run("stale", *loss, "rollout.max_staleness=1", steps=8)
+    counts = audit(read_log(result.folder / "ledger.jsonl"))
+    assert counts.groups.trained == 32
+    assert counts.dropped_by_reason.get("rolled_back", 0) > 0
+
+
+def test_a_learning_rate_of_a_thousand_ends_the_run_after_its_rollbacks(
+    run: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(RollickError, match=r"may roll back 2 times \(train.rollbacks\)"):
+        run("huge", *FIXED, "train.optimizer.lr=1e3", "train.max_skipped_steps=2", steps=60)
+    assert len(faults_of(tmp_path / "huge", "rolled_back")) == 2

@@ -1,0 +1,77 @@
+"""The snapshots of all ranks restored on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.objective import Loss
+from rollick.config.schema import Recipe
+from rollick.config.schema.losses import PpoLoss
+from rollick.testing.batches import random_batch, recipe_of, weighted_loss
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.fsdp import FsdpStrategy
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord, SnapshotWriter, read_snapshot
+from rollick.trainer.strategy import TrainState
+
+LENGTHS = [7, 12, 7, 3, 9, 12, 5]
+
+RanksOf = Callable[[int], Ranks]
+
+
+def loss_of(inputs: LossInputs) -> Loss:
+    return weighted_loss(inputs, ppo(inputs, PpoLoss(dual_clip=0)))
+
+
+def make_recipe(folder: Path, **parallel: int) -> Recipe:
+    options = {"strategy": "fsdp", "parallel": parallel}
+    return recipe_of(folder, train={"optimizer": {"lr": 1e-2}, **options})
+
+
+def train(recipe: Recipe, states: Sequence[TrainState], seed: int) -> tuple[TrainState, float]:
+    """Restore the states, take one step; the new state, and the loss of another batch."""
+    strategy = FsdpStrategy(recipe)
+    if states:
+        strategy.restore_all(states)
+    strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss_of)
+    assert not strategy.step().skipped
+    loss = strategy.forward_backward(random_batch(LENGTHS, seed=99), loss_of).loss
+    strategy.sharded.drop_gradients()
+    return through_memory(strategy.state()), loss
+
+
+def through_memory(state: TrainState) -> TrainState:
+    """The state as a new process reads it from a snapshot."""
+    memory = SnapshotMemory.create("test")
+    record: SnapshotRecord = SnapshotWriter().write(memory.path, state)
+    restored = read_snapshot(record)
+    copied = {name: tensor.clone() for name, tensor in restored.tensors.items()}
+    memory.close()
+    return TrainState(copied, restored.steps, restored.shards)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"data": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_one_rank_continues_from_the_snapshots_of_two(
+    ranks: RanksOf, tmp_path: Path, parallel: Any
+) -> None:
+    folder = save_tiny(tmp_path / "tiny", hidden=64, heads=8, kv_heads=4)
+    local, expected = LocalStrategy(make_recipe(folder)), list[float]()
+    for seed in range(2):
+        local.forward_backward(random_batch(LENGTHS, seed=seed), loss_of)
+        local.step()
+        expected.append(local.forward_backward(random_batch(LENGTHS, seed=99), loss_of).loss)
+        local.optimizer.drop_gradients()
+    first = ranks(2).run(train, make_recipe(folder, **parallel), [], 0)
+    [(state, loss)] = ranks(1).run(train, make_recipe(folder), [each[0] for each in first], 1)
+    assert state.steps == 2
+    assert [first[0][1], loss] == pytest.approx(expected, abs=2e-5)
