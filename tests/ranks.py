@@ -14,7 +14,12 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from rollick.data.batch import Batch
+    from rollick.trainer.fsdp import FsdpStrategy
+    from rollick.types import FloatArray
 
 JOIN_S = 10.0
 
@@ -94,3 +99,29 @@ def _serve(line: Connection, rendezvous: Any, rank: int) -> None:
         except BaseException:
             line.send((False, traceback.format_exc()))
     leave_process_group()
+
+
+def own_part(strategy: FsdpStrategy, batch: Batch) -> tuple[Batch, list[int]]:
+    """The rows of a batch that the controller would send to this rank, and their numbers."""
+    from rollick.trainer.parallel.shares import BatchSplit
+
+    grid, split = strategy.grid, BatchSplit.of(strategy.recipe, strategy.cost)
+    rows = list(split.plan(batch, ranks=grid.shape.replicas * grid.shape.copies)[grid.replica])
+    return batch.take(rows), rows
+
+
+def all_logprobs(strategy: FsdpStrategy, batch: Batch) -> FloatArray:
+    """Those of the complete batch: each rank computes its rows. A collective."""
+    import torch
+
+    from rollick.trainer.parallel.collectives import all_sum
+    from rollick.trainer.trainable_model import token_indices
+
+    part, rows = own_part(strategy, batch)
+    logprobs_N = torch.zeros(batch.tokens)
+    own_N = torch.as_tensor(strategy.logprobs(part))
+    if rows:
+        logprobs_N[torch.as_tensor(token_indices(batch, rows))] = own_N
+    if strategy.grid.shape.replicas > 1:
+        all_sum(logprobs_N, strategy.grid.replicas.get_group())
+    return logprobs_N.numpy()

@@ -23,9 +23,6 @@ is done again. So every choice here is on the late side.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
-
-from rollick.data.batch import Batch
 
 MULTIPLE = 10.0
 RECENT = 32
@@ -79,8 +76,3 @@ class Deadlines:
     def forget(self, role: str) -> None:
         """A new process has this role: its first calls have the ceiling."""
         self._seconds = {kind: of for kind, of in self._seconds.items() if kind[0] != role}
-
-
-def batch_tokens(args: tuple[Any, ...]) -> int:
-    """Tokens of the batches among a call's arguments; 1 if there are none."""
-    return max(1, sum(arg.tokens for arg in args if isinstance(arg, Batch)))

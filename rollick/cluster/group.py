@@ -15,8 +15,9 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rollick.cluster.deadlines import GRACE_S, Deadlines, batch_tokens
+from rollick.cluster.deadlines import GRACE_S, Deadlines
 from rollick.cluster.devices import DeviceMap, HostSpec, RoleRank
+from rollick.cluster.payload import Payload, array_bytes
 from rollick.cluster.worker import Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
 from rollick.errors import ClusterUnavailable, RollickError, WorkerError, WorkerHung, WorkerLost
@@ -123,6 +124,7 @@ class WorkerGroup:
         self._collective_locks: dict[RoleName, asyncio.Lock] = {}
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
         self._closed = False
+        self._batch_bytes = 0
 
     def _use(self, device_map: DeviceMap) -> None:
         self.device_map = device_map
@@ -131,6 +133,12 @@ class WorkerGroup:
     @property
     def is_closed(self) -> bool:
         return self._closed
+
+    def take_batch_bytes(self) -> int:
+        """Bytes of the batches sent to ranks, and of the arrays they returned, since the last
+        call."""
+        moved, self._batch_bytes = self._batch_bytes, 0
+        return moved
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
         """Build the roles of all hosts concurrently."""
@@ -205,14 +213,14 @@ class WorkerGroup:
     async def call(
         self, role: RoleName, method: str, *args: Any, rank: int = 0, timeout_s: float | None = None
     ) -> Any:
-        size = batch_tokens(args)
-        return await self._send(Call(role, method, args), rank, (), size=size, limit_s=timeout_s)
+        call, payload = Call(role, method, args), Payload.of(args)
+        return await self._send(call, rank, (), payload, limit_s=timeout_s)
 
     async def broadcast(self, role: RoleName, method: str, *args: Any) -> list[Any]:
         """Run a method on every rank of a role, with the same arguments; results by rank."""
         shared, call = self._transport.share(args), Call(role, method)
-        ranks, size = range(self.device_map.ranks(role)), batch_tokens(args)
-        return await _gather([self._send(call, rank, shared, size=size) for rank in ranks])
+        ranks, payload = range(self.device_map.ranks(role)), Payload.of(args)
+        return await _gather([self._send(call, rank, shared, payload) for rank in ranks])
 
     async def call_collective(self, role: RoleName, method: str, *args: Any) -> Any:
         """Run a method with collectives on all ranks, as in a sharded learner; returns rank 0's
@@ -222,21 +230,31 @@ class WorkerGroup:
                 return await self.call(role, method, *args)
             return (await self.broadcast(role, method, *args))[0]
 
+    async def scatter_collective(
+        self, role: RoleName, method: str, parts: Sequence[Any]
+    ) -> list[Any]:
+        """Run method(parts[rank]) with collectives on all ranks; results by rank."""
+        async with self._collective_locks.setdefault(role, asyncio.Lock()):
+            return await self.scatter(role, method, parts)
+
     async def scatter(
         self, role: RoleName, method: str, parts: Sequence[Any], *args: Any
     ) -> list[Any]:
         """Run method(parts[rank], *args) on each rank; results by rank. A rank whose part is None
-        is skipped, and its result is None."""
+        is skipped, and its result is None. A part of several ranks is copied once."""
         ranks = self.device_map.ranks(role)
         if len(parts) != ranks:
             message = f"{method!r} got {len(parts)} parts for {ranks} ranks of {role}"
             raise WorkerError(message, fix="give one part for each rank; None skips a rank")
-        shared = self._transport.share(args)
-        sent = [rank for rank, part in enumerate(parts) if part is not None]
-        sizes = {rank: batch_tokens((parts[rank], *args)) for rank in sent}
+        call, sent = Call(role, method), [rank for rank in range(ranks) if parts[rank] is not None]
+        shared: dict[int, Any] = {}
+        for part in (parts[rank] for rank in sent):
+            if id(part) not in shared:
+                shared[id(part)] = self._transport.share((part, *args))
         calls = [
-            self._send(Call(role, method, (parts[rank],)), rank, shared, size=sizes[rank])
+            self._send(call, rank, shared[id(part)], Payload.of((part, *args)))
             for rank in sent
+            for part in [parts[rank]]
         ]
         by_rank = dict(zip(sent, await _gather(calls), strict=True))
         return [by_rank.get(rank) for rank in range(ranks)]
@@ -247,13 +265,19 @@ class WorkerGroup:
             deadline.expire()
 
     async def _send(
-        self, call: Call, rank: int, shared: Any, *, size: int, limit_s: float | None = None
+        self,
+        call: Call,
+        rank: int,
+        shared: Any,
+        payload: Payload,
+        *,
+        limit_s: float | None = None,
     ) -> Any:
         if self._closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         role_rank = RoleRank(call.role, rank)
         host = self._hosts.get(role_rank) or self.device_map.host_of(*role_rank)
-        measured = limit_s is None
+        measured, size = limit_s is None, max(1, payload.tokens)
         if limit_s is None:
             limit_s = self.deadlines.limit(call.role, call.method, size=size)
         now = asyncio.get_running_loop().time
@@ -272,6 +296,7 @@ class WorkerGroup:
             raise WorkerHung(message, fix=fix) from None
         if measured:
             self.deadlines.observe(call.role, call.method, now() - begun, size=size)
+        self._batch_bytes += payload.bytes + array_bytes(result)
         return result
 
     async def close(self) -> None:

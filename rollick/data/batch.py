@@ -69,6 +69,12 @@ class Batch:
         return len(self.token_ids_N)
 
     @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        values = (getattr(self, spec.name) for spec in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+    @property
     def offsets_B1(self) -> npt.NDArray[np.int64]:
         """The first token of each row, followed by the number of tokens."""
         return np.concatenate([[0], np.cumsum(self.lengths_B, dtype=np.int64)])
@@ -106,6 +112,21 @@ class Batch:
                 value = value[indices if spec.name.endswith("_B") else tokens]
             taken[spec.name] = value
         return Batch(**taken)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchShare:
+    """One rank's rows of a batch, by mini-batch. A mini-batch may be empty."""
+
+    minibatches: tuple[Batch, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.minibatches)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.minibatches)
 
 
 class TokenValues(NamedTuple):

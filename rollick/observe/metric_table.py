@@ -82,6 +82,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "env/episode_restarts": ("episodes", "Episodes restarted because their process was lost."),
     "env/seconds": ("s", "Time inside environments since the start or resume, over all processes."),
     "controller/event_loop_lag_ms": ("ms", "Largest delay of the controller's event loop."),
+    "controller/batch_mb": (
+        "MB",
+        "Batches sent to worker processes, and the log-probs and values they returned.",
+    ),
     "controller/engines": ("engines", "Engines that respond."),
     "controller/engine_restarts": ("engines", "Lost engines replaced since the start or resume."),
     "train/loss": ("", "The objective, aggregated over the batch."),

@@ -231,6 +231,8 @@ class RunLoop(Generic[R]):
         goodput, faults = self.telemetry.goodput, self.telemetry.faults
         metrics |= self.telemetry.stopwatch.finish() | goodput.finish_step(self.state.step)
         metrics |= fault_metrics((self.earlier_faults | {f.id: f for f in faults.faults}).values())
+        if self.recipe.cluster.backend == "ray":
+            metrics["controller/batch_mb"] = self.pipeline.roles.group.take_batch_bytes() / 1e6
         metrics |= self.pipeline.ranks.metrics() | self.pipeline.closing_metrics(metrics)
         self.telemetry.log.log(self.state.step, metrics)
         self.telemetry.view.step(self.state.step, metrics)

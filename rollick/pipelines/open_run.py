@@ -52,7 +52,9 @@ from rollick.roles.handles import Roles
 from rollick.roles.publisher import Publisher
 from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.run_folder import RunFolder, open_folder
+from rollick.trainer.parallel.balance import RowCost
 from rollick.trainer.parallel.mesh import Rendezvous, open_rendezvous
+from rollick.trainer.parallel.shares import BatchSplit
 from rollick.types import RoleName
 from rollick.weights.channels.broadcast import own_address
 
@@ -246,10 +248,13 @@ async def _open_roles(
     ) as group:
         # Inline, the loss of a worker is that of the controller.
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
+        cost = RowCost.of(load_config(recipe.model).get_text_config())
+        split = BatchSplit.of(recipe, cost)
         options = {"restarts": restarts, "replica": recipe.train.parallel.others}
-        recovery = WorkerRecovery(group, specs, faults=faults, goodput=goodput, **options)
+        direct = Roles(group, batch_split=split)
+        recovery = WorkerRecovery(direct, specs, faults=faults, goodput=goodput, **options)
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):
-            yield Roles(group, None if is_inline else recovery), recovery
+            yield Roles(group, None if is_inline else recovery, batch_split=split), recovery
 
 
 async def _reconnect_host(host: HostSpec, *, publisher: Publisher, residency: Residency) -> None:

@@ -28,7 +28,7 @@ class RankSpeeds:
         """Compare the ranks after a step. The batches from now on are divided by their speeds."""
         if self._policy.ranks < 2:
             return
-        for rank, seconds in enumerate(await self._policy.measure_speeds(self._shares())):
+        for rank, seconds in enumerate(await self._policy.measure_speeds()):
             # The same work on each rank counts like the same number of tokens.
             self._speeds.observe(rank, tokens=MIN_TOKENS, seconds=seconds)
         for rank in self._speeds.end_step():
@@ -37,12 +37,10 @@ class RankSpeeds:
             self._faults.begin("policy", rank, kind="slow", cause=cause)
             work = "; it gets less work" if self._adapts else ""
             LOG.warning("rank %d of the policy %s%s", rank, cause, work)
+        if self._adapts:
+            self._policy.divide_by([self._speeds.weight(r) for r in range(self._policy.ranks)])
 
     def metrics(self) -> dict[str, float]:
         if self._policy.ranks < 2:
             return {}
         return {"speed/slow_ranks": float(len(self._speeds.slow))}
-
-    def _shares(self) -> list[float]:
-        ranks = range(self._policy.ranks)
-        return [self._speeds.weight(rank) if self._adapts else 1.0 for rank in ranks]

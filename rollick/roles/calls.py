@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
-from rollick.cluster.dispatch import SplitPlan, split_batch
 from rollick.cluster.group import WorkerGroup
 from rollick.data.batch import Batch
 from rollick.roles.protocols import Role
+from rollick.trainer.parallel.shares import BatchSplit, SplitPlan
 from rollick.types import RoleName
+
+EVEN_SPLIT = BatchSplit()
 
 W = TypeVar("W", bound=Role)
 A = TypeVar("A")
@@ -37,14 +39,20 @@ class Recovery(Protocol):
 
 class RoleHandle(Generic[W]):
     """The workers of one role, whose Protocol is W. Without `recovery`, a lost worker is an error
-    of the call."""
+    of the call. `batch_split`: how the ranks divide a batch."""
 
     def __init__(
-        self, group: WorkerGroup, role: RoleName, recovery: Recovery | None = None
+        self,
+        group: WorkerGroup,
+        role: RoleName,
+        recovery: Recovery | None = None,
+        *,
+        batch_split: BatchSplit = EVEN_SPLIT,
     ) -> None:
         self.group = group
         self.role: RoleName = role
         self.recovery = recovery
+        self.batch_split = batch_split
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, others: bool = False) -> T:
         """Make the call; make it again if a lost worker could be repaired."""
@@ -91,13 +99,29 @@ class RoleHandle(Generic[W]):
         """Call rank i with part i; a rank whose part is None is not called, its result is None."""
         return await self.group.scatter(self.role, method.__name__, parts, *args)
 
+    async def scatter_collective(
+        self, method: Callable[[W, A], Awaitable[T] | T], parts: Sequence[A]
+    ) -> list[T]:
+        """As `scatter`, for a method whose ranks communicate. One such call at a time."""
+        return await self.group.scatter_collective(self.role, method.__name__, parts)
+
     async def split(
         self, method: Callable[[W, Batch], Awaitable[T] | T], batch: Batch
     ) -> tuple[list[T | None], SplitPlan]:
         """Call each rank with its part of the batch. Returns the results (None for an empty part),
         and the plan that restores the order of the batch."""
-        parts, plan = split_batch(batch, self.ranks)
-        return await self.scatter(method, [part if part.samples else None for part in parts]), plan
+        plan = self.batch_split.plan(batch, ranks=self.ranks)
+        parts = [batch.take(rows) if rows else None for rows in plan]
+        return await self.scatter(method, parts), plan
+
+    async def split_collective(
+        self, method: Callable[[W, Batch], Awaitable[T] | T], batch: Batch
+    ) -> tuple[list[T], SplitPlan]:
+        """As `split`, for a method whose ranks communicate: ranks without rows are called too.
+        Returns one result for each replica."""
+        copies, plan = self.batch_split.copies, self.batch_split.plan(batch, ranks=self.ranks)
+        parts = [part for rows in plan for part in [batch.take(rows)] * copies]
+        return (await self.scatter_collective(method, parts))[::copies], plan
 
 
 AnyHandle = RoleHandle[Any]

@@ -4,23 +4,23 @@
     report = await roles.policy.train(batch)
     batch = replace(batch, old_logprobs_N=await roles.policy.logprobs(batch))
 
-A batch is divided over the ranks of a role, and results come back in the order of the batch. The
-ranks of a sharded policy divide it among themselves. A role that the run does not have has 0 ranks;
-calling it raises PlacementError.
+A batch is divided over the ranks of a role, and results come back in the order of the batch. No
+rank receives rows that it does not compute. A role that the run does not have has 0 ranks; calling
+it raises PlacementError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap
-from rollick.cluster.dispatch import gather_samples, gather_tokens
 from rollick.cluster.group import WorkerGroup
 from rollick.cluster.machine import machine_id
 from rollick.data.batch import Batch, TokenValues, TopTokens
-from rollick.roles.calls import AnyHandle, Recovery, RoleHandle
+from rollick.roles.calls import EVEN_SPLIT, AnyHandle, Recovery, RoleHandle
 from rollick.roles.engines import Generators, Judge
 from rollick.roles.protocols import (
     CriticRole,
@@ -31,6 +31,7 @@ from rollick.roles.protocols import (
 )
 from rollick.roles.reports import CriticReport, TrainReport
 from rollick.roles.snapshot_transfer import fetch_snapshot, send_snapshots
+from rollick.trainer.parallel.shares import BatchSplit, gather_samples, gather_tokens
 from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import FloatArray, PolicyVersion, RoleName
@@ -78,14 +79,14 @@ class Policy(TrainedHandle[PolicyRole]):
 
     async def train(self, batch: Batch) -> TrainReport:
         """Train on one batch: all its epochs and mini-batches."""
-        report = await self.retry(lambda: self.call_collective(PolicyRole.train, batch))
+        report = await self.retry(lambda: self._train(batch))
         if self.recovery is not None:
             self.recovery.trained(self.role, batch)
         return report
 
     async def forward_backward(self, batch: Batch) -> LossReport:
         """Add the gradient of the batch's loss to the accumulated gradient."""
-        return await self.call_collective(PolicyRole.forward_backward, batch)
+        return (await self.split_collective(PolicyRole.forward_backward, batch))[0][0]
 
     async def optimizer_step(self) -> OptimReport:
         """Clip the accumulated gradient, update the weights, clear the gradient."""
@@ -93,17 +94,29 @@ class Policy(TrainedHandle[PolicyRole]):
 
     async def logprobs(self, batch: Batch) -> FloatArray:
         """[N]: log-prob of each token at the sample's temperature."""
-        return await self.retry(lambda: self.call_collective(PolicyRole.logprobs, batch))
+        return await self._logprobs(PolicyRole.logprobs, batch)
 
     async def reference_logprobs(self, batch: Batch) -> FloatArray:
         """[N]: like `logprobs`, but of the base model, with the LoRA adapters disabled."""
-        return await self.retry(lambda: self.call_collective(PolicyRole.reference_logprobs, batch))
+        return await self._logprobs(PolicyRole.reference_logprobs, batch)
 
-    async def measure_speeds(self, shares: Sequence[float]) -> list[float]:
-        """The seconds of each rank for the same work. Batches are then divided by the shares."""
-        method, each = PolicyRole.measure_speed, [list(shares)] * self.ranks
-        seconds = await self.retry(lambda: self.scatter(method, each))
-        return [value for value in seconds if value is not None]
+    async def _train(self, batch: Batch) -> TrainReport:
+        shares = self.batch_split.shares(batch, ranks=self.ranks)
+        return (await self.scatter_collective(PolicyRole.train, shares))[0]
+
+    async def _logprobs(
+        self, method: Callable[[PolicyRole, Batch], FloatArray], batch: Batch
+    ) -> FloatArray:
+        results, plan = await self.retry(lambda: self.split_collective(method, batch))
+        return gather_tokens(results, batch, plan)
+
+    async def measure_speeds(self) -> list[float]:
+        """The seconds of each rank for the same work."""
+        return await self.retry(lambda: self.call_all(PolicyRole.measure_speed))
+
+    def divide_by(self, speeds: Sequence[float]) -> None:
+        """Divide batches by the speeds of the ranks from now on."""
+        self.batch_split = replace(self.batch_split, speeds=tuple(speeds))
 
     async def process_location(self) -> ProcessLocation:
         """Location of rank 0, the rank that sends the weights."""
@@ -167,11 +180,18 @@ class RewardModel(RoleHandle[RewardModelRole]):
 
 class Roles:
     """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
-    calls to lost workers are made again after a repair. Engines have their own way to do that."""
+    calls to lost workers are made again after a repair. Engines have their own way to do that.
+    `batch_split`: how the ranks of the policy divide a batch."""
 
-    def __init__(self, group: WorkerGroup, recovery: Recovery | None = None) -> None:
-        self._group = group
-        self.policy = Policy(group, "policy", recovery)
+    def __init__(
+        self,
+        group: WorkerGroup,
+        recovery: Recovery | None = None,
+        *,
+        batch_split: BatchSplit = EVEN_SPLIT,
+    ) -> None:
+        self.group = group
+        self.policy = Policy(group, "policy", recovery, batch_split=batch_split)
         self.critic = Critic(group, "critic", recovery)
         self.reference = Scorer(group, "reference", recovery)
         self.teacher = Scorer(group, "teacher", recovery)
@@ -182,7 +202,7 @@ class Roles:
     @property
     def device_map(self) -> DeviceMap:
         """It changes when a sharded policy continues with fewer ranks."""
-        return self._group.device_map
+        return self.group.device_map
 
     def handle(self, role: RoleName) -> AnyHandle:
         return getattr(self, role)

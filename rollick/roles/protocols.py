@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rollick.data.batch import Batch, TokenValues, TopTokens
+from rollick.data.batch import Batch, BatchShare, TokenValues, TopTokens
 from rollick.errors import RollickError
 from rollick.infer.engine import Capability
 from rollick.roles.reports import CriticReport, EngineRecord, TrainReport
@@ -89,14 +89,14 @@ class TrainedRole(Role, Protocol):
 
 
 class PolicyRole(TrainedRole, Protocol):
-    """The trained model. All ranks of a sharded policy are called with the same arguments."""
+    """The trained model. All ranks of a sharded policy are called together, each with its rows."""
 
-    def train(self, batch: Batch) -> TrainReport: ...
+    def train(self, share: BatchShare) -> TrainReport: ...
     def forward_backward(self, batch: Batch) -> LossReport: ...
     def optimizer_step(self) -> OptimReport: ...
     def logprobs(self, batch: Batch) -> FloatArray: ...
     def reference_logprobs(self, batch: Batch) -> FloatArray: ...
-    def measure_speed(self, shares: Sequence[float]) -> float:
+    def measure_speed(self) -> float:
         """See HasRanks.measure_speed; 0 for a strategy with one rank."""
         ...
 

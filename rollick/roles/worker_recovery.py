@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppres
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap, HostSpec
-from rollick.cluster.group import WorkerGroup
 from rollick.cluster.nodes import kept_ranks
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
@@ -68,7 +67,7 @@ class WorkerRecovery:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        direct: Roles,
         make_specs: Callable[[DeviceMap], Sequence[RoleSpec]],
         *,
         faults: FaultLog,
@@ -76,10 +75,12 @@ class WorkerRecovery:
         restarts: int,
         replica: int = 1,
     ) -> None:
+        """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
         self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
         """Called for each new host, when its roles have their state."""
-        self._group = group
+        self._direct = direct
+        self._group = direct.group
         self._replica = replica
         """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
@@ -91,8 +92,6 @@ class WorkerRecovery:
         self._failures: dict[RoleName, RollickError] = {}
         """Of roles that cannot be repaired, such as for want of room. They end the run."""
         self._lock = asyncio.Lock()
-        self._direct = Roles(group)
-        """Handles without recovery."""
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
 

@@ -1,10 +1,11 @@
 """The sharded strategy: the parameters of a model over many ranks, on torch's device meshes.
 
-All ranks make the same calls with the same complete batch, and each gets the result for the
-complete batch, which is that of local.py. parallel/mesh.py describes the grid of ranks,
-parallel/rank_forward.py what a rank computes of a pack.
+All ranks make the same calls together, each with its own rows of a batch (parallel/shares.py);
+ranks of one replica have the same ones. Losses and metrics are those of all rows, as in local.py.
+parallel/mesh.py describes the grid of ranks, parallel/rank_forward.py what a rank computes of a
+pack.
 
-    Batch -> plan_ranks -> this rank's micro-batches -> PackedBatch -> this rank's rows
+    this rank's Batch -> micro-batches -> PackedBatch -> this rank's rows of the pack
           -> hidden states -> log-probs of its part of the trained tokens -> gathered over the ranks
           of the pack -> loss, the same on each of them -> backward
 
@@ -37,12 +38,11 @@ from rollick.trainer.microbatch import (
     PackedBatch,
     microbatches,
     pack,
-    sample_prefixes,
     trained_tokens,
 )
 from rollick.trainer.offload import OffloadedTensors
 from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
-from rollick.trainer.parallel.balance import RowCost, plan_ranks
+from rollick.trainer.parallel.balance import RowCost
 from rollick.trainer.parallel.checkpoint import (
     describe_shards,
     load_snapshots,
@@ -61,7 +61,7 @@ from rollick.trainer.parallel.shard import (
     load_shards,
     shard,
 )
-from rollick.trainer.parallel.speed import measure_seconds, replica_shares
+from rollick.trainer.parallel.speed import measure_seconds
 from rollick.trainer.router_balance import ExpertBalance, Routing
 from rollick.trainer.strategy import (
     LossFn,
@@ -92,8 +92,6 @@ class FsdpStrategy:
             os.environ.update(safe_environment())
         self.precision = Precision(dtype or torch.float32, compute)
         self.offload = parallel.offload
-        self._shares: Sequence[float] = ()
-        """How much of a batch each replica gets."""
         tree, experts = build_tree(
             recipe.model, self.grid, parallel=parallel, master=self.precision.master
         )
@@ -130,8 +128,6 @@ class FsdpStrategy:
             if samples:
                 indices_T = token_indices(batch, samples)[packed.indices_T]
                 logprobs_N[torch.as_tensor(indices_T)] = output.logprobs_T.float()
-        if self.grid.shape.replicas > 1:
-            all_sum(logprobs_N, self.grid.replicas.get_group())
         return logprobs_N.cpu().numpy()
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
@@ -206,8 +202,7 @@ class FsdpStrategy:
     def wake(self) -> None:
         self._offloaded.restore_from_host()
 
-    def measure_speed(self, shares: Sequence[float]) -> float:
-        self._shares = replica_shares(shares, replicas=self.grid.shape.replicas)
+    def measure_speed(self) -> float:
         return measure_seconds(self.device)
 
     def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
@@ -237,42 +232,22 @@ class FsdpStrategy:
     def _microbatches(self, batch: Batch) -> list[list[int]]:
         """Those of this rank's replica. Every rank has the same number: the last may be empty."""
         train = self.recipe.train
-        _, sequence_T = trained_tokens(batch)
-        useful: list[int] = np.unique(sequence_T).tolist()
-        own = self._own_samples(batch, useful)
-        cut = microbatches(
-            batch.take(own),
+        parts = microbatches(
+            batch,
             # A pack is divided over the ranks of `context`: each holds a part of it.
             tokens=train.tokens_per_microbatch * self.grid.shape.context,
             by_uid=False,
             share_prefix=train.share_prefix,
             keep_groups=self.recipe.compares_pairs,
         )
-        count = torch.tensor(len(cut), device=self.device)
+        count = torch.tensor(len(parts), device=self.device)
         if self.grid.shape.replicas > 1:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replicas.get_group())
-        parts = [[own[index] for index in each] for each in cut]
         return parts + [[] for _ in range(int(count) - len(parts))]
 
-    def _own_samples(self, batch: Batch, useful: list[int]) -> list[int]:
-        if self.grid.shape.replicas == 1 or not useful:
-            return useful
-        part = batch.take(useful)
-        shares = self.recipe.train.share_prefix
-        plan = plan_ranks(
-            part.lengths_B.tolist(),
-            ranks=self.grid.shape.replicas,
-            cost=self.cost,
-            groups_B=part.group_B.tolist(),
-            shared_B=sample_prefixes(part).tolist() if shares else [0] * part.samples,
-            keep_groups=self.recipe.compares_pairs,
-            shares=self._shares,
-        )
-        return [useful[index] for index in plan[self.grid.replica]]
-
     def _expert_balance(self, batch: Batch, parts: list[list[int]]) -> ExpertBalance | None:
-        """The load-balancing loss, with the counts of the complete batch if it has several
-        micro-batches."""
+        """The load-balancing loss over the rows of all ranks, with their counts if there are
+        several micro-batches."""
         coefficient = self.recipe.train.expert_balance
         if not coefficient:
             return None
@@ -286,8 +261,10 @@ class FsdpStrategy:
                 counts_LE = routing.counts_LE + (0 if counts_LE is None else counts_LE)
             assert counts_LE is not None
             sum_counts(counts_LE)
-        rows = len(trained_tokens(batch)[0])
-        return ExpertBalance(coefficient, rows, counts_LE, sum_counts, sum_loss)
+        rows = torch.tensor(len(trained_tokens(batch)[0]), device=self.device)
+        if self.grid.shape.replicas > 1:
+            all_sum(rows, self.grid.replicas.get_group())
+        return ExpertBalance(coefficient, int(rows), counts_LE, sum_counts, sum_loss)
 
     def _summed_report(self, accumulator: LossAccumulator) -> LossReport:
         """Over all replicas; the ranks of a replica have equal reports."""

@@ -79,8 +79,9 @@ class TrainState:
 class TrainStrategy(Protocol):
     """Holds a model and trains it. Called from one thread.
 
-    A sharded strategy has many ranks. All must get the same calls with the same arguments in the
-    same order, and return the same results. Each call gets the full batch; the ranks divide it.
+    A sharded strategy has many ranks, which get the same calls in the same order. Each gets its own
+    rows of a batch (parallel/shares.py). Reports are those of all rows; per-token results are
+    those of the rank's rows.
     """
 
     @property
@@ -136,11 +137,10 @@ class TrainStrategy(Protocol):
 
 @runtime_checkable
 class HasRanks(Protocol):
-    """A strategy whose ranks divide each batch among themselves."""
+    """A strategy with many ranks, which wait for each other."""
 
-    def measure_speed(self, shares: Sequence[float]) -> float:
-        """The seconds that this rank needs for a fixed work. Batches are divided by `shares`, one
-        for each rank, from now on."""
+    def measure_speed(self) -> float:
+        """The seconds that this rank needs for a fixed work."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from rollick.errors import ConfigError
 from rollick.roles.protocols import CriticRole
 from rollick.roles.reports import CriticReport
 from rollick.trainer.critic import LocalCritic
+from rollick.trainer.parallel.shares import minibatches
 from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
 from rollick.types import BoolArray, FloatArray
-from rollick.workers.learner import minibatches, train_report
+from rollick.workers.learner import train_report
 from rollick.workers.model_worker import TrainedWorker, builds_worker
 
 
@@ -45,12 +47,21 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
         explained = explained_variance(batch.values_N[mine_N], batch.returns_N[mine_N])
         losses: list[LossReport] = []
         steps: list[OptimReport] = []
-        for part in minibatches(weighed(batch, mine_N), self.recipe) if mine_N.any() else ():
+        for part in self._minibatches(batch, mine_N):
             losses.append(self.strategy.forward_backward(part, self._loss))
             steps.append(self.strategy.step())
         seconds = time.perf_counter() - begun
         report = train_report(losses, steps, seconds=seconds) if steps else None
         return CriticReport(report, explained)
+
+    def _minibatches(self, batch: Batch, mine_N: BoolArray) -> Sequence[Batch]:
+        train = self.recipe.train
+        if not mine_N.any():
+            return ()
+        parts = minibatches(
+            weighed(batch, mine_N), count=train.minibatches, keep_groups=self.recipe.compares_pairs
+        )
+        return tuple(parts) * train.epochs
 
     def _value_tokens(self, batch: Batch) -> BoolArray:
         """Trained tokens of algorithms that use values; only these have a return."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from rollick.algorithms.objective import build_objective
 from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
 from rollick.config.schema import Recipe
-from rollick.data.batch import Batch
+from rollick.data.batch import Batch, BatchShare
 from rollick.errors import ConfigError
 from rollick.models.cpu_threads import release_openmp_threads
 from rollick.models.loading.adapter import adapter_pairs
@@ -61,14 +59,15 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         self._base: Fingerprint | None = None
         """Fingerprint of the base model, which never changes."""
 
-    def train(self, batch: Batch) -> TrainReport:
-        if self.recipe.needs("old") and batch.old_logprobs_N is None:
+    def train(self, share: BatchShare) -> TrainReport:
+        has_old = all(part.old_logprobs_N is not None for part in share.minibatches)
+        if self.recipe.needs("old") and not has_old:
             message = "the correction needs log-probs of the old policy, but the batch has none"
             raise ConfigError(message, fix="annotate the batch before training")
         begun, optimizer_s = time.perf_counter(), 0.0
         losses: list[LossReport] = []
         steps: list[OptimReport] = []
-        for part in minibatches(batch, self.recipe):
+        for part in share.minibatches * self.recipe.train.epochs:
             losses.append(self.forward_backward(part))
             stepped = time.perf_counter()
             steps.append(self.optimizer_step())
@@ -95,8 +94,8 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
             raise ConfigError(message, fix="set devices.reference to load a reference model")
         return self.strategy.reference_logprobs(batch)
 
-    def measure_speed(self, shares: Sequence[float]) -> float:
-        return self.strategy.measure_speed(shares) if isinstance(self.strategy, HasRanks) else 0.0
+    def measure_speed(self) -> float:
+        return self.strategy.measure_speed() if isinstance(self.strategy, HasRanks) else 0.0
 
     def process_location(self) -> ProcessLocation:
         return process_location(adapters=self._adapters is not None)
@@ -135,22 +134,6 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         super().close()
         self.sender.close()
         leave_process_group()
-
-
-def minibatches(batch: Batch, recipe: Recipe) -> Iterator[Batch]:
-    """Split a batch into mini-batches; a pairwise loss keeps groups together. Weights are those of
-    the full batch, so those of 1/M of it are scaled by M."""
-    train = recipe.train
-    _, group_B = np.unique(batch.group_B, return_inverse=True)
-    number_B = group_B if recipe.compares_pairs else np.arange(batch.samples)
-    parts = min(train.minibatches, int(number_B.max()) + 1)
-    for _ in range(train.epochs):
-        if parts == 1:
-            yield batch
-            continue
-        for part in range(parts):
-            chosen = np.flatnonzero(number_B % parts == part)
-            yield batch.take(chosen.tolist()).scaled(parts)
 
 
 def train_report(losses: list[LossReport], steps: list[OptimReport], seconds: float) -> TrainReport:

@@ -23,7 +23,6 @@ from tiny_mixture import widen_norms
 from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective, resolve_aggregation
-from rollick.cluster.dispatch import split_batch
 from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig, Recipe
 from rollick.config.schema.corrections import find_conflict
@@ -35,6 +34,7 @@ from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.fakes import group, prompt
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.local import LocalStrategy
+from rollick.trainer.parallel.shares import BatchSplit
 from rollick.trainer.strategy import LossFn, LossReport
 from rollick.types import NOT_SAMPLED
 
@@ -156,7 +156,8 @@ def spreads(batch: Batch, *, pairs: bool) -> Iterator[tuple[str, Cut, list[Batch
     """Ways to compute one batch: (name, how each rank cuts it, what each rank gets)."""
 
     def ranks(count: int) -> list[Batch]:
-        return split_batch(batch, count, keep_groups=pairs)[0]
+        plan = BatchSplit(keep_groups=pairs).plan(batch, ranks=count)
+        return [batch.take(rows) for rows in plan]
 
     shuffled = batch.take([5, 2, 7, 0, 3, 6, 1, 4])
     yield "other order", Cut(pairs), [shuffled]

@@ -29,7 +29,6 @@ from rollick.algorithms.losses import LossInputs
 from rollick.algorithms.objective import build_objective, resolve_aggregation
 from rollick.algorithms.score_statistics import RunningStatistics
 from rollick.algorithms.value import ValueInputs, value
-from rollick.cluster.dispatch import split_batch
 from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig, InferConfig, Recipe
 from rollick.config.schema.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO
@@ -44,6 +43,7 @@ from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.fakes import group, prompt
 from rollick.trainer.local import LocalStrategy
 from rollick.trainer.microbatch import loss_inputs, microbatches, pack
+from rollick.trainer.parallel.shares import BatchSplit
 from rollick.types import (
     NOT_SAMPLED,
     Group,
@@ -315,7 +315,7 @@ def test_no_sample_is_copied_to_make_a_batch_divisible(ranks: int):
     batch = random_batch([4, 9, 5, 6, 7], seed=1)
     parts = [
         part.take(places)
-        for part in split_batch(batch, ranks)[0]
+        for part in (batch.take(rows) for rows in BatchSplit().plan(batch, ranks=ranks))
         for places in microbatches(part, tokens=12, by_uid=False)
     ]
     assert sorted(uid for part in parts for uid in part.uids) == sorted(batch.uids)
@@ -346,7 +346,9 @@ def test_the_schedule_ends_with_the_run_whatever_samples_and_minibatches_a_step_
         },
     )
     worker = LearnerWorker(LocalStrategy(recipe), build_objective(recipe.algorithms), recipe)
-    rates = [worker.train(random_batch([4] * samples, seed=seed)).lr for seed in range(4)]
+    batches = [random_batch([4] * samples, seed=seed) for seed in range(4)]
+    shares = [BatchSplit.of(recipe).shares(batch, ranks=1)[0] for batch in batches]
+    rates = [worker.train(share).lr for share in shares]
     # sixteen optimizer steps: the last of each batch is step 4, 8, 12 and 16
     assert rates == pytest.approx([1e-3 * (1 - step / 16) for step in (4, 8, 12, 16)], abs=1e-12)
     four_times_too_fast = [1e-3 * max(0.0, 1 - 4 * step / 16) for step in (4, 8, 12, 16)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, all_logprobs, own_part
 from tiny_mixture import save_tiny_mixture
 from transformers import AutoModelForCausalLM
 
@@ -116,7 +116,11 @@ def _build(number: int, recipe: Recipe) -> None:
 
 
 def _ask(number: int, method: str, *args: Any) -> Any:
-    answer = getattr(OnRanks.built[number], method)(*args)
+    strategy = OnRanks.built[number]
+    if method == "logprobs":
+        return all_logprobs(strategy, *args)
+    args = tuple(own_part(strategy, a)[0] if isinstance(a, Batch) else a for a in args)
+    answer = getattr(strategy, method)(*args)
     return list(answer) if method == "weights" else answer
 
 

@@ -14,7 +14,7 @@ import pytest
 from rollick.algorithms.credit import CreditAssigner
 from rollick.algorithms.objective import build_objective
 from rollick.config.load import LoadedRecipe
-from rollick.data.batch import Batch
+from rollick.data.batch import Batch, BatchShare
 from rollick.data.collate import collate
 from rollick.data.store import load_batch, load_groups
 from rollick.pipelines.run import run_recipe
@@ -121,7 +121,7 @@ def test_the_batch_is_that_of_the_samples_without_a_fault(run: RunResult, loaded
 def test_the_gradient_is_that_of_the_samples_without_a_fault(run: RunResult, loaded: LoadedRecipe):
     strategy = LocalStrategy(loaded.recipe, device="cpu")
     learner = LearnerWorker(strategy, build_objective(loaded.recipe.algorithms), loaded.recipe)
-    metrics = learner.train(clean_batch(run, loaded)).metrics()
+    metrics = learner.train(BatchShare((clean_batch(run, loaded),))).metrics()
     first = rows_of(run, "metrics.jsonl")[0]
     for name in ("train/grad_norm", "train/loss", "train/tokens"):
         assert metrics[name] == pytest.approx(first[name], rel=1e-6), name

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from family_verdicts import save_family
-from ranks import Ranks
+from ranks import Ranks, all_logprobs, own_part
 from tiny_mixture import save_tiny_mixture, widen_norms
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -138,9 +138,9 @@ def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
         widen_norms(strategy.model)
     actual: list[Outcome] = []
     for loss in LOSSES:
-        report = strategy.forward_backward(batch, loss)
+        report = strategy.forward_backward(own_part(strategy, batch)[0], loss)
         gradients = gathered_gradients(strategy)
-        actual.append(Outcome(strategy.logprobs(batch), report, gradients))
+        actual.append(Outcome(all_logprobs(strategy, batch), report, gradients))
         strategy.sharded.drop_gradients()
     return actual
 
@@ -349,7 +349,9 @@ def steps(recipe: Recipe, count: int) -> Stepped:
     strategy = FsdpStrategy(recipe)
     norm = 0.0
     for seed in range(count):
-        strategy.forward_backward(random_batch(LENGTHS, seed=seed), token_loss)
+        strategy.forward_backward(
+            own_part(strategy, random_batch(LENGTHS, seed=seed))[0], token_loss
+        )
         norm = strategy.step().grad_norm
     weights = dict(strategy.weights())
     masters = {master.dtype for master in strategy.optimizer.masters.values()}
@@ -395,12 +397,22 @@ def train_and_save(recipe: Recipe, read: Path | None, written: Path | None, seed
     strategy = FsdpStrategy(recipe)
     if read is not None:
         strategy.load(read)
-    losses = [strategy.forward_backward(random_batch(LENGTHS, seed=99), token_loss).loss]
+    losses = [
+        strategy.forward_backward(
+            own_part(strategy, random_batch(LENGTHS, seed=99))[0], token_loss
+        ).loss
+    ]
     strategy.sharded.drop_gradients()
     if written is not None:
-        strategy.forward_backward(random_batch(LENGTHS, seed=seed), token_loss)
+        strategy.forward_backward(
+            own_part(strategy, random_batch(LENGTHS, seed=seed))[0], token_loss
+        )
         assert not strategy.step().skipped
-        losses.append(strategy.forward_backward(random_batch(LENGTHS, seed=99), token_loss).loss)
+        losses.append(
+            strategy.forward_backward(
+                own_part(strategy, random_batch(LENGTHS, seed=99))[0], token_loss
+            ).loss
+        )
         strategy.sharded.drop_gradients()
         strategy.save(written)
     return losses[-1]
@@ -463,7 +475,7 @@ def test_a_state_of_another_model_or_none_is_refused(
 
 def export(recipe: Recipe, out: Path, saved: Path) -> str:
     strategy = FsdpStrategy(recipe)
-    strategy.forward_backward(random_batch(LENGTHS), token_loss)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS))[0], token_loss)
     strategy.step()
     strategy.export(out)
     strategy.save(saved)
@@ -511,7 +523,7 @@ def test_a_model_that_would_be_wrong_is_refused_on_every_rank(ranks: RanksOf, tm
 
 
 def sharded_logprobs(recipe: Recipe, batch: Batch) -> Any:
-    return FsdpStrategy(recipe).logprobs(batch)
+    return all_logprobs(FsdpStrategy(recipe), batch)
 
 
 def test_a_rotary_embedding_that_depends_on_the_length_is_that_of_one_rank(

@@ -15,7 +15,6 @@ from rollick.models.attention.varlen import ROOT
 from rollick.trainer.parallel.balance import RowCost, plan_ranks
 from rollick.trainer.parallel.context import cut_segments, plan_cuts
 from rollick.trainer.parallel.mesh import GridShape
-from rollick.trainer.parallel.speed import replica_shares
 from rollick.trainer.parallel.tensor import word_of
 
 FLAT = RowCost(token=1.0, pair=0.0)
@@ -55,10 +54,6 @@ def test_a_slow_rank_gets_less_work():
     assert [len(part) for part in parts] == [3, 6]
     equal = plan_ranks(**samples, ranks=2, cost=FLAT)
     assert equal == plan_ranks(**samples, ranks=2, cost=FLAT, shares=[1.0, 1.0])
-
-
-def test_the_ranks_that_share_a_sample_are_as_slow_as_the_slowest():
-    assert replica_shares([1.0, 0.5, 1.0, 1.0], replicas=2) == [0.5, 1.0]
 
 
 def test_pairs_are_never_cut():

@@ -30,9 +30,9 @@ SHARDED = (
 )
 
 
-def losses(folder: Path) -> list[float]:
+def column(folder: Path, name: str) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
+    return [row[name] for row in rows if name in row]
 
 
 @pytest.mark.slow
@@ -41,7 +41,12 @@ def test_a_run_on_two_ranks_is_that_on_one(run_toy: Callable[..., RunResult], tm
     """Same seed, so the same prompts; engine and learner differ in rounding alone at first."""
     alone = run_toy("cluster.backend=ray", "checkpoint.every=1", name="alone", steps=2)
     sharded = run_toy(*SHARDED, "checkpoint.every=1", name="sharded", steps=2)
-    assert losses(sharded.folder)[0] == pytest.approx(losses(alone.folder)[0], abs=1e-4)
+    loss, moved = "train/loss", "controller/batch_mb"
+    first = column(alone.folder, loss)[0]
+    assert column(sharded.folder, loss)[0] == pytest.approx(first, abs=1e-4)
+    # Each rank gets its rows only: together they get what one rank gets.
+    assert column(sharded.folder, moved)[0] == pytest.approx(column(alone.folder, moved)[0])
+    assert column(alone.folder, moved)[0] > 0
     longer = run_toy(*SHARDED, "checkpoint.every=1", name="sharded", steps=3, resume=True)
     assert longer.step == 3
     out = export_run(longer.folder, tmp_path / "out")

@@ -12,8 +12,10 @@ import torch
 from rollick.algorithms.objective import build_objective
 from rollick.data.batch import Batch
 from rollick.errors import ConfigError
+from rollick.roles.reports import TrainReport
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.trainer.local import LocalStrategy
+from rollick.trainer.parallel.shares import BatchSplit
 from rollick.trainer.strategy import LossReport, OptimReport
 from rollick.types import PolicyVersion
 from rollick.weights.channels.base import PublishOutcome
@@ -50,6 +52,11 @@ def learner(
     return LearnerWorker(strategy, build_objective(recipe.algorithms), recipe)
 
 
+def train(worker: LearnerWorker, batch: Batch) -> TrainReport:
+    [share] = BatchSplit.of(worker.recipe).shares(batch, ranks=1)
+    return worker.train(share)
+
+
 def plain(count: int) -> FakeStrategy:
     loss, step = LossReport(loss=1.0, tokens=1), OptimReport(grad_norm=1.0, lr=0.1)
     return FakeStrategy([loss] * count, [step] * count)
@@ -57,14 +64,14 @@ def plain(count: int) -> FakeStrategy:
 
 def test_a_batch_is_one_step_unless_configured_otherwise(tiny_folder: Path) -> None:
     strategy, batch = plain(1), random_batch([5, 6, 7])
-    report = learner(strategy, tiny_folder).train(batch)
+    report = train(learner(strategy, tiny_folder), batch)
     assert strategy.parts == [batch]
     assert (report.optimizer_steps, report.skipped_steps) == (1, 0)
 
 
 def test_minibatches_partition_the_samples_and_each_has_its_own_mean(tiny_folder: Path) -> None:
     strategy, batch = plain(2), random_batch([5, 5, 5, 5])
-    report = learner(strategy, tiny_folder, minibatches=2).train(batch)
+    report = train(learner(strategy, tiny_folder, minibatches=2), batch)
     assert strategy.order == ["backward", "step"] * 2
     assert report.optimizer_steps == 2
     assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]]
@@ -74,7 +81,7 @@ def test_minibatches_partition_the_samples_and_each_has_its_own_mean(tiny_folder
 
 def test_every_sample_is_in_one_minibatch_where_they_do_not_divide(tiny_folder: Path) -> None:
     strategy, batch = plain(3), random_batch([4, 5, 6, 7, 8])
-    learner(strategy, tiny_folder, minibatches=3).train(batch)
+    train(learner(strategy, tiny_folder, minibatches=3), batch)
     assert [part.samples for part in strategy.parts] == [2, 2, 1]
     assert sorted(uid for part in strategy.parts for uid in part.uids) == sorted(batch.uids)
     total = sum(part.weights_N.sum() for part in strategy.parts)
@@ -84,7 +91,7 @@ def test_every_sample_is_in_one_minibatch_where_they_do_not_divide(tiny_folder: 
 def test_a_minibatch_is_scaled_in_every_part_of_its_loss(tiny_folder: Path) -> None:
     strategy, batch = plain(2), random_batch([5, 5, 5, 5])
     batch = replace(batch, kl_weights_N=batch.weights_N / 2, entropy_weights_N=batch.weights_N / 4)
-    learner(strategy, tiny_folder, minibatches=2).train(batch)
+    train(learner(strategy, tiny_folder, minibatches=2), batch)
     for name, full in (("kl_weights_N", 0.5), ("entropy_weights_N", 0.25)):
         sums = [getattr(part, name).sum() for part in strategy.parts]
         assert sums == pytest.approx([full, full])
@@ -93,7 +100,7 @@ def test_a_minibatch_is_scaled_in_every_part_of_its_loss(tiny_folder: Path) -> N
 def test_a_loss_of_pairs_has_complete_pairs_in_its_minibatches(tiny_folder: Path) -> None:
     strategy, batch = plain(2), random_batch([5, 6, 7, 8, 5, 6])
     pairs = {"pipeline": "dpo"}
-    learner(strategy, tiny_folder, sections=pairs, minibatches=2).train(batch)
+    train(learner(strategy, tiny_folder, sections=pairs, minibatches=2), batch)
     assert [part.group_B.tolist() for part in strategy.parts] == [[0, 0, 2, 2], [1, 1]]
 
 
@@ -104,19 +111,19 @@ def test_a_batch_without_the_old_log_probs_that_the_recipe_needs_is_refused(
     strategy = plain(1)
     sections = {"algorithm": {"loss": "ppo", "correction": "token_tis"}}
     with pytest.raises(ConfigError, match="needs log-probs of the old policy"):
-        learner(strategy, tiny_folder, sections=sections).train(random_batch([5]))
+        train(learner(strategy, tiny_folder, sections=sections), random_batch([5]))
     assert strategy.parts == []
 
 
 def test_there_are_no_more_minibatches_than_samples(tiny_folder: Path) -> None:
     strategy = plain(2)
-    report = learner(strategy, tiny_folder, minibatches=8).train(random_batch([5, 6]))
+    report = train(learner(strategy, tiny_folder, minibatches=8), random_batch([5, 6]))
     assert report.optimizer_steps == 2
 
 
 def test_each_epoch_passes_over_the_full_batch(tiny_folder: Path) -> None:
     strategy, batch = plain(6), random_batch([5, 6, 7, 8])
-    report = learner(strategy, tiny_folder, minibatches=2, epochs=3).train(batch)
+    report = train(learner(strategy, tiny_folder, minibatches=2, epochs=3), batch)
     assert report.optimizer_steps == 6
     assert [part.uids for part in strategy.parts] == [batch.uids[0::2], batch.uids[1::2]] * 3
 
@@ -130,7 +137,7 @@ def test_the_report_has_means_over_all_trained_tokens_and_the_largest_of_maxima(
     ]
     steps = [OptimReport(grad_norm=2.0, lr=0.1), OptimReport(grad_norm=0.5, lr=0.2)]
     strategy = FakeStrategy(losses, steps)
-    report = learner(strategy, tiny_folder, minibatches=2).train(random_batch([5, 6]))
+    report = train(learner(strategy, tiny_folder, minibatches=2), random_batch([5, 6]))
     assert (report.loss, report.tokens, report.grad_norm, report.lr) == (2.0, 4, 2.0, 0.2)
     assert report.means == {"entropy": 3.0, "kl": 0.5}
     assert report.maxima == {"ratio": 1.5}
@@ -147,7 +154,7 @@ def test_weights_have_changed_unless_every_step_was_skipped(
 ) -> None:
     steps = [OptimReport(grad_norm=1.0, lr=0.1, skipped=one) for one in skipped]
     strategy = FakeStrategy([LossReport(loss=1.0, tokens=1)] * 2, steps)
-    report = learner(strategy, tiny_folder, epochs=2).train(random_batch([5]))
+    report = train(learner(strategy, tiny_folder, epochs=2), random_batch([5]))
     assert report.changed is changed
     assert report.skipped_steps == sum(skipped)
 
@@ -157,7 +164,7 @@ def test_a_real_step_moves_the_weights_and_writes_what_it_holds(tiny_folder: Pat
     worker = LearnerWorker(LocalStrategy(recipe), build_objective(recipe.algorithms), recipe)
     before = worker.fingerprint()
     batch = random_batch([6, 7, 8, 9])
-    report = worker.train(batch)
+    report = train(worker, batch)
     assert (report.optimizer_steps, report.changed) == (2, True)
     assert report.tokens == np.count_nonzero(batch.loss_mask_N)
     assert worker.fingerprint() != before

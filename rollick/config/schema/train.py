@@ -60,6 +60,11 @@ class ParallelConfig(Section):
         """Ranks for each one of `data`."""
         return self.tensor * self.context * self.expert
 
+    @property
+    def copies(self) -> int:
+        """Ranks that compute the same samples together."""
+        return self.tensor * self.context
+
     def data_of(self, ranks: int) -> int:
         """The value of `data` for this number of ranks."""
         return self.data or max(1, ranks // self.others)

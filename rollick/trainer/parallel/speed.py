@@ -7,7 +7,6 @@ slowest. A fixed product of matrices, which no other rank takes part in, tells w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -29,9 +28,3 @@ def measure_seconds(device: str) -> float:
     if is_cuda:
         torch.cuda.synchronize(device)
     return time.perf_counter() - begun
-
-
-def replica_shares(shares: Sequence[float], *, replicas: int) -> list[float]:
-    """The share of each set of ranks that have the same samples: that of its slowest rank."""
-    size = len(shares) // replicas
-    return [min(shares[size * n : size * (n + 1)]) for n in range(replicas)]
