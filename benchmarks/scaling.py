@@ -21,6 +21,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -147,7 +149,6 @@ class Result:
 
 
 def recipe_of(folder: Path, engine: str, engines: int, steps: int) -> Mapping[str, Any]:
-    native = engine == "native"
     return {
         "pipeline": "rlvr",
         "model": {"path": str(folder / "model")},
@@ -159,11 +160,16 @@ def recipe_of(folder: Path, engine: str, engines: int, steps: int) -> Mapping[st
                 }
             }
         },
-        "algorithm": {"preset": "grpo", "drop_no_signal": False},
+        "algorithm": {"preset": "grpo"},
         "sampling": {"max_tokens": LONGEST},
-        "rollout": {"groups_per_step": engines, "group_size": GROUP_SIZE, "max_staleness": 1},
+        "rollout": {
+            "groups_per_step": engines,
+            "group_size": GROUP_SIZE,
+            "max_staleness": 1,
+            "drop_no_signal": False,
+        },
         "infer": {
-            "engine": "native" if native else f"{Path(__file__).resolve()}:TimedEngine",
+            "engine": engine,
             "slots": SLOTS,
             "max_length": 64,
         },
@@ -175,11 +181,21 @@ def recipe_of(folder: Path, engine: str, engines: int, steps: int) -> Mapping[st
     }
 
 
+def register_timed_engine(folder: Path) -> None:
+    """As a plugin of a package, for this process and the workers on Ray."""
+    metadata = folder / "timed_engine-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: timed-engine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[rollick.engines]\ntimed = scaling:TimedEngine\n")
+    sys.path[:0] = [str(folder), str(Path(__file__).parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+
+
 def measure(folder: Path, engine: str, engines: int, *, steps: int) -> Result:
     from rollick.pipelines.run import run_recipe
 
     result = run_recipe(recipe_from_dict(recipe_of(folder, engine, engines, steps)))
-    rows = read_metrics(result.folder)[FILLING_STEPS:]
+    rows = read_metrics(result.folder / "metrics.jsonl")[FILLING_STEPS:]
     samples = sum(round(row["rollout/samples"]) for row in rows)
     assert samples == len(rows) * engines * GROUP_SIZE, "a step trained other samples than planned"
     return Result(
@@ -215,6 +231,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_tiny(folder / "model")
+        register_timed_engine(folder)
         for engine in ["timed", *({"native"} - set(arguments.without))]:
             for engines in arguments.engines if engine == "timed" else (1, 2):
                 results.append(measure(folder, engine, engines, steps=arguments.steps))
