@@ -146,7 +146,7 @@ def lose_until_restarted(pipeline: RLPipeline, error: type[WorkerError]) -> None
     """The host of generator 0 raises the error until it has been restarted."""
     transport: Any = pipeline.roles.generators.group._transport  # pyright: ignore
     send: Callable[..., Awaitable[Any]] = transport.send
-    restart: Callable[..., Awaitable[None]] = transport.restart
+    replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
     lost = True
 
     async def cut(host: Any, call: Any, shared: Any) -> Any:
@@ -154,12 +154,12 @@ def lose_until_restarted(pipeline: RLPipeline, error: type[WorkerError]) -> None
             raise error(f"{host} is gone")
         return await send(host, call, shared)
 
-    async def restarted(host: Any) -> None:
+    async def replaced(hosts: Any) -> Any:
         nonlocal lost
         lost = False
-        await restart(host)
+        return await replace_hosts(hosts)
 
-    transport.send, transport.restart = cut, restarted
+    transport.send, transport.replace = cut, replaced
 
 
 @pytest.mark.parametrize(("error", "kind"), [(WorkerError, "killed"), (WorkerHung, "hung")])

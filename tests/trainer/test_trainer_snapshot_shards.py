@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import Ranks, own_part
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
@@ -39,9 +39,10 @@ def train(recipe: Recipe, states: Sequence[TrainState], seed: int) -> tuple[Trai
     strategy = FsdpStrategy(recipe)
     if states:
         strategy.restore_all(states)
-    strategy.forward_backward(random_batch(LENGTHS, seed=seed), loss_of)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=seed))[0], loss_of)
     assert not strategy.step().skipped
-    loss = strategy.forward_backward(random_batch(LENGTHS, seed=99), loss_of).loss
+    other, _ = own_part(strategy, random_batch(LENGTHS, seed=99))
+    loss = strategy.forward_backward(other, loss_of).loss
     strategy.sharded.drop_gradients()
     return through_memory(strategy.state()), loss
 

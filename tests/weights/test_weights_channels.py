@@ -141,11 +141,13 @@ CHILD = """
 import pickle, sys, torch
 from rollick.errors import WeightError
 from rollick.models.loading.fingerprint import fingerprint
+from rollick.weights.channels.broadcast import BroadcastReceiver, BroadcastSource
 from rollick.weights.receiver import PublishReceiver
 
 torch.set_num_threads(1)
 orders, answers = sys.stdin.buffer, sys.stdout.buffer
 receiver, held = PublishReceiver(adopts=True), None
+receiver.receivers[BroadcastSource] = BroadcastReceiver(timeout_s=15)
 while True:
     try:
         order, argument = pickle.load(orders)
