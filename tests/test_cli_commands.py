@@ -182,8 +182,8 @@ def test_export_overwrites_neither_a_file_nor_the_run_nor_its_base_model(
     rollick: Command, trained: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("text")
-    said = rollick("export", trained, tmp_path / "file", code=2)
-    assert f"{tmp_path / 'file'} cannot be written: " in said
+    output = rollick("export", trained, tmp_path / "file", code=2)
+    assert f"{tmp_path / 'file'} cannot be written: " in output
     assert (tmp_path / "file").read_text() == "text"
     assert "is the run, and would be overwritten" in rollick("export", trained, trained, code=2)
     model = load_recipe(trained / "recipe.yaml", check=False).recipe.model.path

@@ -142,7 +142,7 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(
 
 
 @pytest.mark.parametrize(
-    ("prompts", "score", "said"),
+    ("prompts", "score", "message"),
     [
         (
             [{"prompt": "say a", "answer": "a"}],
@@ -155,11 +155,11 @@ def test_a_wrong_option_is_named_with_the_nearest_right_one(
     ],
 )
 def test_rows_and_rewards_that_do_not_fit_are_refused_before_anything_starts(
-    train: Train, tmp_path: Path, prompts: Any, score: Any, said: str
+    train: Train, tmp_path: Path, prompts: Any, score: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         train(prompts, score, run__name="none")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert refused.value.__context__ is None  # No "During handling of the above exception".
     assert not (tmp_path / "none").exists()
 
