@@ -151,13 +151,15 @@ class RunLoop(Generic[R]):
                     self._end_in_time()
                 break
             state.step += 1
+            # Before anything is awaited: the next step's samples are being scored.
+            measured = self.pipeline.measure(report)
             await self.pipeline.ranks.measure()
             self.checkpoints.recovery.finish_step(
                 amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
             )
             if self._time_left(after_s=time.time() - began) == 0:
                 self._end_in_time()
-            metrics = await self._record(self.pipeline.measure(report))
+            metrics = await self._record(measured)
             await self.pipeline.write_outputs(report)
             if self._checkpoint_is_due() and not self.pipeline.guard.is_troubled:
                 try:
