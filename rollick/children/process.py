@@ -28,8 +28,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from rollick.children.memory_kills import count_memory_kills, describe_signal
-from rollick.children.process_tree import is_stopped
+from rollick.children.process_tree import count_memory_kills, describe_signal, is_stopped
 
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "

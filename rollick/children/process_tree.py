@@ -1,10 +1,12 @@
-"""The descendants of this process, also those whose parent has died.
+"""What /proc tells of processes: the descendants of this one, also those whose parent has died, and
+whether a process was killed because memory ran out.
 
     adopt_orphans()    the kernel gives orphaned descendants to this process, not to init
     find_descendants() every process below one; find_stopped(): those that SIGSTOP holds
     kill_processes()   SIGKILL, again and again, until none is left or the time is up
 
-Reads /proc. On a system without it, no process is found.
+On a system without /proc, no process is found. The kernel does not report the reason of a kill, but
+counts those for lack of memory in /proc/vmstat.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 POLL_S = 0.05
+VMSTAT = Path("/proc/vmstat")
 
 
 class ProcessId(NamedTuple):
@@ -46,9 +50,9 @@ def _prctl(option: int, value: int) -> bool:
 def find_descendants(root: int | None = None) -> set[ProcessId]:
     """The processes below `root` (default: this process), without zombies and without `root`."""
     children: dict[int, list[tuple[ProcessId, bool]]] = {}
-    for name in _listdir("/proc"):
-        if name.isdigit() and (fields := _read_stat(int(name))):
-            process = ProcessId(int(name), int(fields[19]))
+    for path in Path("/proc").glob("[0-9]*"):
+        if fields := _read_stat(int(path.name)):
+            process = ProcessId(int(path.name), int(fields[19]))
             children.setdefault(int(fields[1]), []).append((process, fields[0] in "ZX"))
     descendants: set[ProcessId] = set()
     pending = [os.getpid() if root is None else root]
@@ -100,8 +104,13 @@ def reap_orphans(keep: int = 0) -> None:
 
 
 def is_running(process: ProcessId) -> bool:
-    fields = _read_stat(process.pid)
-    return bool(fields) and int(fields[19]) == process.started and fields[0] not in "ZX"
+    return 0 < process.started == process_start(process.pid)
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in kernel ticks; 0 if it ended, is a zombie, or not on Linux."""
+    fields = _read_stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
 
 
 def is_stopped(pid: int) -> bool:
@@ -112,24 +121,36 @@ def is_stopped(pid: int) -> bool:
 
 def _read_stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the third on (state, parent, …); empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
+    # The name (in brackets) may contain any character.
+    return _read(pid, "stat").rpartition(")")[2].split()
 
 
 def read_name(pid: int) -> str:
     """The name of its program, at most 15 characters; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-            return file.read().rstrip("\n")
-    except OSError:
-        return ""
+    return _read(pid, "comm").rstrip("\n")
 
 
-def _listdir(path: str) -> list[str]:
+def _read(pid: int, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text("utf-8", errors="replace")
+    return ""
+
+
+def count_memory_kills() -> int:
+    """Processes of this machine that the kernel has killed for lack of memory; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in VMSTAT.read_text("ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def describe_signal(number: int, *, memory_kills_before: int) -> str:
+    """How a signal ended a process that was started when the count was `memory_kills_before`."""
     try:
-        return os.listdir(path)
-    except OSError:
-        return []
+        text = f"killed by {signal.Signals(number).name}"
+    except ValueError:  # A real-time signal has no name.
+        text = f"killed by signal {number}"
+    if number == signal.SIGKILL and count_memory_kills() > memory_kills_before:
+        text += ", probably out of memory: the kernel has killed processes for that meanwhile"
+    return text

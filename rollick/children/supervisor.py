@@ -119,7 +119,8 @@ class ChildSupervisor:
         self._watchdog = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=DEVNULL, start_new_session=True
         )
-        starts = [asyncio.create_task(self._start_first()) for _ in range(count)]
+        # A child that a signal from outside ends while it loads is started again.
+        starts = [asyncio.create_task(self._start_again(WorkerLost)) for _ in range(count)]
         await asyncio.gather(*starts, return_exceptions=True)
         return [start.result() for start in starts]
 
@@ -138,27 +139,21 @@ class ChildSupervisor:
             raise
         return child
 
-    async def _start_first(self) -> Child:
-        """Start a child. One that a signal from outside ends while it loads is started again."""
-        for _ in range(MAX_FAILED_STARTS - 1):
-            with contextlib.suppress(WorkerLost):
-                return await self._start()
-        return await self._start()
-
     async def replace(self, child: Child, *, rank: int, timed_out: bool, cause: str) -> Child:
         """Start a new child in place of one that hung or died; `rank` is its number in the pool."""
         kind: FaultKind = "hung" if timed_out or child.was_stopped else "killed"
         fault = self.faults and self.faults.begin(f"{self.what}s", rank, kind=kind, cause=cause)
         await self.end(child)
-        replacement = await self._start_again()
+        replacement = await self._start_again(RollickError)
         if fault is not None:
             fault.restarted()
             fault.rejoined()
         return replacement
 
-    async def _start_again(self) -> Child:
+    async def _start_again(self, after: type[RollickError]) -> Child:
+        """Start a child; again after such an error."""
         for _ in range(MAX_FAILED_STARTS - 1):
-            with contextlib.suppress(RollickError):
+            with contextlib.suppress(after):
                 return await self._start()
         return await self._start()
 

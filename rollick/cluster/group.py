@@ -15,11 +15,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from rollick.cluster.deadlines import GRACE_S, Deadlines
 from rollick.cluster.devices import DeviceMap, HostSpec, RoleRank
-from rollick.cluster.payload import Payload, array_bytes
 from rollick.cluster.worker import Call, Host, RoleSpec
 from rollick.config.schema import ClusterConfig
+from rollick.data.batch import Batch, BatchShare
 from rollick.errors import ClusterUnavailable, RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.types import RoleName
 
@@ -145,8 +147,7 @@ class WorkerGroup:
         missing = set(self.device_map.roles) - {role.role for role in roles}
         if missing:
             raise WorkerError(f"no RoleSpec says how to build {', '.join(sorted(missing))}")
-        self._roles = roles
-        await _gather([self._build_host(host, roles) for host in self.device_map.hosts()])
+        await self.build_hosts(self.device_map.hosts(), roles)
 
     def has_dedicated_host(self, role: RoleName, rank: int) -> bool:
         """Whether a rank is alone on its host, so that the host can be restarted."""
@@ -157,9 +158,9 @@ class WorkerGroup:
         host = self._hosts[RoleRank(role, rank)]
         if self._closed or not self.has_dedicated_host(role, rank):
             raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
-        if await self._transport.replace([host]):
+        if await self.replace_hosts([host]):
             raise self.no_room([host])
-        await self._build_host(host, [spec for spec in self._roles if spec.role == role])
+        await self.build_hosts([host], self._roles)
 
     async def replace_hosts(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
         """Replace hosts by new, empty ones. Returns those for which there is no room."""
@@ -213,29 +214,11 @@ class WorkerGroup:
     async def call(
         self, role: RoleName, method: str, *args: Any, rank: int = 0, timeout_s: float | None = None
     ) -> Any:
-        call, payload = Call(role, method, args), Payload.of(args)
-        return await self._send(call, rank, (), payload, limit_s=timeout_s)
+        return await self._send(Call(role, method, args), rank, args, limit_s=timeout_s)
 
     async def broadcast(self, role: RoleName, method: str, *args: Any) -> list[Any]:
         """Run a method on every rank of a role, with the same arguments; results by rank."""
-        shared, call = self._transport.share(args), Call(role, method)
-        ranks, payload = range(self.device_map.ranks(role)), Payload.of(args)
-        return await _gather([self._send(call, rank, shared, payload) for rank in ranks])
-
-    async def call_collective(self, role: RoleName, method: str, *args: Any) -> Any:
-        """Run a method with collectives on all ranks, as in a sharded learner; returns rank 0's
-        result. Calls to a role are serialised: two calls in different orders would deadlock."""
-        async with self._collective_locks.setdefault(role, asyncio.Lock()):
-            if self.device_map.ranks(role) == 1:
-                return await self.call(role, method, *args)
-            return (await self.broadcast(role, method, *args))[0]
-
-    async def scatter_collective(
-        self, role: RoleName, method: str, parts: Sequence[Any]
-    ) -> list[Any]:
-        """Run method(parts[rank]) with collectives on all ranks; results by rank."""
-        async with self._collective_locks.setdefault(role, asyncio.Lock()):
-            return await self.scatter(role, method, parts)
+        return await self._call_each(role, method, [args] * self.device_map.ranks(role))
 
     async def scatter(
         self, role: RoleName, method: str, parts: Sequence[Any], *args: Any
@@ -246,18 +229,24 @@ class WorkerGroup:
         if len(parts) != ranks:
             message = f"{method!r} got {len(parts)} parts for {ranks} ranks of {role}"
             raise WorkerError(message, fix="give one part for each rank; None skips a rank")
-        call, sent = Call(role, method), [rank for rank in range(ranks) if parts[rank] is not None]
-        shared: dict[int, Any] = {}
-        for part in (parts[rank] for rank in sent):
-            if id(part) not in shared:
-                shared[id(part)] = self._transport.share((part, *args))
-        calls = [
-            self._send(call, rank, shared[id(part)], Payload.of((part, *args)))
-            for rank in sent
-            for part in [parts[rank]]
-        ]
+        by_part = {id(part): (part, *args) for part in parts if part is not None}
+        return await self._call_each(role, method, [by_part.get(id(part)) for part in parts])
+
+    async def _call_each(
+        self, role: RoleName, method: str, args: Sequence[tuple[Any, ...] | None]
+    ) -> list[Any]:
+        sent = {rank: given for rank, given in enumerate(args) if given is not None}
+        distinct = {id(given): given for given in sent.values()}
+        shared = {key: self._transport.share(given) for key, given in distinct.items()}
+        call = Call(role, method)
+        calls = [self._send(call, rank, args, shared[id(args)]) for rank, args in sent.items()]
         by_rank = dict(zip(sent, await _gather(calls), strict=True))
-        return [by_rank.get(rank) for rank in range(ranks)]
+        return [by_rank.get(rank) for rank in range(len(args))]
+
+    def collective(self, role: RoleName) -> asyncio.Lock:
+        """Held while ranks of a role communicate, as in a sharded learner: two such calls in
+        different orders would deadlock."""
+        return self._collective_locks.setdefault(role, asyncio.Lock())
 
     def abandon(self, role: RoleName, rank: int) -> None:
         """End the calls in flight to a lost rank: they raise WorkerHung."""
@@ -268,16 +257,18 @@ class WorkerGroup:
         self,
         call: Call,
         rank: int,
-        shared: Any,
-        payload: Payload,
+        args: tuple[Any, ...],
+        shared: Any = (),
         *,
         limit_s: float | None = None,
     ) -> Any:
+        """`args`: all arguments, to measure the batches among them."""
         if self._closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         role_rank = RoleRank(call.role, rank)
         host = self._hosts.get(role_rank) or self.device_map.host_of(*role_rank)
-        measured, size = limit_s is None, max(1, payload.tokens)
+        batches = [arg for arg in args if isinstance(arg, (Batch, BatchShare))]
+        measured, size = limit_s is None, max(1, sum(batch.tokens for batch in batches))
         if limit_s is None:
             limit_s = self.deadlines.limit(call.role, call.method, size=size)
         now = asyncio.get_running_loop().time
@@ -296,7 +287,7 @@ class WorkerGroup:
             raise WorkerHung(message, fix=fix) from None
         if measured:
             self.deadlines.observe(call.role, call.method, now() - begun, size=size)
-        self._batch_bytes += payload.bytes + array_bytes(result)
+        self._batch_bytes += sum(batch.nbytes for batch in batches) + _array_bytes(result)
         return result
 
     async def close(self) -> None:
@@ -384,3 +375,10 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in running]
+
+
+def _array_bytes(result: Any) -> int:
+    """Of the arrays that a call returned."""
+    if isinstance(result, np.ndarray):
+        return result.nbytes
+    return sum(map(_array_bytes, result)) if isinstance(result, tuple) else 0

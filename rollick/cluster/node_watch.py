@@ -7,27 +7,39 @@ machine with workers, except the controller's own, is called every BEAT_S.
                                  replacements go to other machines, until it answers again
 
 A cut of less than SILENT_S changes nothing: Ray and TCP send again what was lost.
+
+    free resources of the machines that answer -> plan_placement -> one for each host with room
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollick.cluster.nodes import ClusterNode
+from rollick.cluster.devices import HostSpec
 from rollick.errors import NodeLost
 
 BEAT_S = 2.0
 SILENT_S = 20.0
 ANSWER_S = 5.0
 """How long a machine may take to answer when one of its workers was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A machine of the cluster that answers, and what is free there."""
+
+    id: str
+    cpus: float = 0.0
+    gpus: float = 0.0
 
 
 class Sentinel:
@@ -136,10 +148,40 @@ class NodeWatch:
                 limit.reschedule(now)
 
 
-def node_lost(node: str | None) -> NodeLost:
+def plan_placement(
+    hosts: Sequence[HostSpec],
+    nodes: Collection[ClusterNode],
+    *,
+    cpus: float,
+    before: Mapping[int, str],
+) -> dict[int, str]:
+    """The node of each host, by the host's index; hosts without room are left out.
+
+    A host returns to its node (`before`) if that answers: what its old process used is free there,
+    even if the cluster does not know it yet. The others go, in order, to the node with the most
+    room, so that the loss of one machine costs little.
+    """
+    free = {node.id: [node.gpus, node.cpus] for node in nodes}
+    placed = {host.index: before[host.index] for host in hosts if before.get(host.index) in free}
+    for host in hosts:
+        if host.index in placed:
+            continue
+        needs = [float(host.device.kind == "cuda"), cpus]
+        fitting = [name for name, has in free.items() if has[0] >= needs[0] and has[1] >= needs[1]]
+        if not fitting:
+            continue
+        # A host without a GPU leaves the GPUs to others.
+        sign = 1 if needs[0] else -1
+        best = max(fitting, key=lambda name: (sign * free[name][0], free[name][1]))
+        placed[host.index] = best
+        free[best] = [has - need for has, need in zip(free[best], needs, strict=True)]
+    return placed
+
+
+def node_lost(node: str | None, lost: str = "") -> NodeLost:
     name = (node or "")[:12]
     fix = "check the machine and its network; `ray status` lists the nodes of the cluster"
-    return NodeLost(f"the machine of Ray node {name} does not answer", fix=fix)
+    return NodeLost(f"{lost}the machine of Ray node {name} does not answer", fix=fix)
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:

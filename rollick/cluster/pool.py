@@ -26,8 +26,7 @@ from ray.exceptions import RayActorError, RayError
 from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.machine import machine_id
-from rollick.cluster.node_watch import NodeWatch, node_lost, on_node
-from rollick.cluster.nodes import plan_placement
+from rollick.cluster.node_watch import NodeWatch, node_lost, on_node, plan_placement
 from rollick.cluster.ray_start import start_ray
 from rollick.cluster.spares import SpareWorkers, WorkerPlan, keep_prepared, take_prepared
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
@@ -125,12 +124,10 @@ async def _reply_of(work: Awaitable[Any]) -> Reply:
 class RayTransport:
     """One Ray actor for each host. Create it with `open`."""
 
-    def __init__(
-        self, cluster: ClusterConfig, spares: SpareWorkers, *, threads: int, owns_ray: bool
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, spares: SpareWorkers, *, owns_ray: bool) -> None:
         self._cluster = cluster
         self._spares = spares
-        self._threads = threads
+        self._threads = spares.plan.threads
         self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
         self.processes: dict[int, HostProcess] = {}
@@ -145,9 +142,13 @@ class RayTransport:
         cls, hosts: Sequence[HostSpec], cluster: ClusterConfig, plan: WorkerPlan
     ) -> RayTransport:
         """Wait until every actor is placed. Raises PlacementError after place_timeout_s."""
-        owns_ray = start_ray(cluster.address)
-        spares = take_prepared(plan) or _new_spares(cluster, plan)
-        transport = cls(cluster, spares, threads=plan.threads, owns_ray=owns_ray)
+        prepared = take_prepared()
+        owns_ray = start_ray(cluster.address) or prepared is not None
+        if prepared and prepared.plan != plan:
+            prepared.kill()
+            prepared = None
+        spares = prepared or _new_spares(cluster, plan)
+        transport = cls(cluster, spares, owns_ray=owns_ray)
         try:
             if owns_ray:
                 check_totals(hosts, cluster)
@@ -270,9 +271,8 @@ class RayTransport:
         try:
             async with self._nodes.while_it_answers(node):
                 reply: Reply = await ref
-        except NodeLost as error:
-            message = f"{host} was lost in {method!r}: {error.message}"
-            raise NodeLost(message, fix=error.fix) from None
+        except NodeLost:
+            raise node_lost(node, f"{host} was lost in {method!r}: ") from None
         except asyncio.CancelledError:
             # No caller waits any more; without this the call would stay in the host's event loop.
             ray.cancel(ref)
@@ -282,9 +282,7 @@ class RayTransport:
                 message = f"{host} was stopped by a signal in {method!r}, and killed for that"
                 raise WorkerHung(message, fix="find out what sends SIGSTOP") from None
             if not await self._nodes.answers(node):
-                lost = node_lost(node)
-                message = f"{host} was lost in {method!r}: {lost.message}"
-                raise NodeLost(message, fix=lost.fix) from None
+                raise node_lost(node, f"{host} was lost in {method!r}: ") from None
             fix = "see the worker's log in Ray's session folder; a usual cause is out of memory"
             raise WorkerLost(f"{host} was lost in {method!r}: {error}", fix=fix) from None
         except RayError as error:
@@ -329,18 +327,19 @@ def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str
 
 
 def prepare_workers(kinds: Sequence[str], cluster: ClusterConfig, plan: WorkerPlan) -> None:
-    """Start a spare for each host of a later run of this process, and wait until they have
-    imported. `kinds`: the device of each."""
+    """Start Ray, and a spare for each host of a later run of this process, which owns them then.
+    Waits until they have imported. `kinds`: the device of each."""
+    start_ray(None)
     spares = _new_spares(cluster, plan)
     for kind in set(kinds):
         spares.start(kind, kinds.count(kind))
     spares.wait(cluster.place_timeout_s)
-    keep_prepared(plan, spares)
+    keep_prepared(spares)
 
 
 def _new_spares(cluster: ClusterConfig, plan: WorkerPlan) -> SpareWorkers:
     variables = worker_environment(threads=plan.threads, env=plan.env)
-    return SpareWorkers(partial(_create_actor, cluster=cluster, variables=variables), plan.modules)
+    return SpareWorkers(partial(_create_actor, cluster=cluster, variables=variables), plan)
 
 
 def _create_actor(

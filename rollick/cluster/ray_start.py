@@ -36,7 +36,7 @@ def start_ray(address: str | None) -> bool:
     """Start Ray on this machine, or join the cluster at `address`. Returns whether the caller must
     shut Ray down. Uses Ray as it is if it is already initialised."""
     if ray.is_initialized():
-        return _take_prepared()
+        return False
     if address is not None:
         check_address(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -55,21 +55,6 @@ def start_ray(address: str | None) -> bool:
             fix = "check cluster.address, or leave it out to start Ray on this machine"
             raise ClusterUnavailable(message, fix=fix) from error
     return True
-
-
-def prepare_ray() -> None:
-    """Start Ray on this machine for a later run of this process, which owns it then."""
-    global _is_prepared
-    _is_prepared = start_ray(None)
-
-
-_is_prepared = False
-
-
-def _take_prepared() -> bool:
-    global _is_prepared
-    was_prepared, _is_prepared = _is_prepared, False
-    return was_prepared
 
 
 def check_address(address: str) -> None:

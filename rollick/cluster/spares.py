@@ -35,8 +35,7 @@ class WorkerPlan:
 class SpareWorkers:
     create: Callable[..., Any]
     """Creates an actor on a kind of device, cpu or cuda, and on a machine, if one is given."""
-    modules: Sequence[str]
-    """What a spare imports."""
+    plan: WorkerPlan
     _idle: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict[str, Any])
     """By kind: actors, and the replies that they have imported."""
 
@@ -45,7 +44,7 @@ class SpareWorkers:
         idle = self._idle.setdefault(kind, [])
         while len(idle) < count:
             actor = self.create(kind)
-            idle.append((actor, actor.preload.remote(self.modules)))
+            idle.append((actor, actor.preload.remote(self.plan.modules)))
 
     def take_or_create(self, kind: str, node: str | None = None) -> Any:
         """A spare that is alive, or a new actor; on the machine `node`, if it is given."""
@@ -73,23 +72,20 @@ class SpareWorkers:
         self._idle.clear()
 
 
-_prepared: tuple[WorkerPlan, SpareWorkers] | None = None
+_prepared: SpareWorkers | None = None
 
 
-def keep_prepared(plan: WorkerPlan, spares: SpareWorkers) -> None:
-    """Keep these for the next run of this process."""
+def keep_prepared(spares: SpareWorkers) -> None:
+    """Keep these, and Ray, for the next run of this process."""
     global _prepared
-    _prepared = (plan, spares)
+    _prepared = spares
 
 
-def take_prepared(plan: WorkerPlan) -> SpareWorkers | None:
-    """What was kept, once, if it was prepared for such a run."""
+def take_prepared() -> SpareWorkers | None:
+    """What was kept, once."""
     global _prepared
     prepared, _prepared = _prepared, None
-    if prepared is None or prepared[0] == plan:
-        return prepared and prepared[1]
-    prepared[1].kill()
-    return None
+    return prepared
 
 
 def _is_alive(imported: Any) -> bool:

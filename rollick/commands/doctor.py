@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rollick.children.process_tree import process_start
 from rollick.errors import ConfigError
 from rollick.models.bf16_probe import known_bf16, probe_bf16
 from rollick.observe.diagnosis import Diagnosis, RunSnapshot, diagnose, read_situation
 from rollick.observe.goodput_report import Reliability
 from rollick.observe.learning_advice import find_advice
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.status import inspect_folder, process_start
+from rollick.pipelines.status import inspect_folder
 from rollick.sandbox.layers import probe_layers
 
 GPU_TIMEOUT_S = 5.0

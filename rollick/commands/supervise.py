@@ -32,10 +32,11 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from rollick.checkpoint import CheckpointStore
-from rollick.children.memory_kills import count_memory_kills, describe_signal
 from rollick.children.process_tree import (
     ProcessId,
     adopt_orphans,
+    count_memory_kills,
+    describe_signal,
     find_descendants,
     is_stopped,
     kill_processes,

@@ -1,22 +1,24 @@
-"""Restarts lost engines in new processes with the current weights.
+"""Restarts lost engines in new processes; those of the policy get the current weights.
 
     lost -> new host and engine -> reconnect -> publish to it only -> Fleet.add
 
 A host may outlive its engine (vLLM's process died or hangs); it is restarted like a dead host. A
 host with other roles is replaced by WorkerRecovery, which gives the policy its state back.
 
-One task watches each generator. The pipeline holds `RunState.weights_lock`
-from the optimizer step to the end of the publish, while the learner's weights match no published
-version. A restart publishes under the same lock.
+One task watches each engine. The pipeline holds `RunState.weights_lock` from the optimizer step to
+the end of the publish, while the learner's weights match no published version. A restart publishes
+under the same lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 from rollick.cluster.devices import HostSpec
 from rollick.errors import EngineLost, RollickError
@@ -24,7 +26,7 @@ from rollick.infer.cancellation import cancel_tasks
 from rollick.observe.faults import Fault, FaultLog
 from rollick.pipelines.phases import Residency
 from rollick.pipelines.state import RunState
-from rollick.roles.engines import Generators
+from rollick.roles.engines import EngineGroup
 from rollick.roles.publisher import Publisher
 from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.rollout.scheduler import Rollout
@@ -33,91 +35,113 @@ LOG = logging.getLogger("rollick")
 
 
 @dataclass(slots=True)
-class EngineRestarter:
-    generators: Generators
-    publisher: Publisher
-    state: RunState
-    rollout: Rollout
-    faults: FaultLog
-    residency: Residency
+class EngineRestarter(ABC):
+    """Restarts the lost engines of a role."""
+
+    limit: ClassVar[str]
+    """The setting with the budget."""
+    group: EngineGroup
     recovery: WorkerRecovery
+    faults: FaultLog
     budget: int
     """Restarts left of engines with a dedicated host."""
-    restarts: int = 0
-    """Engines that were restarted successfully."""
-    in_progress: int = 0
+    in_progress: int = field(default=0, init=False)
+
+    @abstractmethod
+    async def rejoin(self, rank: int) -> None:
+        """Use the engine of the new host."""
+
+    @abstractmethod
+    def on_given_up(self, rank: int) -> None:
+        """Called when the engine is lost and is not restarted."""
 
     @asynccontextmanager
-    async def watch(self) -> AsyncGenerator[EngineRestarter]:
+    async def watch(self) -> AsyncGenerator[Self]:
         """Watches the engines until the block ends."""
-        ranks = range(self.generators.ranks)
-        may_restart = lambda: any(self._may_restart(rank) for rank in ranks)  # noqa: E731
-        self.rollout.fleet.may_gain_engine = self.publisher.may_gain_engine = may_restart
-        tasks = [asyncio.create_task(self._watch(r), name=f"restart generator {r}") for r in ranks]
+        ranks, role = range(self.group.ranks), self.group.role
+        tasks = [asyncio.create_task(self._watch(r), name=f"restart {role} {r}") for r in ranks]
         try:
             yield self
         finally:
             await cancel_tasks(tasks)
 
-    async def _watch(self, rank: int) -> None:
-        try:
-            await self._keep_alive(rank)
-        except Exception as error:
-            # Task boundary: an error here ends the run and is reported as its cause.
-            self.rollout.fail(error)
+    def may_gain_engine(self) -> bool:
+        return any(map(self._may_restart, range(self.group.ranks)))
 
     def _may_restart(self, rank: int) -> bool:
         """Whether the engine is restarted, or would be if it were lost."""
         if self.in_progress:
             return True
-        if self.generators.has_dedicated_host(rank):
+        if self.group.has_dedicated_host(rank):
             return self.budget > 0
         return self.recovery.can_repair(self._host(rank))
 
-    async def _keep_alive(self, rank: int) -> None:
+    async def _watch(self, rank: int) -> None:
         """Restart the engine each time it is lost, while the budget lasts."""
         fault: Fault | None = None
         while True:
-            repairs = self.recovery.repairs_of(self._host(rank))
-            await self.generators.engines[rank].lost_event.wait()
-            fault = fault or self._record_loss(rank)
+            engine, repairs = self.group.engines[rank], self.recovery.repairs_of(self._host(rank))
+            await engine.lost_event.wait()
+            failure, kind = engine.failure, engine.fault
+            assert failure is not None, "a lost engine has a failure"
+            fault = fault or self.faults.begin(
+                self.group.role, rank, kind=kind, cause=failure.message
+            )
             if not self._may_restart(rank):
-                fault.give_up("the restarts are used up (rollout.engine_restarts)")
-                self._fail_if_none_left(rank)
+                fault.give_up(f"the restarts are used up ({self.limit})")
+                self.on_given_up(rank)
                 return
             self.in_progress += 1
             try:
-                await self._restart(rank, fault, repairs)
+                await self._replace_host(rank, failure, repairs)
+                fault.restarted()
+                await self.rejoin(rank)
+                fault.rejoined()
                 fault = None
             except RollickError as error:
-                message = "generator %d could not be restarted (%d restarts left): %s"
-                LOG.warning(message, rank, self.budget, error)
+                message = "%s could not be restarted (%d restarts left): %s"
+                LOG.warning(message, engine.name, self.budget, error)
             finally:
                 self.in_progress -= 1
 
     def _host(self, rank: int) -> HostSpec:
-        return self.generators.group.device_map.host_of(self.generators.role, rank)
+        return self.group.group.device_map.host_of(self.group.role, rank)
 
-    def _record_loss(self, rank: int) -> Fault:
-        engine = self.generators.engines[rank]
-        cause = engine.failure.message if engine.failure else ""
-        kind = engine.fault
-        return self.faults.begin("generators", rank, kind=kind, cause=cause)
-
-    async def _restart(self, rank: int, fault: Fault, repairs: int) -> None:
-        if self.generators.has_dedicated_host(rank):
+    async def _replace_host(self, rank: int, failure: RollickError, repairs: int) -> None:
+        if self.group.has_dedicated_host(rank):
             self.budget -= 1
-            await self.generators.restart(rank)
+            await self.group.restart(rank)
         else:
-            failure = self.generators.engines[rank].failure
-            assert failure is not None, "the engine is lost"
             await self.recovery.repair_host(self._host(rank), failure, repairs=repairs)
-        fault.restarted()
+
+
+@dataclass(slots=True)
+class GeneratorRestarter(EngineRestarter):
+    limit = "rollout.engine_restarts"
+    publisher: Publisher
+    state: RunState
+    rollout: Rollout
+    residency: Residency
+    restarts: int = 0
+    """Engines that were restarted successfully."""
+
+    def __post_init__(self) -> None:
+        self.rollout.fleet.may_gain_engine = self.may_gain_engine
+        self.publisher.may_gain_engine = self.may_gain_engine
+
+    async def _watch(self, rank: int) -> None:
+        try:
+            await EngineRestarter._watch(self, rank)
+        except Exception as error:
+            # Task boundary: an error here ends the run and is reported as its cause.
+            self.rollout.fail(error)
+
+    async def rejoin(self, rank: int) -> None:
         self.publisher.forget(rank)
         async with self.state.weights_lock:
             version = self.state.version
-            engine = await self.generators.reconnect(rank)
-            others = frozenset(range(self.generators.ranks)) - {rank}
+            engine = await self.group.reconnect(rank)
+            others = frozenset(range(self.group.ranks)) - {rank}
             try:
                 await self.publisher.publish(version, without=others)
             except RollickError as error:
@@ -126,15 +150,14 @@ class EngineRestarter:
                 raise
             await self.residency.restore_generator(rank)
             self.rollout.fleet.add(engine)
-            fault.rejoined()
         self.restarts += 1
         LOG.warning("generator %d was restarted with version %d", rank, version)
 
-    def _fail_if_none_left(self, rank: int) -> None:
+    def on_given_up(self, rank: int) -> None:
         """End the run if the budget is spent, every engine is lost, and none is being restarted."""
-        if self.in_progress or self.generators.alive:
+        if self.in_progress or self.group.alive:
             return
-        failure = self.generators.engines[rank].failure
-        lost = f"all {self.generators.ranks} engines are lost, and the restarts are used up; "
+        failure = self.group.engines[rank].failure
+        lost = f"all {self.group.ranks} engines are lost, and the restarts are used up; "
         fix = "check the log for why they die, or raise rollout.engine_restarts"
         self.rollout.fail(EngineLost(lost + (failure.message if failure else ""), fix=fix))

@@ -15,11 +15,10 @@ from functools import partial
 
 from rollick.config.schema import rl_recipe
 from rollick.data.prompts import PromptStream
-from rollick.observe.faults import FaultLog
 from rollick.observe.goodput import State, TimeAccount
 from rollick.pipelines.checkpoints import PipelineState
 from rollick.pipelines.domains import group_filter, training_sampling
-from rollick.pipelines.engine_restarts import EngineRestarter
+from rollick.pipelines.engine_restarts import GeneratorRestarter
 from rollick.pipelines.open_run import OpenRun
 from rollick.rollout.deps import RolloutDeps, SavedRollout
 from rollick.rollout.event_loop import LagMeter
@@ -37,8 +36,7 @@ class GroupSource:
     prompts: PromptStream
     journal: Journal
     lag: LagMeter
-    restarter: EngineRestarter
-    faults: FaultLog
+    restarter: GeneratorRestarter
 
     async def take(self) -> list[Group]:
         """Wait for a batch of groups. All groups scored meanwhile, dropped ones too, affect the
@@ -51,11 +49,11 @@ class GroupSource:
 
     def _report_slow_engines(self, numbers: Sequence[int]) -> None:
         fleet = self.rollout.fleet
-        for engine in self.restarter.generators.engines:
+        for engine in self.restarter.group.engines:
             for number in numbers:
                 if fleet.engines[number] is engine:
                     cause = f"decodes at {fleet.speeds.share(number):.0%} of the others' speed"
-                    self.faults.begin("generators", engine.rank, kind="slow", cause=cause)
+                    self.restarter.faults.begin("generators", engine.rank, kind="slow", cause=cause)
 
     def metrics(self) -> dict[str, float]:
         engines = {
@@ -83,18 +81,18 @@ async def open_group_source(
     ) as journal:
         # Models that run in this process block its event loop: do not warn about it.
         warn = run.recipe.cluster.backend != "inline"
-        engines, budget = run.roles.generators, rl_recipe(run.recipe).rollout.engine_restarts
-        faults, parts = run.telemetry.faults, (run.phases.residency, run.recovery)
+        budget = rl_recipe(run.recipe).rollout.engine_restarts
+        watched = (run.roles.generators, run.recovery, run.telemetry.faults, budget)
         async with (
             LagMeter.open(lambda: state.phase, warn=warn) as lag,
             _open_rollout(run, prompts, journal, restored) as rollout,
-            EngineRestarter(
-                engines, run.publisher, state, rollout, faults, *parts, budget
+            GeneratorRestarter(
+                *watched, run.publisher, state, rollout, run.phases.residency
             ).watch() as restarter,
         ):
             book_waits(run.telemetry.goodput, rollout.fleet)
             with run.status.follow(rollout, run.scoring.rewards):
-                yield GroupSource(rollout, prompts, journal, lag, restarter, faults)
+                yield GroupSource(rollout, prompts, journal, lag, restarter)
 
 
 def book_waits(goodput: TimeAccount, fleet: Fleet) -> None:

@@ -25,11 +25,9 @@ def prepare_run(loaded: LoadedRecipe) -> None:
     if recipe.cluster.backend == "inline" or recipe.cluster.address is not None:
         return
     from rollick.cluster.pool import prepare_workers
-    from rollick.cluster.ray_start import prepare_ray
     from rollick.cluster.spares import WorkerPlan
 
     earlier = find_descendants()
-    prepare_ray()
     modules = modules_of(role_specs(loaded, device_map, None))
     plan = WorkerPlan(worker_threads(recipe), worker_environment(recipe), modules)
     prepare_workers([host.device.kind for host in device_map.hosts()], recipe.cluster, plan)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rollick.checkpoint import MANIFEST, STEP_FOLDER
+from rollick.children.process_tree import process_start
 from rollick.config.schema import Recipe
 from rollick.errors import NoSignalError, RollickError, StuckError
 from rollick.observe.diagnosis import (
@@ -235,13 +236,3 @@ def _newest_checkpoint(run: Path) -> tuple[int | None, float]:
             if match and manifest.is_file() and int(match[1]) >= (newest or 0):
                 newest, at = int(match[1]), manifest.stat().st_mtime
     return newest, at
-
-
-def process_start(pid: int) -> int:
-    """Start time of a process in kernel ticks; 0 if it ended, is a zombie, or not on Linux."""
-    with suppress(OSError, ValueError, IndexError):
-        # The name (in brackets) may contain any character; the state and numbers follow it.
-        text = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2]
-        state, *numbers = text.split()
-        return 0 if state in "ZX" else int(numbers[18])
-    return 0

@@ -7,7 +7,7 @@ arguments and its result are type-checked. The WorkerGroup gets the function's n
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple
 
 from rollick.cluster.group import WorkerGroup
 from rollick.data.batch import Batch
@@ -15,26 +15,15 @@ from rollick.roles.protocols import Role
 from rollick.trainer.parallel.shares import BatchSplit, SplitPlan
 from rollick.types import RoleName
 
+if TYPE_CHECKING:
+    from rollick.roles.worker_recovery import WorkerRecovery
+
 EVEN_SPLIT = BatchSplit()
 
 W = TypeVar("W", bound=Role)
 A = TypeVar("A")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class Recovery(Protocol):
-    """Repairs the workers of a role, so that a failed call can be made again."""
-
-    async def run(
-        self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
-    ) -> T:
-        """The result of `attempt`, which is made again after each repair. `others`: it calls other
-        roles too, so a failure may not be that of this role."""
-        ...
-
-    def trained(self, role: RoleName, batch: Batch) -> None:
-        """The role was trained on the batch."""
 
 
 class RoleHandle(Generic[W]):
@@ -45,7 +34,7 @@ class RoleHandle(Generic[W]):
         self,
         group: WorkerGroup,
         role: RoleName,
-        recovery: Recovery | None = None,
+        recovery: WorkerRecovery | None = None,
         *,
         batch_split: BatchSplit = EVEN_SPLIT,
     ) -> None:
@@ -55,7 +44,8 @@ class RoleHandle(Generic[W]):
         self.batch_split = batch_split
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, others: bool = False) -> T:
-        """Make the call; make it again if a lost worker could be repaired."""
+        """Make the call; make it again if a lost worker could be repaired. `others`: it calls other
+        roles too, so a failure may not be that of this role."""
         if self.recovery is None:
             return await attempt()
         return await self.recovery.run(self.role, attempt, others=others)
@@ -91,7 +81,10 @@ class RoleHandle(Generic[W]):
 
     async def call_collective(self, method: Callable[[W, *Ts], Awaitable[T] | T], *args: *Ts) -> T:
         """Call all ranks of a sharded role with the same arguments. Returns rank 0's result."""
-        return await self.group.call_collective(self.role, method.__name__, *args)
+        async with self.group.collective(self.role):
+            if self.ranks == 1:
+                return await self.call_rank(0, method, *args)
+            return (await self.group.broadcast(self.role, method.__name__, *args))[0]
 
     async def scatter(
         self, method: Callable[[W, A, *Ts], Awaitable[T] | T], parts: Sequence[A | None], *args: *Ts
@@ -103,7 +96,8 @@ class RoleHandle(Generic[W]):
         self, method: Callable[[W, A], Awaitable[T] | T], parts: Sequence[A]
     ) -> list[T]:
         """As `scatter`, for a method whose ranks communicate. One such call at a time."""
-        return await self.group.scatter_collective(self.role, method.__name__, parts)
+        async with self.group.collective(self.role):
+            return await self.group.scatter(self.role, method.__name__, parts)
 
     async def split(
         self, method: Callable[[W, Batch], Awaitable[T] | T], batch: Batch
@@ -111,7 +105,7 @@ class RoleHandle(Generic[W]):
         """Call each rank with its part of the batch. Returns the results (None for an empty part),
         and the plan that restores the order of the batch."""
         plan = self.batch_split.plan(batch, ranks=self.ranks)
-        parts = [batch.take(rows) if rows else None for rows in plan]
+        parts = [_part(batch, rows) if rows else None for rows in plan]
         return await self.scatter(method, parts), plan
 
     async def split_collective(
@@ -120,8 +114,13 @@ class RoleHandle(Generic[W]):
         """As `split`, for a method whose ranks communicate: ranks without rows are called too.
         Returns one result for each replica."""
         copies, plan = self.batch_split.copies, self.batch_split.plan(batch, ranks=self.ranks)
-        parts = [part for rows in plan for part in [batch.take(rows)] * copies]
+        parts = [part for rows in plan for part in [_part(batch, rows)] * copies]
         return (await self.scatter_collective(method, parts))[::copies], plan
 
 
 AnyHandle = RoleHandle[Any]
+
+
+def _part(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Rows of a batch; not a copy if they are all."""
+    return batch if len(rows) == batch.samples else batch.take(rows)

@@ -91,6 +91,7 @@ class RemoteEngine:
     ) -> None:
         self.handle = handle
         self.rank = rank
+        self.name = f"{'judge' if handle.role == 'judge' else 'generator'} {rank}"
         self.capabilities, self.last_load = description
         now = asyncio.get_running_loop().time
         self.health = EngineHealth(handle.role, rank, handle.group.deadlines, now)
@@ -198,9 +199,8 @@ class RemoteEngine:
         reason, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             reason, fix = error.message, error.fix
-        name = "generator" if self.handle.role == "generators" else self.handle.role
         kind = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
-        self.fail(kind(f"{name} {self.rank} is lost: {reason}", fix=fix))
+        self.fail(kind(f"{self.name} is lost: {reason}", fix=fix))
         self.handle.group.abandon(self.handle.role, self.rank)
 
     async def _run(self, loop: Callable[[], Awaitable[None]]) -> None:
@@ -257,7 +257,8 @@ class RemoteEngine:
 
 
 class EngineGroup(RoleHandle[GeneratorRole]):
-    """The engines of a role. `engines` is empty until `connect`, then it has one per rank."""
+    """The engines of a role, such as the judge. `engines` is empty until `connect`, then it has one
+    per rank."""
 
     def __init__(self, group: WorkerGroup, role: RoleName) -> None:
         super().__init__(group, role)
@@ -325,10 +326,6 @@ class EngineGroup(RoleHandle[GeneratorRole]):
         except TimeoutError:
             return False
         return True
-
-
-class Judge(EngineGroup):
-    """The engines of the LLM judge."""
 
 
 class Generators(EngineGroup):

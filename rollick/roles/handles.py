@@ -11,17 +11,19 @@ it raises PlacementError.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup
 from rollick.cluster.machine import machine_id
 from rollick.data.batch import Batch, TokenValues, TopTokens
-from rollick.roles.calls import EVEN_SPLIT, AnyHandle, Recovery, RoleHandle
-from rollick.roles.engines import Generators, Judge
+from rollick.errors import CheckpointError
+from rollick.roles.calls import EVEN_SPLIT, AnyHandle, RoleHandle
+from rollick.roles.engines import EngineGroup, Generators
 from rollick.roles.protocols import (
     CriticRole,
     PolicyRole,
@@ -30,7 +32,6 @@ from rollick.roles.protocols import (
     TrainedRole,
 )
 from rollick.roles.reports import CriticReport, TrainReport
-from rollick.roles.snapshot_transfer import fetch_snapshot, send_snapshots
 from rollick.trainer.parallel.shares import BatchSplit, gather_samples, gather_tokens
 from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.trainer.strategy import LossReport, OptimReport
@@ -39,11 +40,18 @@ from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route
 
+if TYPE_CHECKING:
+    from rollick.roles.worker_recovery import WorkerRecovery
+
+PART_BYTES = 32 << 20
+"""Size of the parts in which snapshots are sent to and from other machines."""
+
 Trained = TypeVar("Trained", bound=TrainedRole)
 
 
 class TrainedHandle(RoleHandle[Trained]):
-    """A role with state. Collective calls run on all ranks, one call at a time."""
+    """A role with state. Collective calls run on all ranks, one call at a time. On the controller's
+    machine a worker maps the controller's memory for snapshots, and nothing is sent."""
 
     async def save(self, path: Path) -> None:
         """Write weights, optimizer state and random state into a folder."""
@@ -56,12 +64,8 @@ class TrainedHandle(RoleHandle[Trained]):
         """Each rank copies its state into its memory."""
         paths = [memory.path for memory in memories]
         records = await self.scatter(TrainedRole.write_snapshot, paths, machine_id())
-        fetching = [
-            fetch_snapshot(self, rank, record, memory)
-            for rank, (record, memory) in enumerate(zip(records, memories, strict=True))
-            if record is not None
-        ]
-        return [await fetched for fetched in fetching]
+        pairs = list(zip(records, memories, strict=True))
+        return [await self._fetch(rank, *pair) for rank, pair in enumerate(pairs)]
 
     async def restore_snapshots(
         self, records: Sequence[SnapshotRecord], memories: Sequence[SnapshotMemory]
@@ -70,8 +74,45 @@ class TrainedHandle(RoleHandle[Trained]):
         each reads its shards from the snapshots of all."""
         pairs = list(zip(records, memories, strict=True))
         of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
-        sent = [await send_snapshots(self, rank, needed) for rank, needed in enumerate(of_ranks)]
+        sent: list[Sequence[SnapshotRecord]] = []
+        for rank, needed in enumerate(of_ranks):
+            if await self.call_rank(rank, TrainedRole.machine) == machine_id():
+                sent.append([record for record, _ in needed])
+            else:
+                sent.append([await self._send(rank, *pair) for pair in needed])
         await self.scatter(TrainedRole.restore_snapshots, sent)
+
+    async def _fetch(
+        self, rank: int, record: SnapshotRecord | None, memory: SnapshotMemory
+    ) -> SnapshotRecord:
+        """Copy a rank's snapshot into the controller's memory, unless the rank maps it. Raises
+        CheckpointError without room for it."""
+        assert record is not None, "every rank writes a snapshot"
+        if record.path == memory.path:
+            return record
+        memory.truncate(record.bytes)
+        for offset in range(0, record.bytes, PART_BYTES):
+            place = (record.path, offset, PART_BYTES)
+            part = await self.call_rank(rank, TrainedRole.read_snapshot_part, *place)
+            try:
+                await asyncio.to_thread(memory.write, offset, part)
+            except OSError as error:
+                raise CheckpointError(
+                    f"no memory for a snapshot of {record.bytes / 1e9:.2f} GB: {error}",
+                    fix="free memory of the controller's machine, or set checkpoint.snapshot=false",
+                ) from error
+        return replace(record, path=memory.path)
+
+    async def _send(
+        self, rank: int, record: SnapshotRecord, memory: SnapshotMemory
+    ) -> SnapshotRecord:
+        """Send a rank a snapshot that it cannot map. Returns its record."""
+        path = ""
+        for offset in range(0, record.bytes, PART_BYTES):
+            part = await asyncio.to_thread(memory.read, offset, PART_BYTES)
+            receive = TrainedRole.receive_snapshot_part
+            path = await self.call_rank(rank, receive, record.path, offset, part)
+        return replace(record, path=path)
 
 
 class Policy(TrainedHandle[PolicyRole]):
@@ -186,7 +227,7 @@ class Roles:
     def __init__(
         self,
         group: WorkerGroup,
-        recovery: Recovery | None = None,
+        recovery: WorkerRecovery | None = None,
         *,
         batch_split: BatchSplit = EVEN_SPLIT,
     ) -> None:
@@ -196,7 +237,7 @@ class Roles:
         self.reference = Scorer(group, "reference", recovery)
         self.teacher = Scorer(group, "teacher", recovery)
         self.reward_model = RewardModel(group, "reward_model", recovery)
-        self.judge = Judge(group, "judge")
+        self.judge = EngineGroup(group, "judge")
         self.generators = Generators(group, "generators")
 
     @property

@@ -21,7 +21,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppres
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap, HostSpec
-from rollick.cluster.nodes import kept_ranks
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
 from rollick.errors import RollickError, WorkerError, WorkerLost
@@ -63,7 +62,7 @@ class RoleRestarts:
 
 
 class WorkerRecovery:
-    """Implements rollick.roles.calls.Recovery. Create it with `open`."""
+    """Makes the calls of handles again after each repair. Create it with `open`."""
 
     def __init__(
         self,
@@ -320,6 +319,12 @@ class WorkerRecovery:
         if is_sharded and any("policy" in host.roles for host in hosts):
             return [host for host in every if host in hosts or "policy" in host.roles]
         return hosts
+
+
+def kept_ranks(placed: Sequence[int], *, unit: int) -> list[int]:
+    """The ranks with which a sharded policy continues: as many of those that were placed as make
+    complete replicas of `unit` ranks. Empty if there is not one."""
+    return sorted(placed)[: len(placed) // unit * unit]
 
 
 def main_role(host: HostSpec) -> RoleName | None:

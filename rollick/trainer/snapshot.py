@@ -5,7 +5,7 @@
     new worker   read_snapshot(record) -> the same state, verified
 
 A worker on another machine than the controller writes to memory of its own, whose bytes are then
-sent (roles/snapshot_transfer.py).
+sent (roles/handles.py).
 
 The memory holds the bytes of a safetensors file, so a checkpoint is a copy of it. The controller
 owns the memory: the kernel frees it when the controller ends, however it ends.

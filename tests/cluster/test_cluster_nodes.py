@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from rollick.cluster.devices import DeviceMap, HostSpec
-from rollick.cluster.nodes import ClusterNode, kept_ranks, plan_placement
+from rollick.cluster.node_watch import ClusterNode, plan_placement
 from rollick.config.devices import parse_devices
+from rollick.roles.worker_recovery import kept_ranks
 
 
 def hosts(devices: str) -> tuple[HostSpec, ...]:

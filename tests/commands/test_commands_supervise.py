@@ -19,13 +19,13 @@ from rollick.observe.faults import read_faults
 SUPERVISOR = """
 import logging, sys
 from pathlib import Path
-from rollick.children import memory_kills
+from rollick.children import process_tree
 from rollick.commands import supervise
 
 logging.basicConfig(format="%(message)s")
 supervise.FIRST_DELAY_S = float(sys.argv[3])
 folder = supervise.SHARED_MEMORY = Path(sys.argv[1])
-memory_kills.VMSTAT = folder / "vmstat"
+process_tree.VMSTAT = folder / "vmstat"
 def command(resume):
     return [sys.executable, "-I", str(folder / "child.py"), "resume" if resume else "new"]
 standby = supervise.Standby(lambda: [*command(True), "wait"]) if "standby" in sys.argv else None

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rollick.children import memory_kills
-from rollick.children.memory_kills import count_memory_kills, describe_signal
+from rollick.children import process_tree
+from rollick.children.process_tree import count_memory_kills, describe_signal
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from rollick.children.memory_kills import count_memory_kills, describe_signal
 def test_only_a_kill_while_the_kernel_killed_for_memory_is_out_of_memory(
     number: int, count: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_kills, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(process_tree, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text(f"pgfault 12\noom_kill {count}\n")
     assert describe_signal(number, memory_kills_before=7).partition(":")[0] == text
 
@@ -29,7 +29,7 @@ def test_only_a_kill_while_the_kernel_killed_for_memory_is_out_of_memory(
 def test_a_kernel_that_does_not_count_is_no_error(
     content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_kills, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(process_tree, "VMSTAT", tmp_path / "vmstat")
     if content is not None:
         (tmp_path / "vmstat").write_text(content)
     assert count_memory_kills() == 0
