@@ -73,7 +73,6 @@ class FrameWriter:
 
 
 def run_program(create: Callable[[FrameWriter], ChildProgram]) -> None:
-    """Handle frames until end of file."""
     inbox, outbox = take_standard_streams()
     writer = FrameWriter(outbox)
     program = create(writer)

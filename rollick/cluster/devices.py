@@ -119,18 +119,15 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What to do before a phase begins. `pauses` are generator ranks. Every role rank that ever
-    sleeps is in `sleeps` or `wakes` of every plan. So a plan does not depend on the previous phase:
-    phases may be skipped or reordered."""
+    """What to do before a phase begins. `pauses` are generator ranks. All others are awake. So a
+    plan does not depend on the previous phase: phases may be skipped or reordered."""
 
     phase: Phase
     pauses: tuple[int, ...] = ()
     sleeps: tuple[RoleRank, ...] = ()
-    wakes: tuple[RoleRank, ...] = ()
 
 
 def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
-    """The phases of one step, in order."""
     validates = bool(recipe.data.validation)
     device_map = DeviceMap.of(recipe)
     scoring: list[RoleName] = [role for role in SCORING if device_map.ranks(role)]
@@ -181,16 +178,11 @@ def plan_residency(
     beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
     if policy_sleeps:
         beside += ("policy",)
-    paused = [_paused_generators(device_map, phase) for phase in phases]
-    asleep = [
-        _sleepers(device_map, phase, beside, ranks if max_staleness == 0 else ())
-        for phase, ranks in zip(phases, paused, strict=True)
-    ]
-    ever = sorted(set[RoleRank]().union(*asleep))
     plans: list[PhasePlan] = []
-    for phase, ranks, sleeping in zip(phases, paused, asleep, strict=True):
-        wakes = tuple(role_rank for role_rank in ever if role_rank not in sleeping)
-        plans.append(PhasePlan(phase, pauses=ranks, sleeps=tuple(sorted(sleeping)), wakes=wakes))
+    for phase in phases:
+        paused = _paused_generators(device_map, phase)
+        asleep = _sleepers(device_map, phase, beside, paused if max_staleness == 0 else ())
+        plans.append(PhasePlan(phase, paused, tuple(sorted(asleep))))
     return tuple(plans)
 
 
@@ -221,7 +213,6 @@ def plan_run(recipe: Recipe) -> tuple[PhasePlan, ...]:
 
 
 def describe_plan(recipe: Recipe) -> str:
-    """The hosts, the phases and the timeline as aligned text."""
     device_map, plans = DeviceMap.of(recipe), plan_run(recipe)
     phases: list[tuple[str, ...]] = [("phase", "uses", "pauses", "sleeps")]
     for plan in plans:

@@ -12,7 +12,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,9 +43,9 @@ class Transport(Protocol):
         """Prepare arguments that are sent to several ranks, so that they are copied once."""
         ...
 
-    async def send(self, host: HostSpec, call: Call, shared: Any) -> Any:
-        """Run the call, with the shared arguments after its own. Returns the result. Cancellation
-        also cancels a coroutine on the host; a synchronous method keeps running there."""
+    async def send(self, host: HostSpec, call: Call, args: Any) -> Any:
+        """Run the call with these arguments, or with what `share` made of them. Cancellation also
+        cancels a coroutine on the host; a synchronous method keeps running there."""
         ...
 
     async def wait_lost(self, host: HostSpec) -> WorkerLost:
@@ -95,11 +95,11 @@ class InlineTransport:
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
 
-    async def send(self, host: HostSpec, call: Call, shared: Any) -> Any:
+    async def send(self, host: HostSpec, call: Call, args: tuple[Any, ...]) -> Any:
         # Yields to other tasks, as a call over Ray does. Otherwise a loop over inline calls that
         # never wait would starve them.
         await asyncio.sleep(0)
-        return await self._hosts[host.index].call(replace(call, args=(*call.args, *shared)))
+        return await self._hosts[host.index].call(call, args)
 
     async def close(self) -> None:
         errors: list[RollickError] = []
@@ -119,22 +119,18 @@ class WorkerGroup:
     def __init__(self, device_map: DeviceMap, transport: Transport, deadlines: Deadlines) -> None:
         self.device_map: DeviceMap
         self.deadlines = deadlines
-        self._transport = transport
+        self.transport = transport
         self._hosts: dict[RoleRank, HostSpec] = {}
         self._use(device_map)
         self._roles: Sequence[RoleSpec] = ()
         self._collective_locks: dict[RoleName, asyncio.Lock] = {}
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
-        self._closed = False
+        self.is_closed = False
         self._batch_bytes = 0
 
     def _use(self, device_map: DeviceMap) -> None:
         self.device_map = device_map
         self._hosts = {each: host for host in device_map.hosts() for each in host.role_ranks}
-
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
 
     def take_batch_bytes(self) -> int:
         """Bytes of the batches sent to ranks, and of the arrays they returned, since the last
@@ -143,7 +139,6 @@ class WorkerGroup:
         return moved
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
-        """Build the roles of all hosts concurrently."""
         missing = set(self.device_map.roles) - {role.role for role in roles}
         if missing:
             raise WorkerError(f"no RoleSpec says how to build {', '.join(sorted(missing))}")
@@ -156,15 +151,11 @@ class WorkerGroup:
     async def restart(self, role: RoleName, rank: int) -> None:
         """Replace the dedicated host of a rank, and build its role there."""
         host = self._hosts[RoleRank(role, rank)]
-        if self._closed or not self.has_dedicated_host(role, rank):
+        if self.is_closed or not self.has_dedicated_host(role, rank):
             raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
-        if await self.replace_hosts([host]):
+        if await self.transport.replace([host]):
             raise self.no_room([host])
         await self.build_hosts([host], self._roles)
-
-    async def replace_hosts(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
-        """Replace hosts by new, empty ones. Returns those for which there is no room."""
-        return await self._transport.replace(hosts)
 
     async def build_hosts(self, hosts: Sequence[HostSpec], roles: Sequence[RoleSpec]) -> None:
         """Build the roles of new hosts, by these specs from now on."""
@@ -176,7 +167,7 @@ class WorkerGroup:
         before = self.device_map.hosts()
         self._use(self.device_map.with_ranks(role, ranks))
         kept = {host.index for host in self.device_map.hosts()}
-        self._transport.remove([host for host in before if host.index not in kept])
+        self.transport.remove([host for host in before if host.index not in kept])
 
     def no_room(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
         names = ", ".join(map(str, hosts))
@@ -185,13 +176,9 @@ class WorkerGroup:
             fix="add a machine, free resources, or raise cluster.place_timeout_s; then --resume",
         )
 
-    async def wait_lost(self, host: HostSpec) -> WorkerLost:
-        """Returns when the host's process has ended, or its machine does not answer."""
-        return await self._transport.wait_lost(host)
-
     def worker_processes(self) -> dict[str, int]:
         """Process ids on this machine, by role and rank; none if the workers run in this one."""
-        pids, hosts = self._transport.process_ids(), self.device_map.hosts()
+        pids, hosts = self.transport.process_ids(), self.device_map.hosts()
         return {
             str(each): pids[host.index]
             for host in hosts
@@ -205,7 +192,7 @@ class WorkerGroup:
             self.deadlines.forget(role)
         try:
             async with asyncio.timeout(limit_s):
-                await self._transport.build(host, roles)
+                await self.transport.build(host, roles)
         except TimeoutError:
             message = f"{host} did not build its roles within {limit_s:g} s"
             fix = "raise cluster.call_timeout_s if loading really takes that long"
@@ -214,7 +201,7 @@ class WorkerGroup:
     async def call(
         self, role: RoleName, method: str, *args: Any, rank: int = 0, timeout_s: float | None = None
     ) -> Any:
-        return await self._send(Call(role, method, args), rank, args, limit_s=timeout_s)
+        return await self._send(Call(role, method), rank, args, args, limit_s=timeout_s)
 
     async def broadcast(self, role: RoleName, method: str, *args: Any) -> list[Any]:
         """Run a method on every rank of a role, with the same arguments; results by rank."""
@@ -237,7 +224,7 @@ class WorkerGroup:
     ) -> list[Any]:
         sent = {rank: given for rank, given in enumerate(args) if given is not None}
         distinct = {id(given): given for given in sent.values()}
-        shared = {key: self._transport.share(given) for key, given in distinct.items()}
+        shared = {key: self.transport.share(given) for key, given in distinct.items()}
         call = Call(role, method)
         calls = [self._send(call, rank, args, shared[id(args)]) for rank, args in sent.items()]
         by_rank = dict(zip(sent, await _gather(calls), strict=True))
@@ -258,12 +245,12 @@ class WorkerGroup:
         call: Call,
         rank: int,
         args: tuple[Any, ...],
-        shared: Any = (),
+        sent: Any,
         *,
         limit_s: float | None = None,
     ) -> Any:
-        """`args`: all arguments, to measure the batches among them."""
-        if self._closed:
+        """`sent`: the arguments, or what `share` made of them."""
+        if self.is_closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         role_rank = RoleRank(call.role, rank)
         host = self._hosts.get(role_rank) or self.device_map.host_of(*role_rank)
@@ -277,7 +264,7 @@ class WorkerGroup:
         try:
             async with deadline.timeout:
                 with deadline.counting(self._in_flight[role_rank]):
-                    result = await self._transport.send(host, call, shared)
+                    result = await self.transport.send(host, call, sent)
         except TimeoutError:
             if not deadline.timeout.expired():
                 raise
@@ -292,8 +279,8 @@ class WorkerGroup:
 
     async def close(self) -> None:
         """Close the roles and end the hosts. Later calls fail."""
-        self._closed = True
-        await self._transport.close()
+        self.is_closed = True
+        await self.transport.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -363,7 +350,6 @@ async def open_group(
 
 
 def modules_of(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
-    """The modules that build the roles."""
     return tuple(sorted({role.target.partition(":")[0] for role in roles}))
 
 

@@ -61,7 +61,6 @@ class NodeWatch:
         """Deadlines of the calls in flight to workers of a machine."""
 
     def watch(self, node: str) -> None:
-        """Watch a machine from now on."""
         if node != self.own and node not in self._beats:
             self._sentinels[node] = _create_sentinel(node)
             self._beats[node] = asyncio.create_task(self._beat(node), name=f"node {node[:8]}")

@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +84,6 @@ class HostActor:
         self._host: Host
 
     async def preload(self, modules: Sequence[str]) -> HostProcess:
-        """Import what a host will need."""
         for module in modules:
             importlib.import_module(module)
         return _this_process()
@@ -103,8 +102,8 @@ class HostActor:
     async def build(self, roles: Sequence[RoleSpec]) -> Reply:
         return await _reply_of(self._host.build(roles))
 
-    async def call(self, call: Call, shared: tuple[Any, ...]) -> Reply:
-        return await _reply_of(self._host.call(replace(call, args=(*call.args, *shared))))
+    async def call(self, call: Call, args: tuple[Any, ...]) -> Reply:
+        return await _reply_of(self._host.call(call, args))
 
     async def close(self) -> Reply:
         return await _reply_of(self._host.close())
@@ -262,9 +261,9 @@ class RayTransport:
     def share(self, args: tuple[Any, ...]) -> Any:
         return ray.put(args) if args else ()
 
-    async def send(self, host: HostSpec, call: Call, shared: Any) -> Any:
+    async def send(self, host: HostSpec, call: Call, args: Any) -> Any:
         actor = self._actors[host.index]
-        return await self._reply(host, call.method, actor.call.remote(call, shared))
+        return await self._reply(host, call.method, actor.call.remote(call, args))
 
     async def _reply(self, host: HostSpec, method: str, ref: Any) -> Any:
         node = self._node_of(host)

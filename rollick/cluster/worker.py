@@ -16,8 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollick.cluster.devices import HostSpec, RoleRank
 from rollick.errors import RollickError, WorkerError, WorkerOutOfMemory, is_out_of_memory
@@ -52,11 +51,9 @@ class HostContext:
     """CPU threads that this process should use; 0 leaves it to torch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     role: RoleName
     method: str
-    args: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +96,13 @@ class Host:
         try:
             with self._wrap_errors(role_rank, role.target):
                 target = getattr(importlib.import_module(module), function)
-                made = await _run(thread, partial(target, context, role_rank.rank, *role.args))
+                made = await _run(thread, target, context, role_rank.rank, *role.args)
         except RollickError:
             thread.shutdown(wait=False)
             raise
         self._running_roles[role.role] = _RunningRole(role_rank, made, thread)
 
-    async def call(self, call: Call) -> Any:
+    async def call(self, call: Call, args: tuple[Any, ...]) -> Any:
         """Run the method and return its result. Plain methods of one role run one after another;
         coroutines of a role, and different roles, overlap."""
         running = self._running_roles.get(call.role)
@@ -116,7 +113,7 @@ class Host:
             missing = f"{type(running.role).__name__} has no method {call.method!r}"
             raise WorkerError(f"{running.role_rank} on {self.spec}: {missing}")
         with self._wrap_errors(running.role_rank, call.method):
-            return await _run(running.thread, partial(method, *call.args))
+            return await _run(running.thread, method, *args)
 
     async def close(self) -> None:
         """Close the roles, last built first; all of them, then raise what the first one raised."""
@@ -162,9 +159,8 @@ class Host:
             raise WorkerError(message) from error
 
 
-async def _run(thread: ThreadPoolExecutor, work: partial[Any] | Callable[[], Any]) -> Any:
+async def _run(thread: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
     """Await a coroutine function here; run anything else in the thread."""
-    function = work.func if isinstance(work, partial) else work
     if inspect.iscoroutinefunction(function):
-        return await work()
-    return await asyncio.get_running_loop().run_in_executor(thread, work)
+        return await function(*args)
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *args)

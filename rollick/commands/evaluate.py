@@ -14,7 +14,7 @@ from rollick.commands.export import find_checkpoint, is_run
 from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.data.store import samples_to_rows
 from rollick.errors import ConfigError, StoppedBySignal
-from rollick.pipelines.evaluate import EvalReport
+from rollick.pipelines.evaluate import EvalReport, evaluate_prompts
 from rollick.pipelines.open_run import open_run
 from rollick.types import PolicyVersion
 
@@ -72,7 +72,7 @@ async def evaluate_model(
             await run.publisher.publish(PolicyVersion(checkpoint.step))
         prompts = run.open_prompts(validation=not training).all()
         async with run.phases.enter("validate"):
-            report = await run.state.until_stopped(run.evaluator.evaluate(prompts))
+            report = await run.state.until_stopped(evaluate_prompts(run, prompts))
         if report is None:
             raise StoppedBySignal("a signal stopped the evaluation", fix="start it again")
         folder = run.state.folder

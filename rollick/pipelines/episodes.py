@@ -5,8 +5,8 @@ Connects episodes/environment.py and agents.py to the domains of a recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,26 +80,28 @@ def has_agents(domains: Domains) -> bool:
     return any(agent_of(domain) for domain in domains.values())
 
 
-def open_environments(
+@asynccontextmanager
+async def open_environments(
     loaded: LoadedRecipe, folder: Path, faults: FaultLog
-) -> AbstractAsyncContextManager[EnvPool] | None:
+) -> AsyncGenerator[EnvPool | None]:
     """Open processes for all environments of the domains; None if there are none."""
     recipe, config = loaded.recipe, loaded.recipe.environments
     domains = [*recipe.data.domains.values(), *recipe.data.validation.values()]
     named = [environment_of(domain) for domain in domains]
     names = sorted({environment.name for environment in named if environment is not None})
     if not names:
-        return None
-    limits = EnvLimits(step_s=config.step_timeout_s, episode_s=config.episode_timeout_s)
-    return EnvPool.open(
+        yield None
+        return
+    async with EnvPool.open(
         {name: name for name in names},
         processes=config.processes,
         threads=config.threads,
-        limits=limits,
+        limits=EnvLimits(step_s=config.step_timeout_s, episode_s=config.episode_timeout_s),
         base=loaded.base,
         output=folder / "environments.log",
         faults=faults,
-    )
+    ) as pool:
+        yield pool
 
 
 def tasks_for(domains: Domains) -> TaskFor:

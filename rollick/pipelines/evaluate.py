@@ -8,14 +8,9 @@ from functools import partial
 from math import comb, isnan, nan, sqrt
 from typing import Any, cast
 
-from rollick.config.schema import Recipe
 from rollick.errors import EngineLost
-from rollick.observe.live_view import LiveView
 from rollick.pipelines.domains import validation_sampling
-from rollick.pipelines.episodes import Episodes
-from rollick.pipelines.scoring import Scoring
-from rollick.pipelines.status import StatusReporter
-from rollick.roles.engines import Generators
+from rollick.pipelines.open_run import OpenRun
 from rollick.rollout.sample_prompts import open_prompt_sampling
 from rollick.types import Group, Prompt
 
@@ -149,38 +144,31 @@ def _metrics(prefix: str, result: DomainResult) -> dict[str, float]:
     return metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    recipe: Recipe
-    generators: Generators
-    episodes: Episodes
-    scoring: Scoring
-    view: LiveView
-    status: StatusReporter
+async def evaluate_prompts(run: OpenRun, prompts: Sequence[Prompt]) -> EvalReport:
+    """Sample and score the prompts. If all engines are lost meanwhile, it begins again when one was
+    restarted."""
+    while True:
+        try:
+            return await _evaluate(run, prompts)
+        except EngineLost:
+            limit_s = run.recipe.cluster.place_timeout_s
+            if not await run.roles.generators.wait_for_engine(limit_s):
+                raise
 
-    async def evaluate(self, prompts: Sequence[Prompt]) -> EvalReport:
-        """Sample and score the prompts. If all engines are lost meanwhile, it begins again when one
-        was restarted."""
-        while True:
-            try:
-                return await self._evaluate(prompts)
-            except EngineLost:
-                if not await self.generators.wait_for_engine(self.recipe.cluster.place_timeout_s):
-                    raise
 
-    async def _evaluate(self, prompts: Sequence[Prompt]) -> EvalReport:
-        recipe, scoring = self.recipe, self.scoring
-        config, sampling = recipe.evaluate, validation_sampling(recipe)
-        async with open_prompt_sampling(
-            prompts,
-            self.generators.alive,
-            samples=config.samples,
-            episode=self.episodes.build(sampling, scoring.held_out, purpose="eval"),
-            score=scoring.score_held_out,
-            stuck_after_s=recipe.run.stuck_after_s,
-            score_limit_s=recipe.rewards.timeout_s,
-            on_progress=partial(self.view.count_samples, "validate"),
-        ) as rollout:
-            with self.status.follow(rollout, scoring.rewards):
-                groups = await rollout.take()
-        return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)
+async def _evaluate(run: OpenRun, prompts: Sequence[Prompt]) -> EvalReport:
+    recipe, scoring = run.recipe, run.scoring
+    config, sampling = recipe.evaluate, validation_sampling(recipe)
+    async with open_prompt_sampling(
+        prompts,
+        run.roles.generators.alive,
+        samples=config.samples,
+        episode=run.episodes.build(sampling, scoring.held_out, purpose="eval"),
+        score=scoring.score_held_out,
+        stuck_after_s=recipe.run.stuck_after_s,
+        score_limit_s=recipe.rewards.timeout_s,
+        on_progress=partial(run.telemetry.view.count_samples, "validate"),
+    ) as rollout:
+        with run.status.follow(rollout, scoring.rewards):
+            groups = await rollout.take()
+    return summarise(groups, pass_k=config.pass_k, threshold=config.pass_threshold)

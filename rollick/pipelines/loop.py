@@ -14,27 +14,65 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import ClassVar, Generic, TypeVar
 
 from rollick.data.batch import Batch
 from rollick.data.store import samples_to_rows
 from rollick.errors import CheckpointError, RollickError
-from rollick.observe.faults import read_faults
+from rollick.observe.faults import FaultLog, read_faults
 from rollick.observe.goodput import fault_metrics
 from rollick.observe.learning_advice import find_advice
 from rollick.pipelines.checkpoints import SAVE_FAILED, PipelineState
-from rollick.pipelines.evaluate import EvalReport
+from rollick.pipelines.evaluate import EvalReport, evaluate_prompts
 from rollick.pipelines.open_run import OpenRun
 from rollick.pipelines.phases import phase
-from rollick.pipelines.rank_speeds import RankSpeeds
 from rollick.pipelines.state import INTERRUPTIBLE, HeldOutScore, RunResult
 from rollick.pipelines.step_guard import StepGuard
+from rollick.roles.handles import Policy
+from rollick.rollout.engine_speeds import MIN_TOKENS, EngineSpeeds
 from rollick.types import Prompt
 
 LOG = logging.getLogger("rollick")
 R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class RankSpeeds:
+    """Names the slow ranks of a sharded policy, for which all ranks wait, and gives them less work.
+    In deterministic mode they are only named: the division of a batch decides how its sums are
+    rounded."""
+
+    policy: Policy
+    faults: FaultLog
+    adapts: bool
+    speeds: EngineSpeeds = field(default_factory=EngineSpeeds)
+
+    def __post_init__(self) -> None:
+        for rank in range(self.policy.ranks):
+            self.speeds.add(rank)
+
+    async def measure(self) -> None:
+        """Compare the ranks after a step. The batches from now on are divided by their speeds."""
+        if self.policy.ranks < 2:
+            return
+        for rank, seconds in enumerate(await self.policy.measure_speeds()):
+            # The same work on each rank counts like the same number of tokens.
+            self.speeds.observe(rank, tokens=MIN_TOKENS, seconds=seconds)
+        for rank in self.speeds.end_step():
+            share = self.speeds.share(rank)
+            cause = f"computes at {share:.0%} of the others' speed"
+            self.faults.begin("policy", rank, kind="slow", cause=cause)
+            work = "; it gets less work" if self.adapts else ""
+            LOG.warning("rank %d of the policy %s%s", rank, cause, work)
+        if self.adapts:
+            self.policy.divide_by([self.speeds.weight(r) for r in range(self.policy.ranks)])
+
+    def metrics(self) -> dict[str, float]:
+        if self.policy.ranks < 2:
+            return {}
+        return {"speed/slow_ranks": float(len(self.speeds.slow))}
 
 
 class Pipeline(ABC, Generic[R]):
@@ -53,7 +91,7 @@ class Pipeline(ABC, Generic[R]):
         self.guard = StepGuard(run.recipe, dumps, faults, run.recovery)
         self.guard.recall(run.telemetry.log.history)
         adapts = not run.recipe.run.deterministic
-        self.ranks = RankSpeeds(run.roles.policy, faults, adapts=adapts)
+        self.ranks = RankSpeeds(run.roles.policy, faults, adapts)
 
     @abstractmethod
     async def step(self) -> R: ...
@@ -109,7 +147,7 @@ class RunLoop(Generic[R]):
         self.telemetry = run.telemetry
         self.phases = run.phases
         self.checkpoints = run.checkpoints
-        self.evaluator = run.evaluator
+        self.opened = run
         self.pipeline = pipeline
         self.time_is_up = False
         self.first_step = run.state.step
@@ -227,7 +265,7 @@ class RunLoop(Generic[R]):
 
     @phase("validate")
     async def _validate(self) -> EvalReport:
-        return await self.evaluator.evaluate(self.validation)
+        return await evaluate_prompts(self.opened, self.validation)
 
     def _log(self, metrics: dict[str, float]) -> None:
         goodput, faults = self.telemetry.goodput, self.telemetry.faults

@@ -30,7 +30,6 @@ from rollick.cluster.devices import (
 )
 from rollick.cluster.worker import BUILD_ORDER
 from rollick.config.schema import (
-    JudgeConfig,
     ModelConfig,
     Recipe,
     RlRecipe,
@@ -178,8 +177,9 @@ def _bounds(
 ) -> Bounds:
     if rank.role == "generators":
         return _generator_bounds(recipe, shapes, host, asleep=rank in plan.sleeps)
-    if rank.role == "judge" and recipe.judge is not None:
-        return _judge_bounds(recipe.judge, shapes, host)
+    if rank.role == "judge" and (judge := recipe.judge) is not None:  # It never sleeps.
+        parameters = shapes[judge.path].parameters
+        return _engine_bounds(judge, shapes, host, parameters, judge.slots * judge.max_length)
     lends = rank.role == "policy" and _shares_weights(recipe, host)
     footprint = _footprint(recipe, shapes, host, rank.role)
     resting = footprint.resting
@@ -250,18 +250,28 @@ def microbatch_tokens(recipe: Recipe) -> int:
 
 
 def _generator_bounds(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep: bool) -> Bounds:
-    """The engine's own weights; at most with the cache of full slots."""
-    shape, itemsize = shapes[recipe.model.path], _itemsize(recipe.model, host)
-    lora, infer = recipe.train.lora, recipe.infer
-    adapted = shape.adapted(lora.targets) if lora is not None else 0
+    shape, lora = shapes[recipe.model.path], recipe.train.lora
     shares = _shares_weights(recipe, host)
     # The engine owns merged weights; outside the learner's process it owns base weights too.
-    weights = adapted + (0 if shares else shape.parameters) + _packed(shape, host, itemsize)
-    if asleep and (infer.free_cache or not shares):
-        sleeping = weights * itemsize if shares else 0
+    parameters = shape.adapted(lora.targets) if lora is not None else 0
+    parameters += 0 if shares else shape.parameters
+    bounds = _engine_bounds(recipe.model, shapes, host, parameters, _cached_tokens(recipe, host))
+    if asleep and (recipe.infer.free_cache or not shares):
+        sleeping = bounds.least if shares else 0
         return Bounds(sleeping, sleeping)
-    cache = _cached_tokens(recipe, host) * shape.cache_per_token
-    return Bounds(weights * itemsize, (weights + cache) * itemsize)
+    return bounds
+
+
+def _engine_bounds(
+    model: ModelConfig, shapes: Shapes, host: HostSpec, parameters: int, cached_tokens: int
+) -> Bounds:
+    """The engine's own weights; at most with its full cache. On a CPU also weights packed for the
+    kernels, and the vocabulary matrix in float32."""
+    shape, itemsize = shapes[model.path], _itemsize(model, host)
+    size = parameters * itemsize
+    if host.device.kind == "cpu":
+        size += shape.parameters * itemsize + shape.vocabulary * shape.hidden * FLOAT32
+    return Bounds(size, size + cached_tokens * shape.cache_per_token * itemsize)
 
 
 def _shares_weights(recipe: Recipe, host: HostSpec) -> bool:
@@ -285,21 +295,6 @@ def _cached_tokens(recipe: Recipe, host: HostSpec) -> int:
     # The number of held-out prompts is not known here.
     slots = infer.slots if recipe.data.validation else min(infer.slots, samples)
     return slots * longest
-
-
-def _judge_bounds(judge: JudgeConfig, shapes: Shapes, host: HostSpec) -> Bounds:
-    """The engine's weights; at most with the cache of full slots. The judge never sleeps."""
-    shape, itemsize = shapes[judge.path], _itemsize(judge, host)
-    weights = shape.parameters + _packed(shape, host, itemsize)
-    cache = judge.slots * judge.max_length * shape.cache_per_token
-    return Bounds(weights * itemsize, (weights + cache) * itemsize)
-
-
-def _packed(shape: ModelShape, host: HostSpec, itemsize: int) -> int:
-    """On a CPU: weights packed for the kernels, and the vocabulary matrix in float32."""
-    if host.device.kind != "cpu":
-        return 0
-    return shape.parameters + shape.vocabulary * shape.hidden * FLOAT32 // itemsize
 
 
 def _itemsize(model: ModelConfig, host: HostSpec) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -38,8 +38,7 @@ from rollick.observe.metrics import GuardedSink, MetricLog
 from rollick.observe.trace import Trace
 from rollick.pipelines.checkpoints import RunCheckpoints
 from rollick.pipelines.episodes import Episodes, has_agents, open_environments
-from rollick.pipelines.evaluate import Evaluator
-from rollick.pipelines.memory import MemoryWatch, measure_models
+from rollick.pipelines.memory import MemoryWatch, Shapes, measure_models
 from rollick.pipelines.phases import Phases, Residency, Telemetry
 from rollick.pipelines.preflight import check_machine, check_rows
 from rollick.pipelines.run_guard import guard_run
@@ -75,7 +74,6 @@ class OpenRun:
     phases: Phases
     scoring: Scoring
     episodes: Episodes
-    evaluator: Evaluator
     checkpoints: RunCheckpoints
 
     @property
@@ -108,34 +106,29 @@ async def open_run(
     objects, recipe = objects or RunObjects(), loaded.recipe
     _check(loaded, objects)
     async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
         folder = stack.enter_context(_open_folder(loaded, resume=resume))
         state, stopwatch = RunState(folder), Stopwatch()
         faults = FaultLog(folder.path, step=lambda: state.step)
         goodput = TimeAccount.open(folder.path, resume=resume)
         trace = stack.enter_context(_open_trace(recipe, folder.path))
-        status = await stack.enter_async_context(StatusReporter.open(recipe, state, trace))
+        status = await enter(StatusReporter.open(recipe, state, trace))
         codec = ChatCodec(load_tokenizer(recipe.model), recipe.model.template)
         log = MetricLog(folder.path, _sinks(recipe, folder.path))
         stack.callback(log.close)
-        stack.enter_context(stop_on_signals(state.stop))
-        stack.enter_context(_guard(recipe, folder))
+        stack.enter_context(_guard(recipe, state))
         view = _live_view(recipe, folder.path)
-        roles, recovery = await stack.enter_async_context(_open_roles(loaded, faults, goodput))
+        roles, recovery = await enter(_open_roles(loaded, faults, goodput))
         status.worker_processes = roles.generators.group.worker_processes
-        await stack.enter_async_context(roles.generators.connect())
+        await enter(roles.generators.connect())
         _check_engines(recipe, roles.generators.engines)
-        opening = open_environments(loaded, folder.path, faults)
-        pool = await stack.enter_async_context(opening) if opening else None
-        scoring = await stack.enter_async_context(
-            open_scoring(loaded, objects, roles, pool, recovery, faults)
-        )
-        with_agents = has_agents(recipe.data.domains) or has_agents(recipe.data.validation)
-        opening = _open_agents(loaded, codec) if with_agents else None
-        agents = await stack.enter_async_context(opening) if opening else None
+        pool = await enter(open_environments(loaded, folder.path, faults))
+        scoring = await enter(open_scoring(loaded, objects, roles, pool, recovery, faults))
+        agents = await enter(_open_agents(loaded, codec))
         episodes = Episodes(codec, pool, agents, recipe.infer.max_length, recipe.run.seed)
         stack.enter_context(view)
         stack.enter_context(_close_account(goodput, state))
-        memory = _watch_memory(recipe, roles)
+        memory = MemoryWatch(recipe, roles, _measure_models(recipe))
         telemetry = Telemetry(log, view, trace, stopwatch, memory, faults, goodput)
         publisher = Publisher(roles, recipe.weights)
         residency = Residency(roles, {plan.phase.name: plan for plan in plan_run(recipe)})
@@ -158,17 +151,21 @@ async def open_run(
             phases=Phases(state, telemetry, residency, status),
             scoring=scoring,
             episodes=episodes,
-            evaluator=Evaluator(recipe, roles.generators, episodes, scoring, view, status),
             checkpoints=checkpoints,
         )
 
 
-def _guard(recipe: Recipe, folder: RunFolder) -> AbstractContextManager[None]:
-    return guard_run(
-        lambda: folder.checkpoints.newest_step() is not None,
-        stop_grace_s=recipe.run.stop_grace_s,
-        blocked_limit_s=recipe.cluster.place_timeout_s,
-    )
+@contextmanager
+def _guard(recipe: Recipe, state: RunState) -> Generator[None]:
+    with (
+        stop_on_signals(state.stop),
+        guard_run(
+            lambda: state.folder.checkpoints.newest_step() is not None,
+            stop_grace_s=recipe.run.stop_grace_s,
+            blocked_limit_s=recipe.cluster.place_timeout_s,
+        ),
+    ):
+        yield
 
 
 def _live_view(recipe: Recipe, folder: Path) -> LiveView:
@@ -180,9 +177,8 @@ def _live_view(recipe: Recipe, folder: Path) -> LiveView:
     return view
 
 
-def _watch_memory(recipe: Recipe, roles: Roles) -> MemoryWatch:
-    shapes = measure_models(recipe, lambda model: ModelShape.of(load_config(model).to_dict()))
-    return MemoryWatch(recipe, roles, shapes)
+def _measure_models(recipe: Recipe) -> Shapes | None:
+    return measure_models(recipe, lambda model: ModelShape.of(load_config(model).to_dict()))
 
 
 def _check(loaded: LoadedRecipe, objects: RunObjects) -> None:
@@ -342,15 +338,19 @@ def _check_engines(recipe: Recipe, engines: Sequence[RemoteEngine]) -> None:
 
 
 @asynccontextmanager
-async def _open_agents(loaded: LoadedRecipe, codec: ChatCodec) -> AsyncGenerator[Agents]:
-    """Run the API server that agents call, on a free local port, until the block ends."""
+async def _open_agents(loaded: LoadedRecipe, codec: ChatCodec) -> AsyncGenerator[Agents | None]:
+    """Run the API server that agents call, on a free local port, until the block ends; None if
+    there are none."""
+    recipe = loaded.recipe
+    if not (has_agents(recipe.data.domains) or has_agents(recipe.data.validation)):
+        yield None
+        return
     try:
         from rollick.pipelines.agents import Agents
         from rollick.serve.gateway import Gateway
         from rollick.serve.server import ServeSettings, run_server
     except ImportError as error:  # Only a run with agents needs the server.
         raise MissingExtra.of(error.name or "uvicorn", "serve") from error
-    recipe = loaded.recipe
     length, timeout_s = recipe.infer.max_length, recipe.environments.episode_timeout_s
     gateway = Gateway(codec, model="policy", max_length=length, supports_top_p=False)
     async with run_server(gateway, ServeSettings(grace_s=1)) as served:

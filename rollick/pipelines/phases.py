@@ -52,20 +52,16 @@ class Residency:
 
     async def enter(self, phase: str) -> None:
         """Apply the plan of the phase: pause, offload, wake and resume. Skips lost generators."""
-        plan = self.plans.get(phase)
-        if plan is None:
+        if (plan := self.plans.get(phase)) is None:
             return
-        async with self._lock:
-            await self._apply(plan)
-
-    async def _apply(self, plan: PhasePlan) -> None:
         roles, generators = self.roles, self.roles.generators
         pauses, asleep = frozenset(plan.pauses), frozenset(plan.sleeps)
-        await self._each(_generators(pauses - self.paused), lambda r: generators.pause(r.rank))
-        await self._each(asleep - self.asleep, lambda r: roles.handle(r.role).sleep(r.rank))
-        await self._each(self.asleep - asleep, lambda r: roles.handle(r.role).wake(r.rank))
-        await self._each(_generators(self.paused - pauses), lambda r: generators.resume(r.rank))
-        self.paused, self.asleep = pauses, asleep
+        async with self._lock:
+            await self._each(_generators(pauses - self.paused), lambda r: generators.pause(r.rank))
+            await self._each(asleep - self.asleep, lambda r: roles.handle(r.role).sleep(r.rank))
+            await self._each(self.asleep - asleep, lambda r: roles.handle(r.role).wake(r.rank))
+            await self._each(_generators(self.paused - pauses), lambda r: generators.resume(r.rank))
+            self.paused, self.asleep = pauses, asleep
 
     async def restore_roles(self, host: HostSpec) -> None:
         """Put the roles of a new process to sleep, where the phase requires it. Its generators are

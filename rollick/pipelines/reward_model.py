@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from time import perf_counter
 
@@ -31,18 +31,16 @@ Waiting = tuple[IntArray, asyncio.Future[Score]]
 """Token ids of a prompt and its answer, and the future of their score."""
 
 
+@dataclass(slots=True)
 class RewardModelClient:
     """Scores samples with the reward model. Open with `async with RewardModelClient.open(...)`."""
 
-    def __init__(
-        self, model: RewardModel, codec: ChatCodec, *, batch_size: int, max_length: int
-    ) -> None:
-        self._model = model
-        self._codec = codec
-        self._batch_size = batch_size
-        self._max_length = max_length
-        self._waiting: deque[Waiting] = deque()
-        self._wake = asyncio.Event()
+    model: RewardModel
+    codec: ChatCodec
+    batch_size: int
+    max_length: int
+    _waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     @asynccontextmanager
@@ -50,7 +48,7 @@ class RewardModelClient:
         model = recipe.reward_model
         assert model is not None
         codec = ChatCodec(load_tokenizer(model), model.template)
-        client = cls(handle, codec, batch_size=model.batch_size, max_length=model.max_length)
+        client = cls(handle, codec, model.batch_size, model.max_length)
         serving = asyncio.create_task(client._serve())
         try:
             yield client
@@ -63,11 +61,11 @@ class RewardModelClient:
     async def score(self, sample: Sample) -> Score:
         begun = perf_counter()
         try:
-            ids, _ = self._codec.encode_example(sample.prompt.turns, sample.text, trusted=False)
+            ids, _ = self.codec.encode_example(sample.prompt.turns, sample.text, trusted=False)
         except DataError as error:
             return Score.failed(error.message)
-        if not 1 < len(ids) <= self._max_length:
-            limit = f"reward_model.max_length is {self._max_length}"
+        if not 1 < len(ids) <= self.max_length:
+            limit = f"reward_model.max_length is {self.max_length}"
             return Score.failed(f"the sample has {len(ids)} tokens; {limit}")
         answer: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((ids, answer))
@@ -78,7 +76,7 @@ class RewardModelClient:
         """Score queued samples in batches until cancelled."""
         while True:
             await self._wake.wait()
-            limit = self._batch_size * self._model.ranks
+            limit = self.batch_size * self.model.ranks
             waiting = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
             if not self._waiting:
                 self._wake.clear()
@@ -89,8 +87,8 @@ class RewardModelClient:
     async def _score_batch(self, waiting: Sequence[Waiting]) -> None:
         try:
             examples = [[(ids, np.ones(len(ids), dtype=np.bool_))] for ids, _ in waiting]
-            batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=self._max_length)
-            scores = [score_of(value) for value in (await self._model.scores(batch)).tolist()]
+            batch = examples_to_batch(examples, aggregation=token_mean, max_tokens=self.max_length)
+            scores = [score_of(value) for value in (await self.model.scores(batch)).tolist()]
         except asyncio.CancelledError:
             for _, answer in waiting:
                 answer.cancel()

@@ -170,7 +170,8 @@ class RemoteEngine:
     async def take_record(self) -> EngineRecord:
         """The engine's record since the last call; empty if the engine does not respond."""
         try:
-            return await self._call_within(RECORD_TIMEOUT_S, GeneratorRole.take_record)
+            take, limit_s = GeneratorRole.take_record, RECORD_TIMEOUT_S
+            return await self.handle.call_rank(self.rank, take, timeout_s=limit_s)
         except RollickError:
             return EngineRecord([], [])
 
@@ -228,7 +229,8 @@ class RemoteEngine:
         now = asyncio.get_running_loop().time
         while not self.lost:
             begun, limit_s = now(), self.health.drain_limit_s(self.last_load)
-            results, self.last_load = await self._call_within(limit_s, GeneratorRole.drain)
+            drain = self.handle.call_rank(self.rank, GeneratorRole.drain, timeout_s=limit_s)
+            results, self.last_load = await drain
             for result in results:
                 self._settle(result)
             seconds, has_requests = now() - begun, bool(self.pending)
@@ -250,11 +252,6 @@ class RemoteEngine:
         if self.failure is not None:
             raise self.failure.copy()
 
-    async def _call_within(
-        self, timeout_s: float, method: Callable[[GeneratorRole], Awaitable[T]]
-    ) -> T:
-        return await self.handle.call_rank(self.rank, method, timeout_s=timeout_s)
-
 
 class EngineGroup(RoleHandle[GeneratorRole]):
     """The engines of a role, such as the judge. `engines` is empty until `connect`, then it has one
@@ -267,7 +264,6 @@ class EngineGroup(RoleHandle[GeneratorRole]):
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator[Self]:
-        """Connect to all engines until the block ends."""
         described = await self.call_all(GeneratorRole.describe)
         self.engines = [RemoteEngine(self, rank, one) for rank, one in enumerate(described)]
         try:

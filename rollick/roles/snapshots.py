@@ -1,7 +1,7 @@
 """The snapshots of a trained role, and the batches that it was trained on since the newest one.
 
-    train -> trained(batch) -> take() -> restore() in a new process:
-                                         the newest snapshot, then the later batches again
+    train -> untaken -> take() -> restore() in a new process:
+                                  the newest snapshot, then the later batches again
 
 Two memories alternate, so that one complete snapshot exists while the next is written. A snapshot
 counts when all ranks have written it.
@@ -14,7 +14,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Self
 
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError
@@ -57,14 +56,6 @@ class RoleSnapshots:
     @property
     def can_restore(self) -> bool:
         return self._newest is not None
-
-    @property
-    def bytes(self) -> int:
-        """Of the newest snapshot, over all ranks."""
-        return sum(record.bytes for record in self._newest.records) if self._newest else 0
-
-    def trained(self, batch: Batch) -> None:
-        self.untaken.append(batch)
 
     async def take(self) -> None:
         """Write a snapshot of the current state. Without memory for it, the run goes on without
@@ -137,9 +128,3 @@ class RoleSnapshots:
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext, suppress
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap, HostSpec
@@ -44,23 +44,6 @@ BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "
 """Roles whose calls a step waits for; the others are called while it generates."""
 
 
-class RoleRestarts:
-    """Restarts of each role between two finished steps."""
-
-    def __init__(self, restarts: int) -> None:
-        self._restarts = restarts
-        self._spent: Counter[RoleName] = Counter()
-
-    def is_spent(self, role: RoleName) -> bool:
-        return self._spent[role] >= self._restarts
-
-    def spend(self, role: RoleName) -> None:
-        self._spent[role] += 1
-
-    def refill(self) -> None:
-        self._spent.clear()
-
-
 class WorkerRecovery:
     """Makes the calls of handles again after each repair. Create it with `open`."""
 
@@ -85,7 +68,9 @@ class WorkerRecovery:
         self._make_specs = make_specs
         self._faults = faults
         self._goodput = goodput
-        self._budget = RoleRestarts(restarts)
+        self._restarts = restarts
+        self._spent: Counter[RoleName] = Counter()
+        """Restarts of each role since the last finished step."""
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
         self._failures: dict[RoleName, RollickError] = {}
@@ -100,7 +85,8 @@ class WorkerRecovery:
         async with AsyncExitStack() as stack:
             for handle in (self._direct.policy, self._direct.critic) if snapshots else ():
                 if handle.ranks:
-                    self.snapshots[handle.role] = stack.enter_context(RoleSnapshots(handle))
+                    taken = stack.enter_context(closing(RoleSnapshots(handle)))
+                    self.snapshots[handle.role] = taken
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
             tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
             stack.push_async_callback(cancel_tasks, tasks)
@@ -129,7 +115,7 @@ class WorkerRecovery:
 
     def trained(self, role: RoleName, batch: Batch) -> None:
         if role in self.snapshots:
-            self.snapshots[role].trained(batch)
+            self.snapshots[role].untaken.append(batch)
 
     async def take_snapshots(self) -> None:
         """Write a snapshot of each trained role. A loss meanwhile is repaired."""
@@ -155,7 +141,7 @@ class WorkerRecovery:
         """Refill the budget, and take snapshots in the background. With `amortise`, only if they
         take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them. With
         `hold`, keep those that there are."""
-        self._budget.refill()
+        self._spent.clear()
         if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(taken.seconds for taken in self.snapshots.values())
@@ -182,7 +168,6 @@ class WorkerRecovery:
         return role is not None and not self._refusal(role, self._hosts_of(role))
 
     def repairs_of(self, host: HostSpec) -> int:
-        """How often the host was replaced."""
         return self._repairs[host.index]
 
     async def repair_host(self, host: HostSpec, error: RollickError, *, repairs: int) -> None:
@@ -196,7 +181,7 @@ class WorkerRecovery:
         """Repair the host as soon as its process ends, not only when it is called next."""
         while (host := self._host(index)) and main_role(host):
             repairs = self.repairs_of(host)
-            error = await self._group.wait_lost(host)
+            error = await self._group.transport.wait_lost(host)
             if not self.can_repair(host):
                 return  # The next call to it raises.
             try:
@@ -248,7 +233,7 @@ class WorkerRecovery:
                 raise failure.copy()
             fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
             while not (refusal := self._refusal(role, hosts)):
-                self._budget.spend(role)
+                self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
                 try:
                     redone = await self._replace(hosts, fault)
@@ -269,7 +254,7 @@ class WorkerRecovery:
         """Why a loss of these hosts cannot be repaired; empty if it can."""
         if role in self._failures:
             return self._failures[role].message
-        if self._budget.is_spent(role):
+        if self._spent[role] >= self._restarts:
             return "the restarts are used up (cluster.restarts)"
         for name in _trained_on(hosts):
             if name not in self.snapshots:
@@ -280,7 +265,7 @@ class WorkerRecovery:
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
         """Returns how many batches were trained on again."""
-        missing = await self._group.replace_hosts(hosts)
+        missing = await self._group.transport.replace(hosts)
         if missing:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +18,9 @@ from rollick.roles.protocols import CriticRole
 from rollick.roles.reports import CriticReport
 from rollick.trainer.critic import LocalCritic
 from rollick.trainer.parallel.shares import minibatches
-from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
+from rollick.trainer.strategy import ValueLossFn
 from rollick.types import BoolArray, FloatArray
-from rollick.workers.learner import train_report
+from rollick.workers.learner import train_on
 from rollick.workers.model_worker import TrainedWorker, builds_worker
 
 
@@ -42,26 +40,19 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
         if batch.values_N is None or batch.returns_N is None:
             message = "the critic needs old values and returns, but the batch has none"
             raise ConfigError(message, fix="annotate the batch and assign credit before training")
-        begun = time.perf_counter()
         mine_N = self._value_tokens(batch)
         explained = explained_variance(batch.values_N[mine_N], batch.returns_N[mine_N])
-        losses: list[LossReport] = []
-        steps: list[OptimReport] = []
-        for part in self._minibatches(batch, mine_N):
-            losses.append(self.strategy.forward_backward(part, self._loss))
-            steps.append(self.strategy.step())
-        seconds = time.perf_counter() - begun
-        report = train_report(losses, steps, seconds=seconds) if steps else None
-        return CriticReport(report, explained)
-
-    def _minibatches(self, batch: Batch, mine_N: BoolArray) -> Sequence[Batch]:
-        train = self.recipe.train
         if not mine_N.any():
-            return ()
-        parts = minibatches(
-            weighed(batch, mine_N), count=train.minibatches, keep_groups=self.recipe.compares_pairs
+            return CriticReport(None, explained)
+        train, keep_groups = self.recipe.train, self.recipe.compares_pairs
+        weighted = weighed(batch, mine_N)
+        parts = tuple(minibatches(weighted, count=train.minibatches, keep_groups=keep_groups))
+        report = train_on(
+            parts * train.epochs,
+            lambda part: self.strategy.forward_backward(part, self._loss),
+            self.strategy.step,
         )
-        return tuple(parts) * train.epochs
+        return CriticReport(report, explained)
 
     def _value_tokens(self, batch: Batch) -> BoolArray:
         """Trained tokens of algorithms that use values; only these have a return."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -64,18 +64,11 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         if self.recipe.needs("old") and not has_old:
             message = "the correction needs log-probs of the old policy, but the batch has none"
             raise ConfigError(message, fix="annotate the batch before training")
-        begun, optimizer_s = time.perf_counter(), 0.0
-        losses: list[LossReport] = []
-        steps: list[OptimReport] = []
-        for part in share.minibatches * self.recipe.train.epochs:
-            losses.append(self.forward_backward(part))
-            stepped = time.perf_counter()
-            steps.append(self.optimizer_step())
-            optimizer_s += time.perf_counter() - stepped
-        report = train_report(losses, steps, seconds=time.perf_counter() - begun)
+        parts = share.minibatches * self.recipe.train.epochs
+        report = train_on(parts, self.forward_backward, self.optimizer_step)
         # An engine in this process decodes next.
         release_openmp_threads()
-        return replace(report, optimizer_seconds=optimizer_s)
+        return report
 
     def forward_backward(self, batch: Batch) -> LossReport:
         return self.strategy.forward_backward(batch, self.objective)
@@ -136,8 +129,21 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         leave_process_group()
 
 
-def train_report(losses: list[LossReport], steps: list[OptimReport], seconds: float) -> TrainReport:
-    """Merge the reports of all optimizer steps of a batch."""
+def train_on(
+    parts: Sequence[Batch],
+    forward_backward: Callable[[Batch], LossReport],
+    step: Callable[[], OptimReport],
+) -> TrainReport:
+    """Make an optimizer step for each part of a batch. Returns their merged report."""
+    begun, optimizer_s = time.perf_counter(), 0.0
+    losses: list[LossReport] = []
+    steps: list[OptimReport] = []
+    for part in parts:
+        losses.append(forward_backward(part))
+        stepped = time.perf_counter()
+        steps.append(step())
+        optimizer_s += time.perf_counter() - stepped
+    seconds = time.perf_counter() - begun
     tokens = sum(report.tokens for report in losses)
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -154,6 +160,7 @@ def train_report(losses: list[LossReport], steps: list[OptimReport], seconds: fl
         seconds=seconds,
         optimizer_steps=len(steps),
         skipped_steps=sum(step.skipped for step in steps),
+        optimizer_seconds=optimizer_s,
         means={name: value / max(tokens, 1) for name, value in sums.items()},
         maxima=maxima,
     )

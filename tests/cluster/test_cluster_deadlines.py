@@ -82,8 +82,8 @@ class ScriptedTransport:
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
 
-    async def send(self, host: Any, call: Any, shared: Any) -> str:
-        await asyncio.sleep((*call.args, *shared)[-1])
+    async def send(self, host: Any, call: Any, args: tuple[Any, ...]) -> str:
+        await asyncio.sleep(args[-1])
         return "done"
 
 

@@ -220,13 +220,6 @@ def test_nothing_sleeps_on_a_cpu_or_alone_on_a_gpu(roles):
     assert set(sleeping(roles, max_staleness=0).values()) == {""}
 
 
-def test_a_plan_does_not_depend_on_the_phase_before_it():
-    roles = device_map(policy="0", generators="0", reference="0")
-    for plan in plan_residency(roles, [GENERATE, ANNOTATE, TRAIN, PUBLISH]):
-        assert set(plan.sleeps).isdisjoint(plan.wakes)
-        assert {*plan.sleeps, *plan.wakes} == {RoleRank("generators", 0), RoleRank("reference", 0)}
-
-
 def test_the_description_shows_hosts_phases_and_timeline():
     text = describe_plan(
         recipe(

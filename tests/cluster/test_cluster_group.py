@@ -249,7 +249,7 @@ async def test_a_lost_worker_is_replaced_by_a_spare_that_has_imported(
     cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
     specs = [RoleSpec("policy", COUNTER)]
     async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
-        spares = group._transport._spares
+        spares = group.transport._spares
         for _ in range(2):
             spare = await spare_process(spares)
             assert spare not in group.worker_processes().values()
@@ -267,7 +267,7 @@ async def test_a_spare_that_is_stopped_is_not_used(ray_on_this_machine, monkeypa
     cluster = ClusterConfig(spare_workers=1, place_timeout_s=60)
     specs = [RoleSpec("policy", COUNTER)]
     async with open_group(device_map(policy="cpu"), specs, cluster=cluster, threads=1) as group:
-        spare = await spare_process(group._transport._spares)
+        spare = await spare_process(group.transport._spares)
         os.kill(spare, signal.SIGSTOP)
         while not is_stopped(spare):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

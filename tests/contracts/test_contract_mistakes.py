@@ -38,7 +38,7 @@ from rollick.errors import ConfigError
 from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
 from rollick.pipelines.episodes import Episodes
-from rollick.pipelines.evaluate import Evaluator
+from rollick.pipelines.evaluate import evaluate_prompts
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.fakes import group, prompt
 from rollick.trainer.local import LocalStrategy
@@ -263,17 +263,18 @@ async def test_validation_is_greedy_unless_its_own_settings_differ(
     async def score(sample: Any) -> Score:
         return Score(1.0)
 
-    fakes: dict[str, Any] = {
-        "generators": SimpleNamespace(alive=[engine]),
-        "episodes": Episodes(cast("Any", FakeCodec()), None, None, max_length=64, seed=0),
-        "scoring": SimpleNamespace(
-            score_held_out=score, held_out=recipe.data.domains, rewards=None
-        ),
-        "view": SimpleNamespace(role=lambda *shown: None, count_samples=lambda *counts: None),
-        "status": SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
-    }
+    scoring = SimpleNamespace(score_held_out=score, held_out=recipe.data.domains, rewards=None)
+    view = SimpleNamespace(count_samples=lambda *counts: None)
+    run: Any = SimpleNamespace(
+        recipe=recipe,
+        roles=SimpleNamespace(generators=SimpleNamespace(alive=[engine])),
+        episodes=Episodes(cast("Any", FakeCodec()), None, None, max_length=64, seed=0),
+        scoring=scoring,
+        telemetry=SimpleNamespace(view=view),
+        status=SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
+    )
     prompts = [prompt(uid=f"none/{number}", domain="none") for number in range(2)]
-    await Evaluator(recipe, **fakes).evaluate(prompts)
+    await evaluate_prompts(run, prompts)
     requested = {request.sampling for request in engine.requests}
     assert requested == {Sampling(temperature=expected, max_tokens=5)}
     assert expected != recipe.sampling.temperature

@@ -36,7 +36,7 @@ async def opened(loaded: LoadedRecipe) -> AsyncGenerator[RLPipeline]:
 def engine_of(pipeline: RLPipeline, rank: int) -> Any:
     """The inline engine of a generator."""
     group = pipeline.roles.generators.group
-    transport: Any = group._transport
+    transport: Any = group.transport
     host = transport._hosts[group.device_map.host_of("generators", rank).index]
     return host._running_roles["generators"].role.engine
 

@@ -15,7 +15,7 @@ import rollick
 from rollick.commands.export import find_checkpoint
 from rollick.config.load import load_recipe
 from rollick.config.schema import parse_recipe, rl_recipe
-from rollick.pipelines.default_sizes import add_default_sizes
+from rollick.pipelines.run import add_default_sizes
 
 GIVEN: dict[str, Any] = {
     "model": {"path": "m"},

@@ -9,10 +9,11 @@ from math import isnan
 
 import pytest
 
+from rollick.commands import evaluate
 from rollick.commands.evaluate import evaluate_model
 from rollick.config.load import LoadedRecipe
 from rollick.errors import ConfigError, RollickError
-from rollick.pipelines.evaluate import Evaluator, pass_at_k, summarise, wilson
+from rollick.pipelines.evaluate import pass_at_k, summarise, wilson
 from rollick.pipelines.run import wait_for
 from rollick.testing.fakes import group, prompt
 
@@ -139,10 +140,10 @@ def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., Loaded
 def test_a_signal_stops_an_evaluation(
     toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(self: Evaluator, prompts: object) -> None:
+    async def never(run: object, prompts: object) -> None:
         signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(Evaluator, "evaluate", never)
+    monkeypatch.setattr(evaluate, "evaluate_prompts", never)
     with pytest.raises(RollickError, match="a signal stopped the evaluation"):
         wait_for(evaluate_model(toy(), checkpoint=None))

@@ -144,7 +144,7 @@ async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
 
 def lose_until_restarted(pipeline: RLPipeline, error: type[WorkerError]) -> None:
     """The host of generator 0 raises the error until it has been restarted."""
-    transport: Any = pipeline.roles.generators.group._transport  # pyright: ignore
+    transport: Any = pipeline.roles.generators.group.transport  # pyright: ignore
     send: Callable[..., Awaitable[Any]] = transport.send
     replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
     lost = True
@@ -192,7 +192,7 @@ async def test_an_engine_that_cannot_be_restarted_is_one_fault_that_was_given_up
         async with open_run(toy(*options, steps=9)) as run, open_rl(run) as pipeline:
             folder = run.state.folder.path
             await pipeline.step()
-            transport: Any = pipeline.roles.generators.group._transport  # pyright: ignore
+            transport: Any = pipeline.roles.generators.group.transport  # pyright: ignore
             send: Callable[..., Awaitable[Any]] = transport.send
 
             async def cut(host: Any, call: Any, shared: Any) -> Any:

@@ -17,6 +17,7 @@ from rollick.cluster.group import WorkerGroup
 from rollick.config.load import LoadedRecipe
 from rollick.errors import EngineLost, WorkerError
 from rollick.observe.faults import Fault, read_faults
+from rollick.pipelines.evaluate import evaluate_prompts
 from rollick.pipelines.open_run import open_run
 from rollick.pipelines.rl import RLPipeline, open_rl
 from rollick.roles.protocols import EngineDescription, GeneratorRole
@@ -52,7 +53,7 @@ async def describe(pipeline: RLPipeline, rank: int) -> EngineDescription:
 def cut_off(pipeline: RLPipeline, rank: int, *, methods: tuple[str, ...] = ()) -> list[str]:
     """From now on the host of a generator answers none of the methods (none given: no call at
     all); returns what was tried."""
-    transport = group_of(pipeline)._transport
+    transport = group_of(pipeline).transport
     send: Callable[..., Awaitable[Any]] = transport.send
     tried: list[str] = []
 
@@ -126,7 +127,7 @@ async def test_validation_is_made_by_the_generators_that_are_left(toy: Toy) -> N
         assert pipeline.roles.generators.lost_ranks == {0}
         prompts = run.open_prompts(validation=True).all()
         async with run.phases.enter("validate"):
-            assert len((await run.evaluator.evaluate(prompts)).groups) == 8
+            assert len((await evaluate_prompts(run, prompts)).groups) == 8
 
 
 @pytest.mark.parametrize("generators", ["cpu:0", "cpu:1-2"], ids=["colocated", "separate"])
@@ -162,7 +163,7 @@ async def test_samples_that_move_at_a_publish_train_on_tokens_of_both_versions(
 
 def kill_until_restarted(pipeline: RLPipeline, rank: int, *, restarts_fail: int = 0) -> None:
     """The host of a generator is dead until it has been restarted, the first times in vain."""
-    transport = group_of(pipeline)._transport
+    transport = group_of(pipeline).transport
     send: Callable[..., Awaitable[Any]] = transport.send
     replace_hosts: Callable[..., Awaitable[Any]] = transport.replace
     left = restarts_fail + 1
@@ -235,7 +236,7 @@ async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        transport: Any = group_of(pipeline)._transport
+        transport: Any = group_of(pipeline).transport
         worker = transport._hosts[host.index]._running_roles["generators"].role
 
         def allocate_too_much() -> Any:
@@ -256,7 +257,7 @@ async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
         state = pipeline.state
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        processes = group_of(pipeline)._transport.processes  # type: ignore
+        processes = group_of(pipeline).transport.processes  # type: ignore
         dead = processes[host.index].pid
         os.kill(dead, signal.SIGKILL)
         async with asyncio.timeout(90):
@@ -278,7 +279,7 @@ async def test_a_generator_killed_on_ray_costs_no_group(toy: Toy) -> None:
     async with opened(toy(*SEPARATE, *options, steps=20)) as pipeline:
         await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        os.kill(group_of(pipeline)._transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
+        os.kill(group_of(pipeline).transport.processes[host.index].pid, signal.SIGKILL)  # type: ignore
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(trained) == 48
         assert len(set(trained)) == 12
@@ -317,7 +318,7 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
         for _ in range(2):
             await pipeline.step()
         host = pipeline.roles.device_map.host_of("generators", 1)
-        processes = group_of(pipeline)._transport.processes  # type: ignore
+        processes = group_of(pipeline).transport.processes  # type: ignore
         engine = pipeline.roles.generators.engines[1]
         # Ten seconds; more only if drains were late by more than half a second before.
         allowed_s = max(10.0, engine.health.drain_limit_s(engine.last_load) + 3)
@@ -351,7 +352,7 @@ async def _uids(pipeline: RLPipeline) -> list[Any]:
 def engine_of(pipeline: RLPipeline, rank: int) -> Any:
     """The engine itself, in its host of this process."""
     group = group_of(pipeline)
-    host = group._transport._hosts[group.device_map.host_of("generators", rank).index]  # type: ignore
+    host = group.transport._hosts[group.device_map.host_of("generators", rank).index]  # type: ignore
     return host._running_roles["generators"].role.engine
 
 

@@ -41,7 +41,7 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
             while not judge.engines[0].pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             host = judge.group.device_map.host_of("judge", 0)
-            transport: Any = judge.group._transport
+            transport: Any = judge.group.transport
             os.kill(transport.processes[host.index].pid, signal.SIGKILL)
             reply = await asking
         assert reply.status_code == 200, reply.text

@@ -10,7 +10,7 @@ import pytest
 from rollick.config.load import LoadedRecipe
 from rollick.errors import StuckError
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.evaluate import Evaluator
+from rollick.pipelines import loop
 from rollick.pipelines.run import run_recipe
 
 Toy = Callable[..., LoadedRecipe]
@@ -66,7 +66,7 @@ def test_a_run_without_validation_shows_its_last_samples_and_one_that_fails_has_
     async def fails(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    monkeypatch.setattr(Evaluator, "evaluate", fails)
+    monkeypatch.setattr(loop, "evaluate_prompts", fails)
     loaded = toy("observe.report=true", "evaluate.at_end=true", name="fails")
     with pytest.raises(StuckError):
         run_recipe(loaded)

@@ -19,7 +19,7 @@ from rollick.config.load import LoadedRecipe
 from rollick.data.store import load_batch
 from rollick.errors import RollickError, StuckError
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.evaluate import Evaluator
+from rollick.pipelines import loop
 from rollick.pipelines.rl import RLPipeline
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunInterrupted, RunObjects, RunState
@@ -114,7 +114,7 @@ def test_a_validation_that_fails_does_not_cost_the_steps_before_it(
     async def fails(*args: Any) -> Any:
         raise StuckError("an engine does not answer")
 
-    monkeypatch.setattr(Evaluator, "evaluate", fails)
+    monkeypatch.setattr(loop, "evaluate_prompts", fails)
     loaded = toy("evaluate.at_end=true", **(imitating() if pipeline == "sft" else {}))
     with pytest.raises(StuckError, match="an engine does not answer"):
         run_recipe(loaded)

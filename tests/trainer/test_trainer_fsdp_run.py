@@ -79,7 +79,7 @@ async def test_a_slow_rank_is_named_within_ten_steps_and_gets_less_work(
     loaded = toy(*options, steps=10)
     async with open_run(loaded) as run, open_rl(run) as pipeline:
         group = run.roles.policy.group
-        transport: Any = group._transport
+        transport: Any = group.transport
         host = group.device_map.host_of("policy", 1)
         with throttled(transport.processes[host.index].pid):
             result = await RunLoop(run, pipeline).run()

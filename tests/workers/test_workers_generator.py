@@ -97,7 +97,7 @@ async def test_the_tiny_model_generates_the_same_through_the_connection(
             far = await asyncio.gather(*(engines[0].generate(request(n)) for n in range(6)))
             assert calls == ["submit"]
             assert engines[0].load().generated_tokens == sum(len(c.token_ids) for c in far)
-        worker = group._transport._hosts[0]._running_roles["generators"].role  # type: ignore
+        worker = group.transport._hosts[0]._running_roles["generators"].role  # type: ignore
         near = await asyncio.gather(*(worker.engine.generate(request(n)) for n in range(6)))
     assert [completion.uid.index for completion in far] == list(range(6))
     assert all(same(a, b) for a, b in zip(far, near, strict=True))
