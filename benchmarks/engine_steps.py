@@ -114,7 +114,7 @@ def main() -> None:
     fit = fit_step_time(steps)
     errors = {"mean_error": fit.mean_error, "worst_error": fit.worst_error}
     about = {"device": options.device, "shape": options.shape, "steps": fit.records}
-    print(json.dumps({**about, **asdict(fit.step_time), **errors}))
+    print(json.dumps({**about, **fit.step_time.model_dump(), **errors}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rollick.errors import EngineError, EngineLost
 from rollick.infer.engine import Capability, WeightStream
 from rollick.observe.sample_stage import SampleActivity
 from rollick.rollout.request_queue import RequestNeeds
+from rollick.simulator.step_time import StepTime
 from rollick.testing.fakes import group
 from rollick.types import (
     BoolArray,
@@ -286,3 +287,20 @@ def _completion(request: Request, draw: _Draw, stop: StopReason) -> Completion:
 
 def _ids(text: str) -> IntArray:
     return frozen_array([ord(character) for character in text], np.int32)
+
+
+def step_time(
+    base_s: float,
+    per_sequence_s: float = 0.0,
+    per_kv_token_s: float = 0.0,
+    per_prefill_token_s: float = 0.0,
+    **others: Any,
+) -> StepTime:
+    """A simulated engine's step; the parts that are not given take no time."""
+    return StepTime(
+        base_s=base_s,
+        per_sequence_s=per_sequence_s,
+        per_kv_token_s=per_kv_token_s,
+        per_prefill_token_s=per_prefill_token_s,
+        **others,
+    )

@@ -8,8 +8,8 @@ from rollick.config.schema import Recipe
 from rollick.observe.report import draw_timeline
 from rollick.simulator.calibrate import calibrate_run
 from rollick.simulator.long_run import LongRun, LongRunReport, compare_repairs
-from rollick.simulator.report import Report
-from rollick.simulator.run import add_training_cost, simulate_timeline
+from rollick.simulator.report import Report, SlotTimeline
+from rollick.simulator.run import add_training_cost, simulate
 from rollick.simulator.scenario import Scenario, recipe_scenario
 
 
@@ -38,8 +38,8 @@ def simulate_failures(scenario: Scenario, report: Report, *, days: float) -> Lon
 
 def run_simulation(scenario: Scenario, *, picture: Path | None = None) -> Report:
     """Simulate the scenario; if `picture` is given, draw the timeline to that file."""
-    scenario = add_training_cost(scenario)
-    report, timeline = simulate_timeline(scenario)
+    scenario, timeline = add_training_cost(scenario), SlotTimeline()
+    report = simulate(scenario, timeline)
     if picture is not None:
         slots = scenario.devices.generators * scenario.devices.slots
         title = f"step {report.step_s:.3g} s, slots {report.slots_used:.0%} in use"

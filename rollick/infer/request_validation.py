@@ -33,7 +33,7 @@ class RequestLimits:
 
     def check(self, request: Request, *, pending: Container[SampleId]) -> None:
         """Raises EngineError if the engine cannot generate the request."""
-        for problem, fix in (*self._prompt_problems(request), *self._sampling_problems(request)):
+        for problem, fix in self._problems(request):
             raise EngineError(f"{request.uid}: {problem}", fix=fix)
         if request.uid in pending:
             fix = "abort it first, or await it"
@@ -52,7 +52,7 @@ class RequestLimits:
     def total_length(self, request: Request) -> int:
         return min(len(request.token_ids) + request.sampling.max_tokens, self.max_length)
 
-    def _prompt_problems(self, request: Request) -> Iterator[tuple[str, str]]:
+    def _problems(self, request: Request) -> Iterator[tuple[str, str]]:
         """Each problem and its fix."""
         length, longest = len(request.token_ids), self.max_length - 1
         if length > longest:
@@ -61,8 +61,6 @@ class RequestLimits:
             yield f"a prompt of {length} tokens leaves {room}", fix
         if length == 0:
             yield "the prompt is empty", "pass at least one token"
-
-    def _sampling_problems(self, request: Request) -> Iterator[tuple[str, str]]:
         sampling, temperature = request.sampling, request.sampling.temperature
         if not (temperature == 0 or self.min_temperature <= temperature < math.inf):
             fix = f"use 0 (greedy), or at least {self.min_temperature:g}"

@@ -11,8 +11,9 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -46,17 +47,15 @@ class AllowedHosts:
     @classmethod
     def of(cls, bound: str, allowed: Iterable[str] = ()) -> AllowedHosts:
         names = {"localhost", bound.lower(), *(name.lower() for name in allowed)}
-        return cls(frozenset(names), any_address=not _is_loopback(bound))
+        address = _ip_address(bound)
+        is_loopback = bound.lower() == "localhost" if address is None else address.is_loopback
+        return cls(frozenset(names), any_address=not is_loopback)
 
     def allow(self, header: str) -> bool:
         name = _without_port(header.strip().lower())
-        if name in self.names:
-            return True
-        try:
-            address = ip_address(name)
-        except ValueError:
-            return False
-        return self.any_address or address.is_loopback
+        address = _ip_address(name)
+        is_allowed_address = address is not None and (self.any_address or address.is_loopback)
+        return name in self.names or is_allowed_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +119,7 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _is_loopback(name: str) -> bool:
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return name.lower() == "localhost"
+def _ip_address(name: str) -> IPv4Address | IPv6Address | None:
+    with suppress(ValueError):
+        return ip_address(name)
+    return None

@@ -37,13 +37,14 @@ BODY_DEADLINE_S = 60.0
 """Time for a client to send its request body."""
 SEND_DEADLINE_S = 60.0
 """A client that reads nothing for this long counts as disconnected."""
+MAX_BODY_BYTES = 4 << 20
 
 Read = Callable[[Mapping[str, Any]], ApiRequest]
 
 
-def make_app(gateway: Gateway, token: str, hosts: AllowedHosts, max_body_bytes: int) -> ASGIApp:
+def make_app(gateway: Gateway, token: str, hosts: AllowedHosts) -> ASGIApp:
     errors = (RollickError, HTTPException, ClientDisconnect, Exception)
-    routes = _Routes(gateway, max_body_bytes).table()
+    routes = _Routes(gateway).table()
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _on_error))
     # These wrap Starlette, so that its responses to unexpected errors also pass through them.
     return _with_send_deadline(AccessControl(app, hosts, token, gateway.sessions))
@@ -71,7 +72,6 @@ class _Routes:
     """The endpoints. /v1 and /sessions/ID/v1 share their functions."""
 
     _gateway: Gateway
-    _max_body_bytes: int
 
     def table(self) -> list[Route | Mount]:
         v1 = [
@@ -117,41 +117,43 @@ class _Routes:
 
     async def complete(self, read: Read, request: Request) -> _CompletionResponse:
         session = self._session(request)
-        api_request = read(read_json(await self._body(request)))
-        return _CompletionResponse(self._gateway, api_request, session)
+        api_request = read(read_json(await _body(request)))
+        model = api_request.model or self._gateway.model
+        builder = ResponseBuilder(api_request, model, self._gateway.codec.decode)
+        return _CompletionResponse(self._gateway, api_request, session, builder)
 
     def _session(self, request: Request) -> AgentSession | None:
         id = request.path_params.get("session")
         return None if id is None else self._gateway.session(id)
 
-    async def _body(self, request: Request) -> bytes:
-        """The full body. Raises BadRequest if it is too large or arrives too slowly."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_DEADLINE_S):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > self._max_body_bytes:
-                        text = f"the body has more than {self._max_body_bytes} bytes"
-                        raise BadRequest(text, fix="send a smaller body", status=413)
-        except TimeoutError as error:
-            raise BadRequest("the body did not arrive in time", status=408) from error
-        return bytes(body)
+
+async def _body(request: Request) -> bytes:
+    """The full body. Raises BadRequest if it is too large or arrives too slowly."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    text = f"the body has more than {MAX_BODY_BYTES} bytes"
+                    raise BadRequest(text, fix="send a smaller body", status=413)
+    except TimeoutError as error:
+        raise BadRequest("the body did not arrive in time", status=408) from error
+    return bytes(body)
 
 
 def _segments_response(segments: Sequence[Segment]) -> Response:
     return JSONResponse({"segments": [segment.to_json() for segment in segments]})
 
 
+@dataclass(frozen=True, slots=True)
 class _CompletionResponse:
     """An ASGI response that cancels its work when the client disconnects."""
 
-    def __init__(self, gateway: Gateway, request: ApiRequest, session: AgentSession | None) -> None:
-        self._gateway = gateway
-        self._request = request
-        self._session = session
-        model = request.model or gateway.model
-        self._builder = ResponseBuilder(request, model, gateway.codec.decode)
+    _gateway: Gateway
+    _request: ApiRequest
+    _session: AgentSession | None
+    _builder: ResponseBuilder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._request.stream:
@@ -185,13 +187,13 @@ class _CompletionResponse:
         await events.end()
 
 
+@dataclass(slots=True)
 class _EventStream:
     """Server-sent events. Sends the HTTP status with the first event, so that an error before it
     can set another status."""
 
-    def __init__(self, send: Send) -> None:
-        self.started = False
-        self._send = send
+    _send: Send
+    started: bool = False
 
     async def send(self, event: Mapping[str, Any] | None) -> None:
         if event is not None:

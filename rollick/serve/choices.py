@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rollick.data.chat import ChatCodec
 from rollick.episodes.base import EngineAccess
+from rollick.infer.engine import Decode
 from rollick.infer.stream import stream_deltas
 from rollick.serve.request_fields import BadRequest
 from rollick.serve.tool_calls import FunctionCall, ReplyPart, ToolCallParser, overlap
@@ -80,16 +81,16 @@ async def generate_choice(
                 raise BadRequest("the server is shutting down", fix="try again later", status=503)
             if delta.stop is not None:
                 text += detokenizer.finish()
-            reply = None if parser is None else _parse(parser, text, is_last=delta.stop is not None)
+            reply = None
+            if parser is not None:
+                parts = [parser.push(text)]
+                if delta.stop is not None:
+                    parts.append(parser.finish())
+                reply = ReplyPart.join(parts)
             arrays = (delta.token_ids, delta.logprobs, delta.versions)
             chunks.append(ChoiceChunk(index, request.token_ids, text, *arrays, delta.stop, reply))
             await emit(chunks[-1])
     return _join_chunks(chunks)
-
-
-def _parse(parser: ToolCallParser, text: str, *, is_last: bool) -> ReplyPart:
-    part = parser.push(text)
-    return ReplyPart.join([part, parser.finish()]) if is_last else part
 
 
 def _join_chunks(chunks: Sequence[ChoiceChunk]) -> ChoiceChunk:
@@ -116,6 +117,7 @@ async def gather_choices(choices: Iterable[Coroutine[Any, Any, ChoiceChunk]]) ->
     return [task.result() for task in tasks]
 
 
+@dataclass(slots=True, eq=False)
 class TextStream:
     """Incremental detokenizer of one choice: its text is all that `push` and `finish` return.
 
@@ -123,41 +125,38 @@ class TextStream:
     space, the rest of a character). Text that may begin a stop string is held back.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, stops: Sequence[str] = ()
-    ) -> None:
-        self.stopped = False
-        self._decode = decode
-        self._stops = tuple(stops)
-        self._ids: list[int] = []
-        self._context = 0
-        """Index of the first token that new ones are decoded with."""
-        self._complete = 0
-        """Tokens whose text is complete and released."""
-        self._released = 0
-        """Released characters of the tokens from `_context` on."""
-        self._held = ""
+    decode: Decode
+    stops: Sequence[str] = ()
+    stopped: bool = False
+    _ids: list[int] = field(default_factory=list[int])
+    _context: int = 0
+    """Index of the first token that new ones are decoded with."""
+    _complete: int = 0
+    """Tokens whose text is complete and released."""
+    _released: int = 0
+    """Released characters of the tokens from `_context` on."""
+    _held: str = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the new text that is final. Empty after a stop string."""
         if not token_ids:
             return ""
         self._ids.extend(token_ids)
-        text = self._decode(self._ids[self._context :])
+        text = self.decode(self._ids[self._context :])
         stable = text.rstrip(REPLACEMENT)
         if len(text) - max(len(stable), self._released) >= MAX_REPLACEMENTS:
             stable = text
         new = stable[self._released :]
         if stable == text:
             self._context, self._complete = self._complete, len(self._ids)
-            self._released = len(self._decode(self._ids[self._context :]))
+            self._released = len(self.decode(self._ids[self._context :]))
         else:
             self._released = max(self._released, len(stable))
         return self._release(new)
 
     def finish(self) -> str:
         """Returns the remaining text. Call after the last token."""
-        decoded = self._decode(self._ids[self._context :])
+        decoded = self.decode(self._ids[self._context :])
         text = self._release(decoded[self._released :])
         self._released = len(decoded)
         if self.stopped:
@@ -169,10 +168,10 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        matches = [index for stop in self._stops if (index := text.find(stop)) >= 0]
+        matches = [index for stop in self.stops if (index := text.find(stop)) >= 0]
         if matches:
             self.stopped = True
             return text[: min(matches)]
-        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,13 +103,13 @@ class SegmentPlan:
     """Branch points of the shared beginning, for a new segment."""
 
 
+@dataclass(slots=True, eq=False)
 class SessionRecorder:
     """The segments of one session. Requests are sequential: plan, generate, add."""
 
-    def __init__(self, codec: ChatCodec, tool_format: ToolFormat | None = None) -> None:
-        self._codec = codec
-        self._tool_format = tool_format
-        self._open: list[_OpenSegment] = []
+    _codec: ChatCodec
+    _tool_format: ToolFormat | None = None
+    _open: list[_OpenSegment] = field(default_factory=list[_OpenSegment])
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import inf
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -138,21 +139,14 @@ def read_value(value: Any, kind: type[T], param: str) -> T:
 
 def check_depth(value: Any, param: str) -> None:
     """Checks level by level, as recursion would need the depth that is rejected."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [part for outer in level for part in _nested_values(outer)]
-        if not level:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers: list[Any] = [part for part in level if isinstance(part, dict | list)]
+        if not containers:
             return
+        nested = (part.values() if isinstance(part, dict) else part for part in containers)
+        level = list(chain.from_iterable(nested))
     raise too_deep(param)
-
-
-def _nested_values(value: Any) -> list[Any]:
-    """The objects and lists directly inside this one."""
-    if isinstance(value, dict):
-        values = list(cast(dict[str, Any], value).values())
-    else:
-        values = cast(list[Any], value) if isinstance(value, list) else []
-    return [part for part in values if isinstance(part, dict | list)]
 
 
 def too_deep(param: str) -> BadRequest:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollick.errors import DataError, EngineError, EngineLost
+from rollick.infer.engine import Decode
 from rollick.serve.choices import ChoiceChunk
 from rollick.serve.request_fields import BadRequest
 from rollick.serve.requests import ApiRequest
 
 Json = dict[str, Any]
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,26 +1,43 @@
 """Runs a gateway on a port until the caller stops it.
 
 Stopping accepts no new connections, waits `grace_s` seconds for running responses, then aborts.
+Connections are bounded, so that half-open ones do not shut out others:
+
+connected -- head within HEAD_DEADLINE_S --> request, response --> waits for the next head
+    |                                                                      |
+    +------ too late, or the oldest when there are too many --> closed <---+
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from rollick.errors import ConfigError
 from rollick.serve.access_control import AllowedHosts
 from rollick.serve.app import make_app
-from rollick.serve.connections import BoundedProtocol, connection_limit
 from rollick.serve.gateway import Gateway
+
+HEAD_DEADLINE_S = 15.0
+"""Time for a client to send the head of a request."""
+MAX_CONNECTIONS = 4096
+
+
+def connection_limit() -> int:
+    """As many as the limit of open files allows; a quarter of it is for the engine and others."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files * 3 // 4)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +51,6 @@ class ServeSettings:
     """The API key of clients; a random one if empty."""
     allow_hosts: Sequence[str] = ()
     """Accepted names in a Host header, besides `host`."""
-    max_body_bytes: int = 4 << 20
-    max_connections: int = field(default_factory=connection_limit)
-    """Further connections replace the oldest one that has no request."""
     grace_s: int = 10
 
 
@@ -58,10 +72,9 @@ async def run_server(gateway: Gateway, settings: ServeSettings) -> AsyncGenerato
     with _open_listener(settings) as listener:
         port = listener.getsockname()[1]
         hosts = AllowedHosts.of(settings.host, settings.allow_hosts)
-        app = make_app(gateway, token, hosts, settings.max_body_bytes)
-        protocol: Any = partial(BoundedProtocol, max_connections=settings.max_connections)
+        app = make_app(gateway, token, hosts)
         config = uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False
+            app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False
         )
         config.server_header = config.proxy_headers = False
         config.timeout_graceful_shutdown = settings.grace_s
@@ -104,3 +117,48 @@ def _open_listener(settings: ServeSettings) -> socket.socket:
         text = f"cannot listen on {settings.host} port {settings.port}: {error}"
         fix = "choose another --port (0 chooses a free one) or --host"
         raise ConfigError(text, fix=fix) from error
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of uvicorn's server that is closed if it waits too long for a request, or waits
+    longest when there are too many."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.waits_since: float | None = None
+        """When the wait for the head of a request began; None during a request."""
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._wait_for_head()
+        if len(self.connections) > connection_limit():
+            # This one is the youngest: it is closed only if all others have a request.
+            others = [cast("BoundedProtocol", each) for each in self.connections]
+            waiting = [(each.waits_since, each) for each in others if each.waits_since is not None]
+            min(waiting, key=lambda pair: pair[0])[1].transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            self._end_wait()
+
+    def on_response_complete(self) -> None:
+        self._wait_for_head()
+        super().on_response_complete()
+
+    def _wait_for_head(self) -> None:
+        self._end_wait()
+        self.waits_since = self.loop.time()
+        self._deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.abort)
+
+    def _end_wait(self) -> None:
+        self.waits_since = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

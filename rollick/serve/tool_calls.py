@@ -80,7 +80,8 @@ class ToolFormat:
             return None
         thinking = codec.answer_prefix.rstrip().endswith(THINK)
         call = ToolCall("f", {"a": MARK})
-        message = {"role": "assistant", "content": "", "tool_calls": [_probe_call(call)]}
+        probe = FunctionCall(0, call, "a" * ID_LENGTH).to_json(as_text=False)
+        message = {"role": "assistant", "content": "", "tool_calls": [probe]}
         written = codec.show_answer(message)
         for style in TAGS:
             if written is not None and read_calls(written, style, {}) == [call]:
@@ -108,10 +109,6 @@ class ToolFormat:
             if isinstance(arguments := function["arguments"], Mapping)
         ]
         return {**message, "content": "\n".join([*filter(None, [message["content"]]), *calls])}
-
-
-def _probe_call(call: ToolCall) -> Mapping[str, Any]:
-    return FunctionCall(0, call, "a" * ID_LENGTH).to_json(as_text=False)
 
 
 class ToolCallParser:
@@ -209,8 +206,10 @@ class ToolCallParser:
         if not is_tagged and any(call.name not in self._tools for call in calls):
             return ReplyPart(body)
         room = len(calls) if self._limit is None else max(self._limit - self._count, 0)
-        numbered = enumerate(calls[:room], self._count)
-        new_calls = tuple(FunctionCall(number, call, _new_id()) for number, call in numbered)
+        new_calls = tuple(
+            FunctionCall(number, call, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
+            for number, call in enumerate(calls[:room], self._count)
+        )
         self._count += len(new_calls)
         return ReplyPart("", new_calls)
 
@@ -229,7 +228,3 @@ def call_keys(calls: Iterable[Mapping[str, Any]]) -> list[Any]:
     agents change ids."""
     functions = [cast("Mapping[str, Any]", call["function"]) for call in calls]
     return [[function.get("name"), function.get("arguments")] for function in functions]
-
-
-def _new_id() -> str:
-    return secrets.token_hex(ID_LENGTH)[:ID_LENGTH]

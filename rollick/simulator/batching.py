@@ -26,6 +26,7 @@ from math import sqrt
 
 from rollick.simulator.prefix_cache import WAITING, EngineJob, PrefixCache, VersionSpan
 from rollick.simulator.step_time import StepTime
+from rollick.types import EngineLoad
 
 HEADROOM = 16
 """Tokens for each running job that must be free in the cache before one more starts: otherwise a
@@ -43,7 +44,6 @@ class EngineUsage:
     """Seconds in which a slot held a job of a running step, summed over slots."""
     capacity_s: float = 0.0
     """Slots times elapsed seconds: the upper bound of slot_s."""
-    steps: int = 0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     recomputed_tokens: int = 0
@@ -67,7 +67,7 @@ def total_usage(usages: Iterable[EngineUsage]) -> EngineUsage:
 class EngineBatch:
     """The batch of one engine. A boundary is the time between two steps. `settle` chooses the jobs
     that run from a boundary on and returns the time of the next boundary; `reach` advances to it.
-    Call take, commit and free_cache only at a boundary, and call `settle` afterwards."""
+    Call take and commit only at a boundary, and call `settle` afterwards."""
 
     def __init__(
         self, step_time: StepTime, slots: int, kv_capacity: int, *, speed: float, version: int
@@ -167,7 +167,7 @@ class EngineBatch:
         self._plan = None
         self._boundary_s = now
 
-    def commit(self, version: int, *, keep_cache: bool = False) -> None:
+    def commit(self, version: int, *, keep_cache: bool) -> None:
         """The next step samples with `version`. Running jobs prefill again, or keep their cache
         (`keep_cache`). Cached prefixes of the old version are evicted."""
         if keep_cache and version == self.version:
@@ -178,22 +178,23 @@ class EngineBatch:
         self._prefixes.clear(held=keep_cache)
         self._commits.append((self._step, version, keep_cache))
         if not keep_cache:
-            self._invalidate()
+            self._stale = self._kv
+            self._stale_before = self._last_order
+            self._prefill = 0
 
-    def free_cache(self) -> None:
-        """The cache is lost: running jobs prefill again."""
-        self._prefixes.clear(held=False)
-        self._commits.append((self._step, self.version, False))
-        self._invalidate()
-
-    def kv_tokens(self, now: float) -> int:
-        return self._kv + self._steps_until(now) * len(self.running)
-
-    def generated_tokens(self, now: float) -> int:
-        return self._generated + self._steps_until(now) * len(self.running)
-
-    def busy_s(self, now: float) -> float:
-        return self._times(now)[0]
+    def load(self, now: float) -> EngineLoad:
+        generated = self._steps_until(now) * len(self.running)
+        return EngineLoad(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            slots=self.slots,
+            generated_tokens=self._generated + generated,
+            busy_seconds=self._times(now)[0],
+            version=self.version,
+            kv_tokens=self._kv + generated,
+            kv_capacity=self.kv_capacity,
+            preempted=self.preempted,
+        )
 
     def usage(self, now: float, *, elapsed_s: float) -> EngineUsage:
         busy_s, slot_s = self._times(now)
@@ -202,8 +203,7 @@ class EngineBatch:
             busy_s=busy_s,
             slot_s=slot_s,
             capacity_s=self.slots * elapsed_s,
-            steps=self._step + self._steps_until(now),
-            generated_tokens=self.generated_tokens(now),
+            generated_tokens=self._generated + self._steps_until(now) * len(self.running),
             prefilled_tokens=self._prefilled,
             recomputed_tokens=self._recomputed,
             preempted=self.preempted,
@@ -277,11 +277,6 @@ class EngineBatch:
                 spans = ((version, upper - lower, kept and step > job.began), *spans)
                 upper = lower
         job.spans += spans
-
-    def _invalidate(self) -> None:
-        self._stale = self._kv
-        self._stale_before = self._last_order
-        self._prefill = 0
 
     def _next_change(self) -> tuple[float, int] | None:
         """The boundary at which a job ends or the cache is full."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -36,7 +36,6 @@ from rollick.simulator.scenario import (
     LatencyConfig,
     LengthConfig,
     Scenario,
-    StepTimeConfig,
     WorkConfig,
     build_scenario,
     recipe_scenario,
@@ -138,7 +137,9 @@ def calibrate_run(run: Path) -> Calibration:
         raise DataError(f"{run} has no trace", fix="run with observe.trace_mb=64")
     phases = step_phases(trace, rows)
     timeline = build_timeline(trace)
-    _check_single_turn(timeline, run)
+    if any(part.stage == "environment" for sample in timeline.samples for part in sample.spans):
+        text = f"the samples of {run} have several turns, which a calibration cannot model"
+        raise DataError(text, fix="describe its work in a file and give it with --load")
     used = [rows[step.step] for step in phases]
     steps = engine_steps(used, run)
     contention = _fit_contention(steps, phases)
@@ -146,7 +147,7 @@ def calibrate_run(run: Path) -> Calibration:
     train = fit_train_time(_train_records(phases, rows, steps, contention=contention))
     pause_s = _pause_s(steps, phases, engine)
     devices = DeviceConfig(
-        step_time=StepTimeConfig(**asdict(engine.step_time)),
+        step_time=engine.step_time,
         train_base_s=train.base_s,
         train_token_s=train.token_s * len(parse_devices(recipe.devices.policy)),
         transfer_s=max(0.0, fmean(step.publish_s for step in phases) - pause_s),
@@ -250,12 +251,6 @@ def _train_records(
         fixed_s = min(row["train"][1], phase.train_s)
         records.append(TrainRecord(tokens, phase.train_s / slowdown, fixed_s / slowdown))
     return records
-
-
-def _check_single_turn(timeline: RunTimeline, run: Path) -> None:
-    if any(part.stage == "environment" for sample in timeline.samples for part in sample.spans):
-        text = f"the samples of {run} have several turns, which a calibration cannot model"
-        raise DataError(text, fix="describe its work in a file and give it with --load")
 
 
 def _call_s(timeline: RunTimeline, rows: Sequence[Row]) -> float:

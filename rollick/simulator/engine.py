@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollick.errors import ConfigError, EngineError, EngineLost
-from rollick.infer.engine import Capability, WeightStream
+from rollick.errors import EngineError, EngineLost
+from rollick.infer.engine import Capability
 from rollick.simulator.batching import EngineBatch, EngineUsage
 from rollick.simulator.prefix_cache import EngineJob, VersionSpan
 from rollick.simulator.step_time import StepTime
@@ -27,7 +27,6 @@ from rollick.types import (
     BoolArray,
     Completion,
     EngineLoad,
-    Fingerprint,
     IntArray,
     PolicyVersion,
     Request,
@@ -71,10 +70,6 @@ class SimulatedEngine:
         call_s: float = 0.0,
         version: int = 0,
     ) -> None:
-        if slots < 1 or speed <= 0 or kv_capacity < 0:
-            text = f"no engine has slots={slots}, speed={speed}, kv_capacity={kv_capacity}"
-            fix = "use a slot or more, a speed above 0, a capacity of 0 (no limit) or more"
-            raise ConfigError(text, fix=fix)
         self._batch = EngineBatch(step_time, slots, kv_capacity, speed=speed, version=version)
         self._length_of = length_of
         self._call_s = call_s
@@ -87,13 +82,12 @@ class SimulatedEngine:
         self._failure_timers: list[asyncio.TimerHandle] = []
         self._settling = False
         self._paused = False
-        self._asleep = False
         self._failure: EngineError | None = None
         self._stopped_at: float | None = None
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        return frozenset(Capability)
+        return frozenset({Capability.KEEP_CACHE})
 
     async def generate(self, request: Request) -> Completion:
         self._check(request)
@@ -139,52 +133,15 @@ class SimulatedEngine:
         self._paused = False
         self._touch()
 
-    async def update(
-        self,
-        weights: WeightStream,
-        version: PolicyVersion,
-        expected: Fingerprint | None = None,
-        *,
-        keep_cache: bool = False,
-    ) -> Fingerprint:
-        """Takes no time: the caller simulates the transfer. Any fingerprint is accepted."""
-        for _ in weights:
-            pass
-        await self.commit_shared(version, keep_cache=keep_cache)
-        return expected or Fingerprint("")
-
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
+        """Takes no time: the caller simulates the transfer of the weights."""
         self._check_alive()
         await self._between_steps()
         self._batch.commit(version, keep_cache=keep_cache)
         self._touch()
 
-    async def sleep(self) -> None:
-        """Running requests survive: they wait, and prefill again after `wake`."""
-        self._check_alive()
-        self._asleep = True
-        await self._between_steps()
-        self._batch.free_cache()
-        self._settle()
-
-    async def wake(self) -> None:
-        self._check_alive()
-        self._asleep = False
-        self._touch()
-
     def load(self) -> EngineLoad:
-        batch, now = self._batch, self._loop.time()
-        return EngineLoad(
-            running=len(batch.running),
-            waiting=len(batch.waiting),
-            slots=batch.slots,
-            generated_tokens=batch.generated_tokens(now),
-            busy_seconds=batch.busy_s(now),
-            version=batch.version,
-            kv_tokens=batch.kv_tokens(now),
-            kv_capacity=batch.kv_capacity,
-            preempted=batch.preempted,
-        )
+        return self._batch.load(self._loop.time())
 
     def usage(self) -> EngineUsage:
         """The engine's usage until now, or until it failed or was closed."""
@@ -257,8 +214,8 @@ class SimulatedEngine:
     def _settle(self) -> None:
         if self._failure is not None:
             return
-        hold, boundary = self._paused or self._asleep, bool(self._waiters)
-        when = self._batch.settle(self._loop.time(), hold=hold, boundary=boundary)
+        boundary = bool(self._waiters)
+        when = self._batch.settle(self._loop.time(), hold=self._paused, boundary=boundary)
         if self._timer is not None:
             if self._timer.when() == when:
                 return

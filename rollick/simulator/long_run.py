@@ -9,7 +9,7 @@ Failures are a Poisson process over all devices. A failure during a repair begin
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from random import Random
 from statistics import fmean
 from typing import Annotated, Any
@@ -17,13 +17,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from rollick.config.schema.section import Section, Share
+from rollick.simulator.step_time import NonNegativeSeconds
 
 DAY_S = 86_400.0
 RUNS = 100
 """Simulated runs whose mean is reported."""
 
 PositiveNumber = Annotated[float, Field(gt=0)]
-NonNegativeSeconds = Annotated[float, Field(ge=0)]
 
 
 class FailureConfig(Section):
@@ -65,15 +65,19 @@ class LongRun:
 
 
 @dataclass(slots=True)
-class LongRunTime:
-    """The time of a simulated run in seconds. The four sum to its wall time."""
+class SimulatedRun:
+    """A run and where its time goes, in seconds. The four parts sum to its wall time."""
 
+    run: LongRun
+    random: Random = field(compare=False)
     progress_s: float = 0.0
     """That survived."""
     save_s: float = 0.0
     recover_s: float = 0.0
     redo_s: float = 0.0
     failures: int = 0
+    unsaved_s: float = 0.0
+    """Progress since the last checkpoint."""
 
     @property
     def wall_s(self) -> float:
@@ -83,65 +87,56 @@ class LongRunTime:
     def ettr(self) -> float:
         return self.progress_s / self.wall_s
 
-
-class _SimulatedRun:
-    def __init__(self, run: LongRun, random: Random) -> None:
-        self.run, self.config, self.random = run, run.failures, random
-        self.time = LongRunTime()
-        self.end_s = run.days * DAY_S
-        self.unsaved_s = 0.0
-        """Progress since the last checkpoint."""
-
     @property
     def left_s(self) -> float:
-        return self.end_s - self.time.wall_s
+        return self.run.days * DAY_S - self.wall_s
 
     def work(self, seconds: float) -> None:
         """Train and save until the next failure or the end."""
-        seconds = min(seconds, self.left_s)
+        config, seconds = self.run.failures, min(seconds, self.left_s)
         while seconds > 0:
-            trained = min(seconds, self.config.checkpoint_every_s - self.unsaved_s)
-            self.time.progress_s += trained
+            trained = min(seconds, config.checkpoint_every_s - self.unsaved_s)
+            self.progress_s += trained
             self.unsaved_s += trained
             seconds -= trained
             if seconds > 0:
-                saved = min(seconds, self.config.save_s)
-                self.time.save_s += saved
+                saved = min(seconds, config.save_s)
+                self.save_s += saved
                 seconds -= saved
                 self.unsaved_s = 0.0
 
     def lose_work(self, seconds: float) -> None:
         lost = min(seconds, self.unsaved_s)
-        self.time.progress_s -= lost
-        self.time.redo_s += lost
+        self.progress_s -= lost
+        self.redo_s += lost
         self.unsaved_s -= lost
 
     def repair(self, seconds: float) -> None:
         """Wait for a repair; a failure during it begins it again."""
         while (failed_after := self.draw_failure()) < min(seconds, self.left_s):
-            self.time.recover_s += failed_after
-            self.time.failures += 1
-        self.time.recover_s += min(seconds, self.left_s)
+            self.recover_s += failed_after
+            self.failures += 1
+        self.recover_s += min(seconds, self.left_s)
 
     def lose_engine(self) -> None:
         """The other engines go on: the run loses the share of one of them."""
-        repair_s = self.config.detect_s + self.config.engine_restart_s
+        repair_s = self.run.failures.detect_s + self.run.failures.engine_restart_s
         lost = min(repair_s / self.run.engines, self.unsaved_s)
-        self.time.progress_s -= lost
-        self.time.recover_s += lost
+        self.progress_s -= lost
+        self.recover_s += lost
 
     def draw_failure(self) -> float:
         return self.random.expovariate(1 / (3600 * self.run.hours_between_failures))
 
 
-def simulate_long_run(run: LongRun, *, restart_all: bool, seed: int) -> LongRunTime:
+def simulate_long_run(run: LongRun, *, restart_all: bool, seed: int) -> SimulatedRun:
     random, config = Random(seed), run.failures
-    simulated = _SimulatedRun(run, random)
+    simulated = SimulatedRun(run, random)
     while True:
         simulated.work(simulated.draw_failure())
         if simulated.left_s <= 0:
-            return simulated.time
-        simulated.time.failures += 1
+            return simulated
+        simulated.failures += 1
         hits_learner = random.random() < run.learners / run.gpus
         has_snapshot = random.random() >= config.host_lost_share
         if restart_all or (hits_learner and not has_snapshot):
@@ -180,9 +175,9 @@ class LongRunReport:
         ]
 
 
-def compare_repairs(run: LongRun, *, runs: int = RUNS) -> LongRunReport:
+def compare_repairs(run: LongRun) -> LongRunReport:
     part, everything = (
-        [simulate_long_run(run, restart_all=restart_all, seed=seed) for seed in range(runs)]
+        [simulate_long_run(run, restart_all=restart_all, seed=seed) for seed in range(RUNS)]
         for restart_all in (False, True)
     )
     return LongRunReport(

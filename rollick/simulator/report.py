@@ -79,32 +79,14 @@ class WaitAttribution:
             self._spans.pop(uid, None)
 
 
-class LengthBias:
-    """Lengths of the trained samples, relative to all that were started in ended groups. Includes
-    cancelled samples, since the length of a simulated sample is known in advance."""
-
-    def __init__(self, work: SampleWork, *, size: int) -> None:
-        self._work = work
-        self._size = size
-        self.kept = self.kept_tokens = self.all = self.all_tokens = 0
-
-    def trained(self, uids: Iterable[SampleId]) -> None:
-        trained = list(uids)
-        self.kept += len(trained)
-        self.kept_tokens += sum(sum(self._work.tokens(uid)) for uid in trained)
-        self.ended({uid.group for uid in trained})
-
-    def ended(self, groups: Iterable[int]) -> None:
-        """Groups that were trained or dropped."""
-        uids = [SampleId(group, index) for group in groups for index in range(self._size)]
-        self.all += len(uids)
-        self.all_tokens += sum(sum(self._work.tokens(uid)) for uid in uids)
-
-    @property
-    def length(self) -> float:
-        """Mean length of the trained over that of all, minus 1: -0.1 is 10 % too short."""
-        kept, all_ = self.kept, self.all
-        return self.kept_tokens / kept / (self.all_tokens / all_) - 1 if kept else 0.0
+def length_bias(
+    work: SampleWork, trained: Sequence[SampleId], started: Sequence[SampleId]
+) -> float:
+    """Mean length of the trained samples over that of all that were started in ended groups, minus
+    1: -0.1 is 10 % too short. The started ones include cancelled samples, since the length of a
+    simulated sample is known in advance."""
+    kept, all_ = (sum(sum(work.tokens(uid)) for uid in uids) for uids in (trained, started))
+    return kept / len(trained) / (all_ / len(started)) - 1 if trained else 0.0
 
 
 @dataclass(slots=True)
@@ -177,7 +159,7 @@ class Report:
 
 
 def make_report(
-    scenario: Scenario, snapshots: Sequence[PhaseSnapshot], *, work: SampleWork, bias: LengthBias
+    scenario: Scenario, snapshots: Sequence[PhaseSnapshot], *, work: SampleWork, bias: float
 ) -> Report:
     ends = [snapshot for snapshot in snapshots if snapshot.phase == "done"]
     done = ends[scenario.warmup_steps :]
@@ -209,7 +191,7 @@ def make_report(
         slots_empty_s=_empty_slots(snapshots, since=first.at_s),
         age_mean=sum(snapshot.stats.age_mean for snapshot in done) / len(done),
         age_max=max(snapshot.stats.age_max for snapshot in done),
-        length_bias=bias.length,
+        length_bias=bias,
         score_bias=sum(snapshot.stats.score_bias for snapshot in done) / len(done),
         dropped=dict(dropped),
         deferred=sum(snapshot.stats.deferred for snapshot in done),
@@ -224,7 +206,7 @@ def make_report(
 def _ideal_device_s(scenario: Scenario, done: Sequence[PhaseSnapshot], work: SampleWork) -> float:
     """Device-seconds of the trained samples: generation with every slot in use, and training."""
     devices, config = scenario.devices, scenario.work
-    step_time = devices.step_time.model()
+    step_time = devices.step_time
     uids = [uid for snapshot in done for uid in snapshot.trained]
     generation = sum(work.generation_s(uid, step_time, slots=devices.slots) for uid in uids)
     groups = len({uid.group for uid in uids})

@@ -3,7 +3,7 @@
     Scenario -> Rollout (scheduler.py, as in a real run) <-> SimulatedEngine x generators
                    | take                                       ^ pause, commit, resume
                    v                                            |
-                 SimulatedTrainer ---- trained -------------> publish      on the virtual clock
+                 training ------------ trained -------------> publish      on the virtual clock
 
 Owns the loop over the steps and what it measures. Deterministic: the same scenario gives the same
 report.
@@ -23,25 +23,23 @@ import numpy as np
 from rollick.algorithms.selection import group_drop_reason
 from rollick.episodes.base import EngineAccess
 from rollick.errors import ConfigError, EngineLost
-from rollick.infer.engine import Engine
 from rollick.rollout.deps import RolloutDeps
 from rollick.rollout.ledger.events import Event, GroupDropped
 from rollick.rollout.scheduler import Rollout
 from rollick.simulator.batching import total_usage
 from rollick.simulator.engine import SimulatedEngine, constant_array
 from rollick.simulator.report import (
-    LengthBias,
     PhaseSnapshot,
     Report,
     SlotTimeline,
     TrainerPhase,
     WaitAttribution,
+    length_bias,
     make_report,
 )
 from rollick.simulator.scenario import Scenario
-from rollick.simulator.trainer import SimulatedReward, SimulatedTrainer
 from rollick.simulator.virtual_clock import run_virtual
-from rollick.simulator.workload import SampleWork
+from rollick.simulator.workload import SampleWork, SimulatedReward
 from rollick.types import (
     NOT_SAMPLED,
     BoolArray,
@@ -60,18 +58,16 @@ from rollick.types import (
 STUCK_AFTER_S = 1e7
 """Virtual seconds without any event before a run counts as stuck."""
 
+TRAINING_PARTS = 20
+"""Parts of a training step, each with the slowdown at its begin."""
+
 SYNCHRONOUS_SHARE = 0.7
 """Share of a synchronous step that is rollout, if the scenario does not give training costs."""
 
 
-def simulate(scenario: Scenario) -> Report:
-    return run_virtual(Simulation(scenario).run())
-
-
-def simulate_timeline(scenario: Scenario) -> tuple[Report, SlotTimeline]:
-    """The same, with the timeline that observe/report.py draws."""
-    timeline = SlotTimeline()
-    return run_virtual(Simulation(scenario, timeline).run()), timeline
+def simulate(scenario: Scenario, timeline: SlotTimeline | None = None) -> Report:
+    """Fills the timeline, if given, which observe/report.py draws."""
+    return run_virtual(Simulation(scenario, timeline).run())
 
 
 def make_synchronous(scenario: Scenario) -> Scenario:
@@ -104,25 +100,21 @@ class Simulation:
         self.scenario = scenario
         self.work = SampleWork(scenario.work, scenario.seed)
         self.waits = WaitAttribution()
-        config = scenario.rollout
-        self.bias = LengthBias(self.work, size=config.group_size + config.spare_samples)
+        self.trained: list[SampleId] = []
+        self.ended_groups: list[int] = []
+        """Those that were trained or dropped."""
         self.timeline = timeline
         self.snapshots: list[PhaseSnapshot] = []
         self.engines: list[SimulatedEngine] = []
+        self.trainer_busy_s = 0.0
         self.sampling = Sampling(max_tokens=scenario.work.lengths.max_tokens)
         self._groups = 0
 
     async def run(self) -> Report:
-        scenario, devices, work = self.scenario, self.scenario.devices, self.scenario.work
-        token_s = devices.train_token_s / devices.trainers
-        slowdown = self._slowdown if devices.contention > 1 else None
-        self.trainer = SimulatedTrainer(token_s, devices.train_base_s, slowdown)
-        flat, failed = work.flat, work.failed_scores
-        reward = SimulatedReward(self.work.reward, seed=scenario.seed, flat=flat, failed=failed)
-        engines = [self._make_engine(number) for number in range(devices.generators)]
+        scenario = self.scenario
+        engines = [self._make_engine(number) for number in range(scenario.devices.generators)]
         async with AsyncExitStack() as stack:
-            opening = Rollout.open(self._deps(reward), engines)
-            self.rollout = await stack.enter_async_context(opening)
+            self.rollout = await stack.enter_async_context(Rollout.open(self._deps(), engines))
             self._train_length_predictor()
             self._plan_failures(engines)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -132,11 +124,16 @@ class Simulation:
             if recorder is not None:
                 recorder.cancel()
             # Started and not trained on, so they count in the bias.
-            self.bias.ended(group.uid for group in self.rollout.ledger.deferred_groups())
-        return make_report(self.scenario, self.snapshots, work=self.work, bias=self.bias)
+            self.ended_groups += (group.uid for group in self.rollout.ledger.deferred_groups())
+        size = scenario.rollout.group_size + scenario.rollout.spare_samples
+        started = [SampleId(group, n) for group in self.ended_groups for n in range(size)]
+        bias = length_bias(self.work, self.trained, started)
+        return make_report(scenario, self.snapshots, work=self.work, bias=bias)
 
-    def _deps(self, reward: SimulatedReward) -> RolloutDeps:
-        config = self.scenario.rollout
+    def _deps(self) -> RolloutDeps:
+        config, work = self.scenario.rollout, self.scenario.work
+        flat, failed = work.flat, work.failed_scores
+        reward = SimulatedReward(self.work.reward, self.scenario.seed, flat=flat, failed=failed)
         select = partial(group_drop_reason, min_spread=config.min_spread)
         return RolloutDeps(
             config=config,
@@ -152,7 +149,7 @@ class Simulation:
     def _make_engine(self, number: int, version: int = 0) -> SimulatedEngine:
         devices = self.scenario.devices
         engine = SimulatedEngine(
-            devices.step_time.model(),
+            devices.step_time,
             self._length_of,
             slots=devices.slots,
             kv_capacity=devices.kv_tokens,
@@ -220,7 +217,7 @@ class Simulation:
         self._snapshot("train")
         if self.scenario.devices.colocated:
             below = self.scenario.devices.trainers
-            await self._call_engines(lambda engine: engine.pause(), below=below)
+            await self._call_engines(SimulatedEngine.pause, below=below)
         await self._train(groups)
         self._snapshot("publish")
         version = PolicyVersion(self.rollout.version + 1)
@@ -230,42 +227,49 @@ class Simulation:
         self.rollout.trained(groups, version)
         self.rollout.published(version)
         self.waits.forget(group.uid for group in groups)
-        self.bias.trained(sample.uid for group in groups for sample in group.samples)
+        self.trained += (sample.uid for group in groups for sample in group.samples)
+        self.ended_groups += (group.uid for group in groups)
         self._snapshot("done", groups=groups)
 
     async def _train(self, groups: Sequence[Group]) -> None:
-        """Engines that share cores or memory with the trainer are slower while it trains."""
-        contention = self.scenario.devices.contention
-        for engine in self.engines if contention > 1 else ():
+        """Takes its time by the tokens, those of prompts included. Engines that share cores or
+        memory with the trainer are slower meanwhile, and slow it down."""
+        devices, contention = self.scenario.devices, self.scenario.devices.contention
+        tokens = sum(sample.length for group in groups for sample in group.samples)
+        seconds = devices.train_base_s + devices.train_token_s / devices.trainers * tokens
+        slowed_engines = self.engines if contention > 1 else []
+        for engine in slowed_engines:
             engine.slow_down(contention)
-        await self.trainer.train(groups)
-        for engine in self.engines if contention > 1 else ():
+        parts, busy_s = TRAINING_PARTS if slowed_engines else 1, 0.0
+        for _ in range(parts):
+            computing = any(engine.load().running for engine in slowed_engines)
+            part_s = seconds / parts * (contention if computing else 1.0)
+            busy_s += part_s
+            await asyncio.sleep(part_s)
+        self.trainer_busy_s += busy_s
+        for engine in slowed_engines:
             engine.slow_down(1.0)
-
-    def _slowdown(self) -> float:
-        computing = any(engine.load().running for engine in self.engines)
-        return self.scenario.devices.contention if computing else 1.0
 
     async def _publish(self, version: PolicyVersion) -> None:
         """As in a real run, engines continue during the transfer and pause to load the weights."""
         await asyncio.sleep(self.scenario.devices.transfer_s)
         if self.scenario.rollout.at_publish == "move":
             await self.rollout.interrupt()
-        await self._call_engines(lambda engine: engine.pause())
+        await self._call_engines(SimulatedEngine.pause)
         await asyncio.sleep(self.scenario.devices.publish_s)
         keep = self.scenario.rollout.at_publish == "keep"
         await self._call_engines(lambda engine: engine.commit_shared(version, keep_cache=keep))
-        await self._call_engines(lambda engine: engine.resume())
+        await self._call_engines(SimulatedEngine.resume)
         if self.scenario.rollout.at_publish == "move":
             self.rollout.resume_admission()
 
     async def _call_engines(
-        self, call: Callable[[Engine], Awaitable[None]], *, below: int | None = None
+        self, call: Callable[[SimulatedEngine], Awaitable[None]], *, below: int | None = None
     ) -> None:
         """Calls all engines, or those numbered below `below`; removes lost ones."""
         fleet = self.rollout.fleet
         numbers = [number for number in fleet.engines if below is None or number < below]
-        calls = [call(cast(Engine, fleet.engines[number])) for number in numbers]
+        calls = [call(cast(SimulatedEngine, fleet.engines[number])) for number in numbers]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for number, result in zip(numbers, results, strict=True):
             if isinstance(result, EngineLost):
@@ -288,7 +292,7 @@ class Simulation:
 
     def _record(self, event: Event) -> None:
         if isinstance(event, GroupDropped):
-            self.bias.ended([event.group])
+            self.ended_groups.append(event.group)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -300,7 +304,7 @@ class Simulation:
             phase,
             self._now(),
             usage=total_usage(engine.usage() for engine in self.engines),
-            trainer_busy_s=self.trainer.busy_s,
+            trainer_busy_s=self.trainer_busy_s,
             trained=tuple(sample.uid for sample in samples),
             tokens=sum(sample.length for sample in samples),
             stats=self.rollout.stats,

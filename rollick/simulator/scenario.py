@@ -20,9 +20,7 @@ from rollick.config.schema import Recipe, RolloutConfig, rl_recipe
 from rollick.config.schema.section import NonNegative, Positive, Section, Share
 from rollick.errors import ConfigError, DataError
 from rollick.simulator.long_run import FailureConfig
-from rollick.simulator.step_time import StepTime
-
-NonNegativeSeconds = Annotated[float, Field(ge=0)]
+from rollick.simulator.step_time import NonNegativeSeconds, StepTime
 
 
 class LengthConfig(Section):
@@ -80,26 +78,6 @@ class WorkConfig(Section):
     """Share of the samples that cannot be scored."""
 
 
-class StepTimeConfig(Section):
-    """Seconds of an engine's step, linear in its work; see step_time.StepTime."""
-
-    base_s: NonNegativeSeconds = 0.020
-    """Of any step."""
-    per_sequence_s: NonNegativeSeconds = 2e-5
-    """For each sequence in the batch."""
-    per_kv_token_s: NonNegativeSeconds = 2e-8
-    """For each token in the cache."""
-    per_prefill_token_s: NonNegativeSeconds = 2e-5
-    """For each token that is prefilled."""
-    prefill_base_s: NonNegativeSeconds = 0.0
-    """For a step that prefills anything."""
-    padded: bool = False
-    """Whether every sequence counts with as many cached tokens as the longest one has."""
-
-    def model(self) -> StepTime:
-        return StepTime(**self.model_dump())
-
-
 class DeviceConfig(Section):
     """The devices. Each generating device has one engine."""
 
@@ -116,7 +94,7 @@ class DeviceConfig(Section):
     """Tokens that an engine's cache holds; 0 is no limit."""
     speeds: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
     """Speeds of the engines, repeated as often as needed: [1, 0.5] makes every second one slow."""
-    step_time: StepTimeConfig = StepTimeConfig()
+    step_time: StepTime = StepTime()
     """The model of an engine's step."""
     train_base_s: NonNegativeSeconds = 0.0
     """Seconds of a training step that do not depend on its tokens."""
@@ -173,11 +151,7 @@ class Scenario(Section):
 
     def change(self, **sections: Any) -> Scenario:
         """A copy in which some fields differ: `change(devices={"slots": 8}, seed=1)`."""
-        plain = self.model_dump()
-        for name, value in sections.items():
-            nested = isinstance(value, Mapping) and isinstance(plain[name], Mapping)
-            plain[name] = {**plain[name], **value} if nested else value
-        return Scenario.model_validate(plain)
+        return Scenario.model_validate(_merge(self.model_dump(), sections))
 
 
 def recipe_scenario(recipe: Recipe) -> Scenario:
@@ -228,8 +202,8 @@ def plan_scenario(
     return build_scenario(values, origin="the command line", base=scenario)
 
 
-def read_scenario(path: Path, *, base: Scenario | None = None) -> Scenario:
-    """A load file over the defaults, or over `base`."""
+def read_scenario(path: Path, *, base: Scenario) -> Scenario:
+    """A load file over `base`."""
     try:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, model_validator
 
+from rollick.config.schema.section import Section
 from rollick.errors import ConfigError, DataError
 from rollick.types import StepRecord
 
 Floats = npt.NDArray[np.float64]
+NonNegativeSeconds = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(Section):
     """Seconds of one engine step: base_s + per_sequence_s * batch + per_kv_token_s * kv_tokens,
     and with tokens to prefill: prefill_base_s + per_prefill_token_s * prefill."""
 
-    base_s: float
-    per_sequence_s: float = 0.0
-    per_kv_token_s: float = 0.0
-    per_prefill_token_s: float = 0.0
-    prefill_base_s: float = 0.0
+    base_s: NonNegativeSeconds = 0.020
+    """Of any step."""
+    per_sequence_s: NonNegativeSeconds = 2e-5
+    """For each sequence in the batch."""
+    per_kv_token_s: NonNegativeSeconds = 2e-8
+    """For each token in the cache."""
+    per_prefill_token_s: NonNegativeSeconds = 2e-5
+    """For each token that is prefilled."""
+    prefill_base_s: NonNegativeSeconds = 0.0
+    """For a step that prefills anything."""
     padded: bool = False
-    """Every sequence counts with as many tokens in the cache as the longest has."""
+    """Whether every sequence counts with as many cached tokens as the longest one has."""
 
-    def __post_init__(self) -> None:
-        parts = (self.base_s, self.per_sequence_s, self.per_kv_token_s)
-        if min(*parts, self.per_prefill_token_s, self.prefill_base_s) < 0 or sum(parts) <= 0:
+    @model_validator(mode="after")
+    def _check_takes_time(self) -> Self:
+        if self.base_s + self.per_sequence_s + self.per_kv_token_s <= 0:
             fix = "use no negative part, and a positive one outside the prefill"
-            raise ConfigError(f"a step of {self} would take no time, or less", fix=fix)
+            raise ConfigError(f"a step of {self!r} would take no time, or less", fix=fix)
+        return self
 
     def seconds(self, batch: int, kv_tokens: int, prefill_tokens: int = 0) -> float:
         decode = self.base_s + self.per_sequence_s * batch + self.per_kv_token_s * kv_tokens
@@ -46,6 +53,9 @@ class StepTime:
 
     def prefill_seconds(self, tokens: int) -> float:
         return self.prefill_base_s + self.per_prefill_token_s * tokens if tokens else 0.0
+
+
+_PARTS = tuple(name for name in StepTime.model_fields if name != "padded")
 
 
 class StepTimeFit(NamedTuple):
@@ -81,7 +91,7 @@ def _fit_steps(records: Sequence[StepRecord], *, padded: bool, keep_total: bool)
         parts = parts * (measured.sum() / (columns @ parts @ measured))
     errors = np.abs(columns @ parts - 1)
     return StepTimeFit(
-        StepTime(*(float(part) for part in parts), padded=padded),
+        StepTime(**dict(zip(_PARTS, map(float, parts), strict=True)), padded=padded),
         worst_error=float(errors.max()),
         mean_error=float(errors.mean()),
         records=len(records),

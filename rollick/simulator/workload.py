@@ -1,4 +1,4 @@
-"""The work of simulated samples: how long they are and how long things take. Pure.
+"""The work of simulated samples: how long they are, how long things take, and their scores.
 
 Every number is a hash of (seed, what it is for, SampleId, turn), independent of the schedule: so
 two schedules of the same work can be compared by their time alone.
@@ -6,15 +6,15 @@ two schedules of the same work can be compared by their time alone.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
-from rollick.errors import ConfigError, DataError
 from rollick.simulator.scenario import LatencyConfig, WorkConfig
 from rollick.simulator.step_time import StepTime
-from rollick.types import SampleId, stable_hash
+from rollick.types import Sample, SampleId, Score, stable_hash
 
 NORMAL = NormalDist()
 _TAIL_Z = NORMAL.inv_cdf(0.999)
@@ -26,50 +26,23 @@ def uniform(*key: str | int) -> float:
     return ((stable_hash(*key) >> 11) + 0.5) / 2**52
 
 
-class Distribution(Protocol):
-    def quantile(self, u: float, /) -> float:
-        """The value below which a share `u` of all values is, 0 < u < 1."""
-        ...
+Quantile = Callable[[float], float]
+"""A distribution: gives the value below which a share `u` of all values is, 0 < u < 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    value: float
-
-    def quantile(self, u: float) -> float:
-        return self.value
+def constant(value: float) -> Quantile:
+    return lambda u: value
 
 
-@dataclass(frozen=True, slots=True)
-class LogNormal:
+def log_normal(median: float, tail: float, max_value: float = math.inf) -> Quantile:
     """`tail`: the 99.9th percentile as a multiple of the median. No value is above `max_value`."""
-
-    median: float
-    tail: float
-    max_value: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not (self.median > 0 and self.tail >= 1):
-            message = f"no log-normal has median {self.median} and tail ratio {self.tail}"
-            raise ConfigError(message, fix="use a median above 0 and a tail ratio of at least 1")
-
-    def quantile(self, u: float) -> float:
-        return min(self.max_value, self.median * self.tail ** (NORMAL.inv_cdf(u) / _TAIL_Z))
+    return lambda u: min(max_value, median * tail ** (NORMAL.inv_cdf(u) / _TAIL_Z))
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Measured values, each with the same probability. Kept sorted."""
-
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise DataError("a recorded trace has no values", fix="record at least one")
-        object.__setattr__(self, "values", tuple(sorted(self.values)))
-
-    def quantile(self, u: float) -> float:
-        return self.values[int(u * len(self.values))]
+def recorded(values: Iterable[float]) -> Quantile:
+    """Measured values, each with the same probability."""
+    ordered = sorted(values)
+    return lambda u: ordered[int(u * len(ordered))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +51,7 @@ class Lengths:
     samples of a group have in common; it does not change the distribution."""
 
     seed: int
-    distribution: Distribution
+    distribution: Quantile
     max_tokens: int
     group_share: float = 0.0
     prompts: int = 0
@@ -89,7 +62,7 @@ class Lengths:
         if self.group_share > 0:
             group = uid.group % self.prompts if self.prompts else uid.group
             u = self._correlate(u, group, turn)
-        return max(1, min(self.max_tokens, round(self.distribution.quantile(u))))
+        return max(1, min(self.max_tokens, round(self.distribution(u))))
 
     def _correlate(self, u: float, group: int, turn: int) -> float:
         """Mix in the group's number. Weights whose squares sum to 1 keep the distribution."""
@@ -105,14 +78,32 @@ class Latencies:
     (a reward, an environment) with one seed independent."""
 
     seed: int
-    distribution: Distribution
+    distribution: Quantile
     purpose: str = "latency"
 
     def seconds(self, uid: SampleId, turn: int = 0) -> float:
-        if isinstance(self.distribution, Constant):
-            return self.distribution.value
-        u = uniform(self.seed, self.purpose, uid.group, uid.index, turn)
-        return self.distribution.quantile(u)
+        return self.distribution(uniform(self.seed, self.purpose, uid.group, uid.index, turn))
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReward:
+    """Scores a sample after its latency, by ids and the seed. In a share `flat` of the groups all
+    scores are equal (0 or 1); in the others they are uniform. A share `failed` has no score."""
+
+    latencies: Latencies
+    seed: int = 0
+    flat: float = 0.0
+    failed: float = 0.0
+
+    async def score(self, sample: Sample) -> Score:
+        seconds, seed = self.latencies.seconds(sample.uid), self.seed
+        await asyncio.sleep(seconds)
+        group, index = sample.uid
+        if uniform(seed, "failed", group, index) < self.failed:
+            return Score.failed("simulated failure")
+        if uniform(seed, "flat", group) < self.flat:
+            return Score(float(uniform(seed, "score", group) < 0.5), seconds=seconds)
+        return Score(uniform(seed, "score", group, index), seconds=seconds)
 
 
 class SampleWork:
@@ -124,7 +115,7 @@ class SampleWork:
         self.seed = seed
         self.lengths = Lengths(
             seed,
-            Recorded(lengths.trace) if lengths.trace else LogNormal(lengths.median, lengths.tail),
+            recorded(lengths.trace) if lengths.trace else log_normal(lengths.median, lengths.tail),
             lengths.max_tokens,
             lengths.prompt_share,
             prompts=config.prompts,
@@ -158,9 +149,9 @@ class SampleWork:
         return seconds
 
 
-def latency_distribution(config: LatencyConfig) -> Distribution:
+def latency_distribution(config: LatencyConfig) -> Quantile:
     if config.trace:
-        return Recorded(config.trace)
+        return recorded(config.trace)
     if config.median_s == 0 or config.tail == 1:
-        return Constant(config.median_s)
-    return LogNormal(config.median_s, config.tail, config.max_s or math.inf)
+        return constant(config.median_s)
+    return log_normal(config.median_s, config.tail, config.max_s or math.inf)

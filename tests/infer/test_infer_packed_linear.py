@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollick.infer.native.packed_linear import PackedHead, can_pack, pack_linears
+from rollick.infer.native.packed_linear import PackedHead, can_pack, drop_packed, pack_linears
 from rollick.models.decoder.fused_linear import FusedLinear
 from rollick.models.head.logprobs import OutputHead
 from rollick.testing.tiny import tiny_model
@@ -59,11 +59,11 @@ def test_weights_are_packed_again_only_after_a_drop():
     packed = pack_linears(block)
     input = torch.randn(2, 24)
     before = block.o_proj(input)
-    assert [weights.packed is not None for _, weights in packed.groups].count(True) == 1
+    assert [weights.packed is not None for _, weights in packed].count(True) == 1
     block.o_proj.weight.mul_(2)
     torch.testing.assert_close(block.o_proj(input), before)
-    packed.drop()
-    assert all(weights.packed is None for _, weights in packed.groups)
+    drop_packed(packed)
+    assert all(weights.packed is None for _, weights in packed)
     torch.testing.assert_close(block.o_proj(input), 2 * before)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import count
 
 import pytest
-from fakes import FakeCodec
+from fakes import FakeCodec, step_time
 
 from rollick.config.schema import RolloutConfig
 from rollick.episodes.single_turn import single_turn
@@ -16,7 +16,6 @@ from rollick.rollout.engine_speeds import MIN_WEIGHT, SLOW_STEPS, EngineSpeeds
 from rollick.rollout.router import Router
 from rollick.rollout.scheduler import Rollout
 from rollick.simulator.engine import SimulatedEngine
-from rollick.simulator.step_time import StepTime
 from rollick.simulator.virtual_clock import run_virtual
 from rollick.testing.fakes import prompt
 from rollick.types import EngineLoad, PolicyVersion, Sample, SampleId, Sampling, Score
@@ -110,7 +109,7 @@ async def run_steps(steps: int, *, slow_after: int) -> tuple[list[int], list[Cou
     """Steps of a rollout on three engines, the last of which becomes twice as slow. Returns the
     steps at which it was named, and each step's requests by engine."""
     numbers = count()
-    engines = [SimulatedEngine(StepTime(0.02), lambda _: 50, slots=16) for _ in range(3)]
+    engines = [SimulatedEngine(step_time(0.02), lambda _: 50, slots=16) for _ in range(3)]
     deps = RolloutDeps(
         config=RolloutConfig(groups_per_step=6, group_size=4),
         next_prompt=lambda: prompt(uid=f"toy/{next(numbers)}"),

@@ -14,6 +14,7 @@ from math import ceil
 
 import numpy as np
 import pytest
+from fakes import step_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_audit import audit, check_ledger, effective_events, ledger_counts
@@ -34,10 +35,8 @@ from rollick.rollout.ledger.log import LogContents, started_since
 from rollick.rollout.ledger.staleness import SURPLUS_RULES, StalenessRule
 from rollick.rollout.scheduler import Rollout
 from rollick.simulator.engine import SimulatedEngine
-from rollick.simulator.step_time import StepTime
-from rollick.simulator.trainer import SimulatedReward
 from rollick.simulator.virtual_clock import run_virtual
-from rollick.simulator.workload import Latencies, Lengths, LogNormal, uniform
+from rollick.simulator.workload import Latencies, Lengths, SimulatedReward, log_normal, uniform
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, Sampling, frozen_array
 
@@ -147,9 +146,9 @@ class History:
         self.shape = shape
         self.horizon = ceil(shape.staleness)
         self.drops = shape.drops
-        self.lengths = Lengths(shape.seed, LogNormal(4, shape.tail), LONGEST)
-        self.environment = Latencies(shape.seed, LogNormal(0.5, 10))
-        rewards = Latencies(shape.seed, LogNormal(0.3, 10), "reward")
+        self.lengths = Lengths(shape.seed, log_normal(4, shape.tail), LONGEST)
+        self.environment = Latencies(shape.seed, log_normal(0.5, 10))
+        rewards = Latencies(shape.seed, log_normal(0.3, 10), "reward")
         self.reward = SimulatedReward(rewards, seed=shape.seed, failed=shape.failed)
         self.events = []
         self.batches = []
@@ -227,7 +226,7 @@ class History:
 
     def new_engine(self):
         return SimulatedEngine(
-            StepTime(0.1, per_sequence_s=0.01, per_prefill_token_s=0.001),
+            step_time(0.1, per_sequence_s=0.01, per_prefill_token_s=0.001),
             lambda request: self.lengths.tokens(request.uid, request.stream),
             slots=self.shape.slots,
             kv_capacity=self.shape.kv_capacity,

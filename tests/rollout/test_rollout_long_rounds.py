@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from fakes import FakeCodec
+from fakes import FakeCodec, step_time
 from ledger_audit import check_ledger, ledger_counts
 
 from rollick.config.schema import RolloutConfig
@@ -17,14 +17,13 @@ from rollick.rollout.scheduler import Rollout
 from rollick.simulator.engine import SimulatedEngine
 from rollick.simulator.run import simulate
 from rollick.simulator.scenario import Scenario
-from rollick.simulator.step_time import StepTime
 from rollick.simulator.virtual_clock import run_virtual
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId, Sampling, Score
 
 LONG = 40
 SHORT = 4
-STEP = StepTime(1.0)
+STEP = step_time(1.0)
 """A token a second."""
 
 

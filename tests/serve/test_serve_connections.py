@@ -12,7 +12,7 @@ from fakes import FakeEngine
 
 from rollick.data.chat import ChatCodec
 from rollick.episodes.base import SingleEngineAccess
-from rollick.serve import connections
+from rollick.serve import server
 from rollick.serve.gateway import Gateway
 from rollick.serve.server import ServerAddress, ServeSettings, run_server
 from rollick.testing.tiny import tiny_tokenizer
@@ -24,11 +24,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @asynccontextmanager
-async def served(seconds: float = 0.0, **settings: int) -> AsyncGenerator[ServerAddress]:
+async def served(seconds: float = 0.0) -> AsyncGenerator[ServerAddress]:
     codec = ChatCodec(tiny_tokenizer(), "chat")
     engine = FakeEngine(reply=lambda request: [5, 2], seconds=seconds)
     gateway = Gateway(codec, model="tiny", max_length=100, access=SingleEngineAccess(engine))
-    options = ServeSettings(grace_s=1, **settings)
+    options = ServeSettings(grace_s=1)
     async with asyncio.timeout(60), run_server(gateway, options) as address:
         yield address
     await engine.close()
@@ -68,8 +68,9 @@ async def chat(address: ServerAddress) -> int:
     return response.status_code
 
 
-async def test_half_open_connections_do_not_shut_out_a_client():
-    async with served(max_connections=8) as address:
+async def test_half_open_connections_do_not_shut_out_a_client(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "connection_limit", lambda: 8)
+    async with served() as address:
         half_open = [await RawConnection.open(address) for _ in range(30)]
         assert await chat(address) == 200
         closed = [await each.is_closed(within_s=0.2) for each in half_open[:20]]
@@ -78,8 +79,11 @@ async def test_half_open_connections_do_not_shut_out_a_client():
             each.close()
 
 
-async def test_a_running_request_is_not_closed_for_new_connections():
-    async with served(seconds=1.0, max_connections=4) as address:
+async def test_a_running_request_is_not_closed_for_new_connections(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(server, "connection_limit", lambda: 4)
+    async with served(seconds=1.0) as address:
         running = asyncio.create_task(chat(address))
         await asyncio.sleep(0.4)
         half_open = [await RawConnection.open(address) for _ in range(12)]
@@ -100,7 +104,7 @@ async def test_a_running_request_is_not_closed_for_new_connections():
 async def test_a_head_that_does_not_arrive_in_time_ends_its_connection(
     first: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(connections, "HEAD_DEADLINE_S", 0.5)
+    monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.5)
     async with served() as address:
         slow = await RawConnection.open(address, first)
 
@@ -119,10 +123,10 @@ async def test_a_head_that_does_not_arrive_in_time_ends_its_connection(
 async def test_a_response_may_take_longer_than_the_deadline_of_a_head(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(connections, "HEAD_DEADLINE_S", 0.3)
+    monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.3)
     async with served(seconds=1.0) as address:
         assert await chat(address) == 200
 
 
 async def test_the_limit_of_connections_leaves_files_for_others():
-    assert 0 < connections.connection_limit() <= connections.MAX_CONNECTIONS
+    assert 0 < server.connection_limit() <= server.MAX_CONNECTIONS

@@ -175,7 +175,7 @@ async def test_a_client_that_does_not_read_its_response_is_disconnected(
     access: Any = Endless()
     codec = ChatCodec(tiny_tokenizer(), "chat")
     gateway = Gateway(codec, model="tiny", max_length=MAX_LENGTH, access=access)
-    served = make_app(gateway, "secret", AllowedHosts.of("127.0.0.1"), 4 << 20)
+    served = make_app(gateway, "secret", AllowedHosts.of("127.0.0.1"))
     body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []

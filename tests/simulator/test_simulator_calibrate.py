@@ -3,10 +3,11 @@
 import json
 import random
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from fakes import step_time
 from typer.testing import CliRunner
 
 from rollick import LoadedRecipe, RunResult
@@ -19,13 +20,12 @@ from rollick.run_folder import ENGINE_STEPS, RunFolder
 from rollick.simulator.calibrate import calibrate_run
 from rollick.simulator.run import simulate
 from rollick.simulator.scenario import recipe_scenario
-from rollick.simulator.step_time import StepTime
 from rollick.types import SampleId
 
 Toy = Callable[..., LoadedRecipe]
 RunToy = Callable[..., RunResult]
 
-STEP_TIME = StepTime(0.004, 1e-4, 1e-6, 2e-5)
+STEP_TIME = step_time(0.004, 1e-4, 1e-6, 2e-5)
 TRAIN_BASE_S, TRAIN_TOKEN_S = 0.3, 0.001
 PUBLISH_S, REST_S, WAY_S, REWARD_S = 0.05, 0.02, 0.01, 0.125
 PROMPT = 10
@@ -77,7 +77,8 @@ def test_the_constants_of_a_recorded_run_are_found(written: Written) -> None:
     calibration = calibrate_run(written.path)
     # The first two steps are the warm-up, the last one's end is not in the trace.
     assert calibration.steps == 4
-    assert astuple(calibration.engine.step_time) == pytest.approx(astuple(STEP_TIME), rel=1e-6)
+    fitted = calibration.engine.step_time.model_dump()
+    assert fitted == pytest.approx(STEP_TIME.model_dump(), rel=1e-6)
     assert calibration.engine.mean_error < 1e-6
     assert calibration.train.base_s == pytest.approx(TRAIN_BASE_S, abs=1e-5)
     assert calibration.train.token_s == pytest.approx(TRAIN_TOKEN_S, abs=1e-6)

@@ -20,7 +20,6 @@ from rollick.simulator.run import (
     make_synchronous,
     set_rollout_share,
     simulate,
-    simulate_timeline,
 )
 from rollick.simulator.scenario import (
     Scenario,
@@ -248,7 +247,8 @@ def test_the_command_prints_a_report_and_draws_a_picture(tmp_path: Path) -> None
 
 
 def test_the_timeline_ends_with_the_run_and_shows_slots_in_use() -> None:
-    report, timeline = simulate_timeline(scenario(devices={"colocated": True}))
+    timeline = SlotTimeline()
+    report = simulate(scenario(devices={"colocated": True}), timeline)
     assert timeline.points[-1][0] <= timeline.phases[-1][0]
     assert max(running for _, running, _ in timeline.points) == 4
     assert report == simulate(scenario(devices={"colocated": True}))

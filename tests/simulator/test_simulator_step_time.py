@@ -4,20 +4,20 @@ import asyncio
 
 import numpy as np
 import pytest
+from fakes import step_time
 
 from rollick.errors import DataError
 from rollick.simulator.engine import SimulatedEngine
 from rollick.simulator.run import simulate
 from rollick.simulator.scenario import LatencyConfig, Scenario
 from rollick.simulator.step_time import (
-    StepTime,
     TrainRecord,
     estimate_group_share,
     fit_step_time,
     fit_train_time,
 )
 from rollick.simulator.virtual_clock import run_virtual
-from rollick.simulator.workload import Lengths, LogNormal, latency_distribution
+from rollick.simulator.workload import Lengths, latency_distribution, log_normal
 from rollick.types import Request, SampleId, Sampling, StepRecord
 
 
@@ -49,7 +49,7 @@ def test_no_training_step_is_nothing_to_fit() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
 def test_the_share_of_the_prompt_is_found_again(share: float) -> None:
-    lengths = Lengths(0, LogNormal(100, 20), 4000, share)
+    lengths = Lengths(0, log_normal(100, 20), 4000, share)
     groups = [[lengths.tokens(SampleId(g, n)) for n in range(8)] for g in range(400)]
     assert estimate_group_share(groups) == pytest.approx(share, abs=0.06)
 
@@ -65,7 +65,7 @@ def test_groups_of_equal_lengths_have_a_group_share_of_1() -> None:
 
 def test_recorded_latencies_are_drawn_from() -> None:
     latency = latency_distribution(LatencyConfig(trace=(0.1, 0.4)))
-    assert {latency.quantile(float(u)) for u in np.linspace(0.01, 0.99, 9)} == {0.1, 0.4}
+    assert {latency(float(u)) for u in np.linspace(0.01, 0.99, 9)} == {0.1, 0.4}
 
 
 def test_latencies_and_the_controller_make_a_synchronous_step_longer() -> None:
@@ -77,7 +77,7 @@ def test_latencies_and_the_controller_make_a_synchronous_step_longer() -> None:
 
 def test_a_fit_recognises_padded_steps() -> None:
     """Three steps of two sequences whose time follows the longer one, whatever the other has."""
-    true = StepTime(0.002, 0.001, 1e-4, padded=True)
+    true = step_time(0.002, 0.001, 1e-4, padded=True)
     shapes = [(2, 12, 10), (2, 15, 10), (2, 40, 30), (1, 20, 20), (3, 33, 30), (3, 90, 30)]
     records = [
         StepRecord(batch, kv, 0, true.seconds(batch, batch * longest), longest=longest)
@@ -90,7 +90,7 @@ def test_a_fit_recognises_padded_steps() -> None:
 
 
 def test_a_prefill_of_any_length_adds_time_to_its_step() -> None:
-    time = StepTime(0.01, per_prefill_token_s=0.001, prefill_base_s=0.005)
+    time = step_time(0.01, per_prefill_token_s=0.001, prefill_base_s=0.005)
     assert time.seconds(1, 1) == pytest.approx(0.01)
     assert time.seconds(1, 1, prefill_tokens=3) == pytest.approx(0.01 + 0.005 + 0.003)
 
@@ -122,7 +122,7 @@ def test_in_a_padded_engine_every_row_costs_as_much_as_the_longest(
     then there is one of 6, and of 7."""
 
     async def main() -> float:
-        time = StepTime(1e-9, per_kv_token_s=1e-3, padded=padded)
+        time = step_time(1e-9, per_kv_token_s=1e-3, padded=padded)
         engine = SimulatedEngine(time, lambda request: 1 + 2 * request.uid.index, slots=2)
         requests = [
             Request(SampleId(n, n), np.zeros(1 + 4 * n, np.int32), Sampling(), 0) for n in (0, 1)

@@ -26,7 +26,7 @@ from rollick.infer.cancellation import run_to_completion
 from rollick.infer.engine import Capability, Delta, StopRules, WeightStream
 from rollick.infer.native.gpu.forward import ForwardOptions
 from rollick.infer.native.gpu.runner import PagedRunner
-from rollick.infer.native.runner import FinishedRequest, Runner
+from rollick.infer.native.runner import FinishedRequest
 from rollick.infer.native.sequence_table import EngineRequest
 from rollick.infer.native.slot_runner import SlotRunner
 from rollick.infer.native.weight_update import EngineWeights
@@ -49,6 +49,9 @@ from rollick.types import (
 )
 
 Result = TypeVar("Result")
+Runner = SlotRunner | PagedRunner
+"""Generates for many requests at once. The engine calls `step` in its thread, and everything else
+while no step runs, except `queue.submit` and `queue.drop`."""
 
 
 class NativeEngine:
@@ -348,8 +351,7 @@ def _check_module(module: nn.Module) -> None:
 
 def _with_times(completion: Completion, request: EngineRequest) -> Completion:
     now, arrived = perf_counter(), request.arrived_at
-    admitted = now if request.admitted_at is None else request.admitted_at
-    first = now if request.first_token_at is None else request.first_token_at
+    admitted, first = min(request.admitted_at, now), min(request.first_token_at, now)
     queued_s, prefill_s = admitted - arrived, first - admitted
     return replace(completion, seconds=now - arrived, queued_s=queued_s, prefill_s=prefill_s)
 

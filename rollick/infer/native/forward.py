@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rollick.infer.native.cpu_decoder import cpu_decoder
-from rollick.infer.native.packed_linear import PackedHead, can_pack, pack_linears
+from rollick.infer.native.packed_linear import PackedHead, can_pack, drop_packed, pack_linears
 from rollick.infer.native.slot_cache import SlotCache
 from rollick.models.attention.slot_cache import (
     AttentionStep,
@@ -96,8 +96,7 @@ class BatchedForward:
         """Drop what is derived from the weights: they changed, or memory is freed."""
         self._last_RD = None
         self._head.drop()
-        if self._packed is not None:
-            self._packed.drop()
+        drop_packed(self._packed or ())
 
 
 class TiledForward:

@@ -26,18 +26,6 @@ _UNKNOWN_MEMORY = 8 << 30
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class PackedLinears:
-    """The packed weights of a module's linear layers, made when first needed."""
-
-    def __init__(self, groups: Sequence[tuple[FusedGroup, PackedWeights]]) -> None:
-        self.groups = groups
-
-    def drop(self) -> None:
-        for group, weights in self.groups:
-            group.forget_outputs()
-            weights.drop()
-
-
 def can_pack(module: nn.Module) -> bool:
     """Whether torch has the kernels, the module is on the CPU, and there is memory for a copy."""
     parameters = list(module.parameters())
@@ -47,10 +35,17 @@ def can_pack(module: nn.Module) -> bool:
     return sum(p.nbytes for p in parameters) <= MEMORY_SHARE * _free_bytes()
 
 
-def pack_linears(module: nn.Module) -> PackedLinears:
-    """Make every nn.Linear inside, except the output head, compute with a packed weight."""
+def pack_linears(module: nn.Module) -> list[tuple[FusedGroup, PackedWeights]]:
+    """Make every nn.Linear inside, except the output head, compute with a packed weight, made when
+    first needed."""
     packed = [(layers, PackedWeights(layers)) for layers in list(linear_groups(module))]
-    return PackedLinears([(make_fused(layers, weights), weights) for layers, weights in packed])
+    return [(make_fused(layers, weights), weights) for layers, weights in packed]
+
+
+def drop_packed(packed: Sequence[tuple[FusedGroup, PackedWeights]]) -> None:
+    for group, weights in packed:
+        group.forget_outputs()
+        weights.drop()
 
 
 class PackedWeights:

@@ -32,7 +32,6 @@ class PrefillPlan:
     def __init__(
         self, table: SequenceTable, cache: SlotCache, forward: Forward, *, budget: int
     ) -> None:
-        self.computed_tokens = 0
         self._table = table
         self._cache = cache
         self._forward = forward
@@ -79,13 +78,16 @@ class PrefillPlan:
         if source_wave is not None or copied < len(tokens):
             self._wave_of[row] = wave
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Returns the number of tokens computed."""
+        computed_tokens = 0
         for wave in range(max(self._wave_of.values(), default=-1) + 1):
             for chunks in _split_forwards(self._waves[wave], self._budget):
                 self._forward.prefill(chunks)
-                self.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+                computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
             for (source, length), rows in self._copies[wave].items():
                 self._cache.copy(source, rows, length=length)
+        return computed_tokens
 
 
 def _split_forwards(chunks: Sequence[PrefillChunk], budget: int) -> list[list[PrefillChunk]]:

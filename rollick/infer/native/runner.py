@@ -1,4 +1,4 @@
-"""What the engine drives: the protocol of runners, and the parts that both of them use.
+"""The parts that both runners use: the queue of requests, and statistics.
 
 A runner owns the queued requests, the running sequences and the cache, and knows nothing of
 asyncio. SlotRunner (slot_runner.py) runs on any device; PagedRunner (gpu/runner.py) is fast on
@@ -8,16 +8,13 @@ GPUs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from rollick.infer.native.sequence_table import EngineRequest, SequenceTable
+from rollick.infer.native.sequence_table import EngineRequest
 from rollick.types import Completion, SampleId, StepRecord, StopReason
 
 FinishedRequest = tuple[EngineRequest, Completion]
@@ -57,14 +54,14 @@ class RunnerStats:
         )
 
 
+@dataclass(eq=False)
 class AdmissionQueue:
     """Requests that wait for a row, first come first served. `submit` and `drop` may be called
     while a step runs in another thread; the rest may not."""
 
-    def __init__(self) -> None:
-        self.waiting: deque[EngineRequest] = deque()
-        self._submitted: deque[EngineRequest] = deque()
-        self._dropped: deque[EngineRequest] = deque()
+    waiting: deque[EngineRequest] = field(default_factory=deque[EngineRequest])
+    _submitted: deque[EngineRequest] = field(default_factory=deque[EngineRequest])
+    _dropped: deque[EngineRequest] = field(default_factory=deque[EngineRequest])
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._submitted)
@@ -104,53 +101,3 @@ class AdmissionQueue:
     def clear(self) -> None:
         for requests in (self.waiting, self._submitted, self._dropped):
             requests.clear()
-
-
-class Runner(Protocol):
-    """Generates for many requests at once. The engine calls `step` in its thread, and everything
-    else while no step runs, except `queue.submit` and `queue.drop`."""
-
-    version: int
-    table: SequenceTable
-    queue: AdmissionQueue
-    stats: RunnerStats
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens of running requests that the cache holds."""
-        ...
-
-    @property
-    def kv_capacity(self) -> int:
-        """Tokens that fit the cache; 0 if every slot fits a full sequence."""
-        ...
-
-    def step(self) -> list[FinishedRequest]:
-        """One or more tokens for every running request; returns the requests that ended."""
-        ...
-
-    def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
-        """Logits [tokens, V] of the tokens after the first `prefilled` of each sequence, which are
-        decoded one by one. Longest sequence first; only while there are no requests."""
-        ...
-
-    def settle(self) -> list[FinishedRequest]:
-        """Wait until the device is idle; returns the requests that ended since the last step."""
-        ...
-
-    def abort(self, uid: SampleId) -> FinishedRequest | None:
-        """End a waiting or running request with its tokens so far."""
-        ...
-
-    def commit(self, version: int, *, keep_cache: bool) -> None:
-        """The weights are now those of `version`. Running rows recompute their cache before they
-        continue, or keep it."""
-
-    def free(self) -> None:
-        """Free the cache; running rows recompute it when they continue."""
-
-    def clear(self) -> None:
-        """Discard all requests and free the cache."""

@@ -12,6 +12,7 @@ other samples of the group, a continued sample or the session's next turn can re
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -40,8 +41,8 @@ class EngineRequest:
     context: npt.NDArray[np.int32] = field(init=False)
     """The prompt and the tokens of an earlier generation that it continues."""
     arrived_at: float = field(default_factory=perf_counter, init=False)
-    admitted_at: float | None = field(default=None, init=False)
-    first_token_at: float | None = field(default=None, init=False)
+    admitted_at: float = field(default=inf, init=False)
+    first_token_at: float = field(default=inf, init=False)
 
     def __post_init__(self) -> None:
         earlier = self.request.continue_from
@@ -295,7 +296,6 @@ class SequenceTable:
             array[row] = 0
 
     def forget_prefixes(self) -> None:
-        """Forget all cached prefixes, so that none is reused."""
         self.cached[:] = 0
         self.retained[:] = 0
 

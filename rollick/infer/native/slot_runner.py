@@ -34,6 +34,9 @@ from rollick.types import SampleId, StopReason
 
 
 class SlotRunner:
+    kv_capacity = 0
+    """In tokens. 0, because every slot fits a full sequence."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -62,30 +65,31 @@ class SlotRunner:
 
     @property
     def kv_tokens(self) -> int:
+        """Tokens of running requests that the cache holds."""
         return int((self.table.length[self.table.used] - 1).sum())
 
-    @property
-    def kv_capacity(self) -> int:
-        """0, because every slot fits a full sequence."""
-        return 0
-
     def abort(self, uid: SampleId) -> FinishedRequest | None:
+        """End a waiting or running request with its tokens so far."""
         # First discard dropped requests: a newer request may have the same id.
         self._receive()
         row = self.table.row_of(uid)
         return self.queue.abort(uid) if row is None else self.table.finish(row, StopReason.ABORTED)
 
     def settle(self) -> list[FinishedRequest]:
-        """Nothing to wait for: steps are synchronous here."""
+        """Wait until the device is idle; returns the requests that ended since the last step. Here
+        steps are synchronous, and there is nothing to wait for."""
         return []
 
     def commit(self, version: int, *, keep_cache: bool) -> None:
+        """The weights are now those of `version`. Running rows recompute their cache before they
+        continue, or keep it."""
         self.version = version
         self._cache_is_stale = self._cache_is_stale or not keep_cache
         self.table.forget_prefixes()
         self._forward.invalidate()
 
     def free(self) -> None:
+        """Free the cache; running rows recompute it when they continue."""
         self._cache_is_stale = True
         self.table.forget_prefixes()
         self.cache.free()
@@ -97,6 +101,7 @@ class SlotRunner:
         self.free()
 
     def step(self) -> list[FinishedRequest]:
+        """One or more tokens for every running request; returns the requests that ended."""
         started, prefilled_before = perf_counter(), self.stats.prefilled_tokens
         with torch.inference_mode():
             self._receive()
@@ -109,6 +114,8 @@ class SlotRunner:
         return finished
 
     def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
+        """Logits [tokens, V] of the tokens after the first `prefilled` of each sequence, which are
+        decoded one by one. Longest sequence first; only while there are no requests."""
         logits: list[list[Tensor]] = [[] for _ in sequences]
         self.cache.reserve(slots=len(sequences), length=len(sequences[0]))
         with torch.inference_mode():
@@ -138,7 +145,7 @@ class SlotRunner:
             plan.add(row, context, plan.find_prefix(context))
             self.table.cached[row] = len(context) - 1
             self.table.cache_version[row] = self.version
-        self._run(plan)
+        self.stats.prefilled_tokens += plan.run()
 
     def _admit(self) -> None:
         """Start waiting requests in free rows, within this step's prefill budget."""
@@ -157,7 +164,7 @@ class SlotRunner:
             row = self._allocate_row(prefix)
             self.table.start(row, request, version=self.version)
             plan.add(row, request.context, prefix)
-        self._run(plan)
+        self.stats.prefilled_tokens += plan.run()
 
     def _prefill_part(self, request: EngineRequest, prefix: PrefixMatch, plan: PrefillPlan) -> None:
         """Prefill one step's budget of the context, and retain it; the request keeps waiting."""
@@ -183,10 +190,6 @@ class SlotRunner:
 
     def _prefill_plan(self) -> PrefillPlan:
         return PrefillPlan(self.table, self.cache, self._forward, budget=self._infer.prefill_tokens)
-
-    def _run(self, plan: PrefillPlan) -> None:
-        plan.run()
-        self.stats.prefilled_tokens += plan.computed_tokens
 
     def _compact(self) -> None:
         for move in self.table.compact():

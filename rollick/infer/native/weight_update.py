@@ -13,8 +13,9 @@ the learner's parameters the learner keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,25 +33,19 @@ from rollick.models.loading.load import empty_model, share_parameters
 from rollick.types import Fingerprint, PolicyVersion
 
 
+@dataclass(eq=False)
 class EngineWeights:
-    """A module's parameters. `learner_base` are base weights that a learner keeps, unchanged."""
+    """A module's parameters."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        device: str = "cpu",
-        shared: bool = False,
-        learner_base: Iterable[tuple[str, Tensor]] = (),
-    ) -> None:
-        self.module = module
-        self.device = device
-        self.shared = shared
-        self.learner_base = dict(learner_base)
-        self._base: dict[str, Tensor] = {}
-        """The base weights of the parameters that have adapters merged."""
-        self._expected: Fingerprint | None = None
-        """Of `_own_weights` since the last update; None: the learner changes them in place."""
+    module: nn.Module
+    device: str = "cpu"
+    shared: bool = False
+    learner_base: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Base weights that a learner keeps, unchanged."""
+    _base: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
+    """The base weights of the parameters that have adapters merged."""
+    _expected: Fingerprint | None = field(default=None, init=False)
+    """Of `_own_weights` since the last update; None: the learner changes them in place."""
 
     @classmethod
     def share(cls, learner: nn.Module, *, device: str) -> EngineWeights:
@@ -63,8 +58,8 @@ class EngineWeights:
         share_parameters(module, learner)
         if adapted and on_gpu:
             fuse_storage(module)
-        base = [(name, value.detach()) for name, value in base_parameters(learner)]
-        kept = [(name, weight) for name, weight in base if name in adapted]
+        base = base_parameters(learner)
+        kept = {name: value.detach() for name, value in base if name in adapted}
         return cls(module, device=device, shared=True, learner_base=kept)
 
     @property
@@ -74,7 +69,8 @@ class EngineWeights:
 
     def can_take(self, weights: WeightStream) -> bool:
         """An engine that shares the learner's parameters takes only adapters to its own copies."""
-        return not self.shared or (bool(self.learner_base) and _are_adapters(weights))
+        are_adapters = isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None
+        return not self.shared or (bool(self.learner_base) and are_adapters)
 
     def update(
         self, weights: WeightStream, version: PolicyVersion, expected: Fingerprint | None
@@ -111,8 +107,9 @@ class EngineWeights:
             )
 
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the weights without adapters."""
-        return fingerprint(list(self._base_weights()))
+        """The fingerprint of all weights without adapters, tied ones once."""
+        kept, parameters = self.learner_base | self._base, self.module.named_parameters()
+        return fingerprint([(name, kept.get(name, value.detach())) for name, value in parameters])
 
     def move(self, device: str) -> None:
         self.module.to(device)
@@ -147,16 +144,6 @@ class EngineWeights:
         """What the engine computes with, and the base weights that it keeps for merging."""
         held = [(name, value.detach()) for name, value in self.module.named_parameters()]
         return held + [(f"base.{name}", value) for name, value in self._base.items()]
-
-    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights without adapters, tied ones once."""
-        kept = self.learner_base | self._base
-        for name, parameter in self.module.named_parameters():
-            yield name, kept.get(name, parameter.detach())
-
-
-def _are_adapters(weights: WeightStream) -> bool:
-    return isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None
 
 
 def write_weights(

@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollick.errors import EngineError, EngineLost, MissingExtra, RollickError
@@ -25,14 +26,14 @@ WATCH_INTERVAL_S = 5.0
 before it is normal."""
 
 
+@dataclass(eq=False)
 class VllmClient:
     """vLLM's AsyncLLM. Calls `on_loss` once, when the engine is lost."""
 
-    def __init__(self, llm: Any, *, on_loss: Callable[[EngineLost], object]) -> None:
-        self.llm: Any = llm
-        self._on_loss = on_loss
-        self._loss: EngineLost | None = None
-        self._closed = False
+    llm: Any
+    on_loss: Callable[[EngineLost], object]
+    _loss: EngineLost | None = None
+    _closed: bool = False
 
     def check_open(self) -> None:
         """Raises EngineError if the engine was closed, EngineLost if it is lost."""
@@ -48,7 +49,7 @@ class VllmClient:
         if self._loss is None:
             fix = "see the last lines of vLLM's child process above; other engines can take over"
             self._loss = EngineLost(f"the vLLM engine is lost: {reason}", fix=fix)
-            self._on_loss(self._loss)
+            self.on_loss(self._loss)
 
     async def call(self, call: Awaitable[Result]) -> Result:
         async with self.deadline("answer"):

@@ -212,7 +212,7 @@ class PagedForward:
             self._sample(logits_RV, rows, truncate=truncate)
 
     def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
-        """As `Runner.probe_logits`. One page for each sequence, and an unused row beside them."""
+        """As SlotRunner.probe_logits. One page for each sequence, and an unused row beside them."""
         logits: list[list[Tensor]] = [[] for _ in sequences]
         count = len(sequences)
         rows = DeviceState.empty(rows=count + 1, pages=1, stop_ids=[], device=self._device)
