@@ -23,14 +23,14 @@ from pydantic_core import ErrorDetails
 from rollick.config.interpolation import interpolate
 from rollick.config.names import find
 from rollick.config.problems import KeyPath, Location, Problem, dotted, raise_problems
-from rollick.config.rules import algorithm, names, parallel, pipelines, roles, run, unused
+from rollick.config.rules import algorithm, names, roles, run, unused
 from rollick.config.rules.context import RULES, Context
 from rollick.config.schema import RECIPES, Recipe, parse_recipe, recipe_type
 from rollick.config.source import Node, apply_override, dump_yaml, from_plain, read_file
 from rollick.config.wording import ErrorTranslator, path_of, unknown_name
 from rollick.errors import ConfigError
 
-RULE_MODULES = (names, run, pipelines, algorithm, roles, parallel, unused)
+RULE_MODULES = (names, run, algorithm, roles, unused)
 """Importing these modules registers their rules."""
 
 PLACEHOLDERS: Mapping[str, Any] = {

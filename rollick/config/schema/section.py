@@ -26,8 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from rollick.config.names import NAMES, is_reference
-from rollick.config.plugins import plugins
+from rollick.config.names import NAMES, is_reference, plugins
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
