@@ -55,7 +55,11 @@ def _learning(run: Path) -> dict[str, str]:
 
 def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     """Whether the run's process is alive; None if it runs on another machine."""
-    pid, host, start = _holder(run)
+    pid, host, start = None, "", 0
+    with suppress(OSError, ValueError):
+        # The lock names its holder: process PID on HOST. A run that ends empties the file.
+        _, pid_text, _, host = (run / "run.lock").read_text("utf-8").split()
+        pid = int(pid_text)
     if snapshot is not None and (pid is None or not snapshot.outcome):
         pid, host, start = snapshot.pid, snapshot.host, snapshot.process_start
     if pid is None:
@@ -71,15 +75,6 @@ def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     # A zombie has ended; a reused process id has another start.
     began = process_start(pid)
     return bool(began) and start in (0, began) if Path("/proc/self/stat").exists() else True
-
-
-def _holder(run: Path) -> tuple[int | None, str, int]:
-    """Process id and host of the lock's holder. A run that ends empties the file."""
-    with suppress(OSError, ValueError):
-        words = (run / "run.lock").read_text("utf-8").split()
-        if len(words) == 4:
-            return int(words[1]), words[3], 0
-    return None, "", 0
 
 
 def environment_facts(*, probe: bool = False) -> dict[str, str]:
