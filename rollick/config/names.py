@@ -21,13 +21,10 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollick.config.presets import PRESETS
 from rollick.errors import ConfigError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
 
 
 def _in(module: str, *names: str) -> dict[str, str]:
@@ -209,8 +206,9 @@ def _registered(kind: str, path: tuple[str, ...]) -> dict[str, list[Plugin]]:
 
 
 @cache
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
-    # Imported on first use: most importers of this module never look up a plugin.
+def _entry_points(path: tuple[str, ...]) -> Any:
+    # Any: its class depends on the version of Python. Imported on first use: most importers of this
+    # module never look up a plugin.
     from importlib.metadata import entry_points
 
     return entry_points()
@@ -255,7 +253,6 @@ def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
 
 
 def load_reference(name: str, *, base: Path | None = None) -> Any:
-    """Import `file.py:name` or `package.module:name`."""
     where, _, attribute = name.partition(":")
     module = _load_file(where, base) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, attribute):

@@ -126,7 +126,6 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return self.evaluate.sampling.resolve(temperature=0).max_tokens
 
     def evaluation_sampling(self, domain: str) -> Sampling:
-        """The sampling of a domain for validation."""
         held_out = self.data.validation.get(domain)
         own = held_out.sampling if held_out else SamplingConfig()
         chain = own.over(self.evaluate.sampling.over(self._inherited_limits(domain)))
@@ -215,7 +214,6 @@ class RlRecipe(Recipe, frozen=True):
         return max(limits, default=self.sampling.resolve(temperature=1).max_tokens)
 
     def training_sampling(self, domain: str) -> Sampling:
-        """The sampling of a domain for training."""
         own = self.data.domains[domain].sampling
         return own.over(self.sampling).resolve(temperature=1.0)
 
@@ -236,9 +234,8 @@ class RlRecipe(Recipe, frozen=True):
 
     def keeps_no_signal(self, domain: str) -> bool:
         """Whether groups of the domain are trained on although equal scores give no gradient."""
-        return self._algorithm_of(domain).needs_different_scores and not self.drops_no_signal(
-            domain
-        )
+        algorithm = self._algorithm_of(domain)
+        return algorithm.needs_different_scores and not self.drops_no_signal(domain)
 
     @property
     def optimizer_steps(self) -> int:
@@ -339,7 +336,6 @@ RECIPES: Mapping[str, type[Recipe]] = {
 
 
 def recipe_type(data: Mapping[str, Any]) -> type[Recipe]:
-    """The class of a recipe given as plain values."""
     pipeline = data.get("pipeline", "rlvr")
     return RECIPES.get(pipeline, PluginRecipe) if isinstance(pipeline, str) else PluginRecipe
 
@@ -358,5 +354,4 @@ def rl_recipe(recipe: Recipe) -> RlRecipe:
 
 
 def teacher_of(recipe: Recipe) -> TeacherConfig | None:
-    """The teacher of a recipe of any pipeline."""
     return recipe.teacher if isinstance(recipe, RlRecipe | DistillRecipe) else None
