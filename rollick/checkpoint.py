@@ -165,7 +165,6 @@ class CheckpointStore:
         self._at_point("written")
 
     def _seal(self, folder: Path, about: Mapping[str, JSON]) -> None:
-        """Write the manifest with the hash of every file."""
         files: dict[str, JSON] = {}
         for path in sorted(folder.rglob("*")):
             if path.is_file():
@@ -237,7 +236,6 @@ class CheckpointStore:
             return None
 
     def _folders(self) -> list[Path]:
-        """The checkpoint folders, oldest step first."""
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if STEP_FOLDER.match(path.name)]

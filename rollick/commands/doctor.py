@@ -32,7 +32,6 @@ GPU_TIMEOUT_S = 5.0
 
 
 def examine(run: Path) -> Diagnosis:
-    """What is wrong with a run, from its folder."""
     if not (run / "recipe.yaml").is_file():
         fix = "give a folder with recipe.yaml, such as runs/NAME"
         raise ConfigError(f"{run} is not a run's folder", fix=fix)

@@ -62,7 +62,6 @@ class Standby:
         return process
 
     def processes(self) -> set[ProcessId]:
-        """The standby's processes."""
         if self._process is None:
             return set()
         pid = self._process.pid

@@ -174,7 +174,6 @@ class RlRecipe(Recipe, frozen=True):
     """Learns from samples of the policy."""
 
     data: RlDataConfig[RlvrDomain]
-    """Prompts to train and to validate on."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training samples."""
     rollout: RolloutConfig = RolloutConfig()
@@ -186,9 +185,7 @@ class RlRecipe(Recipe, frozen=True):
     teacher: TeacherConfig | None = None
     """The teacher, if an advantage or loss needs one."""
     devices: RlDevices = RlDevices()
-    """The devices of each role."""
     observe: RlObserveConfig = RlObserveConfig()
-    """Records and views."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
@@ -268,7 +265,6 @@ class SupervisedRecipe(Recipe, frozen=True):
     """Learns from given answers."""
 
     train: SupervisedTrainConfig = SupervisedTrainConfig()
-    """The learner."""
 
 
 class SftRecipe(SupervisedRecipe, frozen=True):
@@ -297,7 +293,6 @@ class DpoRecipe(SupervisedRecipe, frozen=True):
     algorithm: DpoAlgorithm = DpoAlgorithm()
     """The loss of a pair."""
     devices: DpoDevices = DpoDevices()
-    """The devices of each role."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
@@ -317,7 +312,6 @@ class DistillRecipe(SupervisedRecipe, frozen=True):
     algorithm: DistillAlgorithm = DistillAlgorithm()
     """The divergence from the teacher."""
     devices: DistillDevices = DistillDevices()
-    """The devices of each role."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
