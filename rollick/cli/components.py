@@ -18,7 +18,6 @@ from rollick.cli.options import (
     print_untrusted,
     sub_app,
 )
-from rollick.errors import ConfigError
 
 reward_app = sub_app("reward", "Test rewards.")
 env_app = sub_app("env", "Test environments and show recorded episodes.")
@@ -125,19 +124,13 @@ def sandbox_run(
     as_json: AsJson = False,
 ) -> None:
     """Run a program in a new sandbox; print status, output, time and isolation level."""
-    import asyncio
+    from rollick.commands.sandbox import run_file
+    from rollick.sandbox.base import Status
 
-    from rollick.sandbox.base import Limits, Program, Status
-    from rollick.sandbox.local import LocalSandbox
-
-    try:
-        code = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", fix="give a Python file") from None
     text = sys.stdin.read() if stdin == "-" else stdin
-    limits = Limits(wall_s=timeout_s, cpu_s=int(timeout_s) + 1, memory_mb=memory_mb)
-    with LocalSandbox(warm=0, allow_unsafe=allow_unsafe) as sandbox:
-        result = asyncio.run(sandbox.run(Program(code, text, limits)))
+    result = run_file(
+        file, text, timeout_s=timeout_s, memory_mb=memory_mb, allow_unsafe=allow_unsafe
+    )
     if as_json:
         typer.echo(json.dumps(result.to_json()))
     else:
