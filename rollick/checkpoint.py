@@ -151,11 +151,20 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         self._at_point("created")
-        _call(write, folder)
+        try:
+            write(folder)
+        except Exception as error:  # torch and safetensors raise their own errors.
+            # A full disk is reported as OSError. Checked here, before the written files are removed
+            # and the disk has space again.
+            full = os.strerror(errno.ENOSPC)
+            nearly_full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
+            if isinstance(error, OSError) or not (full in str(error) or nearly_full):
+                raise
+            # One line: the error of a worker has its traceback as text.
+            raise OSError(errno.ENOSPC, f"{full} ({str(error).partition(chr(10))[0]})") from error
         self._at_point("written")
 
     def _seal(self, folder: Path, about: Mapping[str, JSON]) -> None:
-        """Write the manifest with the hash of every file."""
         files: dict[str, JSON] = {}
         for path in sorted(folder.rglob("*")):
             if path.is_file():
@@ -227,7 +236,6 @@ class CheckpointStore:
             return None
 
     def _folders(self) -> list[Path]:
-        """The checkpoint folders, oldest step first."""
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if STEP_FOLDER.match(path.name)]
@@ -274,36 +282,19 @@ class CheckpointStore:
     def _wrap_errors(self, step: int) -> Generator[None]:
         try:
             yield
-        except OSError as error:
-            raise self._save_error(step, error) from error
-
-    def _save_error(self, step: int, error: OSError) -> CheckpointError:
-        if isinstance(error, BlockingIOError):
-            return CheckpointError(
+        except BlockingIOError as error:
+            raise CheckpointError(
                 f"step {step} was not saved: another process is saving in {self.folder}",
                 fix="let only one run use a folder",
-            )
-        exists = self.folder.is_dir()
-        free = f"{shutil.disk_usage(self.folder).free / 1e6:.0f} MB free" if exists else "absent"
-        return DiskError(
-            f"step {step} was not saved in {self.folder} ({free}): {error}; "
-            "the other checkpoints are untouched",
-            fix="free some space or lower checkpoint.keep_last; the folder must be writable",
-        )
-
-
-def _call(write: Writer, folder: Path) -> None:
-    """Call the writer; report a full disk as OSError. Checked here, before the written files are
-    removed and the disk has space again."""
-    try:
-        write(folder)
-    except Exception as error:  # torch and safetensors raise their own errors.
-        full = os.strerror(errno.ENOSPC)
-        nearly_full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
-        if isinstance(error, OSError) or not (full in str(error) or nearly_full):
-            raise
-        # One line: the error of a worker has its traceback as text.
-        raise OSError(errno.ENOSPC, f"{full} ({str(error).partition(chr(10))[0]})") from error
+            ) from error
+        except OSError as error:
+            disk = shutil.disk_usage(self.folder) if self.folder.is_dir() else None
+            free = f"{disk.free / 1e6:.0f} MB free" if disk else "absent"
+            raise DiskError(
+                f"step {step} was not saved in {self.folder} ({free}): {error}; "
+                "the other checkpoints are untouched",
+                fix="free some space or lower checkpoint.keep_last; the folder must be writable",
+            ) from error
 
 
 def _folder_name(step: int) -> str:

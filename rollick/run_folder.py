@@ -40,7 +40,6 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether the folder already holds a run."""
         return (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
 
     def drop_rows_after(self, step: int) -> None:

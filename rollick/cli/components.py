@@ -49,15 +49,14 @@ def reward_test(
 
     spec = RewardSpec(name=reward, options=parse_options(option or ()))
     test_rows = read_test_rows(reward, rows, limit=limit, base=Path.cwd())
-    scored = asyncio.run(
+    results = asyncio.run(
         score_rows(spec, test_rows, completion=completion, timeout_s=timeout_s, base=Path.cwd())
     )
-    results = [row.to_json() for row in scored]
     if as_json:
         typer.echo("\n".join(json.dumps(result) for result in results))
     else:
         SafeConsole().print(reward_table(results))
-    if not all(row.score.ok for row in scored):
+    if any(result["status"] != "ok" for result in results):
         raise typer.Exit(1)
 
 

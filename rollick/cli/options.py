@@ -51,7 +51,6 @@ AsJson = Annotated[bool, Option("--json", help="Print one JSON object on one lin
 
 
 def sub_app(name: str, text: str) -> typer.Typer:
-    """A group of subcommands."""
     group = typer.Typer(help=text, no_args_is_help=True)
     app.add_typer(group, name=name)
     return group
@@ -82,7 +81,6 @@ def print_untrusted(text: str, *, err: bool = False, exact_in_pipe: bool = False
 
 
 def print_rows(rows: Sequence[tuple[str, str]], *, width: int) -> None:
-    """Print names and values in two columns."""
     typer.echo("\n".join(f"{name:<{width}}{text}" for name, text in rows))
 
 

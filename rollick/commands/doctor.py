@@ -33,7 +33,6 @@ GPU_TIMEOUT_S = 5.0
 
 
 def examine(run: Path) -> Diagnosis:
-    """What is wrong with a run, from its folder."""
     if not (run / "recipe.yaml").is_file():
         fix = "give a folder with recipe.yaml, such as runs/NAME"
         raise ConfigError(f"{run} is not a run's folder", fix=fix)
@@ -56,7 +55,11 @@ def _learning(run: Path) -> dict[str, str]:
 
 def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     """Whether the run's process is alive; None if it runs on another machine."""
-    pid, host, start = _holder(run)
+    pid, host, start = None, "", 0
+    with suppress(OSError, ValueError):
+        # The lock names its holder: process PID on HOST. A run that ends empties the file.
+        _, pid_text, _, host = (run / "run.lock").read_text("utf-8").split()
+        pid = int(pid_text)
     if snapshot is not None and (pid is None or not snapshot.outcome):
         pid, host, start = snapshot.pid, snapshot.host, snapshot.process_start
     if pid is None:
@@ -72,15 +75,6 @@ def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     # A zombie has ended; a reused process id has another start.
     began = process_start(pid)
     return bool(began) and start in (0, began) if Path("/proc/self/stat").exists() else True
-
-
-def _holder(run: Path) -> tuple[int | None, str, int]:
-    """Process id and host of the lock's holder. A run that ends empties the file."""
-    with suppress(OSError, ValueError):
-        words = (run / "run.lock").read_text("utf-8").split()
-        if len(words) == 4:
-            return int(words[1]), words[3], 0
-    return None, "", 0
 
 
 def environment_facts(*, probe: bool = False) -> dict[str, str]:

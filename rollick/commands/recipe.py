@@ -8,8 +8,7 @@ from pathlib import Path
 from rollick.cluster.devices import describe_plan
 from rollick.cluster.machine import memory_bytes
 from rollick.config.load import check_recipe, load_recipe
-from rollick.config.names import names_of
-from rollick.config.plugins import plugins
+from rollick.config.names import names_of, plugins
 from rollick.config.presets import PRESETS
 from rollick.config.problems import raise_problems
 from rollick.config.schema import Recipe, SupervisedRecipe, TrainingDomain, rl_recipe

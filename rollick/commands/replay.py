@@ -29,7 +29,6 @@ from rollick.types import Group, PolicyVersion, Sample
 def plan_replay(
     dump: Path, recipe: Path, overrides: Sequence[str], *, only: str
 ) -> Coroutine[Any, Any, TrainReplay | GenerateReplay]:
-    """The work of replaying one half of a dumped step."""
     halves = {"train": replay_training, "generate": replay_generation}
     if only not in halves:
         raise ConfigError(f"there is no half {only!r}", fix="--only takes generate or train")

@@ -6,7 +6,7 @@ rows of a source (or the reward's examples) -> samples -> RewardPool -> scores
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,41 +19,23 @@ from rollick.data.sources import read_rows
 from rollick.errors import DataError, RewardError
 from rollick.rewards.examples import COMPLETION, EXAMPLES
 from rollick.rewards.pool import RewardPool
-from rollick.types import Prompt, Row, Sample, SampleId, Score, StopReason, Turn, frozen_array
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredRow:
-    """A completion and its score."""
-
-    completion: str
-    score: Score
-
-    def to_json(self) -> dict[str, Any]:
-        score = self.score
-        return {
-            "completion": self.completion,
-            "value": score.value if score.ok else None,
-            "parts": dict(score.parts),
-            "status": score.status.value,
-            "detail": score.detail,
-            "seconds": score.seconds,
-            "version": score.version,
-            "isolation": score.isolation,
-            "metrics": dict(score.metrics),
-        }
+from rollick.types import Prompt, Row, Sample, SampleId, ScoreStatus, StopReason, Turn, frozen_array
 
 
 async def score_rows(
     spec: RewardSpec, rows: Sequence[Row], *, completion: str, timeout_s: float, base: Path
-) -> list[ScoredRow]:
-    """Score the rows one after another. Raises RewardError if the reward cannot be loaded."""
-    scored: list[ScoredRow] = []
+) -> list[dict[str, Any]]:
+    """Score the rows one after another: each completion with its score, as JSON. Raises RewardError
+    if the reward cannot be loaded."""
+    scored: list[dict[str, Any]] = []
     pool = RewardPool.open({spec.name: spec.name}, processes=1, timeout_s=timeout_s, base=base)
     async with pool as opened:
         for number, row in enumerate(rows):
             sample = sample_of_row(row, number, completion=completion)
-            scored.append(ScoredRow(sample.text, await opened.score(sample, [spec])))
+            score = asdict(await opened.score(sample, [spec]))
+            del score["turn_rewards"]
+            value = score["value"] if score["status"] is ScoreStatus.OK else None
+            scored.append({"completion": sample.text, **score, "value": value})
     return scored
 
 

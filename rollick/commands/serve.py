@@ -83,11 +83,12 @@ async def serve_until_stopped(
 async def open_gateway(served: ServedModel) -> AsyncGenerator[Gateway]:
     """Start an engine in this process; yields a gateway to it."""
     codec = _create_codec(served)
+    default_device = "cuda:0" if torch.cuda.is_available() else "cpu"
     create: Callable[[], Engine] = partial(
         resolve("engines", served.infer.engine).create,
         served.infer,
         served.model,
-        device=_select_device(served.device),
+        device=default_device if served.device == "auto" else served.device,
         stops=StopRules(tuple(codec.stop_ids), codec.decode),
     )
     engine = await _start_engine(create)
@@ -146,8 +147,3 @@ def _create_codec(served: ServedModel) -> ChatCodec:
     if template == "auto":
         template = served.model.template if tokenizer.chat_template else "plain"
     return ChatCodec(tokenizer, template, end_of_turn_ids=load_end_ids(served.model))
-
-
-def _select_device(device: str) -> str:
-    default = "cuda:0" if torch.cuda.is_available() else "cpu"
-    return default if device == "auto" else device

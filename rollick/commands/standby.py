@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from subprocess import PIPE
 from types import FrameType
 
@@ -61,7 +62,6 @@ class Standby:
         return process
 
     def processes(self) -> set[ProcessId]:
-        """The standby's processes."""
         if self._process is None:
             return set()
         pid = self._process.pid
@@ -84,12 +84,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def start_run(command: Sequence[str], *, stdin: int | None = None) -> subprocess.Popen[bytes]:
     # A group of its own: a terminal signals the supervisor, which passes the signal on once.
-    return subprocess.Popen(command, process_group=0, preexec_fn=_prepare_child, stdin=stdin)
-
-
-def _prepare_child() -> None:
-    """In the child, before exec: the run saves if its supervisor dies."""
-    signal_on_parent_death(signal.SIGTERM)
+    # The run saves if its supervisor dies.
+    prepare = partial(signal_on_parent_death, signal.SIGTERM)
+    return subprocess.Popen(command, process_group=0, preexec_fn=prepare, stdin=stdin)
 
 
 def wait_for_start() -> bool:

@@ -24,12 +24,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
+from types import FrameType
 
 from rollick.checkpoint import CheckpointStore
 from rollick.children.process_tree import (
@@ -87,30 +86,26 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class Signals:
-    """Catches SIGINT, SIGTERM and SIGCHLD, so that one wait sees all of them."""
+    """SIGINT, SIGTERM and SIGCHLD, caught so that one wait sees all of them."""
 
+    pipe: int
+    """Readable after a signal."""
     on_stop: Callable[[int], None] = lambda number: None
     stop_requested: bool = False
-    _stack: ExitStack = field(default_factory=ExitStack)
-    _pipe: tuple[int, int] = (-1, -1)
 
-    def __enter__(self) -> Self:
-        self._pipe = os.pipe()
-        for end in self._pipe:
-            os.set_blocking(end, False)
-            self._stack.callback(os.close, end)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            self._stack.callback(signal.signal, number, signal.signal(number, self._handle))
-        self._stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._pipe[1]))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    @classmethod
+    @contextmanager
+    def caught(cls) -> Generator[Signals]:
+        with ExitStack() as stack:
+            reader, writer = os.pipe()
+            for end in (reader, writer):
+                os.set_blocking(end, False)
+                stack.callback(os.close, end)
+            signals = cls(reader)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+                stack.callback(signal.signal, number, signal.signal(number, signals._handle))
+            stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+            yield signals
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCHLD:
@@ -119,8 +114,8 @@ class Signals:
 
     def wait(self, timeout_s: float | None) -> None:
         """Return when a signal arrives or the time is up."""
-        if select.select([self._pipe[0]], [], [], timeout_s)[0]:
-            os.read(self._pipe[0], 4096)
+        if select.select([self.pipe], [], [], timeout_s)[0]:
+            os.read(self.pipe, 4096)
 
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Whether a stop was requested within the time."""
@@ -161,7 +156,7 @@ class RunSupervisor:
         adopt_orphans()
         self._earlier = find_descendants()
         try:
-            with Signals() as signals:
+            with Signals.caught() as signals:
                 return self._run_until_final(signals, resume=resume)
         finally:
             if self._standby is not None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rollick.config import schema
 from rollick.config.problems import KeyPath
 from rollick.config.rules.context import Context, Problems
+from rollick.config.schema import agent_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,8 @@ class Requirement:
 
     @property
     def missing(self) -> list[str]:
-        return [module for module in self.modules if not _is_installed(module)]
-
-
-def _is_installed(module: str) -> bool:
-    # find_spec raises for an imported module that was not loaded from a file.
-    return sys.modules.get(module) is not None or find_spec(module) is not None
+        # find_spec raises for an imported module that was not loaded from a file.
+        return [m for m in self.modules if sys.modules.get(m) is None and find_spec(m) is None]
 
 
 def _extra(extra: str, *modules: str) -> Requirement:
@@ -79,22 +75,26 @@ def check_packages(context: Context) -> Problems:
 
 
 def _requirements(context: Context) -> Iterator[tuple[KeyPath, str, Requirement]]:
-    recipe = context.recipe
-    if recipe.train.lora is not None:
+    if context.recipe.train.lora is not None:
         yield ("train", "lora"), "LoRA", LORA
-    names: list[tuple[KeyPath, str, str]] = [(("infer", "engine"), "engines", recipe.infer.engine)]
-    for index, sink in enumerate(recipe.observe.sinks):
-        names.append((("observe", "sinks", index), "sinks", sink))
     for path, domain in context.domains():
-        names.append(((*path, "source"), "sources", domain.source.partition(":")[0]))
-        if (environment := schema.environment_of(domain)) is not None:
-            names.append(((*path, "environment"), "environments", environment.name))
-        for index, reward in enumerate(schema.rewards_of(domain)):
-            names.append(((*path, "rewards", index), "rewards", reward.name))
-            if reward.asks_judge:
-                yield (*path, "rewards", index), "a judge without a url", SERVER
-        if schema.agent_of(domain) is not None:
+        if agent_of(domain) is not None:
             yield (*path, "agent"), "an agent", SERVER
-    for path, kind, name in names:
+    for path, reward in context.rewards():
+        if reward.asks_judge:
+            yield path, "a judge without a url", SERVER
+    for path, kind, name in _names(context):
         if (requirement := REQUIREMENTS[kind].get(name)) is not None:
             yield path, name, requirement
+
+
+def _names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+    yield ("infer", "engine"), "engines", context.recipe.infer.engine
+    for index, sink in enumerate(context.recipe.observe.sinks):
+        yield ("observe", "sinks", index), "sinks", sink
+    for path, domain in context.domains():
+        yield (*path, "source"), "sources", domain.source.partition(":")[0]
+    for path, environment in context.environments():
+        yield path, "environments", environment.name
+    for path, reward in context.rewards():
+        yield path, "rewards", reward.name

@@ -5,63 +5,56 @@ A recipe does not accept these names. The message about an unknown key names our
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+_THEIRS = """
+rollout.group_size: num_generations n_samples_per_prompt
+rollout.groups_per_step: generation_batch_size rollout_batch_size per_device_train_batch_size
+rollout.groups_per_step: train_batch_size
+train.batch_size: per_device_train_batch_size train_batch_size
+sampling.max_tokens: max_completion_length max_response_length max_new_tokens response_length
+sampling.max_tokens: generate_max_len
+data.max_prompt_tokens: max_prompt_length prompt_max_len
+infer.max_length: max_model_len max_seq_length max_seq_len
+train.optimizer.lr: learning_rate actor_learning_rate
+critic.optimizer.lr: critic_learning_rate
+train.optimizer.grad_clip: max_grad_norm grad_clip_norm
+train.schedule.shape: lr_scheduler_type
+train.schedule.warmup_steps: warmup_ratio
+run.steps: max_steps total_training_steps num_train_epochs total_epochs num_episodes
+train.epochs: num_iterations ppo_epochs num_ppo_epochs
+train.minibatches: num_mini_batches ppo_mini_batch_size
+train.tokens_per_microbatch: gradient_accumulation_steps ppo_micro_batch_size micro_train_batch_size
+algorithm.kl.coefficient: beta kl_coef kl_loss_coef init_kl_coef
+algorithm.loss: epsilon cliprange clip_range clip_ratio epsilon_high clip_ratio_high loss_type
+algorithm.advantage: adv_estimator scale_rewards
+data.domains.NAME.rewards: reward_funcs reward_weights
+rollout.drop_truncated: mask_truncated_completions
+model.path: model_name_or_path pretrain model_name
+model.dtype: bf16 fp16 torch_dtype
+data.domains.NAME.source: train_dataset dataset_name train_files
+data.validation.NAME.source: eval_dataset val_files
+run.folder: output_dir
+run.name: run_name experiment_name
+checkpoint.every: save_steps save_freq
+checkpoint.keep_last: save_total_limit
+evaluate.every: eval_steps test_freq
+observe.sinks: report_to
+infer.engine: use_vllm
+infer.vllm.gpu_memory_utilization: vllm_gpu_memory_utilization
+infer.vllm.tensor_parallel: vllm_tensor_parallel_size
+train.lora: use_peft peft_config
+train.lora.rank: lora_r lora_rank
+train.lora.alpha: lora_alpha
+train.lora.dropout: lora_dropout
+train.lora.targets: lora_target_modules target_modules
+train.parallel.recompute: gradient_checkpointing
+"""
+"""Our key (NAME: of a domain), and what other libraries call it."""
 
-GROUPS = "rollout.groups_per_step"
-BATCH = "train.batch_size"
-TOKENS = "sampling.max_tokens"
-KL = "algorithm.kl.coefficient"
-LR = "train.optimizer.lr"
-
-FOREIGN_NAMES: Mapping[str, tuple[str, ...]] = {
-    "num_generations": ("rollout.group_size",),
-    "n_samples_per_prompt": ("rollout.group_size",),
-    **dict.fromkeys(("generation_batch_size", "rollout_batch_size"), (GROUPS,)),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), (GROUPS, BATCH)),
-    **dict.fromkeys(("max_completion_length", "max_response_length", "max_new_tokens"), (TOKENS,)),
-    **dict.fromkeys(("response_length", "generate_max_len"), (TOKENS,)),
-    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), ("data.max_prompt_tokens",)),
-    **dict.fromkeys(("max_model_len", "max_seq_length", "max_seq_len"), ("infer.max_length",)),
-    **dict.fromkeys(("learning_rate", "actor_learning_rate"), (LR,)),
-    "critic_learning_rate": ("critic.optimizer.lr",),
-    **dict.fromkeys(("max_grad_norm", "grad_clip_norm"), ("train.optimizer.grad_clip",)),
-    "lr_scheduler_type": ("train.schedule.shape",),
-    "warmup_ratio": ("train.schedule.warmup_steps",),
-    **dict.fromkeys(("max_steps", "total_training_steps"), ("run.steps",)),
-    **dict.fromkeys(("num_train_epochs", "total_epochs", "num_episodes"), ("run.steps",)),
-    **dict.fromkeys(("num_iterations", "ppo_epochs", "num_ppo_epochs"), ("train.epochs",)),
-    **dict.fromkeys(("num_mini_batches", "ppo_mini_batch_size"), ("train.minibatches",)),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "ppo_micro_batch_size", "micro_train_batch_size"),
-        ("train.tokens_per_microbatch",),
-    ),
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "init_kl_coef"), (KL,)),
-    **dict.fromkeys(("epsilon", "cliprange", "clip_range", "clip_ratio"), ("algorithm.loss",)),
-    **dict.fromkeys(("epsilon_high", "clip_ratio_high", "loss_type"), ("algorithm.loss",)),
-    **dict.fromkeys(("adv_estimator", "scale_rewards"), ("algorithm.advantage",)),
-    **dict.fromkeys(("reward_funcs", "reward_weights"), ("data.domains.NAME.rewards",)),
-    "mask_truncated_completions": ("rollout.drop_truncated",),
-    **dict.fromkeys(("model_name_or_path", "pretrain", "model_name"), ("model.path",)),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), ("model.dtype",)),
-    **dict.fromkeys(
-        ("train_dataset", "dataset_name", "train_files"), ("data.domains.NAME.source",)
-    ),
-    **dict.fromkeys(("eval_dataset", "val_files"), ("data.validation.NAME.source",)),
-    "output_dir": ("run.folder",),
-    **dict.fromkeys(("run_name", "experiment_name"), ("run.name",)),
-    **dict.fromkeys(("save_steps", "save_freq"), ("checkpoint.every",)),
-    "save_total_limit": ("checkpoint.keep_last",),
-    **dict.fromkeys(("eval_steps", "test_freq"), ("evaluate.every",)),
-    "report_to": ("observe.sinks",),
-    "use_vllm": ("infer.engine",),
-    "vllm_gpu_memory_utilization": ("infer.vllm.gpu_memory_utilization",),
-    "vllm_tensor_parallel_size": ("infer.vllm.tensor_parallel",),
-    **dict.fromkeys(("use_peft", "peft_config"), ("train.lora",)),
-    **dict.fromkeys(("lora_r", "lora_rank"), ("train.lora.rank",)),
-    "lora_alpha": ("train.lora.alpha",),
-    "lora_dropout": ("train.lora.dropout",),
-    **dict.fromkeys(("lora_target_modules", "target_modules"), ("train.lora.targets",)),
-    "gradient_checkpointing": ("train.parallel.recompute",),
-}
+FOREIGN_NAMES: dict[str, list[str]] = {}
 """Name in another library -> our keys. The message suggests the first key that recipes of the
-pipeline have. NAME is the name of a domain."""
+pipeline have."""
+
+for _line in _THEIRS.strip().splitlines():
+    _ours, _, _names = _line.partition(": ")
+    for _name in _names.split():
+        FOREIGN_NAMES.setdefault(_name, []).append(_ours)

@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
-from pydantic_core import ErrorDetails
 
 from rollick.config.interpolation import interpolate
 from rollick.config.names import find
 from rollick.config.problems import KeyPath, Location, Problem, dotted, raise_problems
-from rollick.config.rules import algorithm, names, parallel, pipelines, roles, run, unused
+from rollick.config.rules import algorithm, names, roles, run, unused
 from rollick.config.rules.context import RULES, Context
 from rollick.config.schema import RECIPES, Recipe, parse_recipe, recipe_type
 from rollick.config.source import Node, apply_override, dump_yaml, from_plain, read_file
 from rollick.config.wording import ErrorTranslator, path_of, unknown_name
 from rollick.errors import ConfigError
 
-RULE_MODULES = (names, run, pipelines, algorithm, roles, parallel, unused)
+RULE_MODULES = (names, run, algorithm, roles, unused)
 """Importing these modules registers their rules."""
 
 PLACEHOLDERS: Mapping[str, Any] = {
@@ -144,10 +144,13 @@ def _validate(source: Node, problems: list[Problem], unsound: set[KeyPath]) -> R
     """Parse the recipe. Adds errors to `problems` and then returns a recipe without these parts."""
     data = source.plain()
     pipeline = source.child("pipeline")
-    if pipeline is not None and isinstance(pipeline.value, str) and _is_unknown(pipeline.value):
-        message, fix = unknown_name("pipelines", pipeline.value, own=False)
-        problems.append(Problem(pipeline.location, "pipeline", message, fix))
-        return None
+    if pipeline is not None and isinstance(pipeline.value, str):
+        name = pipeline.value
+        with suppress(ConfigError):  # Registered twice: a rule reports that.
+            if name not in RECIPES and find("pipelines", name) is None:
+                message, fix = unknown_name("pipelines", name, own=False)
+                problems.append(Problem(pipeline.location, "pipeline", message, fix))
+                return None
     try:
         return parse_recipe(data)
     except ValidationError as error:
@@ -156,20 +159,14 @@ def _validate(source: Node, problems: list[Problem], unsound: set[KeyPath]) -> R
         return _parse_valid_parts(data, wrong | unsound)
 
 
-def _is_unknown(pipeline: str) -> bool:
-    try:
-        return pipeline not in RECIPES and find("pipelines", pipeline) is None
-    except ConfigError:  # Registered twice: a rule reports that.
-        return False
-
-
 def _report(
     error: ValidationError, wording: ErrorTranslator, problems: list[Problem], unsound: set[KeyPath]
 ) -> set[KeyPath]:
     """Adds pydantic's errors to `problems` and `unsound`; returns the paths to drop."""
     reported = {problem.path for problem in problems}
     errors = error.errors(include_url=False)
-    quiet = _caused_by_other_errors(errors, wording, extends_was_read="extends" not in reported)
+    unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
+    misspelt = {(*loc[:-1], wording.nearest_key(loc)) for loc in unknown}
     wrong: set[KeyPath] = set()
     for item in errors:
         path, problem = wording.problem_of(item)
@@ -182,23 +179,11 @@ def _report(
                 unsound.add((*path[:-1], meant))
         else:
             unsound.add(bad)
-        if dotted(path) not in reported and item["loc"] not in quiet:
+        # A missing key may be misspelt, or in the recipe of `extends`, which could not be read.
+        is_caused = item["loc"] in misspelt or "extends" in reported
+        if dotted(path) not in reported and not (item["type"] == "missing" and is_caused):
             problems.append(problem)
     return wrong
-
-
-def _caused_by_other_errors(
-    errors: Sequence[ErrorDetails], wording: ErrorTranslator, *, extends_was_read: bool
-) -> set[tuple[str | int, ...]]:
-    """The locs of errors that another error causes.
-
-    These are a missing key that is present but misspelt, and all missing keys if the recipe in
-    `extends` could not be read (not `extends_was_read`).
-    """
-    unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
-    misspelt = {(*loc[:-1], wording.nearest_key(loc)) for loc in unknown}
-    missing = [item["loc"] for item in errors if item["type"] == "missing"]
-    return {loc for loc in missing if loc in misspelt or not extends_was_read}
 
 
 def _parse_valid_parts(data: dict[str, Any], wrong: Collection[KeyPath]) -> Recipe | None:

@@ -2,9 +2,12 @@
 
 Reading it imports nothing, so `rollick check` and `rollick list` need neither torch nor ray.
 Adding an implementation is one function and one line here. Other packages add names of their own
-by entry points (plugins.py).
+as entry points in the group `rollick.KIND`; only the metadata of packages is read, on first use.
 
     name -- find --> "module:attribute" -- resolve --> what a recipe uses
+
+    [project.entry-points."rollick.losses"]        in the pyproject.toml of another package
+    my_loss = "my_package.losses:my_loss"
 """
 
 from __future__ import annotations
@@ -15,12 +18,11 @@ import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollick.config.gym_tasks import GYM_TASKS
-from rollick.config.plugins import plugin_target, plugins
 from rollick.config.presets import PRESETS
 from rollick.errors import ConfigError
 
@@ -107,6 +109,28 @@ _OPEN: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+_GYM_TASKS = """
+    ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf
+    binary_alternation binary_matrix bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic
+    chain_sum circuit_logic codeio coin_flip color_cube_rotation complex_arithmetic count_bits
+    count_primes countdown course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice
+    emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life
+    game_of_life_halting gcd graph_color group_anagrams gsm_symbolic intermediate_integration
+    isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting
+    letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku
+    modulo_grid n_queens needle_haystack number_filtering number_format number_sequence
+    number_sorting palindrome_generation palindrome_partitioning path_star polynomial_equations
+    polynomial_multiplication pool_matrix power_function prime_factorization products
+    propositional_logic puzzle24 quantum_lock ransom_note rearc rectangle_count rotate_matrix
+    rotten_oranges rubiks_cube rush_hour self_reference sentence_reordering shortest_path
+    simple_equations simple_geometry simple_integration sokoban spell_backward spiral_matrix
+    string_insertion string_manipulation string_splitting string_synthesis sudoku survo syllogism
+    time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting
+    zebra_puzzles
+"""
+"""The tasks of the tested version of reasoning-gym; a test compares the list with the package.
+`composite` is left out: in a recipe, several tasks are several domains."""
+
 CLOSED: Mapping[str, Mapping[str, str]] = {
     "value_losses": _in("algorithms.value", "value"),
     "selections": {
@@ -134,7 +158,7 @@ CLOSED: Mapping[str, Mapping[str, str]] = {
         "truncated_mask": "rollick.algorithms.shaping:trained_members",
         "difficulty_mask": "rollick.algorithms.shaping:trained_members",
     },
-    "gym_tasks": dict.fromkeys(GYM_TASKS, "rollick.data.reasoning_gym_source:gym_rows"),
+    "gym_tasks": dict.fromkeys(_GYM_TASKS.split(), "rollick.data.reasoning_gym_source:gym_rows"),
     "presets": dict.fromkeys(PRESETS, "rollick.config.presets:PRESETS"),
 }
 """Kinds that are settings of a part and not names to import: other packages cannot add to them."""
@@ -159,19 +183,59 @@ def names_of(kind: str) -> list[str]:
     return list(dict.fromkeys([*NAMES[kind], *(() if kind in CLOSED else plugins(kind))]))
 
 
+class Plugin(NamedTuple):
+    """One registered name: the package, and its target as module:attribute."""
+
+    package: str
+    target: str
+
+
+def plugins(kind: str) -> Mapping[str, list[Plugin]]:
+    """The plugins of one kind, such as `losses`: name -> registrations, sorted by name."""
+    # Cached by sys.path, so that packages added to it later are found.
+    return _registered(kind, tuple(sys.path))
+
+
+@cache
+def _registered(kind: str, path: tuple[str, ...]) -> dict[str, list[Plugin]]:
+    table: dict[str, set[Plugin]] = {}
+    for entry in _entry_points(path).select(group=f"rollick.{kind}"):
+        package = entry.dist.name if entry.dist else "an unknown package"
+        table.setdefault(entry.name, set()).add(Plugin(package, entry.value.strip()))
+    return {name: sorted(table[name]) for name in sorted(table)}
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> Any:
+    # Any: its class depends on the version of Python. Imported on first use: most importers of this
+    # module never look up a plugin.
+    from importlib.metadata import entry_points
+
+    return entry_points()
+
+
 def find(kind: str, name: str) -> str | None:
     """Where `name` is, as module:attribute (or file.py:name); None if it is unknown.
 
-    ConfigError if more than one registered it. Nothing is imported.
+    ConfigError if more than one registered it: the meaning of a recipe must not depend on what else
+    is installed. Nothing is imported.
     """
     if is_reference(name):
         return name
     own = NAMES[kind].get(name)
-    if kind in CLOSED:
+    registered = () if kind in CLOSED else plugins(kind).get(name, ())
+    if not registered:
         return own
-    target = plugin_target(kind, name, own=own)
-    if target is not None and not is_reference(target):
-        message = f"{name!r} of the {kind.replace('_', ' ')} is registered as {target!r}"
+    whose = f"{name!r} of the {kind.replace('_', ' ')}"
+    packages = [plugin.package for plugin in registered]
+    if own or len(packages) > 1:
+        owners = ["rollick itself", *packages] if own else packages
+        remove = (" and " if own else " or ").join(packages)
+        fix = f"uninstall {remove}, or name its function as package.module:function"
+        raise ConfigError(f"{whose} is registered by {' and by '.join(owners)}", fix=fix)
+    target = registered[0].target
+    if not is_reference(target):
+        message = f"{whose} is registered as {target!r}"
         raise ConfigError(message, fix="its package must register it as module:attribute")
     return target
 
@@ -189,7 +253,6 @@ def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
 
 
 def load_reference(name: str, *, base: Path | None = None) -> Any:
-    """Import `file.py:name` or `package.module:name`."""
     where, _, attribute = name.partition(":")
     module = _load_file(where, base) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, attribute):

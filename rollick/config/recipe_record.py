@@ -161,7 +161,6 @@ def _imported_names(file: Path) -> Iterator[str]:
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of all settings."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten_settings(cast("Mapping[str, Any]", value), f"{prefix}{name}.")

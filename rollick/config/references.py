@@ -115,7 +115,7 @@ def _parse(path: Path, where: str) -> ast.Module:
         raise ConfigError(f"{where} cannot be read: {error}") from error
 
 
-def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
+def _definitions(body: Sequence[ast.AST]) -> Iterator[tuple[str, Definition]]:
     """Names bound at the top of a module, also inside if, try and with."""
     for statement in body:
         match statement:
@@ -128,18 +128,12 @@ def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, Definition]]:
             case ast.Import() | ast.ImportFrom():
                 for alias in statement.names:
                     yield alias.asname or alias.name.split(".")[0], UNKNOWN
-            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While():
-                yield from _definitions(_inner_statements(statement))
+            case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While() | ast.ExceptHandler():
+                yield from _definitions(list(ast.iter_child_nodes(statement)))
             case _:
                 for name in ast.walk(statement):
                     if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                         yield name.id, UNKNOWN
-
-
-def _inner_statements(statement: ast.stmt) -> list[ast.stmt]:
-    parts = list(ast.iter_child_nodes(statement))
-    handled = [item for part in parts if isinstance(part, ast.ExceptHandler) for item in part.body]
-    return [part for part in parts if isinstance(part, ast.stmt)] + handled
 
 
 def _parameters(arguments: ast.arguments) -> Parameters:

@@ -224,20 +224,18 @@ class _Builder:
         if self.count > MAX_NODES:
             raise yaml.YAMLError(f"it has more than {MAX_NODES} values")
         self.open.add(id(raw))
-        value = self._value(raw, path)
+        if isinstance(raw, yaml.MappingNode):
+            value = self._mapping(raw, path)
+        elif isinstance(raw, yaml.SequenceNode):
+            items = enumerate(raw.value)
+            value = [self.build(item, (*path, i), self.location(item)) for i, item in items]
+        else:
+            value = self._scalar(raw, path)
         self.open.discard(id(raw))
         return Node(value, location, key_location)
 
     def location(self, raw: yaml.Node) -> Location:
         return Location(self.origin, raw.start_mark.line + 1, raw.start_mark.column + 1)
-
-    def _value(self, raw: yaml.Node, path: KeyPath) -> Any:
-        if isinstance(raw, yaml.MappingNode):
-            return self._mapping(raw, path)
-        if isinstance(raw, yaml.SequenceNode):
-            items = enumerate(raw.value)
-            return [self.build(item, (*path, i), self.location(item)) for i, item in items]
-        return self._scalar(raw, path)
 
     def _mapping(self, raw: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
         values: dict[str, Node] = {}

@@ -86,7 +86,9 @@ class ErrorTranslator:
             return path, self._missing_key(path, loc)
         path = path_of(loc, source)
         if error["type"] == "union_tag_not_found":
-            return path, _unknown_part(error, path, source)
+            where = (*path, "name") if source.find((*path, "name")) else path
+            message, fix = unknown_name(PART_KINDS[str(path[-1])], error["input"]["name"], own=True)
+            return path, Problem(source.nearest(where).location, dotted(where), message, fix)
         node = source.nearest(path)
         if error["type"] == "extra_forbidden":
             message, fix = self._unknown_key(path, loc)
@@ -166,13 +168,6 @@ def unknown_name(kind: str, name: object, *, own: bool) -> tuple[str, str]:
     return message, did_you_mean(name, known) or ("or your own as file.py:name" if own else "")
 
 
-def _unknown_part(error: ErrorDetails, path: KeyPath, source: Node) -> Problem:
-    """A part of the algorithm with an unknown name."""
-    where = (*path, "name") if source.find((*path, "name")) else path
-    message, fix = unknown_name(PART_KINDS[str(path[-1])], error["input"]["name"], own=True)
-    return Problem(source.nearest(where).location, dotted(where), message, fix)
-
-
 def _wrong_value(error: ErrorDetails, path: KeyPath) -> tuple[str, str]:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     if path[-2:-1] == ("options",):
@@ -212,28 +207,23 @@ def _section_at(recipe: type[Recipe], loc: Sequence[str | int]) -> type[Section]
     """The section of the schema that a loc leads to."""
     kind: Any = recipe
     for part in loc:
-        kind = _without_none(_step(kind, part))
+        if isinstance(kind, type) and issubclass(kind, Section):
+            kind = kind.model_fields[str(part)].annotation
+        elif get_origin(kind) in (dict, Mapping):
+            kind = get_args(kind)[1]
+        elif get_origin(kind) is tuple:
+            kind = get_args(kind)[0]
+        else:
+            kind = next(arg for arg in get_args(kind) if str(part) in union_tags(arg))
+        kind = _unwrapped(kind)
     return kind
 
 
-def _step(kind: Any, part: str | int) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Section):
-        kind = kind.model_fields[str(part)].annotation
-    elif get_origin(kind) in (dict, Mapping):
-        kind = get_args(kind)[1]
-    elif get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
-    else:
-        kind = next(arg for arg in get_args(kind) if str(part) in union_tags(arg))
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
-def _without_none(kind: Any) -> Any:
-    """The section of `Section | None`."""
-    if type(None) not in get_args(kind):
-        return kind
-    (section,) = (arg for arg in get_args(kind) if arg is not type(None))
-    return get_args(section)[0] if get_origin(section) is Annotated else section
+def _unwrapped(kind: Any) -> Any:
+    """The type inside `Annotated[X, ...]` and `X | None`."""
+    while get_origin(kind) is Annotated or type(None) in get_args(kind):
+        kind = next(arg for arg in get_args(kind) if arg is not type(None))
+    return kind
 
 
 def _all_keys(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

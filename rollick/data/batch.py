@@ -70,7 +70,6 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
         values = (getattr(self, spec.name) for spec in fields(self))
         return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-from rollick.config.names import nearest
+from rollick.config.problems import did_you_mean
 from rollick.config.schema import DistillDomain, Domain, DpoDomain, SftDomain
 from rollick.data.sources import RawRow, describe_value
 from rollick.errors import DataError
@@ -103,7 +103,6 @@ def _to_prompt(row: Any, config: Domain, *, domain: str, number: int) -> Prompt:
 
 
 def answer_columns(config: Domain) -> dict[AnswerKind, str]:
-    """The columns with given answers, by kind."""
     if isinstance(config, DpoDomain):
         return {"chosen": config.chosen, "rejected": config.rejected}
     if isinstance(config, SftDomain | DistillDomain) and config.completion is not None:
@@ -170,9 +169,9 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _missing(name: str, row: Row) -> _Unusable:
-    close = nearest(name, [str(column) for column in row], count=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return _Unusable("missing_column", f"no {name!r} among {', '.join(map(str, row))}{hint}")
+    columns = [str(column) for column in row]
+    problem, hint = f"no {name!r} among {', '.join(columns)}", did_you_mean(name, columns)
+    return _Unusable("missing_column", f"{problem}; {hint}" if hint else problem)
 
 
 def check_source(

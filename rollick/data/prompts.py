@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -83,8 +82,6 @@ class PromptStream:
         self._credit = dict.fromkeys(self._domains, 0.0)
         self._orders: dict[tuple[str, int], Sequence[int]] = {}
         self._by_uid: dict[str, Prompt] = {}
-        # Positions of prompts that are not retired, by epoch; valid until `update_selection`.
-        self._active: dict[tuple[str, int], Sequence[int]] = {}
 
     @classmethod
     def open(
@@ -156,7 +153,6 @@ class PromptStream:
         self._curriculum.update()
         if self._trained_shares is not None:
             self._trained_shares.update()
-        self._active.clear()
 
     def metrics(self) -> dict[str, float]:
         return {"data/quarantined": float(self._bad_row_count)} | self._curriculum.metrics()
@@ -211,7 +207,6 @@ class PromptStream:
         self._curriculum.restore(state["curriculum"])
         if self._trained_shares is not None and state["shares"] is not None:
             self._trained_shares.restore(state["shares"])
-        self._active.clear()
 
     def _check_same_order(self, state: Mapping[str, Any]) -> None:
         if set(state["domains"]) != set(self._domains):
@@ -251,10 +246,12 @@ class PromptStream:
         Ends with the next epoch, so that every prompt occurs. At least one is not retired.
         """
         start, size = self._drawn[domain.name], len(domain.prompts)
-        for epoch in (start // size, start // size + 1):
-            order, active = self._order_of(domain, epoch), self._active_positions(domain, epoch)
-            for n in range(bisect_left(active, start - epoch * size), len(active)):
-                yield epoch * size + active[n], domain.prompts[order[active[n]]]
+        retired = self._curriculum.retired(domain.name)
+        for position in range(start, (start // size + 2) * size):
+            epoch, n = divmod(position, size)
+            prompt = domain.prompts[self._order_of(domain, epoch)[n]]
+            if prompt.uid not in retired:
+                yield position, prompt
 
     def _near_half(self, domain: _Domain, position: int) -> Prompt | None:
         """The prompt to draw from the next `window` ones; None if all are in flight.
@@ -277,17 +274,6 @@ class PromptStream:
             if prompt.uid not in seen and not self._curriculum.in_flight[prompt.uid]:
                 seen.add(prompt.uid)
                 yield prompt
-
-    def _active_positions(self, domain: _Domain, epoch: int) -> Sequence[int]:
-        """The positions in the epoch's order whose prompts are not retired, ascending."""
-        retired, order = self._curriculum.retired(domain.name), self._order_of(domain, epoch)
-        if not retired:
-            return range(len(order))
-        if (domain.name, epoch) not in self._active:
-            uids = [domain.prompts[row].uid for row in order]
-            active = [n for n, uid in enumerate(uids) if uid not in retired]
-            self._active[domain.name, epoch] = active
-        return self._active[domain.name, epoch]
 
     def _order_of(self, domain: _Domain, epoch: int) -> Sequence[int]:
         """The permutation of an epoch, determined by seed, domain and epoch."""

@@ -114,12 +114,10 @@ def _locate(source: str, base: Path) -> Path:
 
 
 def _file_rows(path: Path, source: str) -> Iterator[RawRow]:
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _jsonl_rows(path, source)
-    if path.suffix == ".json":
-        return _json_rows(path, source)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path, source)
+    readers = {".jsonl": _jsonl_rows, ".jsonl.gz": _jsonl_rows, ".json": _json_rows}
+    for ending, read in {**readers, ".parquet": _parquet_rows}.items():
+        if path.name.endswith(ending):
+            return read(path, source)
     raise DataError(
         f"{source} has an unsupported file type",
         fix="use .jsonl, .jsonl.gz, .json or .parquet, hub:NAME, or file.py:function",

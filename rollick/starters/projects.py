@@ -11,7 +11,6 @@ FILES = ("recipe.yaml", "tasks.py", "README.md")
 
 
 def starter_names() -> list[str]:
-    """The available projects."""
     return sorted(path.parent.name for path in HERE.glob("*/recipe.yaml"))
 
 

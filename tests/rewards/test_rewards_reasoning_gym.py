@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollick.config.gym_tasks import GYM_TASKS
+from rollick.config.names import NAMES
 from rollick.config.schema import Domain, RewardSpec
 from rollick.data.sources import read_rows
 from rollick.errors import DataError
@@ -29,6 +29,7 @@ from rollick.rewards.reasoning_gym_scores import (
     reasoning_gym,
 )
 
+GYM_TASKS = tuple(NAMES["gym_tasks"])
 SETTINGS = json.dumps({"seed": 3, "size": 2})
 WITHOUT_REFERENCE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks with many right answers, that give none."""

@@ -1,7 +1,6 @@
 """Rules about the parts of an algorithm of the RL step: the recipe's, and those of domains.
 
-roles.py checks reference, critic and teacher; pipelines.py checks pipelines that learn from given
-answers.
+roles.py checks reference, critic and teacher.
 """
 
 from __future__ import annotations

@@ -13,7 +13,15 @@ from typing import TypeVar
 
 from rollick.config.devices import Device, parse_devices
 from rollick.config.problems import KeyPath, Problem, dotted
-from rollick.config.schema import Domain, Recipe, RlRecipe
+from rollick.config.schema import (
+    Domain,
+    EnvironmentSpec,
+    Recipe,
+    RewardSpec,
+    RlRecipe,
+    environment_of,
+    rewards_of,
+)
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.source import Node
 from rollick.errors import ConfigError
@@ -69,6 +77,18 @@ class Context:
     def domains_of(self, kind: type[D]) -> Iterator[tuple[KeyPath, D]]:
         """The sound domains of one class."""
         return ((path, item) for path, item in self.domains() if isinstance(item, kind))
+
+    def rewards(self) -> Iterator[tuple[KeyPath, RewardSpec]]:
+        """The rewards of the sound domains."""
+        for path, domain in self.domains():
+            for index, reward in enumerate(rewards_of(domain)):
+                yield (*path, "rewards", index), reward
+
+    def environments(self) -> Iterator[tuple[KeyPath, EnvironmentSpec]]:
+        """The environments of the sound domains."""
+        for path, domain in self.domains():
+            if (environment := environment_of(domain)) is not None:
+                yield (*path, "environment"), environment
 
     def algorithms(self, *parts: str) -> Iterator[tuple[KeyPath, AlgorithmConfig]]:
         """The algorithms of an RL recipe in which these parts are sound: the recipe's, if a domain

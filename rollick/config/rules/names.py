@@ -104,11 +104,14 @@ def _read(context: Context, name: str) -> Definition | ConfigError:
 
 @rule()
 def _check_rewards(context: Context) -> Problems:
+    for section, reward in context.rewards():
+        yield from _check_reward(context, reward, section)
     for path, domain in context.domains():
-        for index, reward in enumerate(schema.rewards_of(domain)):
-            section = (*path, "rewards", index)
-            yield from _check_reward(context, reward, section)
-        yield from _check_duplicate_rewards(context, path, domain)
+        names = [reward.name for reward in schema.rewards_of(domain)]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                message = f"{name!r} is already a reward of this domain"
+                yield context.problem((*path, "rewards", index), message, "name each reward once")
 
 
 def _check_reward(context: Context, reward: schema.RewardSpec, section: KeyPath) -> Problems:
@@ -153,14 +156,6 @@ def _check_parameters(
             yield context.problem(path, f"{reward.name} has no parameter {option!r}", advice)
 
 
-def _check_duplicate_rewards(context: Context, path: KeyPath, domain: schema.Domain) -> Problems:
-    names = [reward.name for reward in schema.rewards_of(domain)]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            message = f"{name!r} is already a reward of this domain"
-            yield context.problem((*path, "rewards", index), message, "name each reward once")
-
-
 def _unknown_object(context: Context, name: str) -> tuple[str, str]:
     if context.objects:
         known = ", ".join(f"object:{known}" for known in context.objects)
@@ -195,11 +190,8 @@ def _check_sources(context: Context) -> Problems:
 
 @rule()
 def _check_environment_names(context: Context) -> Problems:
-    for path, domain in context.domains():
-        environment = schema.environment_of(domain)
-        if environment is None:
-            continue
-        name, where = environment.name, context.name_path((*path, "environment"))
+    for path, environment in context.environments():
+        name, where = environment.name, context.name_path(path)
         if not is_reference(name):
             yield from _check_known(context, where, "environments", name, own=True)
         elif isinstance(problem := _read(context, name), ConfigError):
@@ -256,8 +248,8 @@ def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
         kind = domain.source.partition(":")[0]
         if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
             yield (*path, "source"), "rewards", domain.source
-        if (environment := schema.environment_of(domain)) is not None:
-            yield (*path, "environment"), "environments", environment.name
-        for index, reward in enumerate(schema.rewards_of(domain)):
-            if not reward.name.startswith("object:"):
-                yield (*path, "rewards", index), "rewards", reward.name
+    for path, environment in context.environments():
+        yield path, "environments", environment.name
+    for path, reward in context.rewards():
+        if not reward.name.startswith("object:"):
+            yield path, "rewards", reward.name

@@ -1,12 +1,16 @@
-"""Rules about domains, sampling, validation, the schedule and the cluster."""
+"""Rules about pipelines, domains, sampling, validation, time limits and the schedule."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from rollick.config import schema
 from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
+from rollick.config.rules.algorithm import looks_at_scores
 from rollick.config.rules.context import Context, Problems, rule
 
+ADD_A_REWARD = "add rewards: [NAME]; see `rollick list`"
 PROGRAM_SECONDS = {"timeout_s": 10.0, "program_s": 5.0}
 """Default of the option with which the reward `code` and the environment `tools` limit programs."""
 ROUNDS = 2
@@ -117,23 +121,20 @@ def _check_program_time(context: Context) -> Problems:
     """A program that runs to its time limit is judged. If the pool ended its call first, the sample
     would be masked, which a policy could choose."""
     config = context.recipe
-    limits = {"rewards": config.rewards.timeout_s, "steps": config.environments.step_timeout_s}
-    for path, domain in context.domains():
-        for index, reward in enumerate(schema.rewards_of(domain)):
-            if reward.name == "code":
-                where, seconds = (*path, "rewards", index), reward.options.get("timeout_s")
-                yield from _check_fits(context, where, "timeout_s", seconds, limits["rewards"])
-        environment = schema.environment_of(domain)
-        if environment is None or environment.name != "tools":
-            continue
-        if "python" in str(environment.options.get("tools")):
-            where, seconds = (*path, "environment"), environment.options.get("program_s")
-            yield from _check_fits(context, where, "program_s", seconds, limits["steps"])
+    for path, reward in context.rewards():
+        if reward.name == "code":
+            limit_s = config.rewards.timeout_s
+            yield from _check_fits(context, path, "timeout_s", reward.options, limit_s)
+    for path, environment in context.environments():
+        options, limit_s = environment.options, config.environments.step_timeout_s
+        if environment.name == "tools" and "python" in str(options.get("tools")):
+            yield from _check_fits(context, path, "program_s", options, limit_s)
 
 
 def _check_fits(
-    context: Context, section: KeyPath, option: str, given: object, limit_s: float
+    context: Context, section: KeyPath, option: str, options: Mapping[str, object], limit_s: float
 ) -> Problems:
+    given = options.get(option)
     seconds = PROGRAM_SECONDS[option] if given is None else given
     if isinstance(seconds, int | float) and ROUNDS * seconds > limit_s:
         kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
@@ -155,34 +156,99 @@ def _check_warmup_steps(context: Context) -> Problems:
 @rule()
 def _check_domain_tasks(context: Context) -> Problems:
     for path, domain in context.domains():
-        environment = schema.environment_of(domain)
+        environment, agent = schema.environment_of(domain), schema.agent_of(domain)
         if not domain.source and environment is None:
             message = "there is neither a source of prompts nor an environment"
             yield context.problem((*path, "source"), message, "name a file, or an environment")
-        if schema.agent_of(domain) is not None:
-            yield from _check_agent(context, path, domain)
-        if environment is not None:
-            yield from _check_environment(context, path, domain, environment)
+        if environment is not None and environment.columns and not domain.source:
+            message = "there are no columns: the domain has no source of rows"
+            yield context.problem((*path, "environment", "columns"), message, "remove it")
+        if agent is not None and environment is not None:
+            fix = "keep one of the two; an agent can hold an environment of its own"
+            message = "the domain has an environment already"
+            yield context.problem((*path, "agent"), message, fix)
+        if agent is not None and not (context.base / agent).is_file():
+            fix = "give the path of a Python script relative to the recipe"
+            yield context.problem((*path, "agent"), f"there is no file {agent!r}", fix)
 
 
-def _check_environment(
-    context: Context, path: KeyPath, domain: schema.Domain, environment: schema.EnvironmentSpec
-) -> Problems:
-    if environment.columns and not domain.source:
-        message = "there are no columns: the domain has no source of rows"
-        yield context.problem((*path, "environment", "columns"), message, "remove it")
-    window = environment.window
-    if window and window.carried >= window.turns:
-        message = f"{window.carried} turns leave no room in a window of {window.turns}"
-        where = (*path, "environment", "window", "carried")
-        yield context.problem(where, message, "carry fewer turns than the window has")
+@rule()
+def _check_windows(context: Context) -> Problems:
+    for path, environment in context.environments():
+        window = environment.window
+        if window and window.carried >= window.turns:
+            message = f"{window.carried} turns leave no room in a window of {window.turns}"
+            fix = "carry fewer turns than the window has"
+            yield context.problem((*path, "window", "carried"), message, fix)
 
 
-def _check_agent(context: Context, path: KeyPath, domain: schema.Domain) -> Problems:
-    where, script = (*path, "agent"), schema.agent_of(domain)
-    if schema.environment_of(domain) is not None:
-        fix = "keep one of the two; an agent can hold an environment of its own"
-        yield context.problem(where, "the domain has an environment already", fix)
-    if not (context.base / str(script)).is_file():
-        fix = "give the path of a Python script relative to the recipe"
-        yield context.problem(where, f"there is no file {script!r}", fix)
+@rule("pipeline")
+def _check_training_targets(context: Context) -> Problems:
+    for path, domain in context.domains_of(schema.TrainingDomain):
+        if isinstance(domain, schema.SftDomain):
+            if domain.completion is None and domain.environment is None:
+                fix = "name the column with the answer to imitate, or an environment to solve"
+                yield context.problem((*path, "completion"), "pipeline sft needs it", fix)
+        elif isinstance(domain, schema.RlvrDomain):
+            scored = bool(domain.rewards) or schema.environment_of(domain) is not None
+            if not scored and _needs_rewards(context, path, domain):
+                message = f"pipeline {context.recipe.pipeline} needs a reward"
+                yield context.problem((*path, "rewards"), message, ADD_A_REWARD)
+
+
+def _needs_rewards(context: Context, path: KeyPath, domain: schema.RlvrDomain) -> bool:
+    own = domain.algorithm is not None
+    is_sound = context.is_sound((*path, "algorithm") if own else ("algorithm",))
+    assert context.rl is not None
+    return is_sound and looks_at_scores(domain.algorithm or context.rl.algorithm)
+
+
+@rule("pipeline")
+def _check_validation_rewards(context: Context) -> Problems:
+    for path, domain in context.domains_of(schema.ValidationDomain):
+        if not domain.rewards and domain.environment is None:
+            yield context.problem((*path, "rewards"), "validation needs a reward", ADD_A_REWARD)
+
+
+@rule("pipeline", "data.domains")
+def _check_agentic_has_environment(context: Context) -> Problems:
+    domains = [domain for _, domain in context.domains_of(schema.AgenticDomain)]
+    acts = any(domain.environment or domain.agent is not None for domain in domains)
+    if isinstance(context.recipe, schema.AgenticRecipe) and not acts:
+        message = "agentic needs a domain with an environment or an agent"
+        fix = "give one an environment: NAME, or use pipeline: rlvr"
+        yield context.problem("pipeline", message, fix)
+
+
+@rule("data.selection", "rollout.group_size")
+def _check_prompt_selection(context: Context) -> Problems:
+    if context.rl is None:
+        return
+    selection = context.rl.data.selection
+    if selection.near_half_window == 1:
+        message = "1 leaves nothing to choose from"
+        yield context.problem("data.selection.near_half_window", message, "use 2 or more, or 0")
+    # With groups of g samples, the tries of a prompt tend to g + g d + g d^2 + ... = g / (1 - d).
+    group_size, decay = context.rl.rollout.group_size, selection.decay
+    tries = selection.retire.min_tries if selection.retire else 0
+    if group_size < tries * (1 - decay):
+        most = group_size / (1 - decay)
+        message = f"{decay:g} lets a prompt have at most {most:.3g} tries, so none retires"
+        fix = f"data.selection.retire.min_tries is {tries}: lower it, or raise this towards 1"
+        yield context.problem("data.selection.decay", message, fix)
+
+
+@rule("train.minibatches", "train.batch_size", "rollout")
+def _check_minibatch_count(context: Context) -> Problems:
+    recipe, minibatches = context.recipe, context.recipe.train.minibatches
+    if isinstance(recipe, schema.RlRecipe):
+        samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
+        kind, raised = "samples", "rollout.groups_per_step or rollout.group_size"
+    elif isinstance(recipe, schema.SupervisedRecipe):
+        samples, raised = recipe.train.batch_size, "train.batch_size"
+        kind = "pairs" if recipe.pipeline == "dpo" else "examples"
+    else:
+        return
+    if minibatches > samples:
+        message = f"{minibatches} is more than the {samples} {kind} of a step"
+        yield context.problem("train.minibatches", message, f"lower it, or raise {raised}")

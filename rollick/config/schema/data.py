@@ -241,18 +241,15 @@ class DistillDomain(TrainingDomain):
 
 
 def environment_of(domain: Domain) -> EnvironmentSpec | None:
-    """The environment of a domain of any kind."""
     has_one = isinstance(domain, AgenticDomain | SftDomain | ValidationDomain)
     return domain.environment if has_one else None
 
 
 def agent_of(domain: Domain) -> str | None:
-    """The agent script of a domain of any kind."""
     return domain.agent if isinstance(domain, AgenticDomain | ValidationDomain) else None
 
 
 def rewards_of(domain: Domain) -> tuple[RewardSpec, ...]:
-    """The rewards of a domain of any kind."""
     return domain.rewards if isinstance(domain, ScoredDomain) else ()
 
 

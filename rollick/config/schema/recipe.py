@@ -126,7 +126,6 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return self.evaluate.sampling.resolve(temperature=0).max_tokens
 
     def evaluation_sampling(self, domain: str) -> Sampling:
-        """The sampling of a domain for validation."""
         held_out = self.data.validation.get(domain)
         own = held_out.sampling if held_out else SamplingConfig()
         chain = own.over(self.evaluate.sampling.over(self._inherited_limits(domain)))
@@ -175,7 +174,6 @@ class RlRecipe(Recipe, frozen=True):
     """Learns from samples of the policy."""
 
     data: RlDataConfig[RlvrDomain]
-    """Prompts to train and to validate on."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training samples."""
     rollout: RolloutConfig = RolloutConfig()
@@ -187,9 +185,7 @@ class RlRecipe(Recipe, frozen=True):
     teacher: TeacherConfig | None = None
     """The teacher, if an advantage or loss needs one."""
     devices: RlDevices = RlDevices()
-    """The devices of each role."""
     observe: RlObserveConfig = RlObserveConfig()
-    """Records and views."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
@@ -215,7 +211,6 @@ class RlRecipe(Recipe, frozen=True):
         return max(limits, default=self.sampling.resolve(temperature=1).max_tokens)
 
     def training_sampling(self, domain: str) -> Sampling:
-        """The sampling of a domain for training."""
         own = self.data.domains[domain].sampling
         return own.over(self.sampling).resolve(temperature=1.0)
 
@@ -236,9 +231,8 @@ class RlRecipe(Recipe, frozen=True):
 
     def keeps_no_signal(self, domain: str) -> bool:
         """Whether groups of the domain are trained on although equal scores give no gradient."""
-        return self._algorithm_of(domain).needs_different_scores and not self.drops_no_signal(
-            domain
-        )
+        algorithm = self._algorithm_of(domain)
+        return algorithm.needs_different_scores and not self.drops_no_signal(domain)
 
     @property
     def optimizer_steps(self) -> int:
@@ -271,7 +265,6 @@ class SupervisedRecipe(Recipe, frozen=True):
     """Learns from given answers."""
 
     train: SupervisedTrainConfig = SupervisedTrainConfig()
-    """The learner."""
 
 
 class SftRecipe(SupervisedRecipe, frozen=True):
@@ -300,7 +293,6 @@ class DpoRecipe(SupervisedRecipe, frozen=True):
     algorithm: DpoAlgorithm = DpoAlgorithm()
     """The loss of a pair."""
     devices: DpoDevices = DpoDevices()
-    """The devices of each role."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
@@ -320,7 +312,6 @@ class DistillRecipe(SupervisedRecipe, frozen=True):
     algorithm: DistillAlgorithm = DistillAlgorithm()
     """The divergence from the teacher."""
     devices: DistillDevices = DistillDevices()
-    """The devices of each role."""
 
     @property
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
@@ -339,7 +330,6 @@ RECIPES: Mapping[str, type[Recipe]] = {
 
 
 def recipe_type(data: Mapping[str, Any]) -> type[Recipe]:
-    """The class of a recipe given as plain values."""
     pipeline = data.get("pipeline", "rlvr")
     return RECIPES.get(pipeline, PluginRecipe) if isinstance(pipeline, str) else PluginRecipe
 
@@ -358,5 +348,4 @@ def rl_recipe(recipe: Recipe) -> RlRecipe:
 
 
 def teacher_of(recipe: Recipe) -> TeacherConfig | None:
-    """The teacher of a recipe of any pipeline."""
     return recipe.teacher if isinstance(recipe, RlRecipe | DistillRecipe) else None

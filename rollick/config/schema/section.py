@@ -26,8 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from rollick.config.names import NAMES, is_reference
-from rollick.config.plugins import plugins
+from rollick.config.names import NAMES, is_reference, plugins
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -58,10 +57,12 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """The docstring below a field is its description. pydantic's use_attribute_docstrings does
-        the same, but reads the source of each class by itself: a quarter of a command's start."""
-        for name, text in _field_docstrings(cls.__module__).get(cls.__qualname__, {}).items():
-            cls.model_fields[name].description = text
+        """The docstring below a field is its description, also where a subclass redefines the field
+        without one. pydantic's use_attribute_docstrings reads the source of each class by itself: a
+        quarter of a command's start."""
+        for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
+            for name, text in _field_docstrings(base.__module__).get(base.__qualname__, {}).items():
+                cls.model_fields[name].description = text
 
     @field_validator("*", mode="before")
     @classmethod
