@@ -17,9 +17,8 @@ from ranks import Ranks, all_logprobs, own_part
 from tiny_mixture import save_tiny_mixture, widen_norms
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.losses import LossInputs, gspo, ppo
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.sequence_losses import gspo
 from rollick.config.schema import Recipe
 from rollick.config.schema.losses import GspoLoss, PpoLoss
 from rollick.data.batch import Batch
