@@ -23,16 +23,14 @@ from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
 from rollick.models.attention.varlen import VARLEN, unsupported_layer_types
-from rollick.models.decoder.batch_invariant import use_batch_invariant_kernels
-from rollick.models.decoder.tiled_linear import deterministic_threads, tile_linears
+from rollick.models.decoder.batch_invariant import tile_linears, use_batch_invariant_kernels
 from rollick.models.decoder.training import hidden_states, prepare_decoder, run_decoder
-from rollick.models.loading.load import load_config, load_model
-from rollick.models.loading.permissions import inherit_permissions
+from rollick.models.loading.load import inherit_permissions, load_config, load_model
 from rollick.models.loading.probe import check_learner
 from rollick.models.loading.rope import check_lengths, fix_rope
 from rollick.trainer.microbatch import PackedBatch, microbatches, pack
 from rollick.trainer.offload import OffloadedTensors
-from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
+from rollick.trainer.optimizer import MasterAdamW, TotalNorm, check_gradient_dtype
 from rollick.trainer.snapshot import SnapshotMemory
 from rollick.trainer.strategy import LossReport, OptimReport, TrainState
 
@@ -56,7 +54,11 @@ def check_packable(model: ModelConfig) -> None:
         )
 
 
-def policy_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> MasterAdamW:
+def policy_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    recipe: Recipe,
+    total_norm: TotalNorm | None = None,
+) -> MasterAdamW:
     train = recipe.train
     return MasterAdamW(
         parameters,
@@ -64,6 +66,7 @@ def policy_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Rec
         peak_lr=train.peak_lr,
         schedule=train.schedule,
         total_steps=recipe.optimizer_steps,
+        total_norm=total_norm,
     )
 
 
@@ -101,7 +104,9 @@ class TrainableModel:
         for parameter in () if optimizer is None else optimizer.parameters.values():
             parameter.requires_grad_(True)
         if self.deterministic:
-            deterministic_threads(recipe.run.threads or 1)
+            # With more than one thread, results repeat only for equal batches: element-wise kernels
+            # divide the work by the batch's size, which can change a row's bits.
+            torch.set_num_threads(recipe.run.threads or 1)
             tile_linears(module)
         elif self.batch_invariant:
             use_batch_invariant_kernels(module)

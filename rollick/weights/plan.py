@@ -102,7 +102,8 @@ def plan_publish(
     unsharded = device_map.ranks("policy") == 1
     channels: dict[int, Channel] = {}
     for rank, location in sorted(generators.items()):
-        on_gpus = unsharded and _both_on_gpus(device_map, rank)
+        ends = device_map.roles["policy"][0], device_map.roles["generators"][rank]
+        on_gpus = unsharded and all(device.kind == "cuda" for device in ends)
         channels[rank] = _channel(policy, location, config, on_gpus=on_gpus)
         _check_possible(channels[rank], rank, policy, location, on_gpus=on_gpus)
     adding = (rank for rank, location in generators.items() if location.adapters)
@@ -122,11 +123,6 @@ def _channel(
     if location.process == policy.process:
         return "direct"
     return "cuda_ipc" if on_gpus else "host"
-
-
-def _both_on_gpus(device_map: DeviceMap, rank: int) -> bool:
-    ends = (device_map.roles["policy"][0], device_map.roles["generators"][rank])
-    return all(device.kind == "cuda" for device in ends)
 
 
 def _check_possible(

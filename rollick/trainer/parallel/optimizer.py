@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rollick.config.schema import Recipe
-from rollick.trainer.optimizer import MasterAdamW
 from rollick.trainer.parallel.checkpoint import like
 from rollick.trainer.parallel.collectives import all_sum
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.shard import local_tensor, replica_count
 from rollick.trainer.parallel.tensor import summed_parameters
 from rollick.trainer.strategy import OptimReport
+from rollick.trainer.trainable_model import policy_optimizer
 
 
 class ShardedOptimizer:
@@ -33,15 +33,9 @@ class ShardedOptimizer:
         self.parameters = dict(tree.named_parameters())
         divided = grid.shape.tensor > 1
         self._summed = summed_parameters(tree, self.parameters) if divided else set[str]()
-        train = recipe.train
-        self.parts = MasterAdamW(
-            ((name, nn.Parameter(local_tensor(value))) for name, value in self.parameters.items()),
-            train.optimizer,
-            peak_lr=train.peak_lr,
-            schedule=train.schedule,
-            total_steps=recipe.optimizer_steps,
-            total_norm=self._total_norm,
-        )
+        named = self.parameters.items()
+        shards = ((name, nn.Parameter(local_tensor(value))) for name, value in named)
+        self.parts = policy_optimizer(shards, recipe, total_norm=self._total_norm)
         # Allocated at the start, so that a checkpoint can be read into it.
         for master in self.parts.masters.values():
             self.parts.adamw.state[master] = {

@@ -140,9 +140,7 @@ def load_first(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module
     return source
 
 
-def load_shards(
-    tree: nn.Module, source: nn.Module | None, *, grid: Grid, device: str, offload: bool
-) -> None:
+def load_shards(tree: nn.Module, source: nn.Module | None, *, device: str, offload: bool) -> None:
     """Allocate the shards, and fill them from the model on the first rank."""
     tree.to_empty(device="cpu" if offload else device)
     if offload:
