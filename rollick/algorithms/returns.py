@@ -14,12 +14,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from rollick.algorithms.advantages import (
-    Advantages,
-    AdvantagesAndReturns,
-    dr_grpo,
-    whiten_samples,
-)
+from rollick.algorithms.advantages import Advantages, AdvantagesAndReturns, dr_grpo, whiten_samples
 from rollick.config.schema.advantages import (
     GaeAdvantage,
     OpdAdvantage,

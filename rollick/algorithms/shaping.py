@@ -86,10 +86,7 @@ def trained_members(
 
 
 def _mean_and_std(
-    source: Source,
-    of_group: Sequence[float],
-    of_batch: Sequence[float],
-    running: RunningStatistics,
+    source: Source, of_group: Sequence[float], of_batch: Sequence[float], running: RunningStatistics
 ) -> tuple[float, float]:
     if source == "none":
         return 0.0, 0.0

@@ -46,10 +46,10 @@ from rollick.trainer.parallel.checkpoint import (
 )
 from rollick.trainer.parallel.collectives import all_sum, wait_for_all
 from rollick.trainer.parallel.mesh import Grid, GridShape, join_process_group
-from rollick.trainer.parallel.optimizer import ShardedOptimizer
 from rollick.trainer.parallel.rank_forward import RankForward, share_pack
 from rollick.trainer.parallel.shard import (
     Precision,
+    ShardedOptimizer,
     build_tree,
     gather_full_tensors,
     load_first,

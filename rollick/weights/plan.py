@@ -73,14 +73,14 @@ class PublishPlan:
 
     def routes(self) -> tuple[Route, ...]:
         """One for each channel that transfers weights."""
-        return tuple(self._route(name) for name in sorted(set(self.channels.values()) - {"shared"}))
-
-    def _route(self, channel: Channel) -> Route:
-        ranks = self._ranks(channel)
-        adapters = self.merging.issuperset(ranks)
-        # Adapters are small: a delta is not worth a copy of the previous version at both ends.
-        delta = self.delta and channel in CARRIES_DELTAS and not adapters
-        return Route(channel, ranks, delta, adapters)
+        routes: list[Route] = []
+        for channel in sorted(set(self.channels.values()) - {"shared"}):
+            ranks = self._ranks(channel)
+            adapters = self.merging.issuperset(ranks)
+            # Adapters are small: a delta is not worth a copy of the previous version at both ends.
+            delta = self.delta and channel in CARRIES_DELTAS and not adapters
+            routes.append(Route(channel, ranks, delta, adapters))
+        return tuple(routes)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:
         return tuple(rank for rank, name in self.channels.items() if name == channel)

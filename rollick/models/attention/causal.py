@@ -123,12 +123,7 @@ def attend_in_tiles(
 
 
 def attend_tile(
-    query_HTD: Tensor,
-    key_KLD: Tensor,
-    value_KLD: Tensor,
-    options: AttentionOptions,
-    *,
-    start: int,
+    query_HTD: Tensor, key_KLD: Tensor, value_KLD: Tensor, options: AttentionOptions, *, start: int
 ) -> Tensor:
     """The queries from position `start` (a multiple of TILE_ROWS) on, [H, T, D]. Keys and values
     must reach the tile's end; those after a query are ignored, if finite."""

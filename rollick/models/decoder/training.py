@@ -65,10 +65,7 @@ def run_decoder(decoder: Any, token_ids_N: Tensor, layout: PackedLayout) -> Tens
 
 
 def _attend(
-    layer: DecoderLayer,
-    normed_NE: Tensor,
-    angles: tuple[Tensor, Tensor],
-    layout: PackedLayout,
+    layer: DecoderLayer, normed_NE: Tensor, angles: tuple[Tensor, Tensor], layout: PackedLayout
 ) -> Tensor:
     queries, keys = layer.num_heads, layer.num_kv_heads
     qkv_NHC = _fused_product(normed_NE, layer.qkv).unflatten(1, (-1, layer.head_dim))

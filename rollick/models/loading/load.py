@@ -35,11 +35,7 @@ from rollick.errors import ModelError, RollickError
 from rollick.models.bf16_probe import safe_environment
 from rollick.models.loading.adapter import adapted_weights, base_parameters
 from rollick.models.loading.fingerprint import fingerprint as fingerprint
-from rollick.models.loading.folder_checks import (
-    check_config,
-    check_folder,
-    forget_implementations,
-)
+from rollick.models.loading.folder_checks import check_config, check_folder, forget_implementations
 from rollick.models.loading.locate import check_reachable, converted_folder, locate_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

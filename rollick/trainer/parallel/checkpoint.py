@@ -38,16 +38,6 @@ MASTER = "master."
 """Prefix of a master's name, before the public name of its parameter."""
 
 
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A tensor sharded like the parameter; `local` is this rank's shard."""
-    if not isinstance(parameter, DTensor):
-        return local
-    # Not `from_local`: it would copy offloaded tensors to the mesh's device, and a load would
-    # fill the copy.
-    spec: Any = parameter._spec  # pyright: ignore[reportPrivateUsage]
-    return DTensor(local, spec, requires_grad=False)
-
-
 def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None:
     """Write the state. A collective: all ranks must call it."""
     path.mkdir(parents=True, exist_ok=True)

@@ -33,16 +33,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from rollick.data.batch import Batch
-from rollick.models.attention.varlen import (
-    ROOT,
-    ContextShard,
-    PackedLayout,
-    plan_calls,
-)
+from rollick.models.attention.varlen import ROOT, ContextShard, PackedLayout, plan_calls
 from rollick.models.decoder.training import run_decoder
 from rollick.models.head.logprobs import chosen_logprobs, output_head, token_logprobs
 from rollick.trainer.microbatch import PackedBatch
-from rollick.trainer.parallel.collectives import gather_rows, gather_summed, shared_input
+from rollick.trainer.parallel.collectives import gather_rows, shared_input
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.shares import RowCost
 from rollick.trainer.router_balance import RouterLog
@@ -214,4 +209,4 @@ def cut_segments(
 def _gather_tokens(packed: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
     """[1, heads, n, D] of each rank -> [1, heads, N, D]; gradients are summed over ranks."""
     rows = packed[0].transpose(0, 1).contiguous()
-    return gather_summed(rows, sizes, group).transpose(0, 1)[None]
+    return gather_rows(rows, sizes, group, summed=True).transpose(0, 1)[None]

@@ -94,7 +94,8 @@ class BatchSplit:
     def shares(self, batch: Batch, *, ranks: int) -> list[BatchShare]:
         """The share of each rank. Ranks of one replica get the same object."""
         replicas: list[list[Batch]] = [[] for _ in range(ranks // self.copies)]
-        for part in self._minibatches(batch):
+        keep_groups = self.keep_groups
+        for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
                 replica.append(part if len(rows) == part.samples else part.take(rows))
         shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
@@ -127,9 +128,6 @@ class BatchSplit:
             return ()
         starts = range(0, ranks, self.copies)
         return [min(self.speeds[start : start + self.copies]) for start in starts]
-
-    def _minibatches(self, batch: Batch) -> Iterator[Batch]:
-        return minibatches(batch, count=self.minibatches, keep_groups=self.keep_groups)
 
 
 def plan_ranks(

@@ -180,24 +180,21 @@ class HostReceiver:
     persistent = True
 
     def __init__(self) -> None:
-        self.mapped: dict[tuple[int, int], Tensor] = {}
-        self.opened: dict[tuple[int, int], tuple[tuple[TensorLayout, ...], Pairs]] = {}
-        """(layout, tensors) of the last offer in each buffer, reused if the layout is the same."""
+        self.mapped: dict[tuple[int, int], tuple[Tensor, tuple[TensorLayout, ...], Pairs]] = {}
+        """By buffer: its memory, and layout and tensors of its last offer, which rarely change."""
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: HostSource = manifest.source
         key = source.identity
-        self.mapped = {key: tensor for key, tensor in self.mapped.items() if key in source.live}
-        self.opened = {key: entry for key, entry in self.opened.items() if key in source.live}
-        if key not in self.mapped:
-            self.mapped[key] = _map(source, manifest.version)
-        if key not in self.opened or self.opened[key][0] != manifest.layout:
-            self.opened[key] = (manifest.layout, views_of(self.mapped[key], manifest.layout))
-        return self.opened[key][1]
+        self.mapped = {key: entry for key, entry in self.mapped.items() if key in source.live}
+        memory, layout, pairs = self.mapped.get(key) or (_map(source, manifest.version), (), ())
+        if layout != manifest.layout:
+            pairs = views_of(memory, manifest.layout)
+        self.mapped[key] = (memory, manifest.layout, pairs)
+        return pairs
 
     def forget(self) -> None:
         self.mapped.clear()
-        self.opened.clear()
 
 
 def remove_stale_files() -> None:
