@@ -17,7 +17,8 @@ from math import log
 import torch
 
 from rollick.algorithms.kl import k3 as k3_estimate
-from rollick.algorithms.losses import LossInputs, segment_mean, segment_sum
+from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.segments import segment_mean, segment_sum
 from rollick.config.schema.corrections import (
     DecoupledCorrection,
     GeometricCorrection,

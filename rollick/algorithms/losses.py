@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rollick.algorithms.kl import MAX_LOG_RATIO, binary_kl, bounded_ratio
+from rollick.algorithms.segments import segment_mean, segment_sum
 from rollick.config.schema.losses import (
     CispoLoss,
     DppoKlLoss,
@@ -325,21 +326,3 @@ def sums_by_sign(
         f"{name}_positive": (marked_T & (advantages_T > 0)).sum(),
         f"{name}_negative": (marked_T & (advantages_T < 0)).sum(),
     }
-
-
-def segment_sum(values_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
-    """For each token, the sum over its segment (sample or turn). `segment_T` is the index of each
-    token's segment, ascending, with gaps allowed. A micro-batch holds whole samples, so the results
-    do not depend on the split."""
-    return _totals(values_T, segment_T)[segment_T]
-
-
-def segment_mean(values_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
-    """For each token, the mean over its segment."""
-    counts_S = _totals(torch.ones_like(values_T), segment_T)
-    return (_totals(values_T, segment_T) / counts_S.clamp(min=1))[segment_T]
-
-
-def _totals(values_T: torch.Tensor, segment_T: torch.Tensor) -> torch.Tensor:
-    segments = int(segment_T[-1]) + 1 if len(segment_T) else 0
-    return values_T.new_zeros(segments).index_add(0, segment_T, values_T)

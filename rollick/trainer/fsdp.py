@@ -57,9 +57,8 @@ from rollick.trainer.parallel.shard import (
     shard,
 )
 from rollick.trainer.parallel.shares import RowCost
-from rollick.trainer.router_balance import ExpertBalance, Routing
 from rollick.trainer.strategy import LossFn, LossReport, OptimReport, ShardedWeights, TrainState
-from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, Routing, add_token_loss
 from rollick.trainer.trainable_model import LossAccumulator, token_indices
 from rollick.types import FloatArray
 

@@ -28,9 +28,8 @@ from rollick.models.head.logprobs import chosen_logprobs, output_head, token_log
 from rollick.models.loading.load import empty_model, fill_parameters, save_with_tokenizer
 from rollick.trainer.lora import Adapters, add_adapters
 from rollick.trainer.microbatch import PackedBatch, trained_tokens
-from rollick.trainer.router_balance import ExpertBalance, RouterLog
 from rollick.trainer.strategy import LossFn, LossReport, TrainState, WeightStream
-from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, RouterLog, add_token_loss
 from rollick.trainer.trainable_model import (
     LossAccumulator,
     TrainableModel,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.preference import ScoreInputs
+from rollick.algorithms.reward import ScoreInputs
 from rollick.config.schema import ModelConfig, Recipe
 from rollick.config.schema.train import RewardModelConfig
 from rollick.data.batch import Batch

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rollick.algorithms.losses import LossInputs, ValueInputs
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.preference import ScoreInputs
+from rollick.algorithms.reward import ScoreInputs
 from rollick.data.batch import Batch
 from rollick.types import FloatArray
 

@@ -28,8 +28,8 @@ from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny, tiny_tokenizer
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
-from rollick.trainer.parallel.checkpoint import export_state, like
-from rollick.trainer.parallel.shard import gather_full_tensors
+from rollick.trainer.parallel.checkpoint import export_state
+from rollick.trainer.parallel.shard import gather_full_tensors, like
 from rollick.trainer.strategy import LossReport
 
 LENGTHS = [7, 12, 7, 3, 9, 12, 5]

@@ -16,7 +16,7 @@ from tiny_mixture import widen_norms
 from transformers import AutoModelForSequenceClassification
 
 from rollick.algorithms.aggregation import prompt_mean
-from rollick.algorithms.preference import ScoreInputs, bradley_terry
+from rollick.algorithms.reward import ScoreInputs, bradley_terry
 from rollick.cluster.devices import DeviceMap
 from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec

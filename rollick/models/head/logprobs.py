@@ -228,8 +228,8 @@ def _compute_chunk(
     """The division by the temperature is in float32."""
     batch_invariant = options.batch_invariant
     logits_CV = head_logits(hidden_CD, head, batch_invariant=batch_invariant)
-    has_one_id = ids_TK is not None and ids_TK.shape[1] == 1
-    if has_one_id and not batch_invariant and needs_exact_logits(hidden_CD):
+    exact = not batch_invariant and needs_exact_logits(hidden_CD)
+    if exact and ids_TK is not None and ids_TK.shape[1] == 1:
         exact_CK = exact_logits(hidden_CD, head, ids_TK[rows])
         logits_CV.scatter_(1, ids_TK[rows], exact_CK.to(logits_CV.dtype))
     slope = head.slope(logits_CV) if with_slope else 1.0

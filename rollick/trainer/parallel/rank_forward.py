@@ -40,7 +40,7 @@ from rollick.trainer.microbatch import PackedBatch
 from rollick.trainer.parallel.collectives import gather_rows, shared_input
 from rollick.trainer.parallel.mesh import Grid
 from rollick.trainer.parallel.shares import RowCost
-from rollick.trainer.router_balance import RouterLog
+from rollick.trainer.token_loss import RouterLog
 
 
 @dataclass(frozen=True, slots=True, eq=False)
