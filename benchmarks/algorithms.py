@@ -31,9 +31,8 @@ import numpy as np
 import torch
 
 from rollick.algorithms.credit import CreditAssigner
-from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.losses import LossInputs, ValueInputs, value
 from rollick.algorithms.objective import build_objective
-from rollick.algorithms.value import ValueInputs, value
 from rollick.config.names import NAMES
 from rollick.config.schema import RlvrRecipe
 from rollick.config.schema.corrections import find_conflict

@@ -152,10 +152,6 @@ def dying_critic(critic: Any) -> Any:
     """A critic class with the points of a strategy, but `values` instead of `publish`."""
 
     class DyingCritic(_Dying, critic):
-        @property
-        def optimizer(self) -> MasterAdamW:
-            return self.trainable.optimizer
-
         def values(self, batch: Batch) -> Any:
             die_at("values")
             return super().values(batch)

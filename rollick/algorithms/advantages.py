@@ -33,8 +33,6 @@ Advantages = Sequence[Sequence[float | FloatArray | AdvantagesAndReturns]]
 AdvantageFn = Callable[[Sequence[Group]], Advantages]
 """An advantage function with its options bound."""
 
-_Normalise = Callable[[Sequence[float]], list[float]]
-
 
 def dr_grpo(groups: Sequence[Group], options: BaselineAdvantage | None = None) -> list[list[float]]:
     """R - mean of the group.
@@ -145,7 +143,7 @@ def _check_unweighted(group: Group) -> None:
             )
 
 
-def _map_scores(group: Group, compute: _Normalise) -> list[float]:
+def _map_scores(group: Group, compute: Callable[[Sequence[float]], list[float]]) -> list[float]:
     """Apply `compute` to the valid scores; 0.0 for failed ones."""
     values = iter(compute(group.valid_scores))
     return [next(values) if member.score.ok else 0.0 for member in group.members]

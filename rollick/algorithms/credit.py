@@ -233,13 +233,7 @@ class CreditAssigner:
         ]
         if "running" in (shaping.mean, shaping.std):
             self._running[number] = self._running[number].updated(valid_scores(penalised))
-        return normalise_scores(
-            penalised,
-            mean_from=shaping.mean,
-            std_from=shaping.std,
-            clip=shaping.clip,
-            running=self._running[number],
-        )
+        return normalise_scores(penalised, shaping, self._running[number])
 
     def _fill_weights(
         self, number: int, batch: Batch, component_N: BoolArray, credit: _TokenCredit

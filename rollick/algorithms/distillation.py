@@ -14,6 +14,7 @@ from math import log
 import torch
 
 from rollick.algorithms.losses import LossInputs, TokenLoss
+from rollick.config.names import resolve
 from rollick.config.schema.losses import DistillationLoss
 from rollick.errors import ConfigError
 
@@ -34,7 +35,7 @@ def distillation(inputs: LossInputs, options: DistillationLoss) -> TokenLoss:
             "the loss distillation needs the teacher's top tokens, and the batch has none",
             fix="name a teacher in the recipe",
         )
-    divergence = DIVERGENCES[options.divergence]
+    divergence = resolve("divergences", options.divergence)
     if options.divergence in ("skewed", "skewed_reverse"):
         divergence = partial(divergence, skew=options.skew)
     elif options.divergence == "adaptive":
@@ -93,17 +94,6 @@ def adaptive_kl(
         in_head = torch.zeros_like(gap).scatter(-1, order, (before < head).to(gap.dtype))
         share_T = (gap * in_head).sum(-1) / gap.sum(-1).clamp(min=torch.finfo(gap.dtype).tiny)
     return share_T * _kl(teacher, student) + (1 - share_T) * _kl(student, teacher)
-
-
-DIVERGENCES = {
-    "forward": forward_kl,
-    "reverse": reverse_kl,
-    "js": js,
-    "skewed": skewed_kl,
-    "skewed_reverse": skewed_reverse_kl,
-    "adaptive": adaptive_kl,
-}
-"""The divergences by their name in a recipe."""
 
 
 def _with_rest(logprobs_TK: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,13 @@ class _Component:
 
 
 def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool) -> _Component:
-    _check_combination(algorithm)
+    if algorithm.kl.in_loss and algorithm.kl.form == "k1":
+        raise ConfigError(
+            "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
+            fix="use k2 (gradient of the reverse KL) or k3",
+        )
+    if why := find_conflict(algorithm.loss.name, algorithm.correction.name):
+        raise ConfigError(f"algorithm.correction: {why}", fix="use correction: bypass")
     return _Component(
         algorithm=algorithm,
         loss=_bind("losses", algorithm.loss, base),
@@ -193,16 +199,6 @@ def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
         raise ConfigError(f"{name} is a {kind}, not a function", fix="name a function")
     options: Any = dict(part.options) if isinstance(part, CustomPart) else part
     return lambda *inputs: function(*inputs, options)
-
-
-def _check_combination(algorithm: AlgorithmConfig) -> None:
-    if algorithm.kl.in_loss and algorithm.kl.form == "k1":
-        raise ConfigError(
-            "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
-            fix="use k2 (gradient of the reverse KL) or k3",
-        )
-    if why := find_conflict(algorithm.loss.name, algorithm.correction.name):
-        raise ConfigError(f"algorithm.correction: {why}", fix="use correction: bypass")
 
 
 def checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> Advantages:

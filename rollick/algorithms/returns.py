@@ -14,12 +14,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from rollick.algorithms.advantages import (
-    Advantages,
-    AdvantagesAndReturns,
-    dr_grpo,
-    whiten_samples,
-)
+from rollick.algorithms.advantages import Advantages, AdvantagesAndReturns, dr_grpo, whiten_samples
 from rollick.config.schema.advantages import (
     GaeAdvantage,
     OpdAdvantage,
@@ -124,7 +119,7 @@ def turn_spans(mask_T: BoolArray) -> list[slice]:
 
 def discounted_returns(rewards_T: FloatArray, mask_T: BoolArray, *, gamma: float) -> Values:
     """G_t = r_t + gamma G_{t+1}, where t+1 is the next token inside the mask; 0 outside."""
-    return _scatter(discounted(_masked_rewards(rewards_T, mask_T), gamma), mask_T)
+    return _scatter(discounted(np.asarray(rewards_T, np.float64)[mask_T], gamma), mask_T)
 
 
 def token_gae(
@@ -144,7 +139,7 @@ def token_gae(
     """
     values = np.asarray(values_T, np.float64)[mask_T]
     following = np.append(values[1:], bootstrap)[: len(values)]
-    errors = _masked_rewards(rewards_T, mask_T) + gamma * following - values
+    errors = np.asarray(rewards_T, np.float64)[mask_T] + gamma * following - values
     advantages = discounted(errors, gamma * lam)
     return AdvantagesAndReturns(_scatter(advantages, mask_T), _scatter(advantages + values, mask_T))
 
@@ -239,17 +234,6 @@ def _required(values_T: FloatArray | None, member: ScoredSample, what: str) -> F
             fix="give one value for each token, prompt included",
         )
     return values_T
-
-
-def _masked_rewards(rewards_T: FloatArray, mask_T: BoolArray) -> Values:
-    """The rewards of the tokens inside the mask. Raises if one outside is not 0."""
-    rewards = np.asarray(rewards_T, np.float64)
-    if np.any(rewards[~np.asarray(mask_T, np.bool_)] != 0):
-        raise DataError(
-            "rewards outside the response tokens would be lost",
-            fix="put the reward of a turn on the last token that the policy sampled in it",
-        )
-    return rewards[mask_T]
 
 
 def _scatter(values: Values, mask_T: BoolArray) -> Values:

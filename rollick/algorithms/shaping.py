@@ -15,11 +15,12 @@ from typing import Literal
 
 from rollick.algorithms.score_statistics import RunningStatistics, mean, sample_std
 from rollick.config.schema.advantages import ShapingConfig
-from rollick.errors import ConfigError
 from rollick.types import Group
 
 Source = Literal["none", "group", "batch", "running"]
 """Which scores a mean or std is computed from."""
+
+EPSILON = 1e-6
 
 
 def penalise_length(group: Group, options: ShapingConfig, *, max_tokens: int) -> Group:
@@ -43,27 +44,22 @@ def soft_length_penalty(length: float, *, limit: float, buffer: float) -> float:
 
 
 def normalise_scores(
-    groups: Sequence[Group],
-    *,
-    mean_from: Source = "none",
-    std_from: Source = "none",
-    clip: float = 0.0,
-    epsilon: float = 1e-6,
-    running: RunningStatistics | None = None,
+    groups: Sequence[Group], options: ShapingConfig, running: RunningStatistics
 ) -> Sequence[Group]:
     """(score - mean) / (std + epsilon), then clipped to +-clip (0 is off).
 
     Scores with a std of 0 are not divided. `running` must already include the scores of these
     groups.
     """
-    if (mean_from, std_from, clip) == ("none", "none", 0.0):
+    if (options.mean, options.std, options.clip) == ("none", "none", 0.0):
         return groups
+    clip = options.clip
     batch = valid_scores(groups)
 
     def shaped(group: Group) -> list[float]:
-        center, _ = _mean_and_std(mean_from, group.valid_scores, batch, running)
-        _, std = _mean_and_std(std_from, group.valid_scores, batch, running)
-        scale = std + epsilon if std > 0 else 1.0
+        center, _ = _mean_and_std(options.mean, group.valid_scores, batch, running)
+        _, std = _mean_and_std(options.std, group.valid_scores, batch, running)
+        scale = std + EPSILON if std > 0 else 1.0
         values = [(score - center) / scale for score in group.scores]
         return [max(-clip, min(clip, value)) for value in values] if clip else values
 
@@ -90,19 +86,11 @@ def trained_members(
 
 
 def _mean_and_std(
-    source: Source,
-    of_group: Sequence[float],
-    of_batch: Sequence[float],
-    running: RunningStatistics | None,
+    source: Source, of_group: Sequence[float], of_batch: Sequence[float], running: RunningStatistics
 ) -> tuple[float, float]:
     if source == "none":
         return 0.0, 0.0
     if source == "running":
-        if running is None:
-            raise ConfigError(
-                "score shaping uses running statistics, and none were given",
-                fix="keep RunningStatistics with the run's state, or use batch statistics",
-            )
         return running.mean, running.std
     values = of_group if source == "group" else of_batch
     return mean(values), sample_std(values)

@@ -48,16 +48,9 @@ def gigpo(groups: Sequence[Group], options: GigpoAdvantage) -> Advantages:
 
 def _gigpo_group(group: Group, options: GigpoAdvantage) -> list[float | Values]:
     valid = [member for member in group.members if member.score.ok]
-    values = iter(
-        gigpo_turn_advantages(
-            [turn_rewards(member) for member in valid],
-            [turn_states(member) for member in valid],
-            gamma=options.gamma,
-            episode_weight=options.episode_weight,
-            step_weight=options.step_weight,
-            epsilon=options.epsilon,
-        )
-    )
+    rewards = [turn_rewards(member) for member in valid]
+    states = [turn_states(member) for member in valid]
+    values = iter(gigpo_turn_advantages(rewards, states, options))
     return [
         expand_turns(next(values), member.sample.loss_mask) if member.score.ok else 0.0
         for member in group.members
@@ -91,14 +84,8 @@ def turn_returns(rewards: Sequence[float], *, gamma: float) -> list[float]:
 
 def expand_turns(values: Sequence[float], mask_T: BoolArray) -> Values:
     """Repeat the value of each turn for all its tokens; 0 outside turns."""
-    spans = turn_spans(mask_T)
-    if len(spans) != len(values):
-        raise DataError(
-            f"{len(values)} values for the {len(spans)} turns of a sample",
-            fix="return one value for each run of the loss mask",
-        )
     values_T = np.zeros(len(mask_T))
-    for span, value in zip(spans, values, strict=True):
+    for span, value in zip(turn_spans(mask_T), values, strict=True):
         values_T[span] = value
     return values_T
 
@@ -106,30 +93,24 @@ def expand_turns(values: Sequence[float], mask_T: BoolArray) -> Values:
 def gigpo_turn_advantages(
     rewards: Sequence[Sequence[float]],
     states: Sequence[Sequence[Hashable]],
-    *,
-    gamma: float,
-    episode_weight: float = 1.0,
-    step_weight: float = 1.0,
-    epsilon: float = 1e-6,
+    options: GigpoAdvantage,
 ) -> list[list[float]]:
     """GiGPO of one group, from the reward of each turn and the key of the state before it.
 
     norm is (x - mean) / (std + epsilon), and 0 for a single value.
     """
-    if [len(of_sample) for of_sample in rewards] != [len(of_sample) for of_sample in states]:
-        raise DataError("gigpo needs one state for each reward of each sample")
-    episodes = whitened([float(sum(of_sample)) for of_sample in rewards], epsilon)
-    returns = [turn_returns(of_sample, gamma=gamma) for of_sample in rewards]
+    episodes = whitened([float(sum(of_sample)) for of_sample in rewards], options.epsilon)
+    returns = [turn_returns(of_sample, gamma=options.gamma) for of_sample in rewards]
     visits: dict[Hashable, list[tuple[int, int]]] = {}
     for sample, of_sample in enumerate(states):
         for turn, state in enumerate(of_sample):
             visits.setdefault(state, []).append((sample, turn))
     steps = [[0.0] * len(of_sample) for of_sample in rewards]
     for of_state in visits.values():
-        values = whitened([returns[sample][turn] for sample, turn in of_state], epsilon)
+        values = whitened([returns[sample][turn] for sample, turn in of_state], options.epsilon)
         for (sample, turn), value in zip(of_state, values, strict=True):
             steps[sample][turn] = value
     return [
-        [episode_weight * episode + step_weight * step for step in of_sample]
+        [options.episode_weight * episode + options.step_weight * step for step in of_sample]
         for episode, of_sample in zip(episodes, steps, strict=True)
     ]

@@ -46,13 +46,8 @@ _OPEN: Mapping[str, Mapping[str, str]] = {
         "opd": "rollick.algorithms.returns:opd",
     },
     "losses": {
-        **_in("algorithms.losses", "dppo_tv", "dppo_kl", "ppo"),
-        **_in("algorithms.sequence_losses", "gspo", "segment"),
-        **_in("algorithms.losses", "reinforce", "truncated_is"),
-        "topr": "rollick.algorithms.sequence_losses:topr",
-        **_in("algorithms.losses", "cispo", "sapo"),
-        "gmpo": "rollick.algorithms.sequence_losses:gmpo",
-        **_in("algorithms.losses", "kimi", "raft"),
+        **_in("algorithms.losses", "dppo_tv", "dppo_kl", "ppo", "gspo", "segment", "reinforce"),
+        **_in("algorithms.losses", "truncated_is", "topr", "cispo", "sapo", "gmpo", "kimi", "raft"),
         "raft++": "rollick.algorithms.losses:raft_plus_plus",
         "sft": "rollick.algorithms.losses:sft",
         **_in("algorithms.preference", "dpo", "ipo"),
@@ -132,7 +127,7 @@ _GYM_TASKS = """
 `composite` is left out: in a recipe, several tasks are several domains."""
 
 CLOSED: Mapping[str, Mapping[str, str]] = {
-    "value_losses": _in("algorithms.value", "value"),
+    "value_losses": _in("algorithms.losses", "value"),
     "selections": {
         "zero_variance": "rollick.algorithms.selection:group_drop_reason",
         "retirement": "rollick.data.curriculum:is_retired",

@@ -54,7 +54,10 @@ def known_bf16() -> bool | None:
 
 
 def _result_file() -> Path:
-    return cache_folder() / f"bf16-{_boot_id()}.txt"
+    """Another one after each boot, so that a moved or updated machine is tested again."""
+    source = Path("/proc/sys/kernel/random/boot_id")
+    boot = source.read_text().strip() if source.is_file() else "unknown"
+    return cache_folder() / f"bf16-{boot}.txt"
 
 
 def safe_environment() -> dict[str, str]:
@@ -76,12 +79,6 @@ def _survives(trial: str) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return child.returncode == 0
-
-
-def _boot_id() -> str:
-    """Changes at each boot, so that a moved or updated machine is tested again."""
-    source = Path("/proc/sys/kernel/random/boot_id")
-    return source.read_text().strip() if source.is_file() else "unknown"
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -51,9 +51,8 @@ from rollick.roles.handles import Roles
 from rollick.roles.publisher import Publisher
 from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.run_folder import RunFolder, open_folder
-from rollick.trainer.parallel.balance import RowCost
 from rollick.trainer.parallel.mesh import Rendezvous, open_rendezvous
-from rollick.trainer.parallel.shares import BatchSplit
+from rollick.trainer.parallel.shares import BatchSplit, RowCost
 from rollick.types import RoleName
 from rollick.weights.channels.broadcast import own_address
 

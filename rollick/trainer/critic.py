@@ -8,21 +8,20 @@ Legend: N tokens of a batch, T trained ones (in the loss mask, not first), B sam
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rollick.algorithms.losses import ValueInputs
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.value import ValueInputs
 from rollick.config.schema import RlRecipe
 from rollick.data.batch import Batch, TokenValues
 from rollick.errors import ConfigError
 from rollick.trainer.microbatch import PackedBatch
 from rollick.trainer.optimizer import MasterAdamW
-from rollick.trainer.strategy import LossReport, OptimReport, TrainState, ValueLossFn
+from rollick.trainer.strategy import LossReport, ValueLossFn
 from rollick.trainer.trainable_model import TrainableModel, load_packed_model, token_indices
 from rollick.types import FloatArray, stable_hash
 
@@ -43,8 +42,9 @@ class ValueModel(nn.Module):
         return self.decoder
 
 
-class LocalCritic:
-    """Computes values and is trained, on one device."""
+class LocalCritic(TrainableModel):
+    """Computes values and is trained, on one device. Its state has no random state: a critic
+    samples nothing, and may share the learner's process."""
 
     def __init__(self, recipe: RlRecipe, *, device: str = "cpu") -> None:
         # Only the decoder is kept: the output head is freed with the rest.
@@ -53,18 +53,16 @@ class LocalCritic:
         )
         decoder: nn.Module = language_model.base_model
         size = int(language_model.config.get_text_config().hidden_size)
-        head = _value_head(size, seed=recipe.run.seed).to(device)
-        self.module = ValueModel(decoder, head)
+        self.head = _value_head(size, seed=recipe.run.seed).to(device)
+        module = ValueModel(decoder, self.head)
         optimizer = MasterAdamW(
-            self.module.named_parameters(),
+            module.named_parameters(),
             recipe.critic.optimizer,
             peak_lr=recipe.critic.peak_lr,
             schedule=recipe.train.schedule,
             total_steps=recipe.run.steps * recipe.train.steps_per_batch,
         )
-        self.trainable = TrainableModel(
-            self.module, recipe, device=device, optimizer=optimizer, name="critic"
-        )
+        super().__init__(module, recipe, device=device, optimizer=optimizer, name="critic")
 
     @torch.no_grad()
     def values(self, batch: Batch) -> TokenValues:
@@ -72,8 +70,8 @@ class LocalCritic:
         for all other tokens, and for samples without a token in the mask."""
         values_N = np.zeros(batch.tokens, dtype=np.float32)
         last_B = np.zeros(batch.samples, dtype=np.float32)
-        for samples, _, packed in self.trainable.packed_batches(batch):
-            hidden_ND = self.trainable.hidden(packed)
+        for samples, _, packed in self.packed_batches(batch):
+            hidden_ND = self.hidden(packed)
             indices_T = token_indices(batch, samples)[packed.indices_T]
             values_N[indices_T] = self._values(hidden_ND, packed.rows_T).float().cpu()
             last_B[samples] = self._values(hidden_ND, packed.last_rows_B).float().cpu()
@@ -81,36 +79,13 @@ class LocalCritic:
 
     def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
         def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
-            values_T = self._values(self.trainable.hidden(packed), packed.rows_T)
+            values_T = self._values(self.hidden(packed), packed.rows_T)
             return loss(_value_inputs(part, packed, values_T)), len(values_T)
 
-        return self.trainable.accumulate_gradients(batch, evaluate)
-
-    def step(self) -> OptimReport:
-        return self.trainable.optimizer.step()
-
-    def state(self) -> TrainState:
-        """Without a random state: a critic samples nothing, and may share the learner's process."""
-        return self.trainable.state()
-
-    def restore(self, state: TrainState) -> None:
-        self.trainable.restore(state)
-
-    def save(self, path: Path) -> None:
-        self.trainable.save(path, self.state())
-
-    def load(self, path: Path) -> None:
-        self.trainable.load(path)
-
-    def sleep(self) -> None:
-        self.trainable.sleep()
-
-    def wake(self) -> None:
-        self.trainable.wake()
+        return self.accumulate_gradients(batch, evaluate)
 
     def _values(self, hidden_ND: Tensor, rows: Tensor) -> Tensor:
-        head = self.module.head
-        return head(hidden_ND.index_select(0, rows).to(head.weight.dtype))[:, 0]
+        return self.head(hidden_ND.index_select(0, rows).to(self.head.weight.dtype))[:, 0]
 
 
 def _value_head(size: int, *, seed: int) -> nn.Linear:

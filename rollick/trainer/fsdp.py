@@ -18,6 +18,7 @@ Legend: N tokens of a batch, T trained ones of a pack, L layers, E experts.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,15 +35,9 @@ from rollick.data.batch import Batch
 from rollick.models.bf16_probe import safe_environment
 from rollick.models.loading.load import resolve_dtype, save_with_tokenizer, write_model
 from rollick.models.loading.rope import check_lengths, fix_rope
-from rollick.trainer.microbatch import (
-    PackedBatch,
-    microbatches,
-    pack,
-    trained_tokens,
-)
+from rollick.trainer.microbatch import PackedBatch, microbatches, pack, trained_tokens
 from rollick.trainer.offload import OffloadedTensors
 from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
-from rollick.trainer.parallel.balance import RowCost
 from rollick.trainer.parallel.checkpoint import (
     describe_shards,
     load_snapshots,
@@ -51,28 +46,24 @@ from rollick.trainer.parallel.checkpoint import (
 )
 from rollick.trainer.parallel.collectives import all_sum, wait_for_all
 from rollick.trainer.parallel.mesh import Grid, GridShape, join_process_group
-from rollick.trainer.parallel.optimizer import ShardedOptimizer
 from rollick.trainer.parallel.rank_forward import RankForward, share_pack
 from rollick.trainer.parallel.shard import (
     Precision,
+    ShardedOptimizer,
     build_tree,
     gather_full_tensors,
     load_first,
     load_shards,
     shard,
 )
-from rollick.trainer.parallel.speed import measure_seconds
-from rollick.trainer.router_balance import ExpertBalance, Routing
-from rollick.trainer.strategy import (
-    LossFn,
-    LossReport,
-    OptimReport,
-    ShardedWeights,
-    TrainState,
-)
-from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.parallel.shares import RowCost
+from rollick.trainer.strategy import LossFn, LossReport, OptimReport, ShardedWeights, TrainState
+from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, Routing, add_token_loss
 from rollick.trainer.trainable_model import LossAccumulator, token_indices
 from rollick.types import FloatArray
+
+PROBE_ROWS, PROBE_PRODUCTS = {"cpu": 256, "cuda": 2048}, 24
+"""Rows of the matrices that measure speed, by kind of device, and their products: milliseconds."""
 
 
 class FsdpStrategy:
@@ -92,23 +83,20 @@ class FsdpStrategy:
             os.environ.update(safe_environment())
         self.precision = Precision(dtype or torch.float32, compute)
         self.offload = parallel.offload
-        tree, experts = build_tree(
-            recipe.model, self.grid, parallel=parallel, master=self.precision.master
-        )
+        train, grid, precision, offload = recipe.train, self.grid, self.precision, self.offload
+        tree, experts = build_tree(recipe.model, grid, parallel=parallel, master=precision.master)
         self.model = tree.eval()
         config: Any = tree.config
         self.cost = RowCost.of(config.get_text_config())
-        train, grid = recipe.train, self.grid
         self.forward = RankForward(
             tree, grid, chunk=train.logprob_chunk_tokens, routers=train.expert_balance > 0
         )
-        precision, offload = self.precision, self.offload
         shard(self.forward, tree, experts, grid=grid, precision=precision, offload=offload)
         source = load_first(recipe.model, grid, max_length=recipe.infer.max_length)
-        load_shards(tree, source, grid=self.grid, device=device, offload=self.offload)
+        load_shards(tree, source, device=device, offload=offload)
         fix_rope(tree, recipe.infer.max_length)
         self._forward_only(empty_batch())
-        self.sharded = ShardedOptimizer(tree, recipe, grid=self.grid, device=device)
+        self.sharded = ShardedOptimizer(tree, recipe, grid=grid, device=device)
         self._offloaded = OffloadedTensors()
 
     @property
@@ -203,7 +191,20 @@ class FsdpStrategy:
         self._offloaded.restore_from_host()
 
     def measure_speed(self) -> float:
-        return measure_seconds(self.device)
+        """The time of some products of matrices, which no other rank takes part in. The ranks wait
+        for each other in every layer, so all of them take as long as the slowest."""
+        is_cuda = self.device.startswith("cuda")
+        size = PROBE_ROWS["cuda" if is_cuda else "cpu"]
+        matrix = torch.full((size, size), 1 / size, device=self.device)
+        product = matrix @ matrix  # Loads the kernel.
+        if is_cuda:
+            torch.cuda.synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in range(PROBE_PRODUCTS):
+            product = matrix @ product
+        if is_cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begun
 
     def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
         check_lengths(self.model, part.lengths_B.tolist())
@@ -273,22 +274,7 @@ class FsdpStrategy:
             return own
         reports: list[Any] = [None] * self.grid.shape.replicas
         dist.all_gather_object(reports, own, group=self.grid.replicas.get_group())
-        return sum_reports(reports)
-
-
-def sum_reports(reports: list[LossReport]) -> LossReport:
-    """The report of a batch from those of its parts."""
-    sums: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    for report in reports:
-        sums |= {name: sums.get(name, 0.0) + value for name, value in report.sums.items()}
-        maxima |= {n: max(maxima.get(n, value), value) for n, value in report.maxima.items()}
-    return LossReport(
-        loss=sum(report.loss for report in reports),
-        tokens=sum(report.tokens for report in reports),
-        sums=sums,
-        maxima=maxima,
-    )
+        return LossReport.of(reports)
 
 
 def empty_batch() -> Batch:

@@ -1,6 +1,6 @@
 """The reference strategy: the complete model in one process, on one device.
 
-Owns the language-model head over a TrainableModel: log-probs of tokens, and the gradient of a loss
+A TrainableModel with its language-model head: log-probs of tokens, and the gradient of a loss
 over them, for all parameters or for adapters (lora.py). Other strategies are tested against this
 one.
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch, TopTokens
@@ -28,10 +28,8 @@ from rollick.models.head.logprobs import chosen_logprobs, output_head, token_log
 from rollick.models.loading.load import empty_model, fill_parameters, save_with_tokenizer
 from rollick.trainer.lora import Adapters, add_adapters
 from rollick.trainer.microbatch import PackedBatch, trained_tokens
-from rollick.trainer.optimizer import MasterAdamW
-from rollick.trainer.router_balance import ExpertBalance, RouterLog
-from rollick.trainer.strategy import LossFn, LossReport, OptimReport, TrainState, WeightStream
-from rollick.trainer.token_loss import ForwardOutput, add_token_loss
+from rollick.trainer.strategy import LossFn, LossReport, TrainState, WeightStream
+from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, RouterLog, add_token_loss
 from rollick.trainer.trainable_model import (
     LossAccumulator,
     TrainableModel,
@@ -42,7 +40,7 @@ from rollick.trainer.trainable_model import (
 from rollick.types import FloatArray
 
 
-class LocalStrategy:
+class LocalStrategy(TrainableModel):
     """Trains a model that fits on one device; if not trainable, it only computes log-probs.
 
     `model` replaces the policy's (for a teacher); `vocabulary` restricts its tokens to the first
@@ -58,7 +56,6 @@ class LocalStrategy:
         model: ModelConfig | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        self.recipe = recipe
         self.model = model or recipe.model
         self.vocabulary = vocabulary
         module = load_packed_model(self.model, device=device, max_length=recipe.infer.max_length)
@@ -66,7 +63,7 @@ class LocalStrategy:
         if trainable and recipe.train.lora is not None:
             self.adapters = add_adapters(module, recipe.train.lora, seed=recipe.run.seed)
         trained = module.named_parameters() if self.adapters is None else self.adapters.parameters()
-        self.trainable = TrainableModel(
+        super().__init__(
             module,
             recipe,
             device=device,
@@ -76,19 +73,10 @@ class LocalStrategy:
         )
         self.log = RouterLog(module) if trainable and recipe.train.expert_balance else None
 
-    @property
-    def module(self) -> nn.Module:
-        """An engine in this process shares its parameters, except those with an adapter."""
-        return self.trainable.module
-
-    @property
-    def optimizer(self) -> MasterAdamW:
-        return self.trainable.optimizer
-
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> FloatArray:
         logprobs_N = np.zeros(batch.tokens, dtype=np.float32)
-        for samples, _, packed in self.trainable.packed_batches(batch):
+        for samples, _, packed in self.packed_batches(batch):
             logprobs_T, _ = self._logprobs(packed, self._hidden(packed))
             indices_T = token_indices(batch, samples)[packed.indices_T]
             logprobs_N[indices_T] = logprobs_T.float().cpu().numpy()
@@ -109,7 +97,7 @@ class LocalStrategy:
         """The k likeliest tokens at each position in the loss mask; 0 elsewhere."""
         ids_NK = np.zeros((batch.tokens, k), dtype=np.int32)
         logprobs_NK = np.zeros((batch.tokens, k), dtype=np.float32)
-        for samples, _, packed in self.trainable.packed_batches(batch):
+        for samples, _, packed in self.packed_batches(batch):
             ids_TK, top_TK = top_logprobs(
                 self._hidden(packed), temperature_T=packed.temperature_T, k=k, **self._head()
             )
@@ -119,12 +107,12 @@ class LocalStrategy:
         return TopTokens(ids_NK, logprobs_NK)
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
-        self.trainable.check_gradient()
+        self.check_gradient()
         optimizer = self.optimizer
         accumulator = LossAccumulator()
         with nullcontext() if self.adapters is None else self.adapters.dropout():
             balance = self._expert_balance(batch)
-            for _, part, packed in self.trainable.packed_batches(batch):
+            for _, part, packed in self.packed_batches(batch):
                 output = self._forward(part, packed)
                 total = add_token_loss(part, packed, output, loss=loss, accumulator=accumulator)
                 if balance is not None:
@@ -132,9 +120,6 @@ class LocalStrategy:
                 total.backward()
                 optimizer.accumulate()
         return accumulator.report()
-
-    def step(self) -> OptimReport:
-        return self.optimizer.step()
 
     def weights(self) -> WeightStream:
         """The live parameters under their public names, tied ones once. A weight with an adapter
@@ -165,31 +150,16 @@ class LocalStrategy:
     def state(self) -> TrainState:
         """Masters, moments and random states."""
         random = {"rng.cpu": torch.get_rng_state()}
-        if self.trainable.on_gpu:
-            random["rng.cuda"] = torch.cuda.get_rng_state(self.trainable.device)
-        state = self.trainable.state()
+        if self.on_gpu:
+            random["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        state = super().state()
         return TrainState({**state.tensors, **random}, state.steps)
 
     def restore(self, state: TrainState) -> None:
-        self.trainable.restore(state)
-        self._restore_random(state)
-
-    def save(self, path: Path) -> None:
-        self.trainable.save(path, self.state())
-
-    def load(self, path: Path) -> None:
-        self._restore_random(self.trainable.load(path))
-
-    def _restore_random(self, state: TrainState) -> None:
+        super().restore(state)
         torch.set_rng_state(state.tensors["rng.cpu"])
-        if self.trainable.on_gpu and "rng.cuda" in state.tensors:
-            torch.cuda.set_rng_state(state.tensors["rng.cuda"], self.trainable.device)
-
-    def sleep(self, *, keep_parameters: bool = False) -> None:
-        self.trainable.sleep(keep_parameters=keep_parameters)
-
-    def wake(self) -> None:
-        self.trainable.wake()
+        if self.on_gpu and "rng.cuda" in state.tensors:
+            torch.cuda.set_rng_state(state.tensors["rng.cuda"], self.device)
 
     def _expert_balance(self, batch: Batch) -> ExpertBalance | None:
         """The load-balancing loss, with the counts of the complete batch if it has several
@@ -197,8 +167,8 @@ class LocalStrategy:
         if self.log is None:
             return None
         counts_LE: Tensor | None = None
-        if len(self.trainable.microbatches(batch)) > 1:
-            for _, _, packed in self.trainable.packed_batches(batch):
+        if len(self.microbatches(batch)) > 1:
+            for _, _, packed in self.packed_batches(batch):
                 with torch.no_grad(), self.log.recording():
                     self._hidden(packed)
                 counts = self.log.of_rows(packed.rows_T).counts_LE
@@ -216,7 +186,7 @@ class LocalStrategy:
             ids_TK = torch.as_tensor(part.teacher_ids_NK[packed.indices_T])
             student_TK = chosen_logprobs(
                 hidden_TD,
-                ids_TK=ids_TK.to(self.trainable.device, torch.int64),
+                ids_TK=ids_TK.to(self.device, torch.int64),
                 temperature_T=packed.temperature_T,
                 **self._head(),
             )
@@ -224,7 +194,7 @@ class LocalStrategy:
 
     def _hidden(self, packed: PackedBatch) -> Tensor:
         """The hidden states that predict the trained tokens."""
-        return self.trainable.hidden(packed).index_select(0, packed.rows_T)
+        return self.hidden(packed).index_select(0, packed.rows_T)
 
     def _logprobs(self, packed: PackedBatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy) of the trained tokens."""
@@ -238,5 +208,5 @@ class LocalStrategy:
         return {
             "head": head if self.vocabulary is None else head.first(self.vocabulary),
             "chunk": self.recipe.train.logprob_chunk_tokens,
-            "batch_invariant": self.trainable.deterministic or self.trainable.batch_invariant,
+            "batch_invariant": self.deterministic or self.batch_invariant,
         }

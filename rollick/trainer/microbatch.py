@@ -28,7 +28,7 @@ from rollick.models.attention.shared_prefix import (
     shared_lengths,
 )
 from rollick.models.attention.varlen import ROOT, PackedLayout
-from rollick.models.decoder.tiled_linear import round_up_to_tile
+from rollick.models.decoder.batch_invariant import round_up_to_tile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,9 +161,9 @@ def pack(
     batch_invariant: bool = False,
     min_rows: int = 0,
 ) -> PackedBatch:
-    """Deterministic packs share no prefix and are padded to full tiles (models/decoder/
-    tiled_linear.py). `batch_invariant` ones attend with the engine's kernel. Packs below `min_rows`
-    are padded; with it, a batch without samples can be packed."""
+    """Deterministic packs share no prefix and are padded to full tiles (`round_up_to_tile`).
+    `batch_invariant` ones attend with the engine's kernel. Packs below `min_rows` are padded; with
+    it, a batch without samples can be packed."""
     indices_T, sequence_T = trained_tokens(batch)
     plan = plan_unshared(batch.lengths_B)
     if share_prefix and not deterministic and batch.samples:

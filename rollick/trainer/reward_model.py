@@ -28,12 +28,12 @@ from rollick.models.loading.probe import check_learner
 from rollick.models.loading.rope import fix_rope
 from rollick.trainer.critic import INITIAL_STD
 from rollick.trainer.microbatch import PackedBatch
-from rollick.trainer.strategy import LossReport, OptimReport, ScoreLossFn
+from rollick.trainer.strategy import LossReport, ScoreLossFn
 from rollick.trainer.trainable_model import TrainableModel, policy_optimizer
 from rollick.types import FloatArray, stable_hash
 
 
-class LocalRewardModel:
+class LocalRewardModel(TrainableModel):
     """Scores samples and learns from pairs, on one device."""
 
     def __init__(
@@ -55,7 +55,7 @@ class LocalRewardModel:
         check_learner(module, max_length=max_length)
         if self.has_new_head:
             _initialize(self.head, seed=recipe.run.seed)
-        self.trainable = TrainableModel(
+        super().__init__(
             module,
             recipe,
             device=device,
@@ -68,7 +68,7 @@ class LocalRewardModel:
     @torch.no_grad()
     def scores(self, batch: Batch) -> FloatArray:
         scores_B = np.zeros(batch.samples, dtype=np.float32)
-        for samples, _, packed in self.trainable.packed_batches(batch):
+        for samples, _, packed in self.packed_batches(batch):
             scores_B[samples] = self._scores(packed).cpu().numpy()
         return scores_B
 
@@ -76,30 +76,15 @@ class LocalRewardModel:
         def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
             return loss(_score_inputs(part, self._scores(packed))), len(packed.token_ids_N)
 
-        return self.trainable.accumulate_gradients(batch, evaluate)
-
-    def step(self) -> OptimReport:
-        return self.trainable.optimizer.step()
+        return self.accumulate_gradients(batch, evaluate)
 
     def export(self, path: Path) -> None:
         """Write a folder that AutoModelForSequenceClassification can load."""
-        save_with_tokenizer(self.trainable.module, self.model, path)
-
-    def save(self, path: Path) -> None:
-        self.trainable.save(path, self.trainable.state())
-
-    def load(self, path: Path) -> None:
-        self.trainable.load(path)
-
-    def sleep(self) -> None:
-        self.trainable.sleep()
-
-    def wake(self) -> None:
-        self.trainable.wake()
+        save_with_tokenizer(self.module, self.model, path)
 
     def _scores(self, packed: PackedBatch) -> Tensor:
         """One score per sample, in float64 if the head is float64, otherwise in float32."""
-        last_BD = self.trainable.hidden(packed).index_select(0, packed.last_rows_B)
+        last_BD = self.hidden(packed).index_select(0, packed.last_rows_B)
         weight_1D = self.head.weight
         wide = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
         return (last_BD.to(wide) @ weight_1D.to(wide).t())[:, 0]

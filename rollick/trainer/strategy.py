@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.losses import LossInputs, ValueInputs
 from rollick.algorithms.objective import Loss
 from rollick.algorithms.reward import ScoreInputs
-from rollick.algorithms.value import ValueInputs
 from rollick.data.batch import Batch
 from rollick.types import FloatArray
 
@@ -18,16 +17,16 @@ WeightStream = Iterable[tuple[str, Any]]
 """Pairs of a parameter's public (Hugging Face) name and its torch tensor, in a fixed order."""
 
 
+@dataclass(frozen=True, slots=True)
 class ShardedWeights:
     """Full parameters of a sharded learner, each gathered when the iteration reaches it.
     `shapes` are the names with meta tensors, known in advance."""
 
-    def __init__(self, shapes: Sequence[tuple[str, Any]], stream: WeightStream) -> None:
-        self.shapes = shapes
-        self._stream = stream
+    shapes: Sequence[tuple[str, Any]]
+    stream: WeightStream
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return iter(self._stream)
+        return iter(self.stream)
 
 
 LossFn = Callable[[LossInputs], Loss]
@@ -46,6 +45,17 @@ class LossReport:
     tokens: int
     sums: Mapping[str, float] = field(default_factory=dict[str, float])
     maxima: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def of(cls, parts: Sequence[LossReport]) -> LossReport:
+        """The report of a batch from those of its parts."""
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for part in parts:
+            sums |= {name: sums.get(name, 0.0) + value for name, value in part.sums.items()}
+            maxima |= {n: max(maxima.get(n, value), value) for n, value in part.maxima.items()}
+        loss, tokens = sum(part.loss for part in parts), sum(part.tokens for part in parts)
+        return cls(loss, tokens, sums, maxima)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +146,15 @@ class TrainStrategy(Protocol):
 
 
 @runtime_checkable
-class HasRanks(Protocol):
+class IsSharded(Protocol):
     """A strategy with many ranks, which wait for each other."""
 
     def measure_speed(self) -> float:
         """The seconds that this rank needs for a fixed work."""
         ...
 
-
-@runtime_checkable
-class IsSharded(Protocol):
-    """A strategy with many ranks, which can continue with another number of them."""
-
     def restore_all(self, states: Sequence[TrainState]) -> None:
-        """Take over the states of all ranks of another group. A collective."""
+        """Take over the states of all ranks of another group, of any size."""
         ...
 
 

@@ -1,7 +1,7 @@
 """A module on one device, and what every trainer does with it.
 
 Owns the parameters, the optimizer (none if the model is frozen), their files, and their memory on a
-GPU. local.py, critic.py and reward_model.py add heads and losses.
+GPU. The classes in local.py, critic.py and reward_model.py add heads and losses.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ModelError
 from rollick.models.attention.varlen import VARLEN, unsupported_layer_types
-from rollick.models.decoder.batch_invariant import use_batch_invariant_kernels
-from rollick.models.decoder.tiled_linear import deterministic_threads, tile_linears
+from rollick.models.decoder.batch_invariant import tile_linears, use_batch_invariant_kernels
 from rollick.models.decoder.training import hidden_states, prepare_decoder, run_decoder
-from rollick.models.loading.load import load_config, load_model
-from rollick.models.loading.permissions import inherit_permissions
+from rollick.models.loading.load import inherit_permissions, load_config, load_model
 from rollick.models.loading.probe import check_learner
 from rollick.models.loading.rope import check_lengths, fix_rope
 from rollick.trainer.microbatch import PackedBatch, microbatches, pack
 from rollick.trainer.offload import OffloadedTensors
-from rollick.trainer.optimizer import MasterAdamW, check_gradient_dtype
+from rollick.trainer.optimizer import MasterAdamW, TotalNorm, check_gradient_dtype
 from rollick.trainer.snapshot import SnapshotMemory
-from rollick.trainer.strategy import LossReport, TrainState
+from rollick.trainer.strategy import LossReport, OptimReport, TrainState
 
 
 def load_packed_model(model: ModelConfig, *, device: str, max_length: int) -> nn.Module:
@@ -56,7 +54,11 @@ def check_packable(model: ModelConfig) -> None:
         )
 
 
-def policy_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe) -> MasterAdamW:
+def policy_optimizer(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    recipe: Recipe,
+    total_norm: TotalNorm | None = None,
+) -> MasterAdamW:
     train = recipe.train
     return MasterAdamW(
         parameters,
@@ -64,11 +66,12 @@ def policy_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], recipe: Rec
         peak_lr=train.peak_lr,
         schedule=train.schedule,
         total_steps=recipe.optimizer_steps,
+        total_norm=total_norm,
     )
 
 
 class TrainableModel:
-    """A module with its optimizer, its files and its sleep.
+    """A module with its optimizer, its files and its sleep. A base class: each trainer is one.
 
     `name` is that of its files. `module.base_model` computes the hidden states. `batch_invariant`
     uses the engine's kernels of zero-mismatch mode, on a GPU. `keep_groups` never divides a group
@@ -101,7 +104,9 @@ class TrainableModel:
         for parameter in () if optimizer is None else optimizer.parameters.values():
             parameter.requires_grad_(True)
         if self.deterministic:
-            deterministic_threads(recipe.run.threads or 1)
+            # With more than one thread, results repeat only for equal batches: element-wise kernels
+            # divide the work by the batch's size, which can change a row's bits.
+            torch.set_num_threads(recipe.run.threads or 1)
             tile_linears(module)
         elif self.batch_invariant:
             use_batch_invariant_kernels(module)
@@ -171,6 +176,9 @@ class TrainableModel:
                 return hidden_ND
         return run_decoder(self.decoder, packed.token_ids_N, packed.layout)
 
+    def step(self) -> OptimReport:
+        return self.optimizer.step()
+
     def state(self) -> TrainState:
         """Masters and moments; also while asleep."""
         held = self.optimizer.tensors() | self._offloaded.copies
@@ -182,16 +190,16 @@ class TrainableModel:
         self.wake()
         self.optimizer.restore(state.tensors, steps=state.steps)
 
-    def save(self, path: Path, state: TrainState) -> None:
-        """Write a state into the folder."""
+    def save(self, path: Path) -> None:
+        """Write `state` into the folder."""
         path.mkdir(parents=True, exist_ok=True)
+        state = self.state()
         tensors = {name: tensor.contiguous() for name, tensor in state.tensors.items()}
         save_file(tensors, path / tensors_file(self.name))
         inherit_permissions(path)
         write_counters(path, self.name, steps=state.steps)
 
-    def load(self, path: Path) -> TrainState:
-        """Restores what was saved, and returns all of it."""
+    def load(self, path: Path) -> None:
         try:
             saved = load_file(path / tensors_file(self.name))
             steps = int(json.loads((path / f"{self.name}.json").read_text())["steps"])
@@ -200,9 +208,7 @@ class TrainableModel:
                 f"the {self.name}'s state in {path} cannot be read: {error}",
                 fix="resume from an earlier checkpoint",
             ) from error
-        state = TrainState(saved, steps)
-        self.restore(state)
-        return state
+        self.restore(TrainState(saved, steps))
 
     def sleep(self, *, keep_parameters: bool = False) -> None:
         """Move optimizer state, gradients and parameters off the GPU.

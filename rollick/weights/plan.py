@@ -73,14 +73,14 @@ class PublishPlan:
 
     def routes(self) -> tuple[Route, ...]:
         """One for each channel that transfers weights."""
-        return tuple(self._route(name) for name in sorted(set(self.channels.values()) - {"shared"}))
-
-    def _route(self, channel: Channel) -> Route:
-        ranks = self._ranks(channel)
-        adapters = self.merging.issuperset(ranks)
-        # Adapters are small: a delta is not worth a copy of the previous version at both ends.
-        delta = self.delta and channel in CARRIES_DELTAS and not adapters
-        return Route(channel, ranks, delta, adapters)
+        routes: list[Route] = []
+        for channel in sorted(set(self.channels.values()) - {"shared"}):
+            ranks = self._ranks(channel)
+            adapters = self.merging.issuperset(ranks)
+            # Adapters are small: a delta is not worth a copy of the previous version at both ends.
+            delta = self.delta and channel in CARRIES_DELTAS and not adapters
+            routes.append(Route(channel, ranks, delta, adapters))
+        return tuple(routes)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:
         return tuple(rank for rank, name in self.channels.items() if name == channel)
@@ -102,7 +102,8 @@ def plan_publish(
     unsharded = device_map.ranks("policy") == 1
     channels: dict[int, Channel] = {}
     for rank, location in sorted(generators.items()):
-        on_gpus = unsharded and _both_on_gpus(device_map, rank)
+        ends = device_map.roles["policy"][0], device_map.roles["generators"][rank]
+        on_gpus = unsharded and all(device.kind == "cuda" for device in ends)
         channels[rank] = _channel(policy, location, config, on_gpus=on_gpus)
         _check_possible(channels[rank], rank, policy, location, on_gpus=on_gpus)
     adding = (rank for rank, location in generators.items() if location.adapters)
@@ -122,11 +123,6 @@ def _channel(
     if location.process == policy.process:
         return "direct"
     return "cuda_ipc" if on_gpus else "host"
-
-
-def _both_on_gpus(device_map: DeviceMap, rank: int) -> bool:
-    ends = (device_map.roles["policy"][0], device_map.roles["generators"][rank])
-    return all(device.kind == "cuda" for device in ends)
 
 
 def _check_possible(

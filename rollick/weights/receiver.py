@@ -11,10 +11,9 @@ from rollick.errors import WeightError
 from rollick.infer.engine import VerifiedWeights
 from rollick.models.loading.fingerprint import fingerprint
 from rollick.types import Fingerprint, PolicyVersion
-from rollick.weights.channels.base import Receiver
+from rollick.weights.channels.base import DirectReceiver, DirectSource, Receiver
 from rollick.weights.channels.broadcast import BroadcastReceiver, BroadcastSource
 from rollick.weights.channels.cuda_ipc import IpcReceiver, IpcSource
-from rollick.weights.channels.direct import DirectReceiver, DirectSource
 from rollick.weights.channels.host import HostReceiver, HostSource
 from rollick.weights.delta import apply_changes
 from rollick.weights.manifest import Pairs, WeightManifest

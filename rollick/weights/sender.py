@@ -11,10 +11,9 @@ from torch import Tensor
 from rollick.models.loading.fingerprint import fingerprint
 from rollick.trainer.strategy import ShardedWeights
 from rollick.types import Fingerprint, PolicyVersion
-from rollick.weights.channels.base import PublishOutcome, Sender
+from rollick.weights.channels.base import DirectSender, PublishOutcome, Sender
 from rollick.weights.channels.broadcast import BroadcastSender
 from rollick.weights.channels.cuda_ipc import IpcSender
-from rollick.weights.channels.direct import DirectSender
 from rollick.weights.channels.host import HostSender
 from rollick.weights.delta import encode_changes
 from rollick.weights.manifest import Pairs, WeightDelta, WeightManifest

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from rollick.algorithms.losses import ValueInputs
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.value import ValueInputs
 from rollick.cluster.worker import HostContext
 from rollick.config.names import resolve
 from rollick.config.schema import RlRecipe

@@ -23,7 +23,7 @@ from rollick.trainer.lora import Adapters
 from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
 from rollick.trainer.strategy import (
     HasAdapters,
-    HasRanks,
+    IsSharded,
     LossFn,
     LossReport,
     OptimReport,
@@ -88,7 +88,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         return self.strategy.reference_logprobs(batch)
 
     def measure_speed(self) -> float:
-        return self.strategy.measure_speed() if isinstance(self.strategy, HasRanks) else 0.0
+        return self.strategy.measure_speed() if isinstance(self.strategy, IsSharded) else 0.0
 
     def process_location(self) -> ProcessLocation:
         return process_location(adapters=self._adapters is not None)
@@ -144,25 +144,18 @@ def train_on(
         steps.append(step())
         optimizer_s += time.perf_counter() - stepped
     seconds = time.perf_counter() - begun
-    tokens = sum(report.tokens for report in losses)
-    sums: dict[str, float] = {}
-    maxima: dict[str, float] = {}
-    for report in losses:
-        for name, value in report.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
-        for name, value in report.maxima.items():
-            maxima[name] = max(maxima.get(name, value), value)
+    total = LossReport.of(losses)
     return TrainReport(
-        loss=sum(report.loss for report in losses) / len(losses),
+        loss=total.loss / len(losses),
         grad_norm=max(step.grad_norm for step in steps),
         lr=steps[-1].lr,
-        tokens=tokens,
+        tokens=total.tokens,
         seconds=seconds,
         optimizer_steps=len(steps),
         skipped_steps=sum(step.skipped for step in steps),
         optimizer_seconds=optimizer_s,
-        means={name: value / max(tokens, 1) for name, value in sums.items()},
-        maxima=maxima,
+        means={name: value / max(total.tokens, 1) for name, value in total.sums.items()},
+        maxima=total.maxima,
     )
 
 

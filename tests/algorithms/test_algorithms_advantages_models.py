@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from rollick.algorithms.advantages import AdvantagesAndReturns
 from rollick.algorithms.objective import resolve_advantage
 from rollick.algorithms.returns import (
-    discounted_returns,
     gae,
     opd,
     token_gae,
@@ -27,7 +26,7 @@ from rollick.config.schema.advantages import (
     OpdAdvantage,
 )
 from rollick.config.schema.algorithm import AlgorithmConfig
-from rollick.errors import ConfigError, DataError
+from rollick.errors import ConfigError
 from rollick.testing.fakes import annotated, group
 from rollick.types import Annotations, FloatArray, Group, StopReason
 
@@ -123,14 +122,6 @@ def test_gae_of_nothing_or_one_token_is_finite(mask: str):
     zeros = np.zeros(len(mask))
     actual = token_gae(zeros, zeros + 0.5, mask_of(mask), gamma=1, lam=1)
     assert actual.advantages_T.tolist() == [-0.5 if letter == "x" else 0 for letter in mask]
-
-
-def test_a_reward_on_an_observation_is_refused_and_not_lost():
-    rewards, mask = np.array([0.0, 0.0, 1.0]), mask_of("xx.")
-    with pytest.raises(DataError, match="would be lost"):
-        token_gae(rewards, np.zeros(3), mask, gamma=1, lam=1)
-    with pytest.raises(DataError, match="would be lost"):
-        discounted_returns(rewards, mask, gamma=1)
 
 
 def gae_group(*members: tuple[float | None, str, Sequence[float]], cut: str = "") -> Group:

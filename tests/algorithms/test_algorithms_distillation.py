@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.algorithms.distillation import DIVERGENCES, skewed_kl
+from rollick.algorithms.distillation import skewed_kl
 from rollick.algorithms.losses import LossInputs, TokenLoss
 from rollick.algorithms.objective import build_objective
 from rollick.config.names import NAMES, resolve
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.errors import ConfigError
 from rollick.observe.metric_table import METRICS
+
+DIVERGENCES = {name: resolve("divergences", name) for name in NAMES["divergences"]}
 
 
 def doubles(*values: float) -> torch.Tensor:

@@ -23,7 +23,6 @@ from rollick.algorithms.shaping import (
 )
 from rollick.config.schema.advantages import ShapingConfig
 from rollick.config.schema.algorithm import AlgorithmConfig
-from rollick.errors import ConfigError
 from rollick.testing.fakes import group
 from rollick.types import Group, StopReason
 
@@ -35,13 +34,8 @@ def shape_scores(
     max_tokens: int,
     running: RunningStatistics | None = None,
 ) -> Any:
-    return normalise_scores(
-        [penalise_length(one, options, max_tokens=max_tokens) for one in groups],
-        mean_from=options.mean,
-        std_from=options.std,
-        clip=options.clip,
-        running=running,
-    )
+    penalised = [penalise_length(one, options, max_tokens=max_tokens) for one in groups]
+    return normalise_scores(penalised, options, running or RunningStatistics())
 
 
 exhaustive = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -76,9 +70,8 @@ def test_the_default_shaping_changes_nothing():
 def test_mean_and_std_come_each_from_their_own_source(
     mean: Source, std: Source, expected: list[list[float]]
 ):
-    shaped = normalise_scores(
-        [group([0, 2]), group([4, 6])], mean_from=mean, std_from=std, epsilon=1e-12
-    )
+    groups = [group([0, 2]), group([4, 6])]
+    shaped = normalise_scores(groups, ShapingConfig(mean=mean, std=std), RUNNING)
     assert scores_of(shaped) == [pytest.approx(row) for row in expected]
 
 
@@ -112,7 +105,7 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
     mean: Source, std: Source, batch: Batch, clip: float
 ):
     groups = [group(scores, uid=uid) for uid, scores in enumerate(batch)]
-    shaped = normalise_scores(groups, mean_from=mean, std_from=std, clip=clip, running=RUNNING)
+    shaped = normalise_scores(groups, ShapingConfig(mean=mean, std=std, clip=clip), RUNNING)
     for actual, expected in zip(scores_of(shaped), by_loops(batch, mean, std, clip), strict=True):
         assert len(actual) == len(expected)
         for value, wanted in zip(actual, expected, strict=True):
@@ -125,7 +118,7 @@ def test_every_mixture_of_sources_agrees_with_plain_loops(
 @pytest.mark.parametrize("scores", [[7.0], [0.1, 0.1, 0.1], []])
 def test_scores_without_spread_keep_their_size(std: Source, scores: list[float | None]):
     running = RunningStatistics().updated([score for score in scores if score is not None])
-    shaped = normalise_scores([group(scores)], std_from=std, running=running)
+    shaped = normalise_scores([group(scores)], ShapingConfig(std=std), running)
     assert scores_of(shaped) == [scores]
 
 
@@ -138,7 +131,8 @@ def test_a_clip_keeps_the_order_of_scores_and_a_wider_one_more_of_their_size(
     scores: list[float], clips: tuple[float, float]
 ):
     def clipped(clip: float) -> list[float]:
-        [row] = scores_of(normalise_scores([group([*sorted(scores)])], clip=clip))
+        groups = [group([*sorted(scores)])]
+        [row] = scores_of(normalise_scores(groups, ShapingConfig(clip=clip), RUNNING))
         return [value for value in row if value is not None]
 
     narrow, wide = clipped(min(clips)), clipped(max(clips))
@@ -174,11 +168,6 @@ def test_a_running_state_without_a_key_is_an_error_and_not_a_default(missing: st
 
 def test_running_statistics_keep_their_digits_far_from_zero():
     assert RunningStatistics().updated([1e9, 1e9 + 1, 1e9 + 2]).std == pytest.approx(1)
-
-
-def test_missing_running_statistics_are_an_error():
-    with pytest.raises(ConfigError, match="and none were given"):
-        normalise_scores([group([1, 2])], mean_from="running")
 
 
 @pytest.mark.parametrize(

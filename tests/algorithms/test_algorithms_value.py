@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.algorithms.value import ValueInputs, value
+from rollick.algorithms.losses import ValueInputs, value
 from rollick.config.names import resolve
 from rollick.config.schema.losses import ValueLoss
 

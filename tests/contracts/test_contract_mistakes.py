@@ -25,10 +25,9 @@ from fakes import FakeCodec, FakeEngine
 from pydantic import ValidationError
 
 from rollick.algorithms.credit import CreditAssigner
-from rollick.algorithms.losses import LossInputs
+from rollick.algorithms.losses import LossInputs, ValueInputs, value
 from rollick.algorithms.objective import build_objective, resolve_aggregation
 from rollick.algorithms.score_statistics import RunningStatistics
-from rollick.algorithms.value import ValueInputs, value
 from rollick.config.names import NAMES
 from rollick.config.schema import AlgorithmConfig, InferConfig, Recipe
 from rollick.config.schema.losses import ON_BEHAVIOUR_RATIO, ON_OLD_RATIO

@@ -81,7 +81,7 @@ def test_the_copies_in_host_memory_are_pinned_and_kept(folder: Path) -> None:
     addresses = []
     for _ in range(2):
         strategy.sleep()
-        copies = strategy.trainable._offloaded.copies
+        copies = strategy._offloaded.copies
         assert all(copy.is_pinned() for copy in copies.values())
         addresses.append({name: copy.data_ptr() for name, copy in copies.items()})
         strategy.wake()

@@ -57,7 +57,7 @@ def _differences(folder: Path, requests: list[Request], *, deterministic: bool) 
     async def generate() -> list[Completion]:
         engine = NativeEngine.create(
             infer,
-            strategy.trainable.recipe.model,
+            strategy.recipe.model,
             deterministic=deterministic,
             shared=strategy.module,
             stops=StopRules(),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rollick.models.attention.varlen import VARLEN, PackedLayout
-from rollick.models.decoder.tiled_linear import (
+from rollick.models.decoder.batch_invariant import (
     TiledLinear,
     round_up_to_tile,
     tile_linears,

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from tiny_mixture import widen_norms
 from transformers import AutoModelForCausalLM
 
+from rollick.algorithms.losses import ValueInputs, value
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.value import ValueInputs, value
 from rollick.config.schema.losses import ValueLoss
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ConfigError
@@ -62,7 +62,7 @@ def value_loss(inputs: ValueInputs) -> Loss:
 
 
 def gradient(critic: LocalCritic, *batches: Batch) -> torch.Tensor:
-    critic.trainable.optimizer.drop_gradients()
+    critic.optimizer.drop_gradients()
     for batch in batches:
         critic.forward_backward(batch, value_loss)
     every = [p.grad.flatten() for p in critic.module.parameters() if p.grad is not None]
@@ -203,9 +203,9 @@ def test_the_schedule_of_the_critic_includes_the_critics_warm_up_steps(folder: P
         train=train,
         critic={"optimizer": {"lr": 16.0}, "warmup_steps": 1},
     )
-    assert critic.trainable.optimizer.total_steps == 16
-    assert critic.trainable.optimizer.next_lr == pytest.approx(15.0)
-    assert critic.trainable.recipe.optimizer_steps == 12
+    assert critic.optimizer.total_steps == 16
+    assert critic.optimizer.next_lr == pytest.approx(15.0)
+    assert critic.recipe.optimizer_steps == 12
 
 
 def test_a_return_that_is_not_a_number_is_skipped_and_nothing_is_written(folder: Path):
@@ -299,7 +299,7 @@ def test_a_sleeping_role_is_saved_too(folder: Path, tmp_path: Path):
     before = critic.values(batch).values_N
     critic.save(tmp_path / "awake")
     # On a CPU `sleep` has nothing to do; this is what it does on a GPU.
-    critic.trainable._offloaded.move_to_host(critic.trainable.optimizer.tensors())
+    critic._offloaded.move_to_host(critic.optimizer.tensors())
     assert critic.module.head.weight.untyped_storage().size() == 0
     critic.save(tmp_path / "asleep")
     critic.wake()

@@ -26,7 +26,7 @@ def kept_per_token(strategy: LocalStrategy) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = strategy.trainable.hidden(strategy.trainable.pack(batch))
+        hidden = strategy.hidden(strategy.pack(batch))
     assert hidden.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / batch.tokens
 

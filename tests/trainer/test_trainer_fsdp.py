@@ -17,9 +17,8 @@ from ranks import Ranks, all_logprobs, own_part
 from tiny_mixture import save_tiny_mixture, widen_norms
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollick.algorithms.losses import LossInputs, ppo
+from rollick.algorithms.losses import LossInputs, gspo, ppo
 from rollick.algorithms.objective import Loss
-from rollick.algorithms.sequence_losses import gspo
 from rollick.config.schema import Recipe
 from rollick.config.schema.losses import GspoLoss, PpoLoss
 from rollick.data.batch import Batch
@@ -29,8 +28,8 @@ from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny, tiny_tokenizer
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
-from rollick.trainer.parallel.checkpoint import export_state, like
-from rollick.trainer.parallel.shard import gather_full_tensors
+from rollick.trainer.parallel.checkpoint import export_state
+from rollick.trainer.parallel.shard import gather_full_tensors, like
 from rollick.trainer.strategy import LossReport
 
 LENGTHS = [7, 12, 7, 3, 9, 12, 5]

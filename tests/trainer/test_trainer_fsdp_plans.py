@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rollick.config.schema import ParallelConfig
 from rollick.errors import ConfigError
 from rollick.models.attention.varlen import ROOT
-from rollick.trainer.parallel.balance import RowCost, plan_ranks
-from rollick.trainer.parallel.context import cut_segments, plan_cuts
 from rollick.trainer.parallel.mesh import GridShape
+from rollick.trainer.parallel.rank_forward import cut_segments, plan_cuts
+from rollick.trainer.parallel.shares import RowCost, plan_ranks
 from rollick.trainer.parallel.tensor import word_of
 
 FLAT = RowCost(token=1.0, pair=0.0)

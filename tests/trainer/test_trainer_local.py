@@ -291,7 +291,7 @@ def test_only_a_loss_of_pairs_keeps_pairs_in_one_micro_batch(
 ):
     recipe = recipe_of(folder, pipeline=pipeline, train={"tokens_per_microbatch": 6})
     strategy = LocalStrategy(recipe)
-    cut = strategy.trainable.microbatches(random_batch([4, 5, 6, 7]))
+    cut = strategy.microbatches(random_batch([4, 5, 6, 7]))
     assert [len(part) for part in cut] == parts
 
 
@@ -455,7 +455,7 @@ def test_ids_alone_decide_the_micro_batches_of_a_deterministic_run(folder: Path)
     batch = random_batch(LENGTHS)
 
     def cut(of: Batch) -> list[list[SampleId]]:
-        return [[of.uids[b] for b in part] for part in strategy.trainable.microbatches(of)]
+        return [[of.uids[b] for b in part] for part in strategy.microbatches(of)]
 
     assert cut(batch.take([4, 2, 0, 5, 1, 3])) == cut(batch)
     assert [len(part) for part in cut(batch)] == [1, 1, 2, 1, 1]

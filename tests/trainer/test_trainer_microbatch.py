@@ -258,8 +258,8 @@ def test_the_setting_decides_whether_a_strategy_shares(tmp_path: Path):
     for share, computed in [(True, 6 + 4), (False, 9 + 6)]:
         recipe = recipe_of(folder, train={"share_prefix": share})
         strategy = LocalStrategy(recipe, trainable=False)
-        (part,) = strategy.trainable.microbatches(batch)
-        assert sum(strategy.trainable.pack(batch.take(part)).layout.lengths) == computed
+        (part,) = strategy.microbatches(batch)
+        assert sum(strategy.pack(batch.take(part)).layout.lengths) == computed
         results.append(strategy.logprobs(batch))
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
@@ -273,7 +273,7 @@ def test_no_split_of_a_batch_with_shared_prefixes_changes_its_gradient(tmp_path:
         train = {"share_prefix": share, "tokens_per_microbatch": tokens}
         strategy = LocalStrategy(recipe_of(folder, train=train))
         widen_norms(strategy.module.double())
-        assert len(strategy.trainable.microbatches(batch)) == parts
+        assert len(strategy.microbatches(batch)) == parts
         strategy.forward_backward(batch, advantage_loss)
         grads = [p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None]
         gradients.append(torch.cat(grads))

@@ -93,10 +93,10 @@ def test_any_split_gives_the_same_gradient(folder: Path) -> None:
     batch, actual = pairs(6), []
     for tokens in (1, 30, 1000):
         model = model_of(folder, tokens_per_microbatch=tokens)
-        model.trainable.module.double()
-        widen_norms(model.trainable.module)
+        model.module.double()
+        widen_norms(model.module)
         model.forward_backward(batch, bradley_terry)
-        actual.append(torch.cat([p.grad.flatten() for p in model.trainable.module.parameters()]))
+        actual.append(torch.cat([p.grad.flatten() for p in model.module.parameters()]))
     for other in actual[1:]:
         assert (other - actual[0]).norm() < 1e-10 * actual[0].norm()
 
@@ -120,7 +120,7 @@ def test_it_continues_from_its_state_bit_for_bit(folder: Path, tmp_path: Path) -
     for model in (first, second):
         model.forward_backward(pairs(seed=1), bradley_terry)
         model.step()
-    of = [fingerprint(model.trainable.module.named_parameters()) for model in (first, second)]
+    of = [fingerprint(model.module.named_parameters()) for model in (first, second)]
     assert of[0] == of[1]
 
 

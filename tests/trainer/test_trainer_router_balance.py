@@ -10,7 +10,7 @@ from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from rollick.errors import ModelError
 from rollick.models.loading.load import silence_transformers
-from rollick.trainer.router_balance import RouterLog
+from rollick.trainer.token_loss import RouterLog
 
 TEXT: dict[str, Any] = {
     "vocab_size": 96,

@@ -159,7 +159,7 @@ def test_memory_is_written_again_at_each_publish_and_mapped_once(sender: HostSen
     for version, value in ((ONE, 1.0), (TWO, 2.0), (THREE, 3.0)):
         manifest = offer(sender, version, scalar=value)
         assert scalar(receiver, manifest) == value
-        seen.add(receiver.mapped[manifest.source.identity].data_ptr())
+        seen.add(receiver.mapped[manifest.source.identity][0].data_ptr())
         sender.release(PublishOutcome(True))
     assert len(seen) == 1
     assert len(sender.buffers) == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollick.algorithms.value import ValueInputs
+from rollick.algorithms.losses import ValueInputs
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.worker import HostContext
 from rollick.config.devices import parse_devices

@@ -28,7 +28,7 @@ from rollick.models.attention.slot_cache import (
     PrefillStep,
     TiledStep,
 )
-from rollick.models.decoder.tiled_linear import TILE_ROWS, tile_linears
+from rollick.models.decoder.batch_invariant import TILE_ROWS, tile_linears
 from rollick.models.head.logprobs import exact_logits, head_logits, needs_exact_logits, output_head
 
 Ids = npt.NDArray[np.integer[Any]]

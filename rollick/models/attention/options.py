@@ -63,13 +63,6 @@ def record_layers() -> Generator[list[AttendedLayer]]:
         _recorded = before
 
 
-def _describe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> AttendedLayer:
-    layer: Any = getattr(module, "layer_idx", None)
-    index = layer if isinstance(layer, int) else -1
-    group = query.shape[1] // key.shape[1]
-    return AttendedLayer(index, key.shape[1], group, key.shape[-1], value.shape[-1])
-
-
 def missing_argument(module: nn.Module) -> ModelError:
     return ModelError(
         f"{type(module).__name__} does not get the arguments that the model is called with",
@@ -85,7 +78,11 @@ def read_options(
 ) -> AttentionOptions:
     """The options of one call of transformers; raises if results would be wrong without others."""
     if _recorded is not None:
-        _recorded.append(_describe(module, *projections))
+        query, key, value = projections
+        layer: Any = getattr(module, "layer_idx", None)
+        index, group = layer if isinstance(layer, int) else -1, query.shape[1] // key.shape[1]
+        shape = AttendedLayer(index, key.shape[1], group, key.shape[-1], value.shape[-1])
+        _recorded.append(shape)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if mask is not None or unsupported:
         what = "a mask of its own" if mask is not None else " and ".join(unsupported)

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rollick.models.attention.causal import attend_causal, attend_with_mask
+from rollick.models.attention.causal import attend_causal, attend_tile, attend_with_mask
 from rollick.models.attention.options import AttentionOptions, missing_argument, read_options
 from rollick.models.attention.paged import attend_paged
-from rollick.models.attention.tiled import attend_tile
-from rollick.models.decoder.tiled_linear import TILE_ROWS
+from rollick.models.decoder.batch_invariant import TILE_ROWS
 
 CACHED = "rollick_cached"
 """The attention implementation to build an engine's module with."""

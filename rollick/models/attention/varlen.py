@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from rollick.models.attention.batch_invariant import PagePlan, attend_batch_invariant
-from rollick.models.attention.causal import attend_causal
+from rollick.models.attention.causal import attend_causal, attend_in_tiles
 from rollick.models.attention.options import AttentionOptions, missing_argument, read_options
-from rollick.models.attention.tiled import attend_in_tiles
 
 VARLEN = "rollick_varlen"
 """The `attention` to load a model with, to call it with a `layout`."""
@@ -122,7 +121,7 @@ class PackedLayout:
     ) -> PackedLayout:
         """`parents` is the earlier segment that each one continues (ROOT: none, the default).
         `per_sequence` makes separate calls for each segment, so that no result depends on the
-        others; complete sequences then have the bits of an engine's tokens (tiled.py)."""
+        others; complete sequences then have the bits of an engine's tokens (attend_in_tiles)."""
         parents = [ROOT] * len(lengths) if parents is None else parents
         _check_segments(lengths, parents)
         segments = range(len(lengths))
@@ -144,11 +143,6 @@ class PackedLayout:
             attended=AttendedKeys.of(lengths, parents, device=device) if has_parents else None,
             page_plan=PagePlan(lengths, ancestors, device=device) if batch_invariant else None,
         )
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether one kernel for all lengths may replace (and beats) one call for each length."""
-        return not self.per_sequence and len(self.calls) > 1
 
 
 def unsupported_layer_types(config: PretrainedConfig) -> list[str]:
@@ -219,9 +213,8 @@ def varlen_attention(
     if layout.page_plan is None:
         return reference(query, key, value)[None], None
     packed = query, key, value
-    return attend_batch_invariant(packed, layout.page_plan, options, reference=reference)[
-        None
-    ], None
+    output = attend_batch_invariant(packed, layout.page_plan, options, reference=reference)
+    return output[None], None
 
 
 def _attend_packed(
@@ -252,10 +245,11 @@ def _attend_packed(
 def _can_attend_ragged(
     query: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
 ) -> bool:
+    """Whether one kernel for all lengths may replace (and beats) one call for each length."""
     is_half_on_gpu = query.is_cuda and query.dtype in _HALF
-    equal_dims = query.shape[-1] == value.shape[-1]
-    plain = options.is_plain and equal_dims and layout.is_ragged
-    return is_half_on_gpu and plain and ragged_kernel() is not None
+    plain = options.is_plain and query.shape[-1] == value.shape[-1]
+    is_ragged = not layout.per_sequence and len(layout.calls) > 1
+    return is_half_on_gpu and plain and is_ragged and ragged_kernel() is not None
 
 
 @cache

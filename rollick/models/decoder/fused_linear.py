@@ -101,7 +101,10 @@ def fuse_storage(module: nn.Module) -> None:
     for layers in sibling_linears(module):
         for parameters in _parameters(layers):
             if adjacent_view(parameters) is None:
-                _make_adjacent(parameters)
+                joined = torch.cat([parameter.data for parameter in parameters])
+                views = joined.split([len(parameter) for parameter in parameters])
+                for parameter, view in zip(parameters, views, strict=True):
+                    parameter.data = view
 
 
 def fuse_linears(module: nn.Module) -> int:
@@ -177,10 +180,3 @@ def _parameters(layers: Sequence[Any]) -> list[list[nn.Parameter]]:
     """The weights of all layers, then their biases if they have any."""
     weights = [layer.weight for layer in layers]
     return [weights] if layers[0].bias is None else [weights, [layer.bias for layer in layers]]
-
-
-def _make_adjacent(parameters: Sequence[nn.Parameter]) -> None:
-    joined = torch.cat([parameter.data for parameter in parameters])
-    sizes = [len(parameter) for parameter in parameters]
-    for parameter, view in zip(parameters, joined.split(sizes), strict=True):
-        parameter.data = view

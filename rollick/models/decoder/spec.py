@@ -82,17 +82,19 @@ def describe_decoder(decoder: nn.Module) -> DecoderSpec | None:
     known = type(decoder).__name__ in _CLASS_NAMES
     if not known or not type(decoder).__module__.startswith("transformers."):
         return None
-    if any(_is_hooked(part) for part in decoder.modules()):
-        return None
     parts: Any = decoder
+    for part in parts.modules():
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
+            return None
     parameters = list(decoder.parameters())
     layers = tuple(
         _describe_layer(layer) for layer in parts.layers[: int(parts.config.num_hidden_layers)]
     )
+    linears = [x for part in layers for x in (*part.qkv, part.output, *part.gate_up, part.down)]
     if (
         type(parts.embed_tokens) is not nn.Embedding
         or parts.config.hidden_act not in _SILU_NAMES
-        or not all(_has_known_linears(layer) for layer in layers)
+        or not all(type(linear) in (nn.Linear, FusedLinear) for linear in linears)
         or any(2 * len(parts.rotary_emb.inv_freq) != layer.head_dim for layer in layers)
         # A shard of a parameter is a tensor of another type.
         or not all(type(parameter) is nn.Parameter for parameter in parameters)
@@ -107,10 +109,6 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding along the last dimension. Its gradient rotates by the negative angle."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _is_hooked(part: Any) -> bool:
-    return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__)
 
 
 def _describe_layer(layer: Any) -> DecoderLayer:
@@ -132,8 +130,3 @@ def _describe_layer(layer: Any) -> DecoderLayer:
         scale=float(attention.scaling),
         window=getattr(window_owner, "sliding_window", None),
     )
-
-
-def _has_known_linears(layer: DecoderLayer) -> bool:
-    linears = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
-    return all(type(linear) in (nn.Linear, FusedLinear) for linear in linears)

@@ -40,19 +40,18 @@ def hidden_states(decoder: nn.Module, token_ids_N: Tensor, layout: PackedLayout)
     spec = describe_decoder(decoder)
     if spec is None:
         return None
-    kernels = _kernels(token_ids_N.device.type)
     residual_NE = embedding(token_ids_N, spec.embedding.weight)
     cos_1NC, sin_1NC = spec.rotary_angles(layout.position_ids_N[None], residual_NE[None])
     angles = cos_1NC[0][:, None], sin_1NC[0][:, None]
     change_NE: Tensor | None = None
     for layer in spec.layers:
-        residual_NE, normed_NE = _add_norm(residual_NE, change_NE, layer.attention_norm, kernels)
-        change_NE = _attend(layer, normed_NE, angles, layout, kernels)
-        residual_NE, normed_NE = _add_norm(residual_NE, change_NE, layer.mlp_norm, kernels)
+        residual_NE, normed_NE = _add_norm(residual_NE, change_NE, layer.attention_norm)
+        change_NE = _attend(layer, normed_NE, angles, layout)
+        residual_NE, normed_NE = _add_norm(residual_NE, change_NE, layer.mlp_norm)
         gate_up_N2F = _fused_product(normed_NE, layer.gate_up)
-        gated_NF: Any = _Gate.apply(gate_up_N2F, kernels)
+        gated_NF: Any = _Gate.apply(gate_up_N2F)
         change_NE = linear(gated_NF, layer.down.weight, layer.down.bias)
-    return _add_norm(residual_NE, change_NE, spec.norm, kernels)[1]
+    return _add_norm(residual_NE, change_NE, spec.norm)[1]
 
 
 def run_decoder(decoder: Any, token_ids_N: Tensor, layout: PackedLayout) -> Tensor:
@@ -66,21 +65,17 @@ def run_decoder(decoder: Any, token_ids_N: Tensor, layout: PackedLayout) -> Tens
 
 
 def _attend(
-    layer: DecoderLayer,
-    normed_NE: Tensor,
-    angles: tuple[Tensor, Tensor],
-    layout: PackedLayout,
-    kernels: KernelSet,
+    layer: DecoderLayer, normed_NE: Tensor, angles: tuple[Tensor, Tensor], layout: PackedLayout
 ) -> Tensor:
     queries, keys = layer.num_heads, layer.num_kv_heads
     qkv_NHC = _fused_product(normed_NE, layer.qkv).unflatten(1, (-1, layer.head_dim))
     query_key_NHC, value_NKC = qkv_NHC.split([queries + keys, keys], dim=1)
     if layer.head_norms is not None:
         query_NHC, key_NKC = query_key_NHC.split([queries, keys], dim=1)
-        query_NHC = _add_norm(query_NHC, None, layer.head_norms[0], kernels)[1]
-        key_NKC = _add_norm(key_NKC, None, layer.head_norms[1], kernels)[1]
+        query_NHC = _add_norm(query_NHC, None, layer.head_norms[0])[1]
+        key_NKC = _add_norm(key_NKC, None, layer.head_norms[1])[1]
         query_key_NHC = torch.cat([query_NHC, key_NKC], dim=1)
-    rotated: Any = _Rope.apply(query_key_NHC, *angles, queries, kernels)
+    rotated: Any = _Rope.apply(query_key_NHC, *angles, queries)
     query, key, value = (heads.transpose(0, 1)[None] for heads in (*rotated, value_NKC))
     options = {"scaling": layer.scale, "sliding_window": layer.window}
     attended, _ = varlen_attention(
@@ -101,12 +96,10 @@ def _fused_product(input_NE: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     return output
 
 
-def _add_norm(
-    residual: Tensor, change: Tensor | None, norm: RmsNorm, kernels: KernelSet
-) -> tuple[Tensor, Tensor]:
+def _add_norm(residual: Tensor, change: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
     """(residual + change, its norm)."""
     terms = (None, residual) if change is None else (residual, change)
-    result: Any = _AddNorm.apply(*terms, norm.weight, norm.variance_epsilon, kernels)
+    result: Any = _AddNorm.apply(*terms, norm.weight, norm.variance_epsilon)
     total, normed = result
     return residual if total is None else total, normed
 
@@ -167,19 +160,15 @@ def rope_backward(query_grad: Tensor, key_grad: Tensor, cos: Tensor, sin: Tensor
     return torch.cat([apply_rope(query_grad, cos, -sin), apply_rope(key_grad, cos, -sin)], dim=1)
 
 
-class KernelSet:
-    """The functions above, plain or compiled."""
-
-    def __init__(self, wrap: Callable[[Any], Any]) -> None:
-        self.norm_forward = wrap(norm_forward)
-        self.norm_backward = wrap(norm_backward)
-        self.add_norm_forward = wrap(add_norm_forward)
-        self.gate_forward = wrap(gate_forward)
-        self.gate_backward = wrap(gate_backward)
-        self.rope_forward = wrap(rope_forward)
-        self.rope_backward = wrap(rope_backward)
+def _run(work: Callable[..., Any], *inputs: Any) -> Any:
+    """Call one of the functions above, compiled on a GPU. Not compiled on the CPU, where starting
+    the compiler costs more than it saves, or on a GPU without a working compiler."""
+    if inputs[0].device.type == "cuda" and _can_compile():
+        return _compiled(work)(*inputs)
+    return work(*inputs)
 
 
+@cache
 def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
     kernel = torch.compile(work)
 
@@ -191,19 +180,13 @@ def _compiled(work: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _kernels(device: str) -> KernelSet:
-    """Compiled on a GPU. Not compiled on the CPU, where starting the compiler costs more than it
-    saves, or on a GPU without a working compiler."""
-    plain = KernelSet(lambda work: work)
-    if device != "cuda":
-        return plain
-    compiled = KernelSet(_compiled)
+def _can_compile() -> bool:
     try:
-        compiled.gate_forward(torch.zeros(8, 32, device=device))
+        _compiled(gate_forward)(torch.zeros(8, 32, device="cuda"))
     except Exception as error:  # whatever an incomplete toolchain raises
         LOG.warning("training computes without compiled kernels: %s", error)
-        return plain
-    return compiled
+        return False
+    return True
 
 
 class _FusedProduct(torch.autograd.Function):
@@ -236,14 +219,13 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual: Tensor | None, change: Tensor, weight: Tensor, eps: float, kernels: Any
+        ctx: Any, residual: Tensor | None, change: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | None, Tensor]:
         if residual is None:
-            total, (normed, factor) = None, kernels.norm_forward(change, weight, eps)
+            total, (normed, factor) = None, _run(norm_forward, change, weight, eps)
         else:
-            total, normed, factor = kernels.add_norm_forward(residual, change, weight, eps)
+            total, normed, factor = _run(add_norm_forward, residual, change, weight, eps)
         ctx.save_for_backward(change if total is None else total, weight, factor)
-        ctx.kernels = kernels
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -251,40 +233,32 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         residual_grad, gradient = gradients
         if gradient is None:
-            return residual_grad, residual_grad, None, None, None
-        values_grad, weight_grad = ctx.kernels.norm_backward(
-            gradient, *ctx.saved_tensors, residual_grad
-        )
-        return (
-            values_grad if ctx.needs_input_grad[0] else None,
-            values_grad,
-            weight_grad,
-            None,
-            None,
-        )
+            return residual_grad, residual_grad, None, None
+        saved = ctx.saved_tensors
+        values_grad, weight_grad = _run(norm_backward, gradient, *saved, residual_grad)
+        for_residual = values_grad if ctx.needs_input_grad[0] else None
+        return for_residual, values_grad, weight_grad, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_N2F: Tensor, kernels: KernelSet) -> Tensor:
+    def forward(ctx: Any, gate_up_N2F: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_N2F)
-        ctx.kernels = kernels
-        return kernels.gate_forward(gate_up_N2F)
+        return _run(gate_forward, gate_up_N2F)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.kernels.gate_backward(*gradients, *ctx.saved_tensors), None
+        return _run(gate_backward, *gradients, *ctx.saved_tensors)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: KernelSet
+        ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, queries: int
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.kernels = kernels
-        return kernels.rope_forward(heads, cos, sin, queries)
+        return _run(rope_forward, heads, cos, sin, queries)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.kernels.rope_backward(*gradients, *ctx.saved_tensors), None, None, None, None
+        return _run(rope_backward, *gradients, *ctx.saved_tensors), None, None, None

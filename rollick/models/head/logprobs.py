@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollick.errors import ModelError
-from rollick.models.decoder.batch_invariant import batch_invariant_product
-from rollick.models.decoder.tiled_linear import tiled_linear
+from rollick.models.decoder.batch_invariant import batch_invariant_product, tiled_linear
 
 
 class OutputHead(NamedTuple):
@@ -76,26 +75,23 @@ def logit_changes(text_config: Any) -> tuple[float, float | None]:
     return float(factor or 1.0) / float(divisor or 1.0), softcap or None
 
 
+@torch.no_grad()
 def head_logits(hidden_TD: Tensor, head: OutputHead, *, batch_invariant: bool = False) -> Tensor:
     """Logits [T, V] in float32 (float64 for float64 inputs), without gradient.
 
     A half-precision product is not rounded to half: a bfloat16 logit of 20 is off by up to 0.06,
     and so would be its log-prob. Engine and learner both compute their logits here.
     """
-    with torch.no_grad():
-        return head.finish(_head_product(hidden_TD, head, batch_invariant))
-
-
-def _head_product(hidden_TD: Tensor, head: OutputHead, batch_invariant: bool) -> Tensor:
     wide, weight_VD, bias_V = _result_dtype(hidden_TD), head.weight_VD, head.bias_V
     if hidden_TD.is_cuda and batch_invariant:
-        return batch_invariant_product(hidden_TD, weight_VD, bias_V, dtype=wide)
+        product_TV = batch_invariant_product(hidden_TD, weight_VD, bias_V, dtype=wide)
+        return head.finish(product_TV)
     if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
-        logits_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
-        return logits_TV if bias_V is None else logits_TV.add_(bias_V)
-    product = tiled_linear if batch_invariant else linear
+        product_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
+        return head.finish(product_TV if bias_V is None else product_TV.add_(bias_V))
+    linear_layer = tiled_linear if batch_invariant else linear
     bias_V = None if bias_V is None else bias_V.to(wide)
-    return product(hidden_TD.to(wide), weight_VD.to(wide), bias_V)
+    return head.finish(linear_layer(hidden_TD.to(wide), weight_VD.to(wide), bias_V))
 
 
 def exact_logits(hidden_TD: Tensor, head: OutputHead, ids_TK: Tensor) -> Tensor:
@@ -212,43 +208,38 @@ def _chunks(
         if kept:
             yield kept.pop()
             continue
-        exact_ids_CK = ids_TK[rows] if ids_TK is not None and ids_TK.shape[1] == 1 else None
+        with_slope = kept is not None or options.needs_gradient
         # No local variable: the generator must not keep the chunk alive after the caller drops it.
-        yield _Chunk(
-            rows,
-            *_chunk_logprobs(
-                hidden_TD[rows],
-                head,
-                temperature_T[rows],
-                batch_invariant=options.batch_invariant,
-                exact_ids_CK=exact_ids_CK,
-                with_slope=kept is not None or options.needs_gradient,
-            ),
+        yield _compute_chunk(
+            rows, hidden_TD[rows], head, temperature_T[rows], ids_TK, options, with_slope=with_slope
         )
 
 
-def _chunk_logprobs(
+def _compute_chunk(
+    rows: slice,
     hidden_CD: Tensor,
     head: OutputHead,
     temperature_C: Tensor,
+    ids_TK: Tensor | None,
+    options: ChunkOptions,
     *,
-    batch_invariant: bool,
-    exact_ids_CK: Tensor | None,
     with_slope: bool,
-) -> tuple[Tensor, Tensor | float]:
-    """(Log-softmax of a chunk, [C, V]; slope); the division by the temperature is in float32."""
+) -> _Chunk:
+    """The division by the temperature is in float32."""
+    batch_invariant = options.batch_invariant
     logits_CV = head_logits(hidden_CD, head, batch_invariant=batch_invariant)
-    if exact_ids_CK is not None and not batch_invariant and needs_exact_logits(hidden_CD):
-        exact_CK = exact_logits(hidden_CD, head, exact_ids_CK)
-        logits_CV.scatter_(1, exact_ids_CK, exact_CK.to(logits_CV.dtype))
+    exact = not batch_invariant and needs_exact_logits(hidden_CD)
+    if exact and ids_TK is not None and ids_TK.shape[1] == 1:
+        exact_CK = exact_logits(hidden_CD, head, ids_TK[rows])
+        logits_CV.scatter_(1, ids_TK[rows], exact_CK.to(logits_CV.dtype))
     slope = head.slope(logits_CV) if with_slope else 1.0
     logits_CV.div_(temperature_C[:, None])
     if batch_invariant or logits_CV.is_cuda:
-        return torch.log_softmax(logits_CV, dim=-1), slope
+        return _Chunk(rows, torch.log_softmax(logits_CV, dim=-1), slope)
     # On the CPU log_softmax sums sequentially: for 50,000 tokens the log-probs are 7e-6 too large.
     # sum() uses pairwise summation, in an order that depends on the number of rows.
     logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
-    return logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope
+    return _Chunk(rows, logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope)
 
 
 def needs_exact_logits(hidden: Tensor) -> bool:

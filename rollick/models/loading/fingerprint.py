@@ -123,25 +123,25 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _sum_on_cpu(sources: Sequence[_Source]) -> Iterator[list[bytes]]:
-    """The digests of each source's parts; threads share the parts of all sources."""
+    """The digests of each source's parts; threads share the parts of all sources.
+
+    A thread takes many parts at once, and makes at most three calls for each: after every one it
+    waits for the interpreter's lock, which takes as long as summing some 100 KB.
+    """
     tasks = [(source, part) for source in sources for part in source.parts]
     threads = min(torch.get_num_threads(), len(tasks))
-    parallel = threads > 1 and sum(source.data.numel() for source in sources) > PIECE_BYTES
-    summed = iter(_sum_in_threads(tasks, threads) if parallel else _sum_parts(tasks))
+    if threads > 1 and sum(source.data.numel() for source in sources) > PIECE_BYTES:
+        shares = min(SHARES * threads, len(tasks))
+        digests = [b""] * len(tasks)
+        with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as pool:
+            results = pool.map(_sum_parts, [tasks[first::shares] for first in range(shares)])
+            for first, share in enumerate(results):
+                digests[first::shares] = share
+    else:
+        digests = _sum_parts(tasks)
+    summed = iter(digests)
     for source in sources:
         yield [next(summed) for _ in source.parts]
-
-
-def _sum_in_threads(tasks: Sequence[tuple[_Source, slice]], threads: int) -> list[bytes]:
-    """A thread takes many parts at once, and makes at most three calls for each: after every one it
-    waits for the interpreter's lock, which takes as long as summing some 100 KB."""
-    shares = min(SHARES * threads, len(tasks))
-    summed = [b""] * len(tasks)
-    with ThreadPoolExecutor(threads, thread_name_prefix="fingerprint") as pool:
-        results = pool.map(_sum_parts, [tasks[first::shares] for first in range(shares)])
-        for first, share in enumerate(results):
-            summed[first::shares] = share
-    return summed
 
 
 def _sum_parts(tasks: Iterable[tuple[_Source, slice]]) -> list[bytes]:

@@ -55,17 +55,12 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
 
 def forget_implementations(config: Any) -> Any:
     """Remove the attention implementation from a configuration, because the caller chooses it."""
-    for part in (config, *_sub_configs(config)):
+    sub_configs: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
+    for part in (config, *(getattr(config, name, None) for name in sub_configs)):
         for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
             if getattr(part, name, None) is not None:
                 setattr(part, name, None)
     return config
-
-
-def _sub_configs(config: Any) -> list[Any]:
-    names: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
-    parts = (getattr(config, name, None) for name in names)
-    return [part for part in parts if part is not None]
 
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:

@@ -35,13 +35,8 @@ from rollick.errors import ModelError, RollickError
 from rollick.models.bf16_probe import safe_environment
 from rollick.models.loading.adapter import adapted_weights, base_parameters
 from rollick.models.loading.fingerprint import fingerprint as fingerprint
-from rollick.models.loading.folder_checks import (
-    check_config,
-    check_folder,
-    forget_implementations,
-)
+from rollick.models.loading.folder_checks import check_config, check_folder, forget_implementations
 from rollick.models.loading.locate import check_reachable, converted_folder, locate_model
-from rollick.models.loading.permissions import inherit_permissions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,11 +77,9 @@ def load_end_ids(config: ModelConfig) -> tuple[int, ...]:
         return (named,) if isinstance(named, int) else tuple(int(token) for token in named or ())
 
 
-def load_model(
-    config: ModelConfig, *, device: str, attention: str, dtype: torch.dtype | None = None
-) -> nn.Module:
+def load_model(config: ModelConfig, *, device: str, attention: str) -> nn.Module:
     """The decoder with its weights, in eval mode, with this attention implementation."""
-    options: dict[str, Any] = {"dtype": dtype or resolve_dtype(config, device)}
+    options: dict[str, Any] = {"dtype": resolve_dtype(config, device)}
     model = _from_pretrained(AutoModelForCausalLM, config, device, attention, options)
     return _train_pad_token(_own_memory(model.to(device))).eval()
 
@@ -168,6 +161,14 @@ def save_with_tokenizer(module: nn.Module | None, config: ModelConfig, path: Pat
     inherit_permissions(path)
 
 
+def inherit_permissions(folder: Path) -> None:
+    """Let those who may read the folder read its weights too: safetensors makes them readable by
+    their owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.glob("*.safetensors"):
+        path.chmod(mode)
+
+
 def write_model(
     path: Path,
     tree: nn.Module,
@@ -237,7 +238,12 @@ def source_folder(path: str) -> str:
     """The folder (or hub name) to load from; a GGUF file is first dequantised into the cache."""
     location = locate_model(path)
     check_reachable(location)
-    return str(_dequantised(Path(location.path))) if location.kind == "gguf" else location.path
+    if location.kind != "gguf":
+        return location.path
+    folder = converted_folder(Path(location.path))
+    if not folder.is_dir():
+        _convert(Path(location.path), folder)
+    return str(folder)
 
 
 def _train_pad_token(model: nn.Module) -> nn.Module:
@@ -257,15 +263,8 @@ def _own_memory(model: nn.Module) -> nn.Module:
     return model
 
 
-def _dequantised(file: Path) -> Path:
-    """The safetensors folder converted from a GGUF file, with tokenizer and chat template."""
-    folder = converted_folder(file)
-    if not folder.is_dir():
-        _convert(file, folder)
-    return folder
-
-
 def _convert(file: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as a safetensors folder, with tokenizer and chat template."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"gguf_file": file.name}
     with (

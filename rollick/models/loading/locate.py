@@ -61,16 +61,12 @@ def locate_model(path: str) -> ModelLocation:
             fix = "give a Hugging Face folder, a hub name or a .gguf file"
             raise ModelError(f"{local} holds neither config.json nor tokenizer.json", fix=fix)
         return ModelLocation("folder", str(local))
-    if local.is_file() or _is_local(source):
+    # A path that leads to nothing here, and cannot be meant as a name on the hub, is an error too.
+    if local.is_file() or not HUB_NAME.fullmatch(source) or source.startswith(LOCAL):
         problem = "is a file, not a folder" if local.is_file() else "does not exist"
         fix = "give a Hugging Face folder, a hub name such as org/name, or a .gguf file"
         raise ModelError(f"model {source!r} {problem}", fix=f"{fix}; {WRITTEN_FIRST}")
     return ModelLocation("hub", source)
-
-
-def _is_local(source: str) -> bool:
-    """Whether a path that leads to nothing here cannot be meant as a name on the hub."""
-    return not HUB_NAME.fullmatch(source) or source.startswith(LOCAL)
 
 
 def check_reachable(location: ModelLocation) -> None:

@@ -28,14 +28,11 @@ def fix_rope(module: nn.Module, max_length: int) -> None:
             _fix(part, max_length, layer_type=None)
             part.__dict__["rope_type"] = _FIXED
         elif isinstance(kinds, dict):
-            by_length: list[str] = [
-                layer_type
-                for layer_type, kind in kinds.items()  # pyright: ignore[reportUnknownVariableType]
-                if kind in _BY_LENGTH
-            ]
-            for layer_type in by_length:
-                _fix(part, max_length, layer_type=layer_type)
-                kinds[layer_type] = _FIXED
+            kinds_by_layer: dict[str, str] = kinds
+            for layer_type, kind in list(kinds_by_layer.items()):
+                if kind in _BY_LENGTH:
+                    _fix(part, max_length, layer_type=layer_type)
+                    kinds_by_layer[layer_type] = _FIXED
 
 
 def check_lengths(module: nn.Module, lengths: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """The files of a sharded learner: written by all ranks, read by any number of them.
 
 Each rank saves its shards of masters and moments with torch's distributed checkpoints (DCP). A rank
-reads what its own shards need, however the writer was sharded. Snapshots of other ranks are read in
-the same way, from memory.
+reads what its own shards need, however the writer was sharded. Snapshots of other ranks are copied
+from memory.
 
     learner.dcp/   the tensors            learner.json   counters
 """
@@ -20,15 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -37,22 +29,13 @@ from rollick.errors import CheckpointError
 from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model, resolve_dtype, save_with_tokenizer, write_model
 from rollick.trainer.optimizer import check_same_model
+from rollick.trainer.parallel.shard import local_tensor
 from rollick.trainer.strategy import Shard, TrainState
 
 FOLDER = "learner.dcp"
 COUNTERS = "learner.json"
 MASTER = "master."
 """Prefix of a master's name, before the public name of its parameter."""
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A tensor sharded like the parameter; `local` is this rank's shard."""
-    if not isinstance(parameter, DTensor):
-        return local
-    # Not `from_local`: it would copy offloaded tensors to the mesh's device, and a load would
-    # fill the copy.
-    spec: Any = parameter._spec  # pyright: ignore[reportPrivateUsage]
-    return DTensor(local, spec, requires_grad=False)
 
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None:
@@ -98,67 +81,29 @@ def describe_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
 
 def load_snapshots(states: Sequence[TrainState], tensors: Mapping[str, Tensor]) -> int:
     """Load the states of all ranks of another group into the tensors of this rank in place; returns
-    the number of steps. A collective: all ranks must call it."""
-    dcp.load(dict(tensors), storage_reader=_SnapshotReader(states))
+    the number of steps."""
+    own = describe_shards(tensors)
+    for name, tensor in tensors.items():
+        target = local_tensor(tensor)
+        for state in states:
+            _copy_overlap(state.tensors[name], state.shards.get(name), target, own.get(name))
     if dist.get_rank() < len(states):
         torch.set_rng_state(states[dist.get_rank()].tensors["rng.cpu"])
     return states[0].steps
 
 
-class _SnapshotReader(StorageReader):
-    """Lets torch's distributed checkpoints read the states of all ranks from memory."""
-
-    def __init__(self, states: Sequence[TrainState]) -> None:
-        self.chunks: dict[MetadataIndex, Tensor] = {}
-        self.metadata = Metadata({})
-        for state in states:
-            for name, tensor in state.tensors.items():
-                self._add(name, tensor, state.shards.get(name))
-
-    def _add(self, name: str, tensor: Tensor, shard: Shard | None) -> None:
-        full = tensor.shape if shard is None else torch.Size(shard.full)
-        offsets = torch.Size([0] * tensor.ndim if shard is None else shard.offsets)
-        index = MetadataIndex(name, offsets)
-        if index in self.chunks:  # Several ranks have it.
+def _copy_overlap(source: Tensor, at: Shard | None, target: Tensor, own: Shard | None) -> None:
+    """Copy what two parts of a tensor have in common; without a shard, a part is all of it."""
+    complete = (0,) * source.ndim
+    offsets = zip(at.offsets if at else complete, own.offsets if own else complete, strict=True)
+    for axis, (source_start, target_start) in enumerate(offsets):
+        begin = max(source_start, target_start)
+        end = min(source_start + source.shape[axis], target_start + target.shape[axis])
+        if end <= begin:
             return
-        self.chunks[index] = tensor
-        properties = TensorProperties(dtype=tensor.dtype)
-        described = self.metadata.state_dict_metadata.setdefault(
-            name, TensorStorageMetadata(properties, full, [])
-        )
-        assert isinstance(described, TensorStorageMetadata)
-        described.chunks.append(ChunkStorageMetadata(offsets, tensor.shape))
-
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        for item in plan.items:
-            source = self.chunks[item.storage_index]
-            for axis, (begin, size) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                source = source.narrow(axis, begin, size)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(source)
-            planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+        source = source.narrow(axis, begin - source_start, end - begin)
+        target = target.narrow(axis, begin - target_start, end - begin)
+    target.copy_(source)
 
 
 def is_sharded(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Differentiable collectives.
 
     gather_rows     rows of all ranks; all do the same work next         backward: the own rows
-    gather_summed   rows of all ranks; each does its own work next       backward: summed rows
+      summed=True   rows of all ranks; each does its own work next       backward: summed rows
     shared_input    the same tensor, for work that ranks divide          backward: summed
     exchange_rows   all-to-all of rows                                   backward: the inverse
 
@@ -26,15 +26,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or _DIST.all_gather_into_
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _DIST.reduce_scatter_tensor
 
 
-def gather_rows(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[N, ...] of [n, ...]; `sizes`: rows of each rank. All ranks must do the same work next."""
-    result: Any = _GatherRows.apply(rows, tuple(sizes), group, False)
-    return result
-
-
-def gather_summed(rows: Tensor, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """[N, ...] of [n, ...]; the gradient of a row is summed over all ranks."""
-    result: Any = _GatherRows.apply(rows, tuple(sizes), group, True)
+def gather_rows(
+    rows: Tensor, sizes: Sequence[int], group: ProcessGroup, *, summed: bool = False
+) -> Tensor:
+    """[N, ...] of [n, ...]; `sizes`: rows of each rank. Unless the gradient of a row is summed over
+    the ranks, all must do the same work next."""
+    result: Any = _GatherRows.apply(rows, tuple(sizes), group, summed)
     return result
 
 

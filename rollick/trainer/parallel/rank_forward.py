@@ -5,30 +5,42 @@
 Rows are divided over the `context` ranks. The trained tokens of a context rank are divided over its
 `tensor` ranks; no logits are computed twice. All these ranks gather the results.
 
+A cut between `context` ranks may go through a sample. The piece after it is then a segment that
+continues the piece before it, which attention over packs supports (models/attention/varlen.py). In
+every layer each rank gathers the keys and values of all rows, and attends with the queries of its
+own. Cuts divide the cost equally: a row costs more, the more rows it attends to.
+
+    pack     p q r s t u | v w        (two samples)
+    rank 0   p q r s                  rank 1   t u (continues p q r s) | v w
+
 Legend: N rows of a pack, n those on this rank, T trained tokens, t those whose head is computed
 here, K top tokens of the teacher, D hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from rollick.data.batch import Batch
-from rollick.models.attention.varlen import PackedLayout
+from rollick.models.attention.varlen import ROOT, ContextShard, PackedLayout, plan_calls
 from rollick.models.decoder.training import run_decoder
 from rollick.models.head.logprobs import chosen_logprobs, output_head, token_logprobs
 from rollick.trainer.microbatch import PackedBatch
-from rollick.trainer.parallel.balance import RowCost
 from rollick.trainer.parallel.collectives import gather_rows, shared_input
-from rollick.trainer.parallel.context import cut_layout, plan_cuts
 from rollick.trainer.parallel.mesh import Grid
-from rollick.trainer.router_balance import RouterLog
+from rollick.trainer.parallel.shares import RowCost
+from rollick.trainer.token_loss import RouterLog
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,3 +149,64 @@ def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -
         sizes=tuple(len(each) for each in shares),
         inverse_T=torch.as_tensor(np.argsort(np.concatenate(shares))).to(device),
     )
+
+
+def plan_cuts(positions_N: npt.ArrayLike, *, ranks: int, cost: RowCost) -> tuple[int, ...]:
+    """The first row of each rank, then the number of rows. Every rank gets at least one row."""
+    costs_N = cost.token + cost.pair * (np.asarray(positions_N, np.float64) + 1)
+    done_N = np.cumsum(costs_N)
+    rows = len(costs_N)
+    assert rows >= ranks, f"{rows} rows cannot be cut over {ranks} ranks"
+    targets = done_N[-1] * np.arange(1, ranks) / ranks
+    cuts = [0]
+    for rank, cut in enumerate(np.searchsorted(done_N, targets), start=1):
+        cuts.append(min(max(int(cut) + 1, cuts[-1] + 1), rows - (ranks - rank)))
+    return (*cuts, rows)
+
+
+def cut_layout(
+    layout: PackedLayout, cuts: Sequence[int], *, rank: int, group: ProcessGroup
+) -> PackedLayout:
+    """The layout of this rank: the calls of all ranks, with the queries of its own rows."""
+    lengths, parents, owners = cut_segments(layout.lengths, layout.parents, cuts)
+    keys = list(zip(owners, parents, lengths, strict=True))
+    own = [number for number, (key, _) in enumerate(groupby(keys)) if key[0] == rank]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    return replace(
+        layout,
+        lengths=tuple(lengths),
+        parents=tuple(parents),
+        calls=plan_calls(lengths, parents, keys, ordered=range(len(keys))),
+        position_ids_N=layout.position_ids_N[cuts[rank] : cuts[rank + 1]],
+        order_N=None,
+        inverse_N=None,
+        shard=ContextShard(
+            range(own[0], own[-1] + 1), partial(_gather_tokens, sizes=sizes, group=group)
+        ),
+    )
+
+
+def cut_segments(
+    lengths: Sequence[int], parents: Sequence[int], cuts: Sequence[int]
+) -> tuple[list[int], list[int], list[int]]:
+    """(length, parent, rank) of each piece of segments that are cut at these rows."""
+    pieces: list[tuple[int, int, int]] = []
+    last: list[int] = []  # of each segment: its last piece, which its children continue
+    start = 0
+    for length, parent in zip(lengths, parents, strict=True):
+        before = ROOT if parent == ROOT else last[parent]
+        inside = [cut for cut in cuts[1:-1] if start < cut < start + length]
+        edges = [start, *inside, start + length]
+        for begin, end in pairwise(edges):
+            owner = int(np.searchsorted(np.asarray(cuts), begin, side="right")) - 1
+            pieces.append((end - begin, before, owner))
+            before = len(pieces) - 1
+        last.append(before)
+        start += length
+    return [p[0] for p in pieces], [p[1] for p in pieces], [p[2] for p in pieces]
+
+
+def _gather_tokens(packed: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """[1, heads, n, D] of each rank -> [1, heads, N, D]; gradients are summed over ranks."""
+    rows = packed[0].transpose(0, 1).contiguous()
+    return gather_rows(rows, sizes, group, summed=True).transpose(0, 1)[None]

@@ -1,4 +1,5 @@
-"""A model whose parameters are sharded over ranks: built on the meta device, sharded, filled.
+"""A model whose parameters are sharded over ranks: built on the meta device, sharded, filled,
+updated.
 
     module on the meta device -> experts split -> layers split (tensor) -> fully_shard ->
     allocate -> copy values
@@ -10,11 +11,14 @@ in the compute dtype.
 FSDP gathers as one group: each layer (its experts separately, if they are split), the last
 norm, and the vocabulary matrices with everything else outside the layers. These last ones are
 sharded over all ranks, including those of `tensor`.
+
+    gradients (FSDP has summed them over shards) -> this rank's shard of each, summed over `tensor`
+    where needed -> the norm over all ranks -> AdamW on the shards, in place
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -33,15 +37,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from rollick.config.schema import ModelConfig, ParallelConfig
+from rollick.config.schema import ModelConfig, ParallelConfig, Recipe
 from rollick.errors import ModelError, RollickError
 from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model
-from rollick.trainer.parallel.collectives import gather_rows
+from rollick.trainer.parallel.collectives import all_sum, gather_rows
 from rollick.trainer.parallel.expert import cut_experts
 from rollick.trainer.parallel.mesh import Grid
-from rollick.trainer.parallel.tensor import cut_layers
-from rollick.trainer.trainable_model import check_packable, load_packed_model
+from rollick.trainer.parallel.tensor import cut_layers, summed_parameters
+from rollick.trainer.strategy import OptimReport
+from rollick.trainer.trainable_model import check_packable, load_packed_model, policy_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +145,7 @@ def load_first(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module
     return source
 
 
-def load_shards(
-    tree: nn.Module, source: nn.Module | None, *, grid: Grid, device: str, offload: bool
-) -> None:
+def load_shards(tree: nn.Module, source: nn.Module | None, *, device: str, offload: bool) -> None:
     """Allocate the shards, and fill them from the model on the first rank."""
     tree.to_empty(device="cpu" if offload else device)
     if offload:
@@ -179,6 +182,16 @@ def local_tensor(parameter: Tensor) -> Tensor:
     """This rank's shard of a parameter (or of its gradient), over its memory."""
     with torch.no_grad():
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor sharded like the parameter; `local` is this rank's shard."""
+    if not isinstance(parameter, DTensor):
+        return local
+    # Not `from_local`: it would copy offloaded tensors to the mesh's device, and a load would
+    # fill the copy.
+    spec: Any = parameter._spec  # pyright: ignore[reportPrivateUsage]
+    return DTensor(local, spec, requires_grad=False)
 
 
 class _Cut(NamedTuple):
@@ -238,3 +251,80 @@ def _divide_gradient(_: nn.Module, __: Any, rows: Tensor, *, ranks: int) -> None
     """Ranks of `tensor` look up the same rows and their gradients are summed: each adds a part."""
     if rows.requires_grad:
         rows.register_hook(partial(torch.mul, other=1 / ranks))
+
+
+class ShardedOptimizer:
+    """Updates the parameters of a sharded module: each rank its shards, which are the memory of the
+    parameters. All ranks make the same calls."""
+
+    def __init__(self, tree: nn.Module, recipe: Recipe, *, grid: Grid, device: str) -> None:
+        self.grid = grid
+        self.device = device
+        self.parameters = dict(tree.named_parameters())
+        divided = grid.shape.tensor > 1
+        self._summed = summed_parameters(tree, self.parameters) if divided else set[str]()
+        named = self.parameters.items()
+        shards = ((name, nn.Parameter(local_tensor(value))) for name, value in named)
+        self.parts = policy_optimizer(shards, recipe, total_norm=self._total_norm)
+        # Allocated at the start, so that a checkpoint can be read into it.
+        for master in self.parts.masters.values():
+            self.parts.adamw.state[master] = {
+                "step": torch.zeros((), device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    def step(self) -> OptimReport:
+        """One update, clipped by the norm over all ranks; skipped by all ranks or none."""
+        for name, master in self.parts.masters.items():
+            master.grad = self.gradient(name)
+        report = self.parts.step()
+        self.drop_gradients()
+        return report
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments as sharded tensors over their live memory."""
+        state: dict[str, Tensor] = {}
+        for name, local in self.parts.tensors().items():
+            kind, _, parameter = name.partition(".")
+            if kind != "step":
+                state[name] = like(self.parameters[parameter].detach(), local)
+        return state
+
+    def resume(self, steps: int) -> None:
+        """Continue after this many steps, with values read into the tensors of `state`."""
+        self.parts.steps = steps
+        for held in self.parts.adamw.state.values():
+            held["step"].fill_(steps)
+        self.drop_gradients()
+
+    @torch.no_grad()
+    def gradient(self, name: str) -> Tensor | None:
+        """This rank's shard of a parameter's gradient.
+
+        Ranks of `tensor` have the full gradient of undivided parameters (averaged here, to be equal
+        bit for bit), but only a part of it if each uses the parameter for its own heads.
+        """
+        parameter, ranks = self.parameters[name], self.grid.shape.tensor
+        if parameter.grad is None:
+            return None
+        gradient = local_tensor(parameter.grad)
+        if ranks == 1 or replica_count(parameter) == 1:
+            return gradient
+        gradient = all_sum(gradient.clone(), self.grid.tensors.get_group())
+        return gradient if name in self._summed else gradient.div_(ranks)
+
+    def _total_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Over all ranks; a shard that several of them hold counts once."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, gradient in gradients.items():
+            square = gradient.double().square().sum() / replica_count(self.parameters[name])
+            squares += square.to(self.device)
+        dist.all_reduce(squares)
+        # On the masters' device: they may be offloaded.
+        some = next(iter(self.parts.masters.values()))
+        return squares.sqrt().to(some.device, some.dtype)

@@ -1,11 +1,15 @@
 """How a batch is divided over the ranks of a role, and how their results come back. Pure.
 
-    Batch -> mini-batches -> the rows of each replica (balance.py) -> a share for each rank
+    Batch -> mini-batches -> the rows of each replica (plan_ranks) -> a share for each rank
           -> (workers) -> results for these rows -> gather_tokens, gather_samples
 
 No rank receives more than it computes. Ranks that compute the same rows together (the axes context
 and tensor) get equal shares. No divisibility rules: 10 samples over 3 ranks are 4, 3 and 3. The
 weights of a batch are global, so losses and gradients of the parts just add up.
+
+Rows are divided by cost. A row costs its linear layers and, in attention, an amount for each row
+that it attends to. Samples that share a prefix stay on one rank unless they cost more than a rank's
+part.
 
 Shapes: B samples, N tokens over all of them.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -21,13 +26,41 @@ import numpy.typing as npt
 
 from rollick.config.schema import Recipe
 from rollick.data.batch import Batch, BatchShare
+from rollick.models.attention.shared_prefix import members_by_group
 from rollick.trainer.microbatch import sample_prefixes, trained_tokens
-from rollick.trainer.parallel.balance import RowCost, plan_ranks
 
 SplitPlan = tuple[tuple[int, ...], ...]
 """For each replica, its rows of the batch, ascending. Every row occurs once."""
 ReplicaResults = Sequence[npt.NDArray[Any] | None]
 """Results by replica; that of a replica without rows may be None."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """Operations of a row: in linear layers, and for each row that it attends to."""
+
+    token: float
+    pair: float
+
+    @classmethod
+    def of(cls, config: Any) -> RowCost:
+        """From the sizes in a model's own configuration."""
+        hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+        size = int(getattr(config, "head_dim", None) or hidden // heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+        chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+        if chosen:
+            inner = chosen * int(getattr(config, "moe_intermediate_size", None) or inner)
+        attention = 2 * hidden * size * (2 * heads + 2 * kv_heads)
+        return cls(token=attention + 6 * hidden * inner, pair=4 * heads * size)
+
+    def of_rows(self, start: int, stop: int) -> float:
+        """Rows of a sequence at positions [start, stop)."""
+        seen = (stop * (stop + 1) - start * (start + 1)) / 2
+        return self.token * (stop - start) + self.pair * seen
+
+
 PER_TOKEN = RowCost(token=1.0, pair=0.0)
 
 
@@ -61,7 +94,8 @@ class BatchSplit:
     def shares(self, batch: Batch, *, ranks: int) -> list[BatchShare]:
         """The share of each rank. Ranks of one replica get the same object."""
         replicas: list[list[Batch]] = [[] for _ in range(ranks // self.copies)]
-        for part in self._minibatches(batch):
+        keep_groups = self.keep_groups
+        for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
                 replica.append(part if len(rows) == part.samples else part.take(rows))
         shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
@@ -95,8 +129,54 @@ class BatchSplit:
         starts = range(0, ranks, self.copies)
         return [min(self.speeds[start : start + self.copies]) for start in starts]
 
-    def _minibatches(self, batch: Batch) -> Iterator[Batch]:
-        return minibatches(batch, count=self.minibatches, keep_groups=self.keep_groups)
+
+def plan_ranks(
+    lengths_B: Sequence[int],
+    *,
+    ranks: int,
+    cost: RowCost,
+    groups_B: Sequence[int],
+    shared_B: Sequence[int],
+    keep_groups: bool = False,
+    shares: Sequence[float] = (),
+) -> list[list[int]]:
+    """The samples of each rank, in ascending order; some ranks have none if there are too few.
+    `shares`: how much of the work each rank gets, compared with the others; none: equal parts.
+
+    `shared_B` is the length of the prefix that a sample shares with its group. A group that costs
+    more than a rank's part is divided, but never with `keep_groups`.
+    """
+
+    def cost_of(members: Sequence[int]) -> float:
+        shared = shared_B[members[0]]
+        return cost.of_rows(0, shared) + sum(cost.of_rows(shared, lengths_B[b]) for b in members)
+
+    units: list[tuple[float, list[int]]] = []
+    complete = members_by_group(groups_B)
+    total = sum(map(cost_of, complete))
+    for members in complete:
+        parts = len(members)
+        if keep_groups:
+            parts = 1
+        elif shared_B[members[0]]:
+            parts = min(parts, ceil(cost_of(members) * ranks / max(total, 1.0) - 1e-9))
+        # Round-robin, longest first, so that the pieces cost about the same.
+        ordered = sorted(members, key=lambda b: (-lengths_B[b], b))
+        pieces = [ordered[number::parts] for number in range(max(1, parts))]
+        units += [(cost_of(piece), piece) for piece in pieces]
+    return _assign(units, shares or [1.0] * ranks)
+
+
+def _assign(units: Sequence[tuple[float, list[int]]], shares: Sequence[float]) -> list[list[int]]:
+    """The most expensive unit first, each to the rank that would be done with it first."""
+    parts: list[list[int]] = [[] for _ in shares]
+    loads = [0.0 for _ in shares]
+    for size, unit in sorted(units, key=lambda each: (-each[0], each[1])):
+        ends = [(load + size) / share for load, share in zip(loads, shares, strict=True)]
+        rank = ends.index(min(ends))
+        parts[rank] += unit
+        loads[rank] += size
+    return [sorted(part) for part in parts]
 
 
 def minibatches(batch: Batch, *, count: int, keep_groups: bool) -> Iterator[Batch]:

@@ -1,4 +1,5 @@
-"""The protocols of a weight channel: a sender in the learner, a receiver in each generator.
+"""The protocols of a weight channel: a sender in the learner, a receiver in each generator. And
+the simplest channel, within one process: the receiver gets references to the learner's tensors.
 
     offer     Sender.offer     -> WeightManifest, sent to the receivers
     transfer  Sender.send      and Receiver.open, concurrently
@@ -15,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.types import PolicyVersion
-from rollick.weights.manifest import Pairs, WeightManifest
+from rollick.weights.manifest import Pairs, WeightManifest, plan_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +62,35 @@ class Receiver(Protocol):
     def forget(self) -> None:
         """Drop all state that is kept between offers, after a failed verification."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectSource:
+    """References to the tensors. Never sent to another process."""
+
+    pairs: Pairs
+
+
+class DirectSender:
+    """Offers references to the tensors. Only the engine copies them."""
+
+    def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
+        layout, _ = plan_layout(pairs)
+        return WeightManifest(version, fingerprint(pairs), layout, DirectSource(tuple(pairs)))
+
+    def send(self) -> None: ...
+
+    def release(self, outcome: PublishOutcome) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DirectReceiver:
+    """Returns the learner's tensors. The next optimizer step changes them."""
+
+    persistent = False
+
+    def open(self, manifest: WeightManifest, rank: int) -> Pairs:
+        return manifest.source.pairs
+
+    def forget(self) -> None: ...

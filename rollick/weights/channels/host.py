@@ -34,6 +34,7 @@ from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_l
 LOG = logging.getLogger("rollick")
 
 PREFIX = "rollick-weights-"
+_NUMBERS = count()
 LARGE_PAGE = 2 << 20
 """Fingerprints are about 1.5 times as fast on pages of this size as on small ones."""
 MADV_POPULATE_READ, MADV_COLLAPSE = 22, 25
@@ -85,7 +86,12 @@ class SharedBuffer:
 
     @classmethod
     def _create(cls, size: int, *, in_memory: bool) -> SharedBuffer:
-        descriptor, path = _create_memory_file() if in_memory else _create_named_file()
+        if in_memory:
+            descriptor = os.memfd_create(f"{PREFIX}{next(_NUMBERS)}")
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        else:
+            remove_stale_files()
+            descriptor, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-")
         try:
             memory = _make_memory(descriptor, size)
         except OSError:
@@ -174,44 +180,29 @@ class HostReceiver:
     persistent = True
 
     def __init__(self) -> None:
-        self.mapped: dict[tuple[int, int], Tensor] = {}
-        self.opened: dict[tuple[int, int], tuple[tuple[TensorLayout, ...], Pairs]] = {}
-        """(layout, tensors) of the last offer in each buffer, reused if the layout is the same."""
+        self.mapped: dict[tuple[int, int], tuple[Tensor, tuple[TensorLayout, ...], Pairs]] = {}
+        """By buffer: its memory, and layout and tensors of its last offer, which rarely change."""
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: HostSource = manifest.source
         key = source.identity
-        self.mapped = {key: tensor for key, tensor in self.mapped.items() if key in source.live}
-        self.opened = {key: entry for key, entry in self.opened.items() if key in source.live}
-        if key not in self.mapped:
-            self.mapped[key] = _map(source, manifest.version)
-        if key not in self.opened or self.opened[key][0] != manifest.layout:
-            self.opened[key] = (manifest.layout, views_of(self.mapped[key], manifest.layout))
-        return self.opened[key][1]
+        self.mapped = {key: entry for key, entry in self.mapped.items() if key in source.live}
+        memory, layout, pairs = self.mapped.get(key) or (_map(source, manifest.version), (), ())
+        if layout != manifest.layout:
+            pairs = views_of(memory, manifest.layout)
+        self.mapped[key] = (memory, manifest.layout, pairs)
+        return pairs
 
     def forget(self) -> None:
         self.mapped.clear()
-        self.opened.clear()
 
 
-def remove_stale_files(folder: Path | None = None) -> None:
+def remove_stale_files() -> None:
     """Remove the files of senders whose process has ended."""
-    for file in (folder or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         process = file.name.removeprefix(PREFIX).split("-")[0]
         if process.isdigit() and not _is_alive(int(process)):
             file.unlink(missing_ok=True)
-
-
-def _create_memory_file() -> tuple[int, str]:
-    """(descriptor, path for receivers) of a memfd."""
-    descriptor = os.memfd_create(f"{PREFIX}{next(_NUMBERS)}")
-    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _create_named_file() -> tuple[int, str]:
-    """(descriptor, path) of a file that its owner must delete."""
-    remove_stale_files()
-    return tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-")
 
 
 def _no_room(size: int, error: OSError) -> WeightError:
@@ -219,9 +210,6 @@ def _no_room(size: int, error: OSError) -> WeightError:
         f"cannot allocate {size / 1e9:.2f} GB of host memory for weights: {error}",
         fix="free memory, or choose another weights.channel",
     )
-
-
-_NUMBERS = count()
 
 
 def _map(source: HostSource, version: PolicyVersion) -> Tensor:
@@ -292,6 +280,6 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # The process of another user.
+        pass
     return True
