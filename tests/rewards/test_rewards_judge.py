@@ -19,7 +19,6 @@ from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import count_votes, judge
 from rollick.rewards.judge_prompt import (
     RUBRICS,
-    JudgeVerdict,
     UnparsableVerdict,
     build_prompt,
     read_verdict,
@@ -264,7 +263,7 @@ async def test_several_votes_are_averaged_and_their_spread_is_reported():
 
 
 def test_more_than_half_of_the_votes_must_succeed():
-    yes = JudgeVerdict(1.0, "good")
+    yes = Score(1.0, detail="good")
     assert count_votes([yes, yes, "junk"]).value == 1.0
     assert not count_votes([yes, "junk"]).ok
     assert count_votes(["no verdict within 1 s"]).status is ScoreStatus.TIMEOUT
