@@ -229,19 +229,11 @@ def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
     letters -= {"I"} if len(letters) > 1 else set()  # most likely the pronoun
     if len(letters) == 1:
         return letters.pop()
-    words = _words(text)
-    named = [name for name, choice in options.items() if choice and _words(choice) == words]
-    if not named:
-        texts = {name: _words(choice) for name, choice in options.items() if choice}
-        named = [name for name, part in texts.items() if _occurs(part, words)]
+    words = f" {' '.join(_words(text))} "
+    texts = {name: f" {' '.join(_words(each))} " for name, each in options.items() if each}
+    named = [name for name, choice in texts.items() if choice == words]
+    named = named or [name for name, choice in texts.items() if choice in words or choice == "  "]
     return named[0] if len(named) == 1 and not letters else None
-
-
-def _occurs(part: list[str], words: list[str]) -> bool:
-    if not part:
-        return True
-    starts = [n for n, word in enumerate(words) if word == part[0]]
-    return any(words[n : n + len(part)] == part for n in starts)
 
 
 def _words(text: str) -> list[str]:
