@@ -15,12 +15,7 @@ import re
 from rollick.rewards import claim_patterns as patterns
 from rollick.rewards.answers import MAX_SENTENCE, PHRASE, find_retractions
 from rollick.rewards.notation import normalise, read_number, unit_name, words_to_digits
-from rollick.rewards.scanners import (
-    Span,
-    collapse_spaces,
-    find_formulas,
-    matches_outside_formulas,
-)
+from rollick.rewards.scanners import Span, collapse_spaces, find_formulas, matches_outside_formulas
 
 MAX_LINES = 4
 """Lines at the end of a completion that are read."""

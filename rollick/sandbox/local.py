@@ -284,26 +284,22 @@ def tests_message(program: Program, tests: Tests, nonce: bytes) -> dict[str, Any
     ]
     called = (case.entry for case in tests.cases if isinstance(case, CallCase))
     entries = dict.fromkeys([*tests.entries, *called])
-    return (
-        role_message("tests", program)
-        | {
-            "nonce": nonce,
-            "setup": tests.setup,
-            "cases": cases,
-            "entries": list(entries),
-            "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
-            "module": tests.module,
-        }
-        | (pytest_message(texts[-1], tests.module) if tests.module else {"modules": {}})
-    )
-
-
-def pytest_message(source: str, module: str) -> dict[str, Any]:
-    return {
-        "modules": extra_code("values", "objects", "imports", "pytest_file"),
-        "paths": ["/packages"],
-        "star": asdict(find_star_names(source, module)),
+    message = role_message("tests", program) | {
+        "nonce": nonce,
+        "setup": tests.setup,
+        "cases": cases,
+        "entries": list(entries),
+        "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
+        "module": tests.module,
+        "modules": {},
     }
+    if tests.module:
+        message |= {
+            "modules": extra_code("values", "objects", "imports", "pytest_file"),
+            "paths": ["/packages"],
+            "star": asdict(find_star_names(texts[-1], tests.module)),
+        }
+    return message
 
 
 def exit_status(code: int | None, stderr: bytes) -> Status:

@@ -17,12 +17,7 @@ pytest.importorskip("httpx", reason="the extra rewards is not installed")
 
 from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import count_votes, judge
-from rollick.rewards.judge_prompt import (
-    RUBRICS,
-    UnparsableVerdict,
-    build_prompt,
-    read_verdict,
-)
+from rollick.rewards.judge_prompt import RUBRICS, UnparsableVerdict, build_prompt, read_verdict
 from rollick.rewards.pool import RewardPool
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Score, ScoreStatus

@@ -41,14 +41,6 @@ MISSING = object()
 """Stands for an argument that has a default in the tests."""
 
 
-def _copy(value: Any) -> Any:
-    return __import__("copy").copy(value)
-
-
-def _deepcopy(value: Any) -> Any:
-    return __import__("copy").deepcopy(value)
-
-
 def _exit(manager: Any, error: BaseException | None) -> Any:
     details = (None, None, None) if error is None else (type(error), error, error.__traceback__)
     return bool(type(manager).__exit__(manager, *details))
@@ -69,10 +61,11 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name.rstrip("_"): getattr(_operator, name) for name in OPERATORS.split()},
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool},
     **{"iter": iter, "reversed": reversed, "str": str, "repr": repr, "hash": hash, "int": int},
-    **{"float": float, "round": round, "format": format, "copy": _copy, "deepcopy": _deepcopy},
-    **{"bytes": bytes, "divmod": divmod, "complex": complex},
-    **{"call": _operator.call, "take": _take, "exit": _exit},
+    **{"float": float, "round": round, "format": format, "bytes": bytes},
+    **{"divmod": divmod, "complex": complex, "call": _operator.call, "take": _take, "exit": _exit},
     "content": lambda value: content_of(value),  # pyright: ignore
+    "copy": lambda value: __import__("copy").copy(value),  # pyright: ignore
+    "deepcopy": lambda value: __import__("copy").deepcopy(value),  # pyright: ignore
     "enter": lambda manager: type(manager).__enter__(manager),  # pyright: ignore
     "has_instance": lambda kind, value: isinstance(value, kind),  # pyright: ignore
     "is_subclass": lambda base, kind: issubclass(kind, base),  # pyright: ignore
