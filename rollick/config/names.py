@@ -67,7 +67,7 @@ _OPEN: Mapping[str, Mapping[str, str]] = {
         "instructions": "rollick.rewards.instructions:instructions",
         **_in("rewards.text", "json_schema", "regex", "length", "tags", "repetition", "language"),
         "judge": "rollick.rewards.judge:judge",
-        "model": "rollick.rewards.model:model",
+        "model": "rollick.rewards.base:model",
         "code": "rollick.rewards.code:code",
         "knights_knaves": "rollick.rewards.knights_knaves:knights_knaves",
         "reasoning_gym": "rollick.rewards.reasoning_gym_scores:reasoning_gym",

@@ -13,7 +13,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
-from rollick.rewards.scanners import Span, find_boxes, find_formulas, find_tagged
+from rollick.rewards.scanners import (
+    Span,
+    find_boxes,
+    find_formulas,
+    find_tagged,
+    matches_outside_formulas,
+)
 
 Mark = Literal["boxed", "hashes", "phrase", "tag", "plain"]
 """How an answer is marked; `plain` has no mark."""
@@ -181,15 +187,9 @@ def _read_claim(text: str, phrase: re.Match[str]) -> str:
 
 
 def _rest_of_sentence(text: str) -> tuple[str, int]:
-    """The text up to the end of the sentence, and where that is. A formula such as `$x = 1. 5$`
-    contains no sentence end."""
-    formulas = find_formulas(text)
-    end = len(text)
-    for match in SENTENCE_END.finditer(text):
-        if not any(formula.start < match.start() < formula.end for formula in formulas):
-            end = match.start()
-            break
-        formulas = [formula for formula in formulas if formula.end > match.start()]
+    """The text up to the end of the sentence, and where that is."""
+    last = next(matches_outside_formulas(SENTENCE_END, text), None)
+    end = last.start() if last else len(text)
     sentence = text[:end].strip()
     inner = sentence.strip("*").strip()
     return sentence if "*" in inner else inner, end

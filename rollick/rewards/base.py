@@ -281,6 +281,12 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     )
 
 
+def model(completion: str) -> float:
+    """The reward `model` outside a run, which calls its own (pipelines/reward_model.py)."""
+    fix = "use it in a recipe with reward_model.path"
+    raise RewardError("the reward `model` works only in a run", fix=fix)
+
+
 def _details(scores: Mapping[str, Score]) -> str:
     return "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
 

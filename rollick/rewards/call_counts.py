@@ -90,10 +90,9 @@ class RewardCallCounts:
 
     def state(self) -> dict[str, Any]:
         """The counts of the current step and the totals, as JSON."""
-        totals = [[*key, amount] for key, amount in self._totals.items()]
         return {
             "step": {name: asdict(count) for name, count in self._step.items()},
-            "totals": totals,
+            "totals": [[*key, amount] for key, amount in self._totals.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:

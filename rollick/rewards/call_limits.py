@@ -15,17 +15,13 @@ the pool then scores the sample 0.
 from __future__ import annotations
 
 import gc
+import resource
 import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-
-try:
-    import resource
-except ImportError:  # not a POSIX system: no limits
-    resource = None
 
 MEMORY_BYTES = 1 << 30
 """Memory that a limited call may add."""
@@ -60,7 +56,7 @@ def kill_after_limit() -> None:
 def limit_call(cpu_s: float) -> Generator[None, None, None]:
     """Limit the CPU time and the memory of a block. Only the main thread can be limited; in other
     threads the block runs without limits."""
-    if resource is None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     data_limit = resource.getrlimit(resource.RLIMIT_DATA)
@@ -93,7 +89,6 @@ def _drops_exceptions(frame: FrameType) -> bool:
 
 
 def _set_memory_limit(current: tuple[int, int]) -> None:
-    assert resource is not None
     with suppress(OSError, ValueError):  # another system, or a lower limit is already set
         used = int(STATM.read_text().split()[5]) * resource.getpagesize()
         allowed = used + MEMORY_BYTES

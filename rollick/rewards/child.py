@@ -140,15 +140,11 @@ def _load_reward(definition: str | bytes, base: Path | None) -> RewardFn:
     return function
 
 
-def prefer_for_memory_kills() -> None:
-    """Let the kernel kill this process, not the run, if the machine runs out of memory. It has no
-    memory limit of its own: a reward may load a model."""
+def main() -> None:
+    # If the machine runs out of memory, the kernel kills this process, not the run. It has no
+    # memory limit of its own: a reward may load a model.
     with suppress(OSError):  # not a Linux system
         OOM_SCORE.write_text("1000", encoding="ascii")
-
-
-def main() -> None:
-    prefer_for_memory_kills()
     kill_after_limit()
     with asyncio.Runner() as runner:
         run_program(lambda writer: RewardLoop(writer, runner))

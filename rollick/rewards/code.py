@@ -168,9 +168,12 @@ async def _run_method(
     call = f"def {METHOD_ENTRY}(*args, **kwargs):\n    return {row['entry_point']}(*args, **kwargs)"
     helpers, test = f"{prelude}\n{_only_code(str(row.get('prompt', '')))}", str(row["test"])
     try:
-        shared = bool(_defined(helpers) & _read_names(test))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        defined = {node.name for node in parse(helpers).body if isinstance(node, kinds)}
+        names = {node.id for node in ast.walk(parse(test)) if isinstance(node, ast.Name)}
     except (SyntaxError, ValueError) as error:
         return Result.not_run(f"the tests cannot be parsed: {error}")
+    shared = not defined.isdisjoint(names)
     tests = Tests(
         cases=(f"check({METHOD_ENTRY})",),
         setup=test if shared else f"{helpers}\n{test}",
@@ -186,15 +189,6 @@ def _only_code(prompt: str) -> str:
         return ast.unparse(parse(prompt))
     except (SyntaxError, ValueError):
         return ""
-
-
-def _defined(code: str) -> set[str]:
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return {node.name for node in parse(code).body if isinstance(node, kinds)}
-
-
-def _read_names(code: str) -> set[str]:
-    return {node.id for node in ast.walk(parse(code)) if isinstance(node, ast.Name)}
 
 
 def _call_case(call: Mapping[str, Any]) -> CallCase:

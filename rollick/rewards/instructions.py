@@ -46,9 +46,9 @@ def instructions(
     share of the instructions that it follows. Thinking is ignored."""
     if len(instruction_id_list) != len(kwargs) or not instruction_id_list:
         raise ValueError(f"{len(instruction_id_list)} instructions, but kwargs for {len(kwargs)}")
-    response = visible_text(after_thinking(completion) or "")
+    response = after_thinking(completion) or ""
     pairs = zip(instruction_id_list, kwargs, strict=True)
-    followed = [_follows(response, name, arguments, loose=loose) for name, arguments in pairs]
+    followed = [follows(response, name, arguments, loose=loose) for name, arguments in pairs]
     share = sum(followed) / len(followed)
     value = share if partial else float(share == 1.0)
     ignored = [n for n, done in zip(instruction_id_list, followed, strict=True) if not done]
@@ -61,15 +61,12 @@ def follows(
 ) -> bool:
     """Whether a response follows one instruction. Invisible characters are ignored; a response of
     invisible characters only follows no instruction."""
-    return _follows(visible_text(response), instruction, arguments, loose=loose)
-
-
-def _follows(response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool) -> bool:
     checker = CHECKERS.get(instruction)
     if checker is None:
         raise ValueError(f"the instruction {instruction!r} is not one of {', '.join(CHECKERS)}")
     given = {name: value for name, value in arguments.items() if value is not None}
-    variants = _loose_variants(response) if loose else iter((response,))
+    visible = visible_text(response)
+    variants = _loose_variants(visible) if loose else iter((visible,))
     return any(variant.strip() and checker(variant, **given) for variant in variants)
 
 

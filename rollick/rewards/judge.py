@@ -24,7 +24,7 @@ from rollick.errors import MissingExtra
 from rollick.rewards import judge_prompt
 from rollick.rewards.answers import after_thinking
 from rollick.rewards.base import declare
-from rollick.rewards.judge_prompt import JudgePrompt, JudgeVerdict, UnparsableVerdict
+from rollick.rewards.judge_prompt import JudgePrompt, UnparsableVerdict
 from rollick.types import Row, Score, ScoreStatus
 
 try:
@@ -160,7 +160,7 @@ class _BatchJudge:
         score = count_votes(await asyncio.gather(*votes))
         return replace(score, metrics=_usage_metrics(settings, usage) | dict(score.metrics))
 
-    async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> JudgeVerdict | str:
+    async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score | str:
         """A verdict, or why there is none."""
         try:
             async with asyncio.timeout_at(self.deadline), self.slots:
@@ -170,7 +170,7 @@ class _BatchJudge:
         except TimeoutError:
             return f"no verdict within {self.settings.timeout_s:g} s"
 
-    async def _request_verdict(self, make_prompt: MakePrompt, usage: JudgeUsage) -> JudgeVerdict:
+    async def _request_verdict(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score:
         """Raises TransientError after the last retry, or PermanentError."""
         for attempt in range(self.settings.retries + 1):
             prompt = make_prompt()
@@ -246,10 +246,10 @@ def _text_of(content: bytes, usage: JudgeUsage) -> str:
     return text
 
 
-def count_votes(votes: Sequence[JudgeVerdict | str]) -> Score:
+def count_votes(votes: Sequence[Score | str]) -> Score:
     """The mean of the verdicts; a failed Score unless more than half of the votes have one. A
     failed vote is a str, the error. The metric `spread` is the highest minus the lowest verdict."""
-    verdicts = [vote for vote in votes if isinstance(vote, JudgeVerdict)]
+    verdicts = [vote for vote in votes if isinstance(vote, Score)]
     failures = [vote for vote in votes if isinstance(vote, str)]
     if 2 * len(verdicts) <= len(votes):
         timed_out = all(failure.startswith("no ") for failure in failures)
@@ -257,10 +257,10 @@ def count_votes(votes: Sequence[JudgeVerdict | str]) -> Score:
         detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0]}"
         failed = Score.failed(detail, status=status)
         return replace(failed, metrics={"failed_votes": float(len(failures))})
-    values = [verdict.score for verdict in verdicts]
+    values = [verdict.value for verdict in verdicts]
     spread = max(values) - min(values)
     metrics = {"spread": spread, "failed_votes": float(len(failures))}
-    return Score(sum(values) / len(values), detail=verdicts[0].reason, metrics=metrics)
+    return Score(sum(values) / len(values), detail=verdicts[0].detail, metrics=metrics)
 
 
 def _usage_metrics(settings: JudgeSettings, usage: JudgeUsage) -> dict[str, float]:

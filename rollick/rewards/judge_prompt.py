@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from rollick.types import Score
+
 RUBRICS: Mapping[str, str] = {
     "correctness": "Grade whether the response answers the task correctly. Where there is a "
     "reference, it is the correct answer: the response must agree with it in substance; wording "
@@ -68,13 +70,6 @@ class JudgePrompt:
     scale: int
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeVerdict:
-    score: float
-    """Between 0 and 1."""
-    reason: str
-
-
 class UnparsableVerdict(Exception):
     """A reply without a valid verdict."""
 
@@ -97,8 +92,8 @@ def break_tokens(text: str) -> str:
     return CONTROL_TOKEN.sub(r"\1 ", text)
 
 
-def read_verdict(reply: str, prompt: JudgePrompt) -> JudgeVerdict:
-    """The verdict of a reply; UnparsableVerdict unless exactly one has the seal."""
+def read_verdict(reply: str, prompt: JudgePrompt) -> Score:
+    """The verdict of a reply, from 0 to 1; UnparsableVerdict unless exactly one has the seal."""
     sealed = [item for item in _json_objects(reply) if item.get("seal") == prompt.seal]
     if not sealed:
         raise UnparsableVerdict(f"no sealed verdict in {reply!r:.80}")
@@ -110,7 +105,7 @@ def read_verdict(reply: str, prompt: JudgePrompt) -> JudgeVerdict:
         raise UnparsableVerdict(f"the score is {score!r}")
     if not 0 <= score <= prompt.scale:
         raise UnparsableVerdict(f"the score {score} is not between 0 and {prompt.scale}")
-    return JudgeVerdict(score / prompt.scale, str(sealed[0].get("reason", ""))[:300])
+    return Score(score / prompt.scale, detail=str(sealed[0].get("reason", ""))[:300])
 
 
 def _json_objects(text: str) -> list[dict[str, Any]]:

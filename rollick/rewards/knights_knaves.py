@@ -49,7 +49,7 @@ def knights_knaves(
     if not names or len(names) != len(solution):
         raise ValueError(f"the row has {len(names)} names and {len(solution)} roles")
     expected = {name: bool(role) for name, role in zip(names, solution, strict=True)}
-    reader = _RoleReader.of(tuple(names), knight_knave["knight"], knight_knave["knave"])
+    reader = _open_reader(tuple(names), knight_knave["knight"], knight_knave["knave"])
     answer = find_answer(completion)
     if answer is None:
         return 0.0
@@ -86,11 +86,6 @@ class _RoleReader:
             rf"({group}){LINK}+(?:(\b(?i:not)\b){LINK}+)?{role}(?!{JOINT}{other_role})"
             rf"|{role}(?=[^,&]){LINK}({group})(?!{other_role})"
         )
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def of(names: tuple[str, ...], knight: str, knave: str) -> _RoleReader:
-        return _RoleReader(names, knight, knave)
 
     def read(self, text: str) -> Roles | None:
         """The role of each name that has one; None if a name has both."""
@@ -131,6 +126,9 @@ class _RoleReader:
         if re.fullmatch(REST, group):
             return [name for name in self._names if name not in roles]
         return list(self._names)
+
+
+_open_reader = lru_cache(maxsize=1024)(_RoleReader)
 
 
 def _clean(text: str) -> str:

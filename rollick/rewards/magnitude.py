@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
-from math import comb, log10
+from math import comb, log10, prod
 from typing import Any, NamedTuple, cast
 
 import sympy
@@ -122,7 +122,9 @@ def _measure(node: Any) -> Size:
     if isinstance(node, sympy.Pow):
         size = _power(*sizes)
     elif isinstance(node, ExprWithLimits):
-        size = _sum_or_product(sizes)
+        body, *limits = sizes
+        count = _bounded(max((each.digits for each in limits), default=0.0), MAX_ARGUMENT)
+        size = Size(body.digits * count, 1, body.degree)
     elif isinstance(node, GROWING):
         argument = _bounded(max(each.digits for each in sizes), MAX_ARGUMENT)
         size = Size(argument * log10(argument + 2))
@@ -132,9 +134,7 @@ def _measure(node: Any) -> Size:
         digits = max(each.digits for each in sizes) + log10(len(sizes))
         size = Size(digits, sum(each.terms for each in sizes), max(each.degree for each in sizes))
     elif isinstance(node, sympy.Mul):
-        terms = 1
-        for each in sizes:
-            terms *= each.terms
+        terms = prod(each.terms for each in sizes)
         size = Size(sum(each.digits for each in sizes), terms, sum(each.degree for each in sizes))
     else:
         size = _largest(sizes)._replace(terms=1)
@@ -156,12 +156,6 @@ def _power(base: Size, exponent: Size) -> Size:
         if terms > MAX_TERMS:
             raise Unaffordable
     return Size(base.digits * times, terms, base.degree * times if not exponent.degree else 1)
-
-
-def _sum_or_product(sizes: list[Size]) -> Size:
-    body, *limits = sizes
-    count = _bounded(max((each.digits for each in limits), default=0.0), MAX_ARGUMENT)
-    return Size(body.digits * count, 1, body.degree)
 
 
 def _bounded(digits: float, limit: int) -> float:

@@ -113,6 +113,20 @@ LABEL = re.compile(r"^(?:\*\*)?(?:\(\s*[A-Ea-e]\s*\)|[A-E][.)])\s*(?:\*\*)?\s*(?
 """The letter of a choice before its value: `(C) 39`."""
 MAGNITUDE = 400
 """Largest power of ten that is computed."""
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+WORD_VALUES = {
+    **{word: value for value, word in enumerate(_ONES.split())},
+    **{word: 10 * value for value, word in enumerate(_TENS.split(), start=2)},
+}
+WORD_SCALES = ("hundred", "thousand")
+_WORD = "|".join((*sorted(WORD_VALUES, key=len, reverse=True), *WORD_SCALES))
+NUMBER_PHRASE = re.compile(
+    rf"\b(?:{_WORD})(?:(?:[\s-]+|\s+and\s+)(?:{_WORD})){{0,8}}\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +192,27 @@ def read_number(text: str) -> Number | None:
     if "-" in (match["sign"], match["second"]):
         value = -value
     return Number(value, bool(match["percent"]), unit_name(unit, match["currency"] or ""))
+
+
+def words_to_digits(text: str) -> str:
+    """Write the numbers of a text in digits: `twenty-three cookies` as `23 cookies`. `one` alone
+    stays: it is mostly a pronoun. A scale alone (`5 thousand`) stays, too."""
+    return NUMBER_PHRASE.sub(_phrase_to_digits, text)
+
+
+def _phrase_to_digits(match: re.Match[str]) -> str:
+    words = re.findall(r"[a-z]+", match[0].lower())
+    if words[0] in WORD_SCALES or words == ["one"]:
+        return match[0]
+    total, part = 0, 0
+    for word in words:
+        if word == "thousand":
+            total, part = total + part * 1000, 0
+        elif word == "hundred":
+            part *= 100
+        elif word != "and":
+            part += WORD_VALUES[word]
+    return str(total + part)
 
 
 def split_unit(text: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ end of a mark that has none.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from operator import itemgetter
 from typing import NamedTuple
@@ -87,6 +88,16 @@ def find_formulas(text: str) -> list[Span]:
         elif mark in ("", "$") and last.get(token, -1) > match.start():
             mark, begin, after = token, match.start(), match.end()
     return [span for span in formulas if span.content.strip()]
+
+
+def matches_outside_formulas(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """The matches of a pattern that do not begin inside a formula, such as the dot in `$1.5$`."""
+    formulas = deque(find_formulas(text))
+    for match in pattern.finditer(text):
+        while formulas and formulas[0].end <= match.start():
+            formulas.popleft()
+        if not (formulas and formulas[0].start < match.start()):
+            yield match
 
 
 def _is_formula(content: str, following: str) -> bool:

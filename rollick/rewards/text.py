@@ -12,6 +12,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
@@ -105,19 +106,15 @@ def is_language(text: str, language: str) -> bool:
     Detected by py3langid (97 languages, small, deterministic)."""
     if not any(letter.isalpha() for letter in text):
         return False
-    # The model has seen few capitals and would detect another language.
-    detected, _ = _language_identifier().classify(_limit_accents(text).lower())
-    codes = [code.lower().replace("_", "-") for code in (str(detected), language)]
-    return len({LANGUAGE_ALIASES.get(code, code) for code in codes}) == 1
-
-
-@cache
-def _language_identifier() -> Any:
     try:
         import py3langid
     except ImportError as error:
         raise MissingExtra.of("py3langid", "rewards") from error
-    return py3langid
+    identifier: Any = py3langid
+    # The model has seen few capitals and would detect another language.
+    detected, _ = identifier.classify(_limit_accents(text).lower())
+    codes = [code.lower().replace("_", "-") for code in (str(detected), language)]
+    return len({LANGUAGE_ALIASES.get(code, code) for code in codes}) == 1
 
 
 def json_schema(completion: str, schema: Any) -> float:
@@ -127,11 +124,9 @@ def json_schema(completion: str, schema: Any) -> float:
     validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
     response = after_thinking(completion)
     value = read_json(response) if response is not None else None
-    try:
-        with limit_call(CPU_S):
-            return float(value is not None and validator.is_valid(value[0]))
-    except EXPENSIVE:
-        return 0.0
+    with suppress(*EXPENSIVE), limit_call(CPU_S):
+        return float(value is not None and validator.is_valid(value[0]))
+    return 0.0
 
 
 def regex(completion: str, pattern: str, fullmatch: bool = False) -> float:
@@ -139,11 +134,9 @@ def regex(completion: str, pattern: str, fullmatch: bool = False) -> float:
     matches the end of a line. A completion on which the pattern backtracks too long scores 0."""
     search = re.fullmatch if fullmatch else re.search
     text = completion.strip() if fullmatch else completion
-    try:
-        with limit_call(CPU_S):
-            return float(search(pattern, text, re.DOTALL) is not None)
-    except EXPENSIVE:
-        return 0.0
+    with suppress(*EXPENSIVE), limit_call(CPU_S):
+        return float(search(pattern, text, re.DOTALL) is not None)
+    return 0.0
 
 
 def length(
@@ -236,19 +229,11 @@ def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
     letters -= {"I"} if len(letters) > 1 else set()  # most likely the pronoun
     if len(letters) == 1:
         return letters.pop()
-    words = _words(text)
-    named = [name for name, choice in options.items() if choice and _words(choice) == words]
-    if not named:
-        texts = {name: _words(choice) for name, choice in options.items() if choice}
-        named = [name for name, part in texts.items() if _occurs(part, words)]
+    words = f" {' '.join(_words(text))} "
+    texts = {name: f" {' '.join(_words(each))} " for name, each in options.items() if each}
+    named = [name for name, choice in texts.items() if choice == words]
+    named = named or [name for name, choice in texts.items() if choice in words or choice == "  "]
     return named[0] if len(named) == 1 and not letters else None
-
-
-def _occurs(part: list[str], words: list[str]) -> bool:
-    if not part:
-        return True
-    starts = [n for n, word in enumerate(words) if word == part[0]]
-    return any(words[n : n + len(part)] == part for n in starts)
 
 
 def _words(text: str) -> list[str]:

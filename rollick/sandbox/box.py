@@ -317,11 +317,10 @@ class BoxStarter:
             if self._thread is None or self._pid != os.getpid():
                 self._thread = ThreadPoolExecutor(1, "starts boxes")
                 self._guard, self._pid = None, os.getpid()
-            box = self._thread.submit(self._start, host, packages)
+            box = self._thread.submit(
+                lambda: Box.start(host, packages=packages, guard=self._open_guard())
+            )
         return box.result()
-
-    def _start(self, host: SandboxHost, packages: bool) -> Box:
-        return Box.start(host, packages=packages, guard=self._open_guard())
 
     def _open_guard(self) -> BoxGuard:
         """The guard; a new one if it was killed."""

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from rollick.sandbox import base
 from rollick.sandbox.base import Limits, Program, Result, Sandbox, Status, TestOutcome
-from rollick.sandbox.tested_names import find_names
+from rollick.sandbox.tested_names import plan_asserts
 
 DEFAULT_LIMITS = Limits()
 RELATIVE_ERROR = 1e-6
@@ -47,20 +46,6 @@ async def check_asserts(
     except (SyntaxError, ValueError) as error:
         return Result.not_run(f"the tests cannot be parsed: {error}")
     return await sandbox.run(Program(code, limits=limits, tests=tests))
-
-
-def plan_asserts(
-    asserts: Sequence[str], *, setup: str = "", reference: str = "", entries: Sequence[str] = ()
-) -> base.Tests:
-    """Decide which names come from the candidate, and whether the box is shared. Pure."""
-    names = find_names(asserts, setup=setup, reference=reference)
-    shared = bool(names.classes)
-    return base.Tests(
-        cases=tuple(asserts),
-        setup=f"{names.imports}\n{setup}" if names.imports and not shared else setup,
-        entries=tuple(dict.fromkeys([*names.entries, *entries])),
-        shared=shared,
-    )
 
 
 async def check_scripts(

@@ -175,9 +175,9 @@ class SandboxHost:
             return []
         if self.mounts is not None:
             mounts = f"--mount=/proc/self/fd/{self.mounts}"
-            return [path_of("nsenter"), mounts, "--setuid", str(uid), "--setgid", str(uid), "--"]
+            return ["nsenter", mounts, "--setuid", str(uid), "--setgid", str(uid), "--"]
         ids = ("--reuid", str(uid), "--regid", str(uid))
-        return [path_of("setpriv"), *ids, "--clear-groups", "--"]
+        return ["setpriv", *ids, "--clear-groups", "--"]
 
 
 def packages_folder() -> dict[str, str]:
@@ -201,11 +201,6 @@ def stage_folders(folders: dict[str, str]) -> int:
         return os.open(f"/proc/{helper.pid}/ns/mnt", os.O_RDONLY)
     finally:
         helper.communicate(timeout=HELPER_SECONDS)
-
-
-@cache
-def path_of(tool: str) -> str:
-    return shutil.which(tool) or tool
 
 
 @cache

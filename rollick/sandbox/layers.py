@@ -58,7 +58,6 @@ class IsolationLayers:
 async def probe_layers() -> IsolationLayers:
     """Run the probe in one box. If it fails or a layer has no effect, the level is NONE."""
     with LocalSandbox(warm=0) as sandbox:
-        uid = "throw-away uid"
         layers = IsolationLayers(sandbox.host.isolation, problem=sandbox.host.problem)
         if layers.isolation is Isolation.NONE:
             return replace(layers, missing=("bubblewrap",))
@@ -69,19 +68,17 @@ async def probe_layers() -> IsolationLayers:
         problem = result.detail or result.stderr.strip() or str(result.status)
         return IsolationLayers(Isolation.NONE, missing=("bubblewrap",), problem=problem)
     probed = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
-    missing = tuple(name for name, active in probed.items() if active != "True")
+    failed = [name for name, active in probed.items() if active != "True"]
     # bubblewrap does not start unless it can create each requested namespace.
     active = ["bubblewrap", f"namespaces ({', '.join(NAMESPACES)}, mount)"]
-    active += [name for name in probed if name not in missing]
+    active += [name for name in probed if name not in failed]
     optional = {
-        uid: layers.isolation is Isolation.FULL,
+        "throw-away uid": layers.isolation is Isolation.FULL,
         "memory cgroup": result.memory_limit is MemoryLimit.CGROUP,
         "cpu cgroup": has_cpu_group,
     }
     active += [name for name, has_it in optional.items() if has_it]
-    failed = list(missing)
-    missing += tuple(name for name, has_it in optional.items() if not has_it)
-    if failed:
-        problem = f"these layers have no effect: {', '.join(failed)}"
-        return IsolationLayers(Isolation.NONE, tuple(active), missing, problem)
-    return replace(layers, active=tuple(active), missing=missing, problem="")
+    missing = failed + [name for name, has_it in optional.items() if not has_it]
+    level = Isolation.NONE if failed else layers.isolation
+    problem = f"these layers have no effect: {', '.join(failed)}" if failed else ""
+    return IsolationLayers(level, tuple(active), tuple(missing), problem)

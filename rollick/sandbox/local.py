@@ -23,7 +23,7 @@ from rollick.errors import SandboxError
 from rollick.sandbox.base import CallCase, Isolation, Limits, Program, Result, Status, Tests
 from rollick.sandbox.box import Box, BoxStarter, BoxStartError, extra_code
 from rollick.sandbox.host import SandboxHost
-from rollick.sandbox.monitor import BoxMonitor, StopCause
+from rollick.sandbox.monitor import BoxMonitor
 from rollick.sandbox.outcomes import ReportEnd, TestReports
 from rollick.sandbox.pytest_files import find_star_names, shared_box_reason
 from rollick.sandbox.tested_names import modules_used
@@ -35,13 +35,6 @@ MIN_SECONDS = 0.01
 SIGNAL_EXIT_CODE = 128
 """If a signal killed the program, bubblewrap exits with this plus the signal's number."""
 CPU_TIME_SIGNAL = 24
-STATUS_OF = {
-    StopCause.TIMEOUT: Status.TIMEOUT,
-    StopCause.OUTPUT: Status.OUTPUT_LIMIT,
-    StopCause.MEMORY: Status.MEMORY,
-    StopCause.TESTS_INVALID: Status.INFRASTRUCTURE,
-    StopCause.REPORTS_INVALID: Status.KILLED,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -126,16 +119,17 @@ class LocalSandbox:
             [box] = boxes
             monitor = BoxMonitor(boxes, program.limits, program.stdin.encode("utf-8", "replace"))
             await box.send(role_message("program", program) | {"code": program.code})
-            cause, seconds = await _wait_and_end(monitor)
-            code = box.process.returncode if cause is StopCause.EXIT else None
+            status, seconds = await _wait_and_end(monitor)
+            code = box.process.returncode if status is None else None
         if code is not None and code < 0:  # without bubblewrap
             code = SIGNAL_EXIT_CODE - code
-        status = STATUS_OF.get(cause) or exit_status(code, bytes(monitor.stderr))
+        status = status or exit_status(code, bytes(monitor.stderr))
         if status is Status.KILLED and seconds >= program.limits.cpu_s:
             # RLIMIT_CPU can end a box with SIGKILL, which looks like any other kill.
             status = Status.TIMEOUT
-        result = make_result(monitor, status, self.host.isolation, code, seconds)
-        return replace(result, memory_limit=self.host.memory_limit)
+        host = self.host
+        result = Result(status, host.isolation, *monitor.texts(), code, seconds)
+        return replace(result, memory_limit=host.memory_limit)
 
     async def _run_tests(self, program: Program, tests: Tests) -> Result:
         if not tests.module:
@@ -179,9 +173,20 @@ class LocalSandbox:
                 await boxes[0].send(message | ({"code": program.code} if shared else {}))
             else:
                 await _send_pair(boxes, candidate_message(program, tests), message)
-            cause, seconds = await _wait_and_end(monitor)
-        result = make_test_result(monitor, reports, cause, isolation, seconds)
-        return replace(result, memory_limit=self.host.memory_limit), reports
+            status, seconds = await _wait_and_end(monitor)
+        # If the test box closed its socket before the final frame, the candidate is the cause.
+        status = status or Status.KILLED
+        reason = "" if status is Status.OK else f"not reached: {status}"
+        # A pytest file that has not announced its tests counts as one.
+        outcomes = reports.complete(max(1, reports.count), reason or "not reached")
+        result = Result(
+            *(status, isolation, *monitor.texts()),
+            seconds=seconds,
+            outcomes=outcomes,
+            detail=reports.message or reason,
+            memory_limit=self.host.memory_limit,
+        )
+        return result, reports
 
     @asynccontextmanager
     async def _boxes(
@@ -240,16 +245,16 @@ async def _send_pair(
             os.close(end)
 
 
-async def _wait_and_end(monitor: BoxMonitor) -> tuple[StopCause, float]:
-    """Wait until the program stops, then end its boxes. Returns the cause and the seconds."""
+async def _wait_and_end(monitor: BoxMonitor) -> tuple[Status | None, float]:
+    """Wait until the program stops, then end its boxes. Returns the status and the seconds."""
     started = time.perf_counter()
-    cause = await monitor.wait()
+    status = await monitor.wait()
     seconds = time.perf_counter() - started
     monitor.boxes[0].kill()
     for box in reversed(monitor.boxes):
         await box.end()
     monitor.drain()
-    return StopCause.MEMORY if monitor.out_of_memory else cause, seconds
+    return Status.MEMORY if monitor.out_of_memory else status, seconds
 
 
 def role_message(role: str, program: Program) -> dict[str, Any]:
@@ -279,29 +284,22 @@ def tests_message(program: Program, tests: Tests, nonce: bytes) -> dict[str, Any
     ]
     called = (case.entry for case in tests.cases if isinstance(case, CallCase))
     entries = dict.fromkeys([*tests.entries, *called])
-    return (
-        role_message("tests", program)
-        | {
-            "nonce": nonce,
-            "setup": tests.setup,
-            "cases": cases,
-            "entries": list(entries),
-            "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
-            "module": tests.module,
-        }
-        | (pytest_message(texts[-1], tests.module) if tests.module else {"modules": {}})
-    )
-
-
-def pytest_message(source: str, module: str) -> dict[str, Any]:
-    star = find_star_names(source, module)
-    return {
-        "modules": extra_code("values", "objects", "imports", "pytest_file"),
-        "paths": ["/packages"],
-        "star_names": list(star.names),
-        "star_standard": list(star.standard),
-        "star_modules": list(star.modules),
+    message = role_message("tests", program) | {
+        "nonce": nonce,
+        "setup": tests.setup,
+        "cases": cases,
+        "entries": list(entries),
+        "imports": [] if tests.module else sorted(modules_used(texts) - entries.keys()),
+        "module": tests.module,
+        "modules": {},
     }
+    if tests.module:
+        message |= {
+            "modules": extra_code("values", "objects", "imports", "pytest_file"),
+            "paths": ["/packages"],
+            "star": asdict(find_star_names(texts[-1], tests.module)),
+        }
+    return message
 
 
 def exit_status(code: int | None, stderr: bytes) -> Status:
@@ -313,29 +311,3 @@ def exit_status(code: int | None, stderr: bytes) -> Status:
     if last.startswith(b"MemoryError"):
         return Status.MEMORY
     return Status.KILLED if code is None or code > SIGNAL_EXIT_CODE else Status.FAILED
-
-
-def make_test_result(
-    monitor: BoxMonitor,
-    reports: TestReports,
-    cause: StopCause,
-    isolation: Isolation,
-    seconds: float,
-) -> Result:
-    """The Result of a run with tests. A test that did not run counts as failed."""
-    status = STATUS_OF.get(cause)
-    if cause is StopCause.EXIT:
-        # The test box closed its socket before the final frame: the candidate must be the cause.
-        status = Status.KILLED
-    reason = "" if status is None else f"not reached: {status}"
-    # A pytest file that has not announced its tests counts as one.
-    outcomes = reports.complete(max(1, reports.count), reason or "not reached")
-    result = make_result(monitor, status or Status.OK, isolation, None, seconds)
-    return replace(result, outcomes=outcomes, detail=reports.message or reason)
-
-
-def make_result(
-    monitor: BoxMonitor, status: Status, isolation: Isolation, code: int | None, seconds: float
-) -> Result:
-    stdout, stderr = (text.decode(errors="replace") for text in (monitor.stdout, monitor.stderr))
-    return Result(status, isolation, stdout, stderr, code, seconds)

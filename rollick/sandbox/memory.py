@@ -111,7 +111,12 @@ class MemoryGroups:
         group = MemoryGroup(folder, self.files)
         try:
             if self.cpu is not None:
-                group.cpu = self._set_cpu_weight(self.cpu[0] / name, *CPU_WEIGHT[self.cpu[1]])
+                parent, version = self.cpu
+                if parent != self.folder:  # version 1
+                    (parent / name).mkdir()
+                    group.cpu = parent / name
+                file, weight = CPU_WEIGHT[version]
+                (parent / name / file).write_text(weight)
             (folder / self.files.limit).write_text(str(max_bytes))
             with suppress(OSError):  # a machine without swap may lack the file
                 no_swap = self.files.no_swap.replace("LIMIT", str(max_bytes))
@@ -120,19 +125,6 @@ class MemoryGroups:
             group.close()
             raise
         return group
-
-    def _set_cpu_weight(self, folder: Path, file: str, weight: str) -> Path | None:
-        """Returns the folder if it is not that of the memory cgroup (version 1)."""
-        own = folder.parent != self.folder
-        if own:
-            folder.mkdir()
-        try:
-            (folder / file).write_text(weight)
-        except OSError:
-            if own:
-                folder.rmdir()
-            raise
-        return folder if own else None
 
     def _check_permission(self) -> None:
         """Put a process into a group; OSError if this is not permitted."""

@@ -1,7 +1,7 @@
 """Watches the boxes of one program until it ends or exceeds a limit.
 
 stdout, stderr of each box --+
-exit of the last box      ---+--> BoxMonitor.wait() -> StopCause, with output and outcomes
+exit of the last box      ---+--> BoxMonitor.wait() -> Status, with output and outcomes
 frames of the test box    ---+                         (local.py makes a Result)
 wall clock, memory        ---+
 """
@@ -12,9 +12,8 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from rollick.sandbox.base import Limits
+from rollick.sandbox.base import Limits, Status
 from rollick.sandbox.box import Box
 from rollick.sandbox.memory import count_files, measure_memory
 from rollick.sandbox.outcomes import ReportEnd, TestReports
@@ -23,18 +22,6 @@ CHECK_SECONDS = 0.1
 """Between two checks of a box's memory."""
 MAX_FILES = 20_000
 """In a box: an empty file takes kernel memory that no size limit counts."""
-
-
-class StopCause(StrEnum):
-    EXIT = "exit"
-    TESTS_ENDED = "tests_ended"
-    TESTS_INVALID = "tests_invalid"
-    """The tests cannot run with any candidate."""
-    REPORTS_INVALID = "reports_invalid"
-    """The candidate, in one box with the tests, wrote something else than outcomes."""
-    TIMEOUT = "timeout"
-    OUTPUT = "output"
-    MEMORY = "memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +35,11 @@ class BoxMonitor:
     """What the last box reports, if it runs tests."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
-    _stopped: asyncio.Future[StopCause] | None = None
+    _stopped: asyncio.Future[Status | None] | None = None
 
-    async def wait(self) -> StopCause:
-        """Wait for the first cause to stop. The caller ends the boxes."""
+    async def wait(self) -> Status | None:
+        """Wait for the first reason to stop: OK after the last outcome, None if the last box has
+        exited. The caller ends the boxes."""
         loop = asyncio.get_running_loop()
         self._stopped = loop.create_future()
         readers, last = self._output_ends(), self.boxes[-1]
@@ -59,7 +47,7 @@ class BoxMonitor:
             loop.add_reader(end, self._on_output, end)
         if self.reports is None:
             watched = last.exit_fd
-            loop.add_reader(watched, self._stop, StopCause.EXIT)
+            loop.add_reader(watched, self._stop, None)
         else:
             watched = last.control.fileno()
             loop.add_reader(watched, self._on_report, self.reports)
@@ -69,7 +57,7 @@ class BoxMonitor:
             async with asyncio.timeout(self.limits.wall_s):
                 return await self._stopped
         except TimeoutError:
-            return StopCause.TIMEOUT
+            return Status.TIMEOUT
         finally:
             check.cancel()
             for end in (*readers, watched):
@@ -83,6 +71,10 @@ class BoxMonitor:
             while self._remaining_bytes > 0 and self._read(end):
                 pass
 
+    def texts(self) -> tuple[str, str]:
+        """stdout and stderr so far."""
+        return self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
+
     def _output_ends(self) -> list[int]:
         return [end for box in self.boxes for end in (box.stdout, box.stderr)]
 
@@ -90,15 +82,15 @@ class BoxMonitor:
     def _remaining_bytes(self) -> int:
         return self.limits.output_bytes - len(self.stdout) - len(self.stderr)
 
-    def _stop(self, cause: StopCause) -> None:
+    def _stop(self, status: Status | None) -> None:
         if self._stopped is not None and not self._stopped.done():
-            self._stopped.set_result(cause)
+            self._stopped.set_result(status)
 
     def _on_output(self, end: int) -> None:
         if not self._read(end):
             asyncio.get_running_loop().remove_reader(end)
         if self._remaining_bytes <= 0:
-            self._stop(StopCause.OUTPUT)
+            self._stop(Status.OUTPUT_LIMIT)
 
     def _read(self, end: int) -> bool:
         """Whether there was output. Output of the test box counts as error output."""
@@ -134,13 +126,14 @@ class BoxMonitor:
             chunk = b""
         try:
             reports.feed(chunk)
-        except ValueError:  # ReportError, or bytes that are not an encoded value
-            self._stop(StopCause.REPORTS_INVALID)
+        except ValueError:
+            # Not a report: only a candidate that shares the box with the tests writes this.
+            self._stop(Status.KILLED)
         if reports.end is not None:
             invalid = reports.end is ReportEnd.INVALID
-            self._stop(StopCause.TESTS_INVALID if invalid else StopCause.TESTS_ENDED)
+            self._stop(Status.INFRASTRUCTURE if invalid else Status.OK)
         elif not chunk:
-            self._stop(StopCause.EXIT)
+            self._stop(None)
 
     async def _check_memory(self) -> None:
         """Check the total memory of a box, which no rlimit bounds."""
@@ -148,10 +141,10 @@ class BoxMonitor:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             if self.out_of_memory:
-                self._stop(StopCause.MEMORY)
+                self._stop(Status.MEMORY)
             for pid in (box.init_pid for box in self.boxes if box.init_pid):
                 if measure_memory(pid, max_bytes) > max_bytes or count_files(pid) > MAX_FILES:
-                    self._stop(StopCause.MEMORY)
+                    self._stop(Status.MEMORY)
 
     @property
     def out_of_memory(self) -> bool:

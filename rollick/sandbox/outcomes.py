@@ -82,23 +82,17 @@ class TestReports:
         if types != (bytes, str, int, bool, str) or nonce != self.nonce:
             raise ReportError("a frame has wrong fields")
         if kind == "count":
-            self._set_count(number)
+            if self.count or not 0 < number <= MAX_TESTS:
+                raise ReportError(f"a test box announces from 1 to {MAX_TESTS} tests, once")
+            self.count = number
         elif kind == "outcome":
-            self._add_outcome(number, TestOutcome(passed, message))
+            if not 0 <= number < self.count or number in self.outcomes:
+                raise ReportError("an outcome does not belong to a test, or comes twice")
+            self.outcomes[number] = TestOutcome(passed, message)
         elif kind == ReportEnd.ENDED or (kind in REMARKS and not self.from_candidate):
             self.end, self.message = ReportEnd(kind), message
         else:
             raise ReportError(f"a frame has the unknown kind {kind[:20]!r}")
-
-    def _set_count(self, number: int) -> None:
-        if self.count or not 0 < number <= MAX_TESTS:
-            raise ReportError(f"a test box announces from 1 to {MAX_TESTS} tests, once")
-        self.count = number
-
-    def _add_outcome(self, number: int, outcome: TestOutcome) -> None:
-        if not 0 <= number < self.count or number in self.outcomes:
-            raise ReportError("an outcome does not belong to a test, or comes twice")
-        self.outcomes[number] = outcome
 
     def complete(self, count: int, reason: str) -> tuple[TestOutcome, ...]:
         """An outcome for each of `count` tests. A test without one has failed, and so has the last

@@ -72,9 +72,10 @@ def find_star_names(source: str, module: str) -> StarNames:
         tree, table = parse(source), symtable.symtable(source, "tests", "exec")
     except (SyntaxError, ValueError, RecursionError):
         return StarNames()
+    nodes = list(ast.walk(tree))
     stars = [
         node.module or ""
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and not node.level
     ]
     if module not in stars:
@@ -82,13 +83,10 @@ def find_star_names(source: str, module: str) -> StarNames:
     defined = {each.get_name() for each in table.get_symbols() if _is_bound(each)}
     read = dict.fromkeys(_global_names(table))
     names = tuple(name for name in read if name not in defined and name.isidentifier())
-    loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    owners = [node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    bare = {id(node): node.id for node in loaded}
-    for owner in owners:
-        bare.pop(id(owner), None)
+    owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in owners}
     # A candidate's `math` could say that everything is close to everything.
-    standard = (sys.stdlib_module_names | {"pytest"}) - set(bare.values())
+    standard = (sys.stdlib_module_names | {"pytest"}) - bare
     return StarNames(
         names,
         tuple(name for name in names if name in standard),
@@ -141,9 +139,7 @@ class _Reader:
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._read_import(node)
-        for name in self.modules:
-            if reason := _imported_reason(name):
-                yield reason
+        yield from filter(None, map(_imported_reason, self.modules))
         for node in nodes:
             yield from self._of(node)
 
@@ -198,7 +194,8 @@ class _Reader:
             return isinstance(node.func, ast.Name) and node.func.id == "type"
         if isinstance(node, ast.Attribute):
             return node.attr == "__class__" or (
-                self._is_of_candidate(node.value) and _last_name(node.value)[:1].isupper()
+                self._is_of_candidate(node.value)
+                and ast.unparse(node.value).rpartition(".")[2][:1].isupper()
             )
         if isinstance(node, ast.Name):
             return node.id == "NotImplemented"
@@ -240,16 +237,11 @@ class _Reader:
 def _imported_reason(name: str) -> str:
     module, _, part = name.rpartition(".")
     top = name.partition(".")[0]
-    if name in FUNCTIONS or (module in ALLOWED and part not in ALLOWED[module]):
-        return f"the tests use {name}"
-    if {name, module, top} & MODULES:
+    is_denied = module in ALLOWED and part not in ALLOWED[module]
+    if name in FUNCTIONS or is_denied or {name, module, top} & MODULES:
         return f"the tests use {name}"
     return ""
 
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
-
-
-def _last_name(node: ast.expr) -> str:
-    return ast.unparse(node).rpartition(".")[2]

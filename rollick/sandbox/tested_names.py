@@ -10,33 +10,30 @@ import ast
 import builtins
 import sys
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+
+from rollick.sandbox.base import Tests
 
 
-@dataclass(frozen=True, slots=True)
-class TestedNames:
-    """Names that tests use and do not define."""
-
-    entries: tuple[str, ...]
-    """Functions and constants that the candidate must define."""
-    classes: tuple[str, ...]
-    """Classes of the reference solution that the tests instantiate; not plain data."""
-    imports: str
-    """Import statements of the reference that the tests need."""
-
-
-def find_names(tests: Iterable[str], *, setup: str = "", reference: str = "") -> TestedNames:
-    """Raises SyntaxError if the tests cannot be parsed; ignores an invalid reference."""
-    used, bound = _names_of([setup, *tests])
+def plan_asserts(
+    asserts: Sequence[str], *, setup: str = "", reference: str = "", entries: Sequence[str] = ()
+) -> Tests:
+    """Decide which names come from the candidate, and whether the box is shared: if the tests
+    create objects of the reference's classes. Raises SyntaxError if the tests cannot be parsed;
+    ignores an invalid reference."""
+    used, bound = _names_of([setup, *asserts])
     defined, classes, imported = _definitions(reference)
     provided = set(dir(builtins)) | sys.stdlib_module_names | imported.keys()
     free = [name for name in used if name not in bound]
-    entries = [name for name in free if name in defined or name not in provided]
-    return TestedNames(
-        entries=tuple(name for name in entries if name not in classes),
-        classes=tuple(name for name in entries if name in classes),
-        imports="\n".join(dict.fromkeys(imported[name] for name in used if name in imported)),
+    names = [name for name in free if name in defined or name not in provided]
+    functions = [name for name in names if name not in classes]
+    imports = "\n".join(dict.fromkeys(imported[name] for name in used if name in imported))
+    shared = not classes.isdisjoint(names)
+    return Tests(
+        cases=tuple(asserts),
+        setup=f"{imports}\n{setup}" if imports and not shared else setup,
+        entries=tuple(dict.fromkeys([*functions, *entries])),
+        shared=shared,
     )
 
 

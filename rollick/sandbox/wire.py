@@ -34,11 +34,19 @@ BUILDERS: dict[bytes, Callable[[list[Any]], Any]] = {
     **{tag: kind for kind, tag in SEQUENCES.items()},
     b"g": iter,
 }
-SIZED = frozenset((b"i", b"s", b"b", b"y", b"f"))
 TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range)
 }
+
+SIZED: dict[bytes, Callable[[bytes], Any]] = {
+    b"i": lambda content: int.from_bytes(content, "little", signed=True),
+    b"f": lambda content: float.fromhex(content.decode("ascii")),
+    b"s": lambda content: content.decode("utf-8", "surrogatepass"),
+    b"y": lambda content: TYPES[content.decode()],
+    b"b": bytes,
+}
+"""How the content of each tag with a length is decoded."""
 
 
 class WireError(ValueError):
@@ -56,7 +64,7 @@ def decode(content: bytes) -> Any:
     """Raises WireError unless the bytes are exactly one encoded value."""
     try:
         value, end = _decode(content, 0, 0)
-    except (IndexError, TypeError, OverflowError, ValueError) as error:
+    except (LookupError, TypeError, OverflowError, ValueError) as error:
         raise WireError(f"the bytes are not an encoded value: {error}") from None
     if end != len(content):
         raise WireError(f"{len(content) - end} bytes follow the value")
@@ -167,10 +175,11 @@ def _decode(content: bytes, offset: int, depth: int) -> tuple[Any, int]:
         return kind(*numbers), offset
     size = int.from_bytes(content[offset : offset + COUNT_BYTES], "little")
     offset += COUNT_BYTES
-    if offset > len(content):
+    end = offset + size if tag in SIZED else offset
+    if end > len(content):
         raise WireError("the bytes end too early")
     if tag in SIZED:
-        return _decode_sized(tag, content[offset : offset + size], size), offset + size
+        return SIZED[tag](content[offset:end]), end
     if tag == b"d":
         items, offset = _decode_items(content, offset, 2 * size, depth)
         return dict(zip(items[::2], items[1::2], strict=True)), offset
@@ -178,21 +187,6 @@ def _decode(content: bytes, offset: int, depth: int) -> tuple[Any, int]:
         raise WireError(f"unknown tag {tag!r}")
     items, offset = _decode_items(content, offset, size, depth)
     return BUILDERS[tag](items), offset
-
-
-def _decode_sized(tag: bytes, content: bytes, size: int) -> Any:
-    if len(content) != size:
-        raise WireError("the bytes end too early")
-    if tag == b"i":
-        return int.from_bytes(content, "little", signed=True)
-    if tag == b"f":
-        return float.fromhex(content.decode("ascii"))
-    if tag == b"y":
-        kind = TYPES.get(content.decode())
-        if kind is None:
-            raise WireError("an unknown type")
-        return kind
-    return content.decode("utf-8", "surrogatepass") if tag == b"s" else content
 
 
 def _decode_items(content: bytes, offset: int, count: int, depth: int) -> tuple[list[Any], int]:

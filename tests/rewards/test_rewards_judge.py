@@ -17,13 +17,7 @@ pytest.importorskip("httpx", reason="the extra rewards is not installed")
 
 from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import count_votes, judge
-from rollick.rewards.judge_prompt import (
-    RUBRICS,
-    JudgeVerdict,
-    UnparsableVerdict,
-    build_prompt,
-    read_verdict,
-)
+from rollick.rewards.judge_prompt import RUBRICS, UnparsableVerdict, build_prompt, read_verdict
 from rollick.rewards.pool import RewardPool
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Score, ScoreStatus
@@ -264,7 +258,7 @@ async def test_several_votes_are_averaged_and_their_spread_is_reported():
 
 
 def test_more_than_half_of_the_votes_must_succeed():
-    yes = JudgeVerdict(1.0, "good")
+    yes = Score(1.0, detail="good")
     assert count_votes([yes, yes, "junk"]).value == 1.0
     assert not count_votes([yes, "junk"]).ok
     assert count_votes(["no verdict within 1 s"]).status is ScoreStatus.TIMEOUT

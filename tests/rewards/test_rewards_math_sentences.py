@@ -6,7 +6,7 @@ import pytest
 
 from rollick.rewards.answers import extract_answer
 from rollick.rewards.claims import stated_values, trim_claim
-from rollick.rewards.number_words import words_to_digits
+from rollick.rewards.notation import words_to_digits
 
 pytest.importorskip("math_verify", reason="the extra rewards is not installed")
 

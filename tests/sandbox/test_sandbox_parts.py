@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from rollick.errors import SandboxError
 from rollick.sandbox import wire
 from rollick.sandbox.base import CallCase, Limits, Program, Tests
-from rollick.sandbox.checks import is_same_output, plan_asserts
+from rollick.sandbox.checks import is_same_output
 from rollick.sandbox.host import uid_range
 from rollick.sandbox.remote import program_from_json, program_to_json
 from rollick.sandbox.seccomp import ALLOW, ERROR, KILL, seccomp_program
-from rollick.sandbox.tested_names import find_names, modules_used
+from rollick.sandbox.tested_names import modules_used, plan_asserts
 
 ATOMS = (
     st.none()
@@ -193,21 +193,20 @@ def test_an_architecture_without_a_filter_raises() -> None:
 
 
 def test_the_candidates_names_are_those_that_the_tests_do_not_define() -> None:
-    names = find_names(["assert area(side) == 4"], setup="side = 2")
-    assert names.entries == ("area",)
+    tests = plan_asserts(["assert area(side) == 4"], setup="side = 2")
+    assert tests.entries == ("area",)
 
 
 def test_builtins_and_modules_are_not_candidate_names() -> None:
-    names = find_names(["assert math.isclose(sum(area(x) for x in [1]), 4)"])
-    assert names.entries == ("area",)
+    tests = plan_asserts(["assert math.isclose(sum(area(x) for x in [1]), 4)"])
+    assert tests.entries == ("area",)
     assert modules_used(["assert math.isclose(area(1), 4)"]) == {"math"}
 
 
 def test_a_builtin_name_that_the_reference_defines_is_a_candidate_name() -> None:
-    assert find_names(["assert sum(10, 15) == 6"]).entries == ()
-    assert find_names(["assert sum(10, 15) == 6"], reference="def sum(a, b): ...").entries == (
-        "sum",
-    )
+    assert plan_asserts(["assert sum(10, 15) == 6"]).entries == ()
+    tests = plan_asserts(["assert sum(10, 15) == 6"], reference="def sum(a, b): ...")
+    assert tests.entries == ("sum",)
 
 
 def test_tests_that_create_objects_of_the_reference_share_a_box() -> None:

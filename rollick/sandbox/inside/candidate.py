@@ -17,6 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+wire = sys.modules["rollick_wire"]
+
 MAX_MESSAGE = 500
 MAX_REQUEST = 1 << 32
 
@@ -34,14 +36,13 @@ def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
         sys.modules["rollick_exports"].Exports(module.__dict__, requests, replies).serve(failure)
         return
     failed = failure and describe_error(failure)
-    wire = sys.modules["rollick_wire"]
     while (request := wire.read_frame(requests, MAX_REQUEST)) is not None:
         wire.write_frame(replies, encode_reply(failed or execute(request, module.__dict__)))
 
 
 def execute(request: bytes, namespace: dict[str, Any]) -> list[Any]:
     try:
-        kind, *arguments = sys.modules["rollick_wire"].decode(request)
+        kind, *arguments = wire.decode(request)
         if kind == "describe":
             return ["value", {name: describe_name(name, namespace) for name in arguments[0]}]
         name, args, kwargs = arguments
@@ -52,7 +53,6 @@ def execute(request: bytes, namespace: dict[str, Any]) -> list[Any]:
 
 def encode_reply(reply: list[Any]) -> bytes:
     """Encode the reply; if its value is not plain data, encode a TypeError instead."""
-    wire = sys.modules["rollick_wire"]
     try:
         return wire.encode(reply)
     except BaseException as error:
@@ -67,11 +67,16 @@ def describe_name(name: str, namespace: dict[str, Any]) -> list[Any]:
 
 
 def describe_error(error: BaseException) -> list[Any]:
-    try:
-        text = str(error)
-    except BaseException:
-        text = "(an exception that cannot be printed)"
-    kind = type(error)
-    builtin = next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
-    named = text if builtin == kind.__name__ else f"{kind.__name__}: {text}"
+    kind = type(error).__name__
+    builtin, text = name_and_text(error)
+    named = text if builtin == kind else f"{kind}: {text}"
     return ["raise", builtin, named[:MAX_MESSAGE]]
+
+
+def name_and_text(error: BaseException) -> tuple[str, str]:
+    """The name of the builtin class of an exception, and its text."""
+    builtin = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
+    try:
+        return builtin.__name__, str(error)
+    except BaseException:
+        return builtin.__name__, "(an exception that cannot be printed)"

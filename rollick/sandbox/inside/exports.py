@@ -25,31 +25,20 @@ if TYPE_CHECKING:
     from typing import Any
 
 wire, values = sys.modules["rollick_wire"], sys.modules["rollick_values"]
+candidate = sys.modules["rollick_candidate"]
 
 MARK = values.MARK
-MAX_MESSAGE = 500
-MAX_REQUEST = 1 << 32
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, range)
-ONE_ARGUMENT = ("neg", "pos", "abs", "invert", "index")
-TWO_ARGUMENTS = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"),
-    *("lshift", "rshift", "lt", "le", "gt", "ge", "eq", "contains", "getitem", "delitem"),
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior"),
-    *("ixor", "ilshift", "irshift"),
+OPERATORS = (
+    "neg pos abs invert index lt le gt ge eq contains getitem setitem delitem add sub mul truediv "
+    "floordiv mod pow matmul and_ or_ xor lshift rshift iadd isub imul itruediv ifloordiv imod "
+    "ipow imatmul iand ior ixor ilshift irshift"
 )
 CONTAINERS = (list, tuple, dict, set, frozenset)
 CANDIDATE = "candidate"
 """The module of the candidate's own classes."""
 MISSING = object()
 """Stands for an argument that has a default in the tests."""
-
-
-def _copy(value: Any) -> Any:
-    return __import__("copy").copy(value)
-
-
-def _deepcopy(value: Any) -> Any:
-    return __import__("copy").deepcopy(value)
 
 
 def _exit(manager: Any, error: BaseException | None) -> Any:
@@ -69,16 +58,14 @@ def _take(iterator: Any, count: int) -> list[Any]:
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{
-        name.rstrip("_"): getattr(_operator, name)
-        for name in (*ONE_ARGUMENT, *TWO_ARGUMENTS, "setitem")
-    },
+    **{name.rstrip("_"): getattr(_operator, name) for name in OPERATORS.split()},
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool},
     **{"iter": iter, "reversed": reversed, "str": str, "repr": repr, "hash": hash, "int": int},
-    **{"float": float, "round": round, "format": format, "copy": _copy, "deepcopy": _deepcopy},
-    **{"bytes": bytes, "divmod": divmod, "complex": complex},
-    **{"call": _operator.call, "take": _take, "exit": _exit},
+    **{"float": float, "round": round, "format": format, "bytes": bytes},
+    **{"divmod": divmod, "complex": complex, "call": _operator.call, "take": _take, "exit": _exit},
     "content": lambda value: content_of(value),  # pyright: ignore
+    "copy": lambda value: __import__("copy").copy(value),  # pyright: ignore
+    "deepcopy": lambda value: __import__("copy").deepcopy(value),  # pyright: ignore
     "enter": lambda manager: type(manager).__enter__(manager),  # pyright: ignore
     "has_instance": lambda kind, value: isinstance(value, kind),  # pyright: ignore
     "is_subclass": lambda base, kind: issubclass(kind, base),  # pyright: ignore
@@ -101,7 +88,7 @@ class Exports:
     def serve(self, failure: BaseException | None) -> None:
         """Answer requests until the test box ends; each with the failure, if there is one."""
         failed = failure and ["raise", *self.describe_error(failure)]
-        while (request := wire.read_frame(self.requests, MAX_REQUEST)) is not None:
+        while (request := wire.read_frame(self.requests, candidate.MAX_REQUEST)) is not None:
             self.reply(failed or self.execute(wire.decode(request)))
 
     def reply(self, content: list[Any]) -> None:
@@ -212,12 +199,8 @@ class Exports:
     def describe_error(self, error: BaseException) -> list[Any]:
         """[builtin class, text, class, number, arguments, number of the tests' exception]; the
         class is None if it is the builtin one."""
-        try:
-            text = str(error)
-        except BaseException:
-            text = "(an exception that cannot be printed)"
         kind = type(error)
-        builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins").__name__
+        builtin, text = candidate.name_and_text(error)
         own = None if kind.__module__ == "builtins" else self.describe_class(kind)
         try:
             arguments = tuple([self.pack(argument) for argument in error.args])
@@ -225,7 +208,14 @@ class Exports:
         except BaseException:
             arguments = (text,)
         raised = vars(error).get("_rollick_raised", -1)
-        return [builtin, text[:MAX_MESSAGE], own, self.number_of(error), arguments, raised]
+        return [
+            builtin,
+            text[: candidate.MAX_MESSAGE],
+            own,
+            self.number_of(error),
+            arguments,
+            raised,
+        ]
 
     def unpack(self, value: Any) -> Any:
         kind = type(value)
@@ -280,7 +270,7 @@ class Exports:
         with self.lock:
             wire.write_frame(self.replies, body)
             while True:
-                request = wire.read_frame(self.requests, MAX_REQUEST)
+                request = wire.read_frame(self.requests, candidate.MAX_REQUEST)
                 if request is None:
                     os._exit(0)
                 answer = wire.decode(request)

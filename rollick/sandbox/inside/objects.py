@@ -30,7 +30,11 @@ OPERATORS = (
     *("lshift", "rshift"),
 )
 COMPARISONS = ("lt", "le", "gt", "ge")
-UNARY = ("neg", "pos", "abs", "invert", "index", "int", "float", "complex", "round", "bytes")
+UNARY = (
+    *("neg", "pos", "abs", "invert", "index", "int", "float", "complex", "round", "bytes", "copy"),
+)
+FORWARDED_CLASS_METHODS = ("setattr", "delattr", "len", "iter", "getitem")
+FORWARDED_METHODS = (*FORWARDED_CLASS_METHODS, "reversed", "setitem", "delitem")
 
 
 def number_of(value: Any) -> int | None:
@@ -111,25 +115,13 @@ class RemoteObject:
             raise AttributeError(name)
         return self.rollick_candidate.name_class(name, use(self, "getattr", name))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        use(self, "setattr", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        use(self, "delattr", name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = use(self, "call", *args, **kwargs)
         self.rollick_candidate.apply_changes(args)
         return value
 
-    def __len__(self) -> int:
-        return use(self, "len")
-
     def __bool__(self) -> bool:
         return use(self, "bool") is True
-
-    def __iter__(self) -> Any:
-        return use(self, "iter")
 
     def __next__(self) -> Any:
         items, ended = use(self, "take", 1)
@@ -137,19 +129,7 @@ class RemoteObject:
             raise StopIteration
         return items[0]
 
-    def __reversed__(self) -> Any:
-        return use(self, "reversed")
-
-    def __getitem__(self, key: Any) -> Any:
-        return use(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        use(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        use(self, "delitem", key)
-
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self: Any, value: Any) -> bool:
         if self.rollick_built:
             return use(self, "contains", value) is True
         return any(item is value or item == value for item in self)
@@ -162,9 +142,6 @@ class RemoteObject:
 
     def __format__(self, spec: str) -> str:
         return str(use(self, "format", spec))
-
-    def __copy__(self) -> Any:
-        return same_standing(self, use(self, "copy"))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return same_standing(self, use(self, "deepcopy"))
@@ -246,25 +223,10 @@ class RemoteMeta(type):
             raise AttributeError(name)
         return cls.rollick_owner.name_class(name, use(cls, "getattr", name))
 
-    def __setattr__(cls, name: str, value: Any) -> None:
-        use(cls, "setattr", name, value)
-
-    def __delattr__(cls, name: str) -> None:
-        use(cls, "delattr", name)
-
     def __bool__(cls) -> bool:
         return True
 
-    def __len__(cls) -> int:
-        return use(cls, "len")
-
-    def __iter__(cls) -> Any:
-        return use(cls, "iter")
-
-    def __getitem__(cls, key: Any) -> Any:
-        return use(cls, "getitem", key)
-
-    def __contains__(cls, value: Any) -> bool:
+    def __contains__(cls: Any, value: Any) -> bool:
         return any(item is value or item == value for item in cls)
 
     def __repr__(cls) -> str:
@@ -311,6 +273,13 @@ def allows_operators(proxy: RemoteObject, others: tuple[Any, ...]) -> bool:
     )
 
 
+def _forward(operation: str) -> Any:
+    def operate(proxy: Any, *args: Any) -> Any:
+        return use(proxy, operation, *args)
+
+    return operate
+
+
 def _operator(operation: str, *, is_reflected: bool = False) -> Any:
     def operate(self: RemoteObject, *others: Any) -> Any:
         if not allows_operators(self, others):
@@ -341,6 +310,10 @@ def _comparison(operation: str) -> Any:
     return compare
 
 
+for _name in FORWARDED_METHODS:
+    setattr(RemoteObject, f"__{_name}__", _forward(_name))
+for _name in FORWARDED_CLASS_METHODS:
+    setattr(RemoteMeta, f"__{_name}__", _forward(_name))
 for _name in OPERATORS:
     setattr(RemoteObject, f"__{_name}__", _operator(_name))
     setattr(RemoteObject, f"__r{_name}__", _operator(_name, is_reflected=True))

@@ -39,7 +39,7 @@ class RemoteModule(ModuleType):
             return star_names(self.__dict__["_message"])
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in self.__dict__["_message"]["star_standard"]:
+        if name in self.__dict__["_message"]["star"]["standard"]:
             return __import__(name)
         return self.__dict__["_candidate"].bind([name])[name]
 
@@ -48,10 +48,10 @@ def star_names(message: dict[str, Any]) -> list[str]:
     """What `from solution import *` gives: only names that the file uses and that nothing else
     defines. A candidate must not replace `len` or `sqrt`."""
     others = set(dir(builtins))
-    for name in message["star_modules"]:
+    for name in message["star"]["modules"]:
         module = __import__(name, fromlist=["*"])
         others |= set(getattr(module, "__all__", dir(module)))
-    return [name for name in message["star_names"] if name not in others]
+    return [name for name in message["star"]["names"] if name not in others]
 
 
 class Recorder:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+wire = sys.modules["rollick_wire"]
+
 MAX_REPLY = 16 << 20
 """Bytes of one reply of the candidate."""
 MAX_DATA = 1 << 20
@@ -87,7 +89,6 @@ class Candidate:
         return self.read_reply(self.exchange(list(request), max_bytes))
 
     def exchange(self, request: list[Any], max_bytes: int) -> Any:
-        wire = sys.modules["rollick_wire"]
         body = wire.encode(request)
         try:
             wire.write_frame(self.requests, body)
@@ -155,7 +156,6 @@ class Reporter:
         self.control, self.nonce = control, nonce
 
     def send(self, kind: str, number: int = 0, passed: bool = False, message: str = "") -> None:
-        wire = sys.modules["rollick_wire"]
         fields = [self.nonce, kind, number, passed, message[:MAX_MESSAGE]]
         wire.write_frame(self.control, wire.encode(fields))
 
