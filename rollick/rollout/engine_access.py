@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from rollick.errors import EngineLost
 from rollick.observe.sample_stage import (
@@ -20,25 +19,8 @@ from rollick.observe.sample_stage import (
     SampleStage,
 )
 from rollick.rollout.fleet import Fleet
-from rollick.rollout.request_queue import RequestNeeds
+from rollick.rollout.in_flight import InFlightSample
 from rollick.types import Completion, Request, SampleId, StopReason
-
-
-class SampleTracker(Protocol):
-    """Tracks one sample: what it does, and what its requests need."""
-
-    @property
-    def should_continue(self) -> bool:
-        """False when the rollout closes or the sample is cancelled: nothing more is generated."""
-        ...
-
-    def needs_of(self, request: Request) -> RequestNeeds: ...
-    def set_activity(self, activity: SampleActivity, ends_by: float = 0.0) -> None:
-        """`ends_by`: the time of the event loop by which the activity ends by itself."""
-
-    def assigned(self, engine: int) -> None: ...
-    def completed(self, request: Request, completion: Completion) -> None: ...
-    def engine_lost(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -48,7 +30,8 @@ class SampleAccess:
     uid: SampleId
     fleet: Fleet
     reserved: int | None
-    tracker: SampleTracker
+    tracker: InFlightSample
+    """Tracks what the sample does, and what its requests need."""
     _enclosing: tuple[SampleActivity, float] | None = None
     """The activity that the generations of an agent are part of, and by when it ends."""
 

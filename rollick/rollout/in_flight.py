@@ -36,7 +36,7 @@ MAX_NAMED = 4
 
 @dataclass(slots=True, eq=False)
 class InFlightSample:
-    """One sample in flight; the tracker of its access (see engine_access.SampleTracker)."""
+    """One sample in flight; its SampleAccess reports what it does."""
 
     uid: SampleId
     prompt: Prompt
@@ -58,9 +58,11 @@ class InFlightSample:
 
     @property
     def should_continue(self) -> bool:
+        """False when the rollout closes or the sample is cancelled: nothing more is generated."""
         return not (self._samples.closing or self.is_cancelled)
 
     def set_activity(self, activity: SampleActivity, ends_by: float = 0.0) -> None:
+        """`ends_by`: the time of the event loop by which the activity ends by itself."""
         now, record_span = self._samples.now(), self._samples.record_span
         if self.activity.stage is SampleStage.GENERATING:
             self.generate_s += now - self.since

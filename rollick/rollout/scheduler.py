@@ -30,7 +30,7 @@ from rollick.rollout.ledger.staleness import StalenessPolicy, StalenessRule
 from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.request_queue import QueueOrder
 from rollick.rollout.scored_groups import ScoredGroups, mask_old_tokens, without_loss
-from rollick.rollout.stats import RolloutStats, StepWindow
+from rollick.rollout.stats import StepWindow
 from rollick.rollout.unchecked import DAMAGED
 from rollick.types import Group, PolicyVersion, Prompt, Sample, SampleId, Score, ScoredSample
 
@@ -61,7 +61,7 @@ class Rollout:
         self._samples = InFlightSamples(self.ledger, self.fleet, self.lengths, deps.record_span)
         self._scored = ScoredGroups()
         self._window = StepWindow()
-        self.stats = RolloutStats()
+        self.stats = self._window.to_stats((), version=version, wait_s=0.0)
         """Of the last taken batch's step."""
         self._taken_samples = 0
         """Samples of the taken batch until it is trained on."""
@@ -105,7 +105,6 @@ class Rollout:
         self.step += 1
         self.stats = self._window.to_stats(
             batch,
-            step=self.step,
             version=self.version,
             wait_s=self._clock() - started,
             long={uid for uid in taken.uids if self.ledger.group(uid).was_deferred},
