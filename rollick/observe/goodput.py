@@ -199,12 +199,9 @@ class TimeAccount:
         for seconds in (self._unwritten, self._step):
             seconds[self._state] += now - self._since
         self._since = now
-        self._state = self._find_state()
-
-    def _find_state(self) -> State:
+        self._state = self.waiting_state() if self._base == "generate" else self._base
         if self._recoveries:
-            return "recover"
-        return self.waiting_state() if self._base == "generate" else self._base
+            self._state = "recover"
 
     def begin_steps(self) -> None:
         """The run has started: from now on it trains."""

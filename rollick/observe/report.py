@@ -175,7 +175,8 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
         return ""
 
     def cell(text: str, kind: str = "") -> str:
-        return f"<td class='{kind}'><pre>{escape(_shorten(text))}</pre></td>"
+        shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
+        return f"<td class='{kind}'><pre>{escape(shown)}</pre></td>"
 
     def answer(text: str, ok: bool) -> str:
         return cell(text, "good" if ok else "bad")
@@ -190,10 +191,6 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
     head = "".join(f"<th>{column}</th>" for column in columns)
     title = "Held-out prompts, first and last validation" if pairs else "Samples of the last step"
     return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
 
 
 @plain_text()

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollick.observe.live_view import BARS, LiveView, Stopwatch, sparkline
 from rollick.observe.goodput import Goodput
 from rollick.observe.goodput_report import Reliability
+from rollick.observe.live_view import BARS, LiveView, Stopwatch, sparkline
 from rollick.observe.report import Exchange, draw_curves, summarise_curves, write_report
 from rollick.observe.tables import evaluation_table
 
