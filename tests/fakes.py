@@ -227,7 +227,7 @@ class FakeEngine:
 
 
 class FakeTracker:
-    """A SampleTracker (rollout/engine_access.py) that records its calls in `calls` and `tokens`."""
+    """An InFlightSample that records its calls in `calls` and `tokens`."""
 
     def __init__(self) -> None:
         self.should_continue = True

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rollick.errors import writing_to
 from rollick.observe.diagnosis import duration
-from rollick.observe.report import LOSS, with_plain_text
+from rollick.observe.report import LOSS, plain_text
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -122,13 +122,14 @@ def comparison_table(summaries: Sequence[GroupSummary], metric: str) -> Table:
     return table
 
 
-@with_plain_text
+@plain_text()
 def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[str]) -> Path:
     """Plot the metrics of all runs over the steps: a thin line for each run, a thick one for the
     mean of a group, and the range between its runs."""
     from matplotlib.figure import Figure
 
-    shown = [metric for metric in metrics if _has(groups, metric)]
+    runs = [run for group in groups for run in group.runs]
+    shown = [metric for metric in metrics if any(run.points(metric) for run in runs)]
     figure = Figure(figsize=(6 * len(shown), 4.5), layout="constrained")
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     for axes, metric in zip(panels, shown, strict=True):
@@ -145,10 +146,6 @@ def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[st
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
     return path
-
-
-def _has(groups: Sequence[RunGroup], metric: str) -> bool:
-    return any(run.points(metric) for group in groups for run in group.runs)
 
 
 def _plot_group(axes: Any, group: RunGroup, metric: str, *, color: str) -> None:

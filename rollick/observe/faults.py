@@ -10,17 +10,15 @@ A fault has two rows with the same id; the later one counts, so a crash between 
 from __future__ import annotations
 
 import itertools
-import json
-import logging
-import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rollick.errors import EngineCorrupt, EngineLost, NodeLost, RollickError, WorkerHung, WorkerLost
+from rollick.observe.row_file import append_row, read_rows
 
 FAULTS = "faults.jsonl"
 
@@ -36,8 +34,6 @@ FaultKind = Literal[
     "disk",
     "node",
 ]
-
-LOG = logging.getLogger("rollick")
 
 
 def fault_kind(error: RollickError) -> FaultKind:
@@ -124,30 +120,11 @@ class FaultLog:
 
     def _append(self, fault: Fault) -> None:
         names = [column.name for column in fields(fault) if not column.name.startswith("_")]
-        row = {name: getattr(fault, name) for name in names}
-        try:
-            with self._path.open("a+b") as file:
-                # A process that was killed while it wrote may have left half a line.
-                end = file.seek(0, os.SEEK_END)
-                torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-                file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
-        except OSError as error:
-            LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+        append_row(self._path, {name: getattr(fault, name) for name in names})
 
 
 def read_faults(folder: Path) -> list[Fault]:
-    """The faults of a run in order, of all its processes. Skips incomplete lines."""
+    """The faults of a run in order, of all its processes."""
     path = folder / FAULTS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    by_id: dict[str, Fault] = {}
-    for row in _rows(lines):
-        by_id[row["id"]] = Fault(**row)
-    return list(by_id.values())
-
-
-def _rows(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    rows = read_rows(path) if path.exists() else ()
+    return list({row["id"]: Fault(**row) for row in rows}.values())

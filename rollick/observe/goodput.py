@@ -20,8 +20,6 @@ stopped by a signal or run.max_minutes) and a resume belongs to no run.
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,6 +31,7 @@ from typing import Literal, get_args
 
 from rollick.observe.diagnosis import read_situation
 from rollick.observe.faults import Fault, FaultKind
+from rollick.observe.row_file import append_row, read_rows
 
 GOODPUT = "goodput.jsonl"
 
@@ -54,8 +53,7 @@ PHASE_STATES: Mapping[str, State] = {
 }
 """The state of a phase; `train` for all others."""
 
-LOG = logging.getLogger("rollick")
-
+Clock = Callable[[], float]
 Seconds = dict[State, float]
 
 
@@ -133,29 +131,17 @@ class Goodput:
 
 
 def read_goodput(folder: Path) -> Goodput:
-    """The time of a run so far. Skips the incomplete last line of a process that was killed."""
+    """The time of a run so far."""
     path, goodput = folder / GOODPUT, Goodput()
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = TimeRow(**json.loads(line))
-            except json.JSONDecodeError:
-                continue
-            goodput.add(row)
+    for row in read_rows(path) if path.exists() else ():
+        goodput.add(TimeRow(**row))
     return goodput
 
 
 class TimeAccount:
     """Records the time of this process by state. Open it with `TimeAccount.open`."""
 
-    def __init__(
-        self,
-        path: Path,
-        totals: Goodput,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: Path, totals: Goodput, clock: Clock, now: Clock) -> None:
         self.totals = totals
         self.waiting_state: Callable[[], State] = lambda: "generate"
         """The state while a step waits for samples; call `refresh` when it may have changed."""
@@ -177,8 +163,8 @@ class TimeAccount:
         folder: Path,
         *,
         resume: bool,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
+        clock: Clock = time.monotonic,
+        now: Clock = time.time,
     ) -> TimeAccount:
         """Continue the account of a run, or begin a new one. If the run's last process crashed, the
         time since its last finished step is lost, and the time from the crash to the first step is
@@ -186,7 +172,7 @@ class TimeAccount:
         if not resume:
             (folder / GOODPUT).unlink(missing_ok=True)
         totals = read_goodput(folder)
-        account, last = cls(folder / GOODPUT, totals, clock=clock, now=now), totals.last
+        account, last = cls(folder / GOODPUT, totals, clock, now), totals.last
         if last is not None and last.event != "stopped":
             died_at = min(_crash_time(folder, last), account.at)
             is_step_lost = last.event in ("begun", "step")
@@ -213,12 +199,9 @@ class TimeAccount:
         for seconds in (self._unwritten, self._step):
             seconds[self._state] += now - self._since
         self._since = now
-        self._state = self._find_state()
-
-    def _find_state(self) -> State:
+        self._state = self.waiting_state() if self._base == "generate" else self._base
         if self._recoveries:
-            return "recover"
-        return self.waiting_state() if self._base == "generate" else self._base
+            self._state = "recover"
 
     def begin_steps(self) -> None:
         """The run has started: from now on it trains."""
@@ -281,13 +264,7 @@ class TimeAccount:
 
     def _append(self, row: TimeRow) -> None:
         self.totals.add(row)
-        # The last line of a killed process may be incomplete; blank lines are skipped.
-        begin = "\n" if row.event == "opened" else ""
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{begin}{json.dumps(asdict(row))}\n")
-        except OSError as error:
-            LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+        append_row(self._path, asdict(row))
 
 
 def _crash_time(folder: Path, last: TimeRow) -> float:

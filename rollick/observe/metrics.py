@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from rollick.errors import DiskError
 from rollick.observe.metric_table import present_name
-from rollick.observe.row_file import RowFile
+from rollick.observe.row_file import RowFile, read_rows
 
 LOG = logging.getLogger("rollick")
 
@@ -121,14 +121,8 @@ def rewrite(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl. Skips an incomplete last line; translates old metric names."""
-    rows: list[dict[str, float]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            parsed: Any = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        rows.append(cast(dict[str, float], parsed))
+    """The rows of a metrics.jsonl. Translates old metric names."""
+    rows: list[dict[str, float]] = list(read_rows(path))
     names = {name: present_name(name) for row in rows for name in row}
     old = sorted(name for name, present in names.items() if name != present)
     if not old:

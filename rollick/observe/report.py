@@ -6,18 +6,16 @@ The page has no scripts, loads nothing, and escapes all model output.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from rollick.observe.goodput_report import Reliability
 
-Arguments = ParamSpec("Arguments")
-Drawn = TypeVar("Drawn")
 Rows = Sequence[Mapping[str, float]]
 LOSS = "train/loss"
 
@@ -48,36 +46,16 @@ class Exchange:
     after_ok: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """What the page of a run shows."""
+@contextmanager
+def plain_text() -> Generator[None]:
+    """matplotlib draws text literally; a dollar sign does not start a formula."""
+    from matplotlib import rc_context
 
-    title: str
-    rows: Rows
-    """The metrics of the run."""
-    about: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Facts about the run by name: task, model, seed and so on."""
-    advice: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What to try, by symptom, if the run does not learn."""
-    exchanges: Sequence[Exchange] = ()
-    reliability: Reliability | None = None
-    """Where the time went, and the faults."""
+    with rc_context({"text.parse_math": False, "text.usetex": False}):
+        yield
 
 
-def with_plain_text(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Decorator: matplotlib draws text literally; a dollar sign does not start a formula."""
-
-    @wraps(draw)
-    def draw_literally(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
-        from matplotlib import rc_context
-
-        with rc_context({"text.parse_math": False, "text.usetex": False}):
-            return draw(*args, **kwargs)
-
-    return draw_literally
-
-
-@with_plain_text
+@plain_text()
 def draw_curves(rows: Rows, path: Path, *, title: str) -> Path:
     """Plot scores by domain, validation scores and phase durations over the steps, as one PNG.
 
@@ -146,21 +124,31 @@ def summarise_curves(rows: Rows) -> dict[str, dict[str, float]]:
     return table
 
 
-def write_report(path: Path, report: RunReport) -> Path:
-    """Write the page: facts, a table of results, the curves, advice, time and faults, samples."""
-    picture = draw_curves(report.rows, path.with_suffix(".png"), title=report.title)
+def write_report(
+    path: Path,
+    rows: Rows,
+    *,
+    title: str,
+    about: Mapping[str, str],
+    advice: Mapping[str, str],
+    exchanges: Sequence[Exchange],
+    reliability: Reliability,
+) -> Path:
+    """Write the page of a run: facts by name (`about`), a table of results, the curves of its
+    metrics, advice by symptom, time and faults, samples."""
+    picture = draw_curves(rows, path.with_suffix(".png"), title=title)
     image = base64.b64encode(picture.read_bytes()).decode()
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\">",
-        f"<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(report.title)}</h1>",
-        _facts(report.about),
-        _results(summarise_curves(report.rows)),
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        _facts(about),
+        _results(summarise_curves(rows)),
         f"<img alt='learning curves' src='data:image/png;base64,{image}'>",
-        f"<h2>What to try</h2>{_facts(report.advice)}" if report.advice else "",
-        report.reliability.page() if report.reliability else "",
-        _samples(report.exchanges),
+        f"<h2>What to try</h2>{_facts(advice)}" if advice else "",
+        reliability.page(),
+        _samples(exchanges),
         "</body></html>",
     ]
     path.write_text("\n".join(page), encoding="utf-8")
@@ -187,7 +175,8 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
         return ""
 
     def cell(text: str, kind: str = "") -> str:
-        return f"<td class='{kind}'><pre>{escape(_shorten(text))}</pre></td>"
+        shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
+        return f"<td class='{kind}'><pre>{escape(shown)}</pre></td>"
 
     def answer(text: str, ok: bool) -> str:
         return cell(text, "good" if ok else "bad")
@@ -204,11 +193,7 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
     return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} …"
-
-
-@with_plain_text
+@plain_text()
 def draw_timeline(
     path: Path,
     points: Sequence[tuple[float, int, int]],

@@ -1,6 +1,7 @@
-"""A .jsonl file of a run that survives a full disk: rows wait in memory until there is room.
+"""The .jsonl files of a run. A killed process or a full disk may leave an incomplete line.
 
-A write that fails half-way continues at the same byte, so no row is torn or written twice.
+A RowFile survives a full disk: rows wait in memory until there is room. A write that fails half-way
+continues at the same byte, so no row is torn or written twice.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,22 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file. Ends at an incomplete line, which a killed run or a full disk leaves."""
-    with path.open(encoding="utf-8") as lines:
+    """The rows of a file. Skips incomplete lines."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            try:
+            with suppress(json.JSONDecodeError):
                 yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a row immediately; logs a warning if the disk cannot be written."""
+    try:
+        with path.open("a+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+    except OSError as error:
+        LOG.warning("%s cannot be written: %s", path, error.strerror)
 
 
 class RowFile:

@@ -21,9 +21,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rollick.observe.metrics import rewrite
+from rollick.observe.row_file import read_rows
 from rollick.observe.sample_stage import SampleActivity, SampleStage
 from rollick.types import SampleId
 
@@ -103,7 +104,7 @@ class Trace:
         for name in (OLDER, TRACE):
             path = self.folder / name
             if path.exists():
-                rewrite(path, [row for row in _rows(path) if row["step"] <= step])
+                rewrite(path, [row for row in read_rows(path) if row["step"] <= step])
 
     def _mark(self, kind: str, mark: list[Any]) -> None:
         if self._limit:
@@ -129,18 +130,4 @@ def _micro(seconds: float) -> int:
 def read_trace(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's trace, oldest first; none if it has no trace."""
     paths = [folder / name for name in (OLDER, TRACE)]
-    return [row for path in paths if path.exists() for row in _rows(path)]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file. Skips incomplete and invalid lines."""
-    rows: list[dict[str, Any]] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row: Any = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and "step" in row:
-                rows.append(cast("dict[str, Any]", row))
-    return rows
+    return [row for path in paths if path.exists() for row in read_rows(path)]

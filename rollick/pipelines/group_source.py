@@ -62,7 +62,7 @@ class GroupSource:
         }
         if len(self.rollout.fleet.engines) > 1:
             engines["speed/slow_engines"] = float(len(self.rollout.fleet.speeds.slow))
-        return self.rollout.stats.metrics() | self.prompts.metrics() | engines
+        return {**self.rollout.stats.metrics, **self.prompts.metrics(), **engines}
 
 
 @asynccontextmanager

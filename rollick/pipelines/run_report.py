@@ -12,7 +12,7 @@ from rollick.observe.diagnosis import duration
 from rollick.observe.goodput_report import Reliability
 from rollick.observe.learning_advice import find_advice
 from rollick.observe.metrics import read_metrics
-from rollick.observe.report import Exchange, RunReport, write_report
+from rollick.observe.report import Exchange, write_report
 from rollick.observe.row_file import read_rows
 
 LOG = logging.getLogger("rollick")
@@ -29,10 +29,15 @@ def report_run(folder: Path, recipe: Recipe) -> None:
         return
     try:
         rows = read_metrics(metrics)
-        about, exchanges = _facts(recipe, rows), _exchanges(folder, recipe)
-        advice, reliability = find_advice(rows), Reliability.read(folder)
-        report = RunReport(recipe.run.name, rows, about, advice, exchanges, reliability)
-        write_report(folder / "report.html", report)
+        write_report(
+            folder / "report.html",
+            rows,
+            title=recipe.run.name,
+            about=_facts(recipe, rows),
+            advice=find_advice(rows),
+            exchanges=_exchanges(folder, recipe),
+            reliability=Reliability.read(folder),
+        )
     except Exception as error:  # A picture must not cost a finished run.
         LOG.warning("report.html was not written: %s: %s", type(error).__name__, error)
 

@@ -133,10 +133,10 @@ class Fleet:
     async def check_engines(self) -> set[int]:
         """Check the weights of the engines; a damaged one leaves. Returns the groups of its samples
         since its last check."""
-        result = await self.unchecked.check()
-        for number, error in result.lost.items():
+        lost, damaged = await self.unchecked.check()
+        for number, error in lost.items():
             self.remove(number, reason=str(error))
-        return {uid.group for uid in result.damaged}
+        return {uid.group for uid in damaged}
 
     def end_step(self) -> list[int]:
         """Give each engine work by its speed; returns those that have become slow."""

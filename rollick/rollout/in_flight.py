@@ -1,5 +1,8 @@
 """The samples in flight: what each of them is doing, since when, and the task that runs it.
 
+    episode -> SampleAccess -> Fleet.acquire ... Fleet.release
+                     +-> InFlightSample: what the sample does, what its requests need
+
 The scheduler owns the tasks. A sample is in flight from its submission to the fleet until it is
 scored, cancelled or deferred; a deferred one is submitted again when its first task has ended.
 """
@@ -8,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 
+from rollick.errors import EngineLost
 from rollick.observe.sample_stage import (
+    BETWEEN_TURNS,
     CANCELLED,
     DEFERRED,
     WAITING_FOR_ENGINE,
@@ -26,7 +31,7 @@ from rollick.rollout.fleet import Fleet
 from rollick.rollout.ledger.ledger import Ledger
 from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.request_queue import RequestNeeds
-from rollick.types import Completion, Prompt, Request, SampleId
+from rollick.types import Completion, Prompt, Request, SampleId, StopReason
 
 CLOSE_TIMEOUT_S = 5.0
 """How long engines have to end aborted requests before the tasks are cancelled."""
@@ -36,7 +41,7 @@ MAX_NAMED = 4
 
 @dataclass(slots=True, eq=False)
 class InFlightSample:
-    """One sample in flight; the tracker of its access (see engine_access.SampleTracker)."""
+    """One sample in flight; its SampleAccess reports what it does."""
 
     uid: SampleId
     prompt: Prompt
@@ -58,9 +63,11 @@ class InFlightSample:
 
     @property
     def should_continue(self) -> bool:
+        """False when the rollout closes or the sample is cancelled: nothing more is generated."""
         return not (self._samples.closing or self.is_cancelled)
 
     def set_activity(self, activity: SampleActivity, ends_by: float = 0.0) -> None:
+        """`ends_by`: the time of the event loop by which the activity ends by itself."""
         now, record_span = self._samples.now(), self._samples.record_span
         if self.activity.stage is SampleStage.GENERATING:
             self.generate_s += now - self.since
@@ -108,6 +115,77 @@ class InFlightSample:
                     record(self.uid, on_engine(stage, activity.engine), begin, end)
                 begin = end
         record(self.uid, activity, begin, now)
+
+
+@dataclass(slots=True)
+class SampleAccess:
+    """The EngineAccess of an episode. It comes with a reservation on engine `reserved`."""
+
+    uid: SampleId
+    fleet: Fleet
+    reserved: int | None
+    tracker: InFlightSample
+    """Tracks what the sample does, and what its requests need."""
+    _enclosing: tuple[SampleActivity, float] | None = None
+    """The activity that the generations of an agent are part of, and by when it ends."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Waits for an engine and for the whole response, on another engine if the first is lost.
+        Raises CancelledError if the sample is cancelled."""
+        while self.tracker.should_continue:
+            engine = await self._acquire(request)
+            completion = await self._generate_on(engine, request)
+            if completion is None:
+                continue
+            if completion.stop is not StopReason.ABORTED:
+                if self._enclosing is not None:
+                    self.tracker.set_activity(*self._enclosing)
+                return completion
+            request = replace(request, continue_from=completion)
+        raise asyncio.CancelledError(f"{self.uid} is cancelled")
+
+    @contextmanager
+    def activity(self, what: str, *, limit_s: float = 0.0) -> Generator[None]:
+        """See EngineAccess.activity; also releases an unused reservation."""
+        if self.reserved is not None:
+            self.reserved = None
+            self.fleet.release(self.uid, tokens=0)
+        activity = SampleActivity(SampleStage.IN_ENVIRONMENT, label=what)
+        self._enclosing = activity, asyncio.get_running_loop().time() + limit_s
+        self.tracker.set_activity(*self._enclosing)
+        yield
+        self._enclosing = None
+        self.tracker.set_activity(BETWEEN_TURNS)
+
+    async def _acquire(self, request: Request) -> int:
+        engine, self.reserved = self.reserved, None
+        if engine is not None:
+            return engine
+        self.tracker.set_activity(WAITING_FOR_ENGINE)
+        engine = await self.fleet.acquire(self.uid, self.tracker.needs_of(request))
+        self.tracker.assigned(engine)
+        return engine
+
+    async def _generate_on(self, number: int, request: Request) -> Completion | None:
+        """None if the request must be sent again: the engine was lost, or admission was closed (or
+        the sample deferred) after the reservation, when an abort could not reach the request."""
+        tokens = 0
+        try:
+            if not (self.fleet.is_open and self.tracker.should_continue):
+                return None
+            completion = await self.fleet.engine(number).generate(request)
+            tokens = len(completion.token_ids)
+            self.tracker.completed(request, completion)
+            self.fleet.completed(number, request, completion)
+            return completion
+        except EngineLost as error:
+            self.fleet.remove(number, reason=str(error))
+            if not (self.fleet.engines or self.fleet.may_gain_engine()):
+                raise
+            self.tracker.engine_lost()
+            return None
+        finally:
+            self.fleet.release(self.uid, tokens=tokens)
 
 
 class InFlightSamples:

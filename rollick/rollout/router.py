@@ -87,9 +87,12 @@ class _EngineState:
         return len(self.held) >= self.whole_limit
 
     def start_limit(self, mean: float) -> None:
-        """Derive the limit from the mean length until the cache has been nearly full once."""
+        """Until the cache has been nearly full once, the limit is the slots, or the requests of
+        mean length that fit the cache."""
         if not self.was_full:
-            self.limit = max(first_limit(self.load, mean), self.grown)
+            load = self.load
+            cached = load.kv_capacity / mean if load.kv_capacity and mean else inf
+            self.limit = max(1.0, min(float(load.slots) or inf, cached), self.grown)
 
     def room(self, queue: float) -> float:
         """How many of our requests it may hold. A stale snapshot must not block it."""
@@ -290,9 +293,3 @@ class Router:
         kept.move_to_end(key)
         if len(kept) > self._remembered:
             kept.popitem(last=False)
-
-
-def first_limit(load: EngineLoad, mean_tokens: float) -> float:
-    """The limit before anything was measured: the slots, or mean requests that fit the cache."""
-    cached = load.kv_capacity / mean_tokens if load.kv_capacity and mean_tokens else inf
-    return max(1.0, min(float(load.slots) or inf, cached))

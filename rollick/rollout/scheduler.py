@@ -21,16 +21,20 @@ from rollick.infer.engine import InferenceClient
 from rollick.observe.sample_stage import SCORING, WAITING_FOR_GROUP
 from rollick.rollout import limits
 from rollick.rollout.deps import RolloutDeps, SavedRollout, make_ledger
-from rollick.rollout.engine_access import SampleAccess
 from rollick.rollout.event_loop import rare_garbage_collection
 from rollick.rollout.fleet import Fleet
-from rollick.rollout.in_flight import InFlightSample, InFlightSamples, describe_activities
+from rollick.rollout.in_flight import (
+    InFlightSample,
+    InFlightSamples,
+    SampleAccess,
+    describe_activities,
+)
 from rollick.rollout.ledger.group_record import GroupRecord, RemovedGroups, TakenBatch
 from rollick.rollout.ledger.staleness import StalenessPolicy, StalenessRule
 from rollick.rollout.lengths import LengthPredictor
 from rollick.rollout.request_queue import QueueOrder
 from rollick.rollout.scored_groups import ScoredGroups, mask_old_tokens, without_loss
-from rollick.rollout.stats import RolloutStats, StepWindow
+from rollick.rollout.stats import StepWindow
 from rollick.rollout.unchecked import DAMAGED
 from rollick.types import Group, PolicyVersion, Prompt, Sample, SampleId, Score, ScoredSample
 
@@ -61,7 +65,7 @@ class Rollout:
         self._samples = InFlightSamples(self.ledger, self.fleet, self.lengths, deps.record_span)
         self._scored = ScoredGroups()
         self._window = StepWindow()
-        self.stats = RolloutStats()
+        self.stats = self._window.to_stats((), version=version, wait_s=0.0)
         """Of the last taken batch's step."""
         self._taken_samples = 0
         """Samples of the taken batch until it is trained on."""
@@ -80,15 +84,28 @@ class Rollout:
         version: int = 0,
         saved: SavedRollout | None = None,
     ) -> AsyncGenerator[Rollout]:
-        """Starts sampling, from `saved` if given. Leaving the block aborts what still runs."""
+        """Starts sampling, from `saved` if given. Leaving the block aborts what still runs, and
+        raises its error, or that of a task, if `take` did not."""
         if not engines:
             raise EngineError("there is no engine to generate with", fix="set devices.generators")
         config = deps.config
         slots = StalenessPolicy(config.groups_per_step, config.max_staleness).slots
+        failure: Exception | None = None
         with rare_garbage_collection(slots * config.group_size):
-            async with cls._supervise(deps, engines, PolicyVersion(version)) as rollout:
-                rollout._start(saved or SavedRollout())
-                yield rollout
+            async with asyncio.TaskGroup() as tasks:
+                rollout = cls(deps, engines, tasks, PolicyVersion(version))
+                try:  # The task group would wrap the block's error in an ExceptionGroup.
+                    rollout._start(saved or SavedRollout())
+                    yield rollout
+                except Exception as error:
+                    failure = error
+                finally:
+                    rollout.fleet.close()
+                    await rollout._samples.close()
+        if failure is None and not rollout._failure_raised:
+            failure = rollout._failure
+        if failure is not None:
+            raise failure
 
     async def take(self, count: int | None = None) -> list[Group]:
         """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
@@ -105,7 +122,6 @@ class Rollout:
         self.step += 1
         self.stats = self._window.to_stats(
             batch,
-            step=self.step,
             version=self.version,
             wait_s=self._clock() - started,
             long={uid for uid in taken.uids if self.ledger.group(uid).was_deferred},
@@ -190,27 +206,6 @@ class Rollout:
         elif not activities and self._samples.stopping:
             reasons.append(f"{self._samples.stopping} deferred samples to leave their engines")
         return "; ".join(reasons) or "nothing"
-
-    @classmethod
-    @asynccontextmanager
-    async def _supervise(
-        cls, deps: RolloutDeps, engines: Iterable[InferenceClient], version: PolicyVersion
-    ) -> AsyncGenerator[Rollout]:
-        """Ends the tasks with the block; raises its error, or that of a task, if `take` did not."""
-        failure: Exception | None = None
-        async with asyncio.TaskGroup() as tasks:
-            rollout = cls(deps, engines, tasks, version)
-            try:  # The task group would wrap the block's error in an ExceptionGroup.
-                yield rollout
-            except Exception as error:
-                failure = error
-            finally:
-                rollout.fleet.close()
-                await rollout._samples.close()
-        if failure is None and not rollout._failure_raised:
-            failure = rollout._failure
-        if failure is not None:
-            raise failure
 
     def _start(self, saved: SavedRollout) -> None:
         ledger, state = self.ledger, saved.state

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean
 from typing import Any
@@ -30,83 +30,16 @@ REPETITION_CHARACTERS = 4000
 """Number of characters at the end of a response that are searched for repetition."""
 
 
-def _metric(*names: str, default: float = NAN) -> Any:
-    """A field that is logged under these names (see observe/metrics.py)."""
-    return field(default=default, metadata={"metrics": names})
-
-
-def _logged(stats: Any) -> dict[str, float]:
-    logged = [(f.name, name) for f in fields(stats) for name in f.metadata.get("metrics", ())]
-    return {metric: getattr(stats, name) for name, metric in logged}
-
-
-@dataclass(frozen=True, slots=True)
-class DomainStats:
-    """Statistics of one domain. `groups` covers the batch, the others all ended samples."""
-
-    score: float = _metric("score/domain/{}")
-    groups: int = _metric("rollout/domain/{}/groups", default=0)
-    dropped: int = _metric("rollout/domain/{}/dropped", default=0)
-    scored: int = _metric("rollout/domain/{}/samples", default=0)
-    failed_share: float = _metric("rollout/domain/{}/failed_scores", default=0.0)
-    response_length: float = _metric("rollout/domain/{}/response_length")
-    truncated: float = _metric("rollout/domain/{}/truncated")
-
-    def metrics(self, domain: str) -> dict[str, float]:
-        return {name.format(domain): value for name, value in _logged(self).items()}
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutStats:
-    """observe/metric_table.py describes the metrics. Without samples, most means are nan."""
+    """The statistics of a step."""
 
-    step: int = 0
-    scored: int = 0
-    """Samples that ended in this step, those of dropped groups included."""
-    mean_score: float = _metric("score/mean")
-    tokens: int = _metric("rollout/tokens", default=0)
-    response_length: float = _metric("rollout/response_length")
-    truncated: float = _metric("rollout/truncated")
-    failed_share: float = _metric("rollout/failed_scores", default=0.0)
-    generate_seconds: float = _metric("time/sample_generate")
-    reward_seconds: float = _metric("time/sample_reward")
-    repetition: float = _metric("rollout/repetition")
-    identical: float = _metric("rollout/identical")
-    groups: int = _metric("rollout/groups", default=0)
-    samples: int = _metric("rollout/samples", default=0)
-    trained_score: float = _metric("score/trained", "rollout/bias/score_kept")
-    age_mean: float = _metric("rollout/age_mean")
-    age_max: int = _metric("rollout/age_max", default=0)
-    wait_seconds: float = 0.0
-    """How long `Rollout.take` waited for the batch."""
-    kept_length: float = _metric("rollout/bias/length_kept")
-    dropped_length: float = _metric("rollout/bias/length_dropped")
-    length_bias: float = _metric("rollout/bias/length", default=0.0)
-    dropped_score: float = _metric("rollout/bias/score_dropped")
-    score_bias: float = _metric("rollout/bias/score", default=0.0)
-    cancelled: int = _metric("rollout/cancelled", default=0)
-    cancelled_share: float = _metric("rollout/cancelled_share", default=0.0)
-    masked_tokens: int = _metric("rollout/masked_tokens", default=0)
-    kept_cache_tokens: int = _metric("rollout/kept_cache_tokens", default=0)
-    deferred: int = _metric("rollout/deferred", default=0)
-    deferred_tokens: int = _metric("rollout/deferred_tokens", default=0)
-    deferred_waiting: int = _metric("rollout/deferred_waiting", default=0)
-    long_groups: int = _metric("rollout/long_groups", default=0)
-    long_length: float = _metric("rollout/long_length")
-    other_length: float = _metric("rollout/other_length")
-    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    metrics: Mapping[str, float]
+    """See observe/metric_table.py. Without samples, most means are nan."""
+    dropped: Mapping[str, int]
     """Groups dropped, by reason."""
-    domains: Mapping[str, DomainStats] = field(default_factory=dict[str, "DomainStats"])
-    score_parts: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Mean of each entry of `Score.parts`: each reward, and the parts that it reports."""
-
-    def metrics(self) -> dict[str, float]:
-        metrics = _logged(self)
-        for name, domain in self.domains.items():
-            metrics |= domain.metrics(name)
-        metrics |= {f"score/part/{part}": score for part, score in self.score_parts.items()}
-        metrics |= {f"rollout/dropped/{reason}": n for reason, n in self.dropped.items()}
-        return metrics
+    wait_seconds: float
+    """How long `Rollout.take` waited for the batch."""
 
 
 class StepWindow:
@@ -184,7 +117,6 @@ class StepWindow:
         self,
         batch: Sequence[Group],
         *,
-        step: int,
         version: PolicyVersion,
         wait_s: float,
         long: Set[int] = frozenset(),
@@ -192,71 +124,77 @@ class StepWindow:
     ) -> RolloutStats:
         """The statistics of the step that trains `batch` at `version`. `long`: uids of its groups
         that were deferred before; `deferred_waiting`: groups that still wait for a long round."""
+        metrics = self._sample_metrics() | self._batch_metrics(batch, version, long)
+        metrics |= self._domain_metrics(batch)
+        metrics |= {f"score/part/{part}": _mean(scores) for part, scores in self._parts.items()}
+        metrics |= {f"rollout/dropped/{reason}": n for reason, n in self.dropped.items()}
+        metrics["rollout/deferred_waiting"] = deferred_waiting
+        return RolloutStats(metrics, dict(self.dropped), wait_s)
+
+    def _sample_metrics(self) -> dict[str, float]:
+        """Of all samples that ended in this step, those of dropped groups included."""
+        count = self.scored or NAN
+        return {
+            "score/mean": self.mean_score,
+            "rollout/tokens": self.tokens,
+            "rollout/response_length": self.tokens / count,
+            "rollout/truncated": self.truncated / count,
+            "rollout/failed_scores": self.failed / max(1, self.scored),
+            "time/sample_generate": self.generate_seconds / count,
+            "time/sample_reward": self.reward_seconds / count,
+            "rollout/repetition": self._repeated / count,
+            "rollout/identical": max(self._answers.values(), default=0) / count,
+            "rollout/bias/length_dropped": _mean(self.dropped_lengths),
+            "rollout/bias/score_dropped": _mean(self.dropped_scores),
+            "rollout/cancelled": self.cancelled,
+            "rollout/cancelled_share": self.cancelled / max(1, self.cancelled + self.scored),
+            "rollout/masked_tokens": self.masked_tokens,
+            "rollout/deferred": self.deferred,
+            "rollout/deferred_tokens": self.deferred_tokens,
+        }
+
+    def _batch_metrics(
+        self, batch: Sequence[Group], version: PolicyVersion, long: Set[int]
+    ) -> dict[str, float]:
         members = [member for group in batch for member in group.members]
         lengths = [member.sample.response_length for member in members]
         is_long = [group.uid in long for group in batch for _ in group.members]
         scores = [member.score.value for member in members if member.score.ok]
         ages = token_ages(batch, version)
-        return replace(
-            self._scored_stats(),
-            step=step,
-            groups=len(batch),
-            samples=len(members),
-            trained_score=_mean(scores),
-            age_mean=float(ages.mean()) if len(ages) else NAN,
-            age_max=int(ages.max(initial=0)),
-            wait_seconds=wait_s,
-            kept_length=_mean(lengths),
-            length_bias=_bias(lengths, self.dropped_lengths),
-            score_bias=_bias(scores, self.dropped_scores),
-            kept_cache_tokens=sum(member.sample.kept_cache_tokens for member in members),
-            deferred_waiting=deferred_waiting,
-            long_groups=len(long),
-            long_length=_mean(list(compress(lengths, is_long))),
-            other_length=_mean(list(compress(lengths, [not one for one in is_long]))),
-            domains=self._domains(batch),
-        )
+        return {
+            "rollout/groups": len(batch),
+            "rollout/samples": len(members),
+            "score/trained": _mean(scores),
+            "rollout/bias/score_kept": _mean(scores),
+            "rollout/bias/score": _bias(scores, self.dropped_scores),
+            "rollout/bias/length_kept": _mean(lengths),
+            "rollout/bias/length": _bias(lengths, self.dropped_lengths),
+            "rollout/age_mean": float(ages.mean()) if len(ages) else NAN,
+            "rollout/age_max": int(ages.max(initial=0)),
+            "rollout/kept_cache_tokens": sum(m.sample.kept_cache_tokens for m in members),
+            "rollout/long_groups": len(long),
+            "rollout/long_length": _mean(list(compress(lengths, is_long))),
+            "rollout/other_length": _mean(list(compress(lengths, [not one for one in is_long]))),
+        }
 
-    def _scored_stats(self) -> RolloutStats:
-        count = self.scored or NAN
-        return RolloutStats(
-            scored=self.scored,
-            mean_score=self.mean_score,
-            tokens=self.tokens,
-            response_length=self.tokens / count,
-            truncated=self.truncated / count,
-            failed_share=self.failed / max(1, self.scored),
-            generate_seconds=self.generate_seconds / count,
-            reward_seconds=self.reward_seconds / count,
-            repetition=self._repeated / count,
-            identical=max(self._answers.values(), default=0) / count,
-            dropped_length=_mean(self.dropped_lengths),
-            dropped_score=_mean(self.dropped_scores),
-            cancelled=self.cancelled,
-            cancelled_share=self.cancelled / max(1, self.cancelled + self.scored),
-            masked_tokens=self.masked_tokens,
-            deferred=self.deferred,
-            deferred_tokens=self.deferred_tokens,
-            dropped=dict(self.dropped),
-            score_parts={name: _mean(values) for name, values in self._parts.items()},
-        )
-
-    def _domains(self, batch: Sequence[Group]) -> dict[str, DomainStats]:
+    def _domain_metrics(self, batch: Sequence[Group]) -> dict[str, float]:
+        """By domain: `groups` covers the batch, the others all ended samples."""
         trained = Counter(group.prompt.domain for group in batch)
-        stats: dict[str, DomainStats] = {}
+        metrics: dict[str, float] = {}
         for name in sorted({*self.domain_sums, *trained}):
             sums = self.domain_sums.get(name, Counter[str]())
             count = sums["scored"] or NAN
-            stats[name] = DomainStats(
-                score=_mean(self._scores.get(name, ())),
-                groups=trained[name],
-                dropped=sums["dropped"],
-                scored=sums["scored"],
-                failed_share=sums["failed"] / max(1, sums["scored"]),
-                response_length=sums["tokens"] / count,
-                truncated=sums["truncated"] / count,
-            )
-        return stats
+            domain = f"rollout/domain/{name}"
+            metrics |= {
+                f"score/domain/{name}": _mean(self._scores.get(name, ())),
+                f"{domain}/groups": trained[name],
+                f"{domain}/dropped": sums["dropped"],
+                f"{domain}/samples": sums["scored"],
+                f"{domain}/failed_scores": sums["failed"] / max(1, sums["scored"]),
+                f"{domain}/response_length": sums["tokens"] / count,
+                f"{domain}/truncated": sums["truncated"] / count,
+            }
+        return metrics
 
 
 def token_ages(

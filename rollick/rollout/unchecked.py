@@ -26,14 +26,6 @@ class _Engine:
     samples: set[SampleId] = field(default_factory=set[SampleId])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    lost: dict[int, EngineLost]
-    """The engines that are lost, by number."""
-    damaged: frozenset[SampleId]
-    """Samples with tokens of an engine whose weights are damaged."""
-
-
 class UncheckedSamples:
     """Keeps engines that have left the fleet: a result of theirs may arrive later."""
 
@@ -55,20 +47,22 @@ class UncheckedSamples:
         engines = self._engines.values()
         return any(uid.group in groups for engine in engines for uid in engine.samples)
 
-    async def check(self) -> CheckResult:
-        """Check the engines of all unchecked samples. The samples of an engine that died cannot be
+    async def check(self) -> tuple[dict[int, EngineLost], set[SampleId]]:
+        """Check the engines of all unchecked samples. Returns the lost engines by number, and the
+        samples of engines with damaged weights. The samples of an engine that died cannot be
         checked and count as good."""
         due = [(n, engine, set(engine.samples)) for n, engine in self._engines.items()]
         due = [(number, engine, samples) for number, engine, samples in due if samples]
         checks = (engine.client.check_weights() for _, engine, _ in due)
         errors = await asyncio.gather(*checks, return_exceptions=True)
-        result = CheckResult({}, frozenset())
+        lost: dict[int, EngineLost] = {}
+        damaged: set[SampleId] = set()
         for (number, engine, samples), error in zip(due, errors, strict=True):
             engine.samples -= samples
             if error is not None and not isinstance(error, RollickError):
                 raise error
             if isinstance(error, EngineLost):
-                result.lost[number] = error
+                lost[number] = error
             if isinstance(error, EngineCorrupt):
-                result = CheckResult(result.lost, result.damaged | samples)
-        return result
+                damaged |= samples
+        return lost, damaged

@@ -171,6 +171,7 @@ def make_report(
     waited_s = sum(snapshot.stats.wait_seconds for snapshot in done)
     used = _difference(first.usage, last.usage)
     samples = sum(len(snapshot.trained) for snapshot in done)
+    metrics = [snapshot.stats.metrics for snapshot in done]
     dropped: Counter[str] = Counter()
     for snapshot in done:
         dropped.update(snapshot.stats.dropped)
@@ -189,15 +190,15 @@ def make_report(
         slots_used=used.slot_share,
         trainer_waited_s={name: s for name, s in spent.items() if s > 0},
         slots_empty_s=_empty_slots(snapshots, since=first.at_s),
-        age_mean=sum(snapshot.stats.age_mean for snapshot in done) / len(done),
-        age_max=max(snapshot.stats.age_max for snapshot in done),
+        age_mean=sum(step["rollout/age_mean"] for step in metrics) / len(done),
+        age_max=int(max(step["rollout/age_max"] for step in metrics)),
         length_bias=bias,
-        score_bias=sum(snapshot.stats.score_bias for snapshot in done) / len(done),
+        score_bias=sum(step["rollout/bias/score"] for step in metrics) / len(done),
         dropped=dict(dropped),
-        deferred=sum(snapshot.stats.deferred for snapshot in done),
-        deferred_tokens=sum(snapshot.stats.deferred_tokens for snapshot in done),
-        deferred_waiting=last.stats.deferred_waiting,
-        cancelled=sum(snapshot.stats.cancelled for snapshot in done),
+        deferred=int(sum(step["rollout/deferred"] for step in metrics)),
+        deferred_tokens=int(sum(step["rollout/deferred_tokens"] for step in metrics)),
+        deferred_waiting=int(metrics[-1]["rollout/deferred_waiting"]),
+        cancelled=int(sum(step["rollout/cancelled"] for step in metrics)),
         preempted=used.preempted,
         recomputed=used.recomputed_tokens / max(1, used.generated_tokens),
     )

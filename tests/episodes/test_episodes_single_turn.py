@@ -10,8 +10,8 @@ from fakes import FakeCodec, FakeEngine, FakeTracker
 from rollick.episodes.base import CachingCodec, SingleEngineAccess, random_stream
 from rollick.episodes.single_turn import single_turn
 from rollick.errors import EngineError
-from rollick.rollout.engine_access import SampleAccess
 from rollick.rollout.fleet import Fleet
+from rollick.rollout.in_flight import SampleAccess
 from rollick.rollout.request_queue import RequestNeeds
 from rollick.testing.fakes import group, prompt, sample
 from rollick.types import (

@@ -411,9 +411,13 @@ class History:
             for member in group.members:
                 self.check_sample(group, member, oldest=version - self.horizon)
         stats = self.rollout.stats
-        assert stats.age_max <= self.horizon
-        self.seen["long groups"] += stats.long_groups
-        assert stats.long_groups in (0, len(groups)) or self.horizon or self.shape.drops
+        assert stats.metrics["rollout/age_max"] <= self.horizon
+        self.seen["long groups"] += stats.metrics["rollout/long_groups"]
+        assert (
+            stats.metrics["rollout/long_groups"] in (0, len(groups))
+            or self.horizon
+            or self.shape.drops
+        )
 
     def check_sample(self, group, member, *, oldest):
         sample = member.sample

@@ -88,14 +88,24 @@ def test_late_groups_are_trained_on_in_a_round_of_their_own_with_fresh_tokens():
         async with run.open() as rollout:
             uids, stats, _ = await run.step(rollout)
             assert (uids, now()) == ([0, 2], 4), "nobody waits for group 1"
-            assert (stats.deferred, stats.deferred_waiting, stats.long_groups) == (1, 1, 0)
-            assert stats.deferred_tokens == SHORT + 4, "one sample had ended, one had four tokens"
+            assert (
+                stats.metrics["rollout/deferred"],
+                stats.metrics["rollout/deferred_waiting"],
+                stats.metrics["rollout/long_groups"],
+            ) == (1, 1, 0)
+            assert stats.metrics["rollout/deferred_tokens"] == SHORT + 4, (
+                "one sample had ended, one had four tokens"
+            )
             uids, stats, _ = await run.step(rollout)
-            assert (uids, stats.deferred_waiting) == ([4, 5], 2)
+            assert (uids, stats.metrics["rollout/deferred_waiting"]) == ([4, 5], 2)
             uids, stats, groups = await run.step(rollout)
             assert (uids, now()) == ([1, 3], 8 + LONG), "the long round waits for all"
-            assert (stats.long_groups, stats.deferred_waiting, stats.deferred) == (2, 0, 0)
-            assert stats.long_length == (LONG + SHORT) / 2
+            assert (
+                stats.metrics["rollout/long_groups"],
+                stats.metrics["rollout/deferred_waiting"],
+                stats.metrics["rollout/deferred"],
+            ) == (2, 0, 0)
+            assert stats.metrics["rollout/long_length"] == (LONG + SHORT) / 2
             drawn = {v for group in groups for s in group.samples for v in s.versions[s.loss_mask]}
             assert drawn == {2}
             assert (await run.step(rollout))[0] == [6, 7]
@@ -117,7 +127,7 @@ def test_with_staleness_a_step_does_not_wait_for_deferred_groups():
             for _ in range(12):
                 uids, stats, _ = await run.step(rollout)
                 trained += uids
-                assert stats.age_max <= 1
+                assert stats.metrics["rollout/age_max"] <= 1
         counts = ledger_counts(rollout.ledger)
         assert len(trained) == len(set(trained)) == 24
         assert counts.groups.dropped == 0
@@ -138,7 +148,7 @@ def test_a_resumed_run_continues_with_deferred_groups():
         await run.engine.commit_shared(PolicyVersion(2))
         async with run.open(version=2, saved=SavedRollout(state, groups)) as rollout:
             uids, stats, _ = await run.step(rollout)
-            assert (uids, stats.long_groups) == ([1, 3], 2)
+            assert (uids, stats.metrics["rollout/long_groups"]) == ([1, 3], 2)
             assert (await run.step(rollout))[0] == [6, 7]
 
     run_virtual(main())

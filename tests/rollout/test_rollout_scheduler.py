@@ -158,9 +158,9 @@ async def test_a_dropped_group_is_counted_and_refilled_one_for_one():
     assert counts.dropped_by_reason == {"no_signal": 3}
     assert len(engine.requests) == 10
     assert stats.dropped == {"no_signal": 3}
-    assert stats.scored == 10
-    assert stats.mean_score == pytest.approx((6 * 1 + 2 * 0.5 * 2) / 10)
-    assert stats.trained_score == 0.5
+    assert stats.metrics["rollout/domain/toy/samples"] == 10
+    assert stats.metrics["score/mean"] == pytest.approx((6 * 1 + 2 * 0.5 * 2) / 10)
+    assert stats.metrics["score/trained"] == 0.5
 
 
 async def test_groups_without_signal_are_kept_without_a_drop_reason():
@@ -208,8 +208,8 @@ async def test_failed_scores_are_members_but_masked_and_counted():
     assert not masked.sample.loss_mask.any()
     assert masked.sample.response_length > 0
     assert groups[1].members[1].sample.loss_mask.any()
-    assert stats.failed_share * stats.scored == pytest.approx(1)
-    assert stats.metrics()["rollout/failed_scores"] == pytest.approx(1 / 6)
+    assert stats.metrics["rollout/domain/toy/samples"] == 6
+    assert stats.metrics["rollout/failed_scores"] == pytest.approx(1 / 6)
 
 
 async def test_too_many_failed_scores_stop_the_run_with_the_first_failure():
@@ -453,7 +453,7 @@ async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it
     async with opened([engine], max_staleness=1) as rollout:
         first = await rollout.take()
         assert ids(first) == [0, 2]
-        assert rollout.stats.age_max == 0
+        assert rollout.stats.metrics["rollout/age_max"] == 0
         await until(lambda: engine.generated_tokens >= 7 * 4 + 1)
         await train(rollout, first, [engine])
         second = await rollout.take()
@@ -462,13 +462,13 @@ async def test_with_staleness_one_tokens_are_at_most_one_version_old_and_know_it
         versions = second[0].samples[1].versions[2:].tolist()
         assert versions == sorted(versions)
         assert set(versions) == {0, 1}
-        assert stats.age_max == 1
-        assert 0 < stats.age_mean <= 1
+        assert stats.metrics["rollout/age_max"] == 1
+        assert 0 < stats.metrics["rollout/age_mean"] <= 1
         await train(rollout, second, [engine])
         third = await rollout.take()
     assert ids(third) == [4, 5]
     assert {group.start_version for group in third} == {1}
-    assert rollout.stats.age_mean == 1
+    assert rollout.stats.metrics["rollout/age_mean"] == 1
 
 
 @pytest.mark.parametrize("staleness", [0, 0.5, 1, 2])
@@ -487,7 +487,7 @@ async def test_nothing_is_lost_and_no_token_too_old_over_many_steps(staleness):
         for _ in range(12):
             groups = await rollout.take()
             assert len(groups) == 2
-            assert rollout.stats.age_max <= math.ceil(staleness)
+            assert rollout.stats.metrics["rollout/age_max"] <= math.ceil(staleness)
             seen += ids(groups)
             await train(rollout, groups, engines)
             check_ledger(rollout.ledger)
@@ -555,7 +555,7 @@ async def test_samples_that_are_moved_at_a_publish_have_tokens_of_both_versions(
         assert kept < 4
         assert moved.versions[2:].tolist() == [0] * kept + [1] * (4 - kept)
         assert moved.text == "abcd"
-    assert stats.age_max == 1
+    assert stats.metrics["rollout/age_max"] == 1
 
 
 async def test_interrupt_finds_samples_that_were_sent_in_the_same_iteration():
@@ -647,9 +647,9 @@ async def test_spares_that_were_not_needed_are_counted():
         await until(lambda: engine.load().running == 0)
         assert rollout.fleet.engine_of == {}
     assert [[s.uid.index for s in group.samples] for group in groups] == [[0, 1], [1, 2]]
-    assert stats.cancelled == 2
-    assert stats.metrics()["rollout/cancelled_share"] == pytest.approx(2 / 6)
-    assert stats.length_bias == 0
+    assert stats.metrics["rollout/cancelled"] == 2
+    assert stats.metrics["rollout/cancelled_share"] == pytest.approx(2 / 6)
+    assert stats.metrics["rollout/bias/length"] == 0
 
 
 async def test_the_bias_of_dropping_stale_groups_is_measured():
@@ -674,15 +674,18 @@ async def test_the_bias_of_dropping_stale_groups_is_measured():
         counts = ledger_counts(rollout.ledger)
     assert counts.dropped_by_reason == {"stale": 1}
     assert stats.dropped == {"stale": 1}
-    assert (stats.kept_length, stats.dropped_length) == (4, 8)
+    assert (
+        stats.metrics["rollout/bias/length_kept"],
+        stats.metrics["rollout/bias/length_dropped"],
+    ) == (4, 8)
     # Kept: 4, 4; shed: 8 (score 0).
-    assert stats.length_bias == pytest.approx(4 - 16 / 3)
-    assert (stats.trained_score, stats.dropped_score) == (0.5, 0)
-    assert stats.score_bias == pytest.approx(0.5 - 1 / 3)
-    assert stats.cancelled == 1
+    assert stats.metrics["rollout/bias/length"] == pytest.approx(4 - 16 / 3)
+    assert (stats.metrics["score/trained"], stats.metrics["rollout/bias/score_dropped"]) == (0.5, 0)
+    assert stats.metrics["rollout/bias/score"] == pytest.approx(0.5 - 1 / 3)
+    assert stats.metrics["rollout/cancelled"] == 1
     assert (1, 0) in scored_groups
     assert group.uid not in (0, 1)
-    assert all(is_documented(name) for name in stats.metrics())
+    assert all(is_documented(name) for name in stats.metrics)
 
 
 async def test_masked_tokens_are_counted():
@@ -693,7 +696,7 @@ async def test_masked_tokens_are_counted():
         masked = trained = 0
         for _ in range(6):
             groups = await rollout.take()
-            masked += rollout.stats.masked_tokens
+            masked += rollout.stats.metrics["rollout/masked_tokens"]
             trained += sum(int(s.loss_mask.sum()) for group in groups for s in group.samples)
             await asyncio.sleep(0.06)
             await train(rollout, groups, [engine])
@@ -757,7 +760,8 @@ async def test_a_resumed_run_samples_groups_in_flight_again_under_the_same_ids()
         groups = await rollout.take()
         assert ledger_counts(rollout.ledger).groups.submitted == 3
         # What was scored before counts in the step's figures too: scores are 0 and 1.
-        assert (rollout.stats.scored, rollout.stats.mean_score) == (6, 0.5)
+        assert rollout.stats.metrics["rollout/domain/toy/samples"] == 6
+        assert rollout.stats.metrics["score/mean"] == 0.5
     assert ids(groups) == [0, 1, 2]
     assert groups[0] is saved[0]
     assert groups[1].members[0] is saved[1].members[0]
@@ -815,16 +819,17 @@ async def test_stats_cover_all_samples_that_ended_in_the_step_under_documented_n
 
     engine = FakeEngine(reply=lambda request: "x" * (9 if request.uid == (0, 0) else 3))
     async with opened([engine], score=score, next_prompt=lambda: next(prompts)) as rollout:
-        assert rollout.stats.groups == 0
+        assert rollout.stats.metrics["rollout/groups"] == 0
         await rollout.take()
         stats = rollout.stats
-    assert {name: it.score for name, it in stats.domains.items()} == {"sums": 0.5, "words": 1.5}
-    assert stats.mean_score == 1.0
-    assert stats.tokens == 8 + 3 * 3
-    assert stats.truncated == 0.25
-    assert (stats.step, stats.groups, stats.samples) == (1, 2, 4)
-    assert stats.generate_seconds >= 0
-    assert all(is_documented(name) for name in stats.metrics())
+    assert stats.metrics["score/domain/sums"] == 0.5
+    assert stats.metrics["score/domain/words"] == 1.5
+    assert stats.metrics["score/mean"] == 1.0
+    assert stats.metrics["rollout/tokens"] == 8 + 3 * 3
+    assert stats.metrics["rollout/truncated"] == 0.25
+    assert (stats.metrics["rollout/groups"], stats.metrics["rollout/samples"]) == (2, 4)
+    assert stats.metrics["time/sample_generate"] >= 0
+    assert all(is_documented(name) for name in stats.metrics)
 
 
 async def test_evaluation_gives_a_group_for_each_prompt_in_their_order():

@@ -12,25 +12,32 @@ from rollick.types import PolicyVersion
 
 
 def closed(window, batch, version=0):
-    return window.to_stats(batch, step=1, version=PolicyVersion(version), wait_s=0.5)
+    return window.to_stats(batch, version=PolicyVersion(version), wait_s=0.5)
 
 
 def test_where_nothing_is_dropped_there_is_no_bias():
     stats = closed(StepWindow(), [group([0, 1], texts=["ab", "abcd"])])
-    assert (stats.length_bias, stats.score_bias, stats.cancelled) == (0, 0, 0)
-    assert (stats.kept_length, stats.trained_score) == (3, 0.5)
-    assert math.isnan(stats.dropped_length)
+    assert (
+        stats.metrics["rollout/bias/length"],
+        stats.metrics["rollout/bias/score"],
+        stats.metrics["rollout/cancelled"],
+    ) == (0, 0, 0)
+    assert (stats.metrics["rollout/bias/length_kept"], stats.metrics["score/trained"]) == (3, 0.5)
+    assert math.isnan(stats.metrics["rollout/bias/length_dropped"])
 
 
 def test_the_bias_is_the_mean_of_the_kept_minus_the_mean_of_all_that_ended():
     window = StepWindow()
     window.add_dropped(group([1, None], texts=["a" * 10, "a" * 6]).members)
     stats = closed(window, [group([0, 1], texts=["ab", "abcd"])])
-    assert (stats.kept_length, stats.dropped_length) == (3, 8)
-    assert stats.length_bias == 3 - (2 + 4 + 10 + 6) / 4
+    assert (
+        stats.metrics["rollout/bias/length_kept"],
+        stats.metrics["rollout/bias/length_dropped"],
+    ) == (3, 8)
+    assert stats.metrics["rollout/bias/length"] == 3 - (2 + 4 + 10 + 6) / 4
     # A score that failed is none: kept 0 and 1, shed 1.
-    assert stats.score_bias == pytest.approx(0.5 - 2 / 3)
-    assert stats.dropped_score == 1
+    assert stats.metrics["rollout/bias/score"] == pytest.approx(0.5 - 2 / 3)
+    assert stats.metrics["rollout/bias/score_dropped"] == 1
 
 
 def test_cancelled_samples_are_counted_with_their_share():
@@ -39,7 +46,7 @@ def test_cancelled_samples_are_counted_with_their_share():
     for member in full.members:
         window.add(member, generate_s=1.0, reward_s=2.0)
     window.cancelled += 6
-    metrics = closed(window, [full]).metrics()
+    metrics = closed(window, [full]).metrics
     assert metrics["rollout/cancelled"] == 6
     assert metrics["rollout/cancelled_share"] == 0.75
     assert metrics["time/sample_generate"] == 1
@@ -48,7 +55,7 @@ def test_cancelled_samples_are_counted_with_their_share():
 def test_all_metrics_have_documented_names():
     window = StepWindow()
     window.dropped["stale"] += 1
-    metrics = closed(window, [group([0, 1])]).metrics()
+    metrics = closed(window, [group([0, 1])]).metrics
     assert {name for name in metrics if not is_documented(name)} == set()
 
 
@@ -68,11 +75,11 @@ def test_the_sums_of_a_step_survive_a_resume():
 def test_ages_are_those_of_tokens_that_can_be_trained_on():
     batch = [group([0, 1], texts=["ab", "a"], start_version=2)]
     assert token_ages(batch, PolicyVersion(5)).tolist() == [3, 3, 3]
-    assert closed(StepWindow(), batch, version=5).age_max == 3
+    assert closed(StepWindow(), batch, version=5).metrics["rollout/age_max"] == 3
 
 
 def test_a_step_in_which_no_sample_ended_has_no_mean_length():
-    assert math.isnan(closed(StepWindow(), [group([0, 1])]).response_length)
+    assert math.isnan(closed(StepWindow(), [group([0, 1])]).metrics["rollout/response_length"])
 
 
 def test_the_mean_score_does_not_depend_on_the_order_in_which_samples_end():

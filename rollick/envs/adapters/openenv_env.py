@@ -81,7 +81,9 @@ class RemoteEnv(TextEnv):
 
     def reset(self, seed: int) -> Reset:
         self.schema = action_schema(self.url)
-        self.field = self.field or _only_field(self.schema)
+        required: Sequence[str] = self.schema.get("required", ())
+        if len(required) == 1:
+            self.field = self.field or required[0]
         openenv = import_optional("openenv", "openenv>=0.10", older="mcp and pillow")
         client = openenv.GenericEnvClient(base_url=self.url, message_timeout_s=self.timeout_s)
         self.client = client.sync()
@@ -184,12 +186,6 @@ def action_schema(url: str) -> Mapping[str, Any]:
         fix = "start it (`openenv serve`, uvicorn or docker), and set url to its address"
         raise EnvError(f"no OpenEnv server responds at {url}: {error}", fix=fix) from error
     return cast("Mapping[str, Any]", schemas["action"])
-
-
-def _only_field(schema: Mapping[str, Any]) -> str:
-    """The only required field of an action, if there is exactly one."""
-    required: Sequence[str] = schema.get("required", ())
-    return required[0] if len(required) == 1 else ""
 
 
 def _typed(answer: str, schema: Mapping[str, Any]) -> Any:

@@ -117,7 +117,8 @@ def choose_goal(catalogue: Catalogue, random: Random, source: str, split: Split)
     if not products:
         raise EnvError(f"the product file has no goals for the split {split!r}")
     product = random.choice(products)
-    cap = _choose_cap(random, product.price)
+    above = [cap for cap in CAPS if cap > product.price]
+    cap = float(random.choice(above[:3]) if above else 1000 * ceil(product.price / 1000 + 0.001))
     price = f"for less than {cap:g} dollars"
     if source == "human":
         written = random.choice(product.human)
@@ -131,11 +132,6 @@ def choose_goal(catalogue: Catalogue, random: Random, source: str, split: Split)
     option_text = "".join(f", {name}: {value}" for name, value in options.items())
     text = f"Buy {product.query}: {', '.join(attributes)}{option_text}, {price}"
     return Goal(product, attributes, options, cap, text)
-
-
-def _choose_cap(random: Random, price: float) -> float:
-    above = [cap for cap in CAPS if cap > price]
-    return float(random.choice(above[:3]) if above else 1000 * ceil(price / 1000 + 0.001))
 
 
 def _search_text(product: Product) -> str:

@@ -1,6 +1,6 @@
 """The ledger's log: every transition on disk, so that a kill neither loses nor repeats a group.
 
-    Ledger -> Journal --once in each iteration of the event loop--> LedgerLog: ledger.jsonl
+    Ledger -> Journal --once in each iteration of the event loop--> ledger.jsonl
     kill, resume:  read_log -> started_since -> Ledger.restore(state, started=...)
 
 Flushed bytes belong to the operating system and survive a kill -9. A checkpoint mark makes the
@@ -30,6 +30,8 @@ LOG = logging.getLogger("rollick")
 
 BEGINNING = 0
 """The step of a run that has no checkpoint yet."""
+StartedGroups = tuple[tuple[int, str], ...]
+"""(id, prompt uid) of groups, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,20 @@ class LogContents:
 
 
 @dataclass(slots=True)
-class LedgerLog:
-    """An open log file. Made by `open`."""
+class Journal:
+    """An open log file, for the events of one event loop. Made by `open` or `open_journal`."""
 
     path: Path
     _file: BinaryIO
+    started: StartedGroups = ()
+    """The groups in a resumed log beyond its checkpoint."""
     _buffer: bytearray = field(default_factory=bytearray)
     _has_mark: bool = False
+    _flush_scheduled: bool = False
+    _error_logged: bool = False
 
     @classmethod
-    def open(cls, path: Path, *, known: LogContents | None = None) -> LedgerLog:
+    def open(cls, path: Path, *, known: LogContents | None = None) -> Journal:
         """Append to the log at `path`, or create it. A torn tail is cut off. `known` are the file's
         contents, if the caller has just read them."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +72,27 @@ class LedgerLog:
         self._buffer += ledger_events.encode(event)
         self._has_mark = self._has_mark or isinstance(event, CheckpointMarked)
 
+    def record(self, event: Event) -> None:
+        """Buffer an event; all events of one iteration of the event loop are written together."""
+        self.append(event)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self.flush)
+
     def flush(self) -> None:
+        """Write the buffer. A full disk does not stop the run: the error is logged once."""
+        self._flush_scheduled = False
+        try:
+            self.write()
+            self._error_logged = False
+        except CheckpointError as error:
+            if not self._error_logged:
+                self._error_logged = True
+                LOG.error("%s", error)
+
+    def write(self) -> None:
         """Hand the buffer to the operating system; with a checkpoint mark in it, to the disk. After
-        an error (such as a full disk) the next flush continues at the same byte."""
+        an error (such as a full disk) the next one continues at the same byte."""
         try:
             while self._buffer:
                 del self._buffer[: self._file.write(self._buffer)]
@@ -82,46 +106,17 @@ class LedgerLog:
                 fix="free disk space; nothing is lost while the run continues",
             ) from error
 
-    def close(self) -> None:
-        try:
-            self.flush()
-        finally:
-            self._file.close()
-
-
-@dataclass(slots=True)
-class Journal:
-    """Writes the ledger's events. Made by `open_journal`; belongs to one event loop."""
-
-    _log: LedgerLog
-    started: tuple[tuple[int, str], ...]
-    """(id, prompt uid) of the groups in a resumed log beyond its checkpoint."""
-    _flush_scheduled: bool = False
-    _error_logged: bool = False
-
-    def record(self, event: Event) -> None:
-        """Buffer an event; all events of one iteration of the event loop are written together."""
-        self._log.append(event)
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
-
-    def flush(self) -> None:
-        """Write the buffer. A full disk does not stop the run: the error is logged once."""
-        self._flush_scheduled = False
-        try:
-            self._log.flush()
-            self._error_logged = False
-        except CheckpointError as error:
-            if not self._error_logged:
-                self._error_logged = True
-                LOG.error("%s", error)
-
     def mark_checkpoint(self, step: int, *, started: int) -> None:
         """Called when the ledger's state is copied for a checkpoint. Returns when the mark is on
         the disk; without it there must be no checkpoint, so it raises."""
-        self._log.append(CheckpointMarked(step, started))
-        self._log.flush()
+        self.append(CheckpointMarked(step, started))
+        self.write()
+
+    def close(self) -> None:
+        try:
+            self.write()
+        finally:
+            self._file.close()
 
 
 def read_log(path: Path) -> LogContents:
@@ -146,8 +141,8 @@ def read_log(path: Path) -> LogContents:
     return LogContents(tuple(events), valid)
 
 
-def started_since(log: LogContents, step: int) -> tuple[tuple[int, str], ...]:
-    """(id, prompt uid) of the groups that any run started after the checkpoint of `step`, by id."""
+def started_since(log: LogContents, step: int) -> StartedGroups:
+    """The groups that any run started after the checkpoint of `step`."""
     marks = [e.started for e in log.events if isinstance(e, CheckpointMarked) and e.step == step]
     if not marks and step != BEGINNING:
         raise missing_mark(step)
@@ -186,23 +181,24 @@ def open_journal(
     continues = bool(known.events) and (step is not None or not has_mark)
     if not continues:
         path.unlink(missing_ok=True)
-    log = LedgerLog.open(path, known=known if continues else LogContents(()))
+    journal = Journal.open(path, known=known if continues else LogContents(()))
+    journal.started = replayed
     if continues:
-        log.append(RunRestored(step or BEGINNING))
+        journal.append(RunRestored(step or BEGINNING))
     elif step is not None:
         # The log was moved away: this mark relates what follows to the checkpoint.
-        log.append(CheckpointMarked(step, started))
+        journal.append(CheckpointMarked(step, started))
     try:
-        yield Journal(log, replayed)
+        yield journal
     except BaseException:
         # The error of the block matters more than that of a log that cannot be closed.
         with suppress(CheckpointError):
-            log.close()
+            journal.close()
         raise
-    log.close()
+    journal.close()
 
 
-def _groups_to_replay(log: LogContents, step: int | None) -> tuple[tuple[int, str], ...]:
+def _groups_to_replay(log: LogContents, step: int | None) -> StartedGroups:
     if step is not None and log.events:
         return started_since(log, step)
     # A checkpoint of step 0 that was not completed has left a mark, which means nothing here.

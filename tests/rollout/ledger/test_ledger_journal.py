@@ -120,9 +120,9 @@ async def test_a_log_of_other_checkpoints_is_refused(tmp_path):
 async def test_a_full_disk_is_logged_once_and_stops_only_the_checkpoint(tmp_path, caplog):
     path = tmp_path / "ledger.jsonl"
     with open_journal(path, resume=False) as journal:
-        file = journal._log._file
+        file = journal._file
         full = Path("/dev/full").open("ab", buffering=0)  # noqa: ASYNC230, SIM115
-        journal._log._file = full
+        journal._file = full
         for group in range(3):
             journal.record(started(group))
             await asyncio.sleep(0)
@@ -131,7 +131,7 @@ async def test_a_full_disk_is_logged_once_and_stops_only_the_checkpoint(tmp_path
         with pytest.raises(CheckpointError, match="cannot be written"):
             journal.mark_checkpoint(1, started=3)
         full.close()
-        journal._log._file = file
+        journal._file = file
         journal.record(GroupCompleted(0))
     assert [event.group for event in events(path)[:3]] == [0, 1, 2]
     assert events(path)[-1] == GroupCompleted(0)

@@ -25,7 +25,7 @@ from rollick.rollout.ledger.events import (
     encode,
 )
 from rollick.rollout.ledger.ledger import Ledger
-from rollick.rollout.ledger.log import LedgerLog, LogContents, read_log, started_since
+from rollick.rollout.ledger.log import Journal, LogContents, read_log, started_since
 from rollick.rollout.ledger.staleness import StalenessPolicy
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, SampleId
@@ -45,11 +45,11 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from rollick.rollout.ledger.events import GroupDeferred
-from rollick.rollout.ledger.log import LedgerLog
-log = LedgerLog.open(Path(sys.argv[1]))
+from rollick.rollout.ledger.log import Journal
+log = Journal.open(Path(sys.argv[1]))
 log.append(GroupDeferred(0))
 log.append(GroupDeferred(1))
-log.flush()
+log.write()
 log.append(GroupDeferred(2))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -60,7 +60,7 @@ def started(uid, name="toy/0", *, version=0, size=1):
 
 
 def write(path, *events):
-    with closing(LedgerLog.open(path)) as log:
+    with closing(Journal.open(path)) as log:
         for event in events:
             log.append(event)
     return path
@@ -104,10 +104,10 @@ def test_a_log_is_continued_by_the_next_run(tmp_path):
 
 
 def test_events_are_in_the_file_after_a_flush_and_not_before(tmp_path):
-    with closing(LedgerLog.open(tmp_path / "log")) as log:
+    with closing(Journal.open(tmp_path / "log")) as log:
         log.append(GroupDeferred(1))
         assert read_log(log.path).events == ()
-        log.flush()
+        log.write()
         assert read_log(log.path).events == (GroupDeferred(1),)
 
 
@@ -119,16 +119,16 @@ def test_flushed_events_survive_a_kill(tmp_path):
 
 
 def test_only_a_checkpoint_mark_waits_for_the_disk(tmp_path, monkeypatch):
-    with closing(LedgerLog.open(tmp_path / "log")) as log:
+    with closing(Journal.open(tmp_path / "log")) as log:
         synced = []
         monkeypatch.setattr(os, "fsync", synced.append)
         log.append(GroupDeferred(1))
-        log.flush()
+        log.write()
         assert not synced
         log.append(CheckpointMarked(1, 2))
         log.append(GroupDeferred(1))
-        log.flush()
-        log.flush()
+        log.write()
+        log.write()
         assert len(synced) == 1
 
 
@@ -158,7 +158,7 @@ def test_damage_in_the_middle_is_refused_with_its_line(tmp_path):
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"complete", b"comp\0ete")
     path.write_bytes(b"".join(lines))
-    for read in (read_log, LedgerLog.open):
+    for read in (read_log, Journal.open):
         with pytest.raises(CheckpointError, match=r"line 3 of .* is damaged") as refused:
             read(path)
     assert "move the log away" in refused.value.fix
@@ -183,17 +183,17 @@ class FullDisk:
 
 
 def test_a_full_disk_loses_no_event_and_tears_no_line(tmp_path):
-    with closing(LedgerLog.open(tmp_path / "log")) as log:
+    with closing(Journal.open(tmp_path / "log")) as log:
         disk = log._file = FullDisk(log._file)
         for event in ALL:
             log.append(event)
         disk.room = 50
         with pytest.raises(CheckpointError, match="No space left") as refused:
-            log.flush()
+            log.write()
         assert "free disk space" in refused.value.fix
         assert read_log(log.path).events == ALL[:0]
         disk.room = 10_000
-        log.flush()
+        log.write()
         assert read_log(log.path).events == ALL
 
 
@@ -295,16 +295,16 @@ def test_a_kill_between_two_checkpoints_loses_no_group_and_doubles_none(tmp_path
         for name in names:
             ledger.start_group(prompt(uid=name), PolicyVersion(0))
 
-    with closing(LedgerLog.open(path)) as log:
+    with closing(Journal.open(path)) as log:
         ledger = Ledger(StalenessPolicy(2, 1), 1, record=log.append)
         begin(ledger, "a", "b")
         state = ledger.state()
         log.append(CheckpointMarked(1, state["next"]))
         begin(ledger, "c", "d")
         ledger.sample_started(SampleId(2, 0))
-        log.flush()
+        log.write()
     read = read_log(path)
-    with closing(LedgerLog.open(path)) as log:
+    with closing(Journal.open(path)) as log:
         log.append(RunRestored(1))
         ledger = Ledger(StalenessPolicy(2, 1), 1, record=log.append)
         ledger.restore(state, started=started_since(read, 1))

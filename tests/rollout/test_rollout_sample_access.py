@@ -7,8 +7,8 @@ import pytest
 from fakes import FakeCodec, FakeEngine, FakeTracker
 
 from rollick.errors import EngineLost
-from rollick.rollout.engine_access import SampleAccess
 from rollick.rollout.fleet import Fleet
+from rollick.rollout.in_flight import SampleAccess
 from rollick.rollout.request_queue import RequestNeeds
 from rollick.testing.fakes import prompt
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason
