@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rollick.rewards.text import repeated_share
-from rollick.types import Group, PolicyVersion, ScoredSample, stable_hash
+from rollick.types import Group, PolicyVersion, ScoredSample, ScoreStatus, stable_hash
 
 NAN = float("nan")
 """One shared object: dataclasses with the same nan object compare as equal."""
@@ -115,6 +115,7 @@ class StepWindow:
     def __init__(self) -> None:
         self.scored = 0
         self.failed = 0
+        self.unavailable = 0
         self.first_failure = ""
         self.tokens = 0
         self.truncated = 0
@@ -157,6 +158,7 @@ class StepWindow:
                 self._parts[name].append(value)
         else:
             self.failed += 1
+            self.unavailable += score.status is ScoreStatus.UNAVAILABLE
             self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
 
     def count_drop(self, domain: str, reason: str) -> None:
