@@ -53,7 +53,7 @@ class HttpSandbox:
     token: str = ""
     """Sent as a bearer token if not empty."""
     attempts: int = 3
-    response_s: float = 15.0
+    response_s: float = 12.0
     """Added to the program's wall_s, for all attempts together: time for the network and to wait
     for a free box. The sum must be below rewards.timeout_s."""
 
