@@ -31,11 +31,12 @@ def check_step(
     if is_counted and window.failed > allowed:
         message = (
             f"{window.failed} of {window.scored} samples of step {step} could not be scored "
-            f"(allowed: {config.max_failed_scores:.0%}); the first was {window.first_failure}"
+            f"(allowed: {config.max_failed_scores:.0%}); the first was "
         )
         if window.failed - window.unavailable <= allowed:
-            raise ServiceUnavailable(message, fix=UNAVAILABLE_FIX)
-        raise RewardError(message, fix="fix the reward, or raise rollout.max_failed_scores")
+            raise ServiceUnavailable(message + window.first_unavailable, fix=UNAVAILABLE_FIX)
+        fix = "fix the reward, or raise rollout.max_failed_scores"
+        raise RewardError(message + window.first_failure, fix=fix)
     if no_batch:
         raise _no_signal_error(window)
 

@@ -117,6 +117,7 @@ class StepWindow:
         self.failed = 0
         self.unavailable = 0
         self.first_failure = ""
+        self.first_unavailable = ""
         self.tokens = 0
         self.truncated = 0
         self.generate_seconds = 0.0
@@ -158,8 +159,11 @@ class StepWindow:
                 self._parts[name].append(value)
         else:
             self.failed += 1
-            self.unavailable += score.status is ScoreStatus.UNAVAILABLE
-            self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
+            failure = f"{sample.uid}: {score.detail}"
+            self.first_failure = self.first_failure or failure
+            if score.status is ScoreStatus.UNAVAILABLE:
+                self.unavailable += 1
+                self.first_unavailable = self.first_unavailable or failure
 
     def count_drop(self, domain: str, reason: str) -> None:
         self.dropped[reason] += 1

@@ -35,8 +35,8 @@ def test_a_step_may_have_a_few_samples_without_a_score() -> None:
     ("failures", "error", "code"),
     [
         ([AWAY] * 3, ServiceUnavailable, EXIT_RETRY),
-        ([AWAY] * 3 + [BROKEN] * 2, ServiceUnavailable, EXIT_RETRY),
-        ([AWAY] * 3 + [BROKEN] * 3, RewardError, EXIT_MISTAKE),
+        ([BROKEN] * 2 + [AWAY] * 3, ServiceUnavailable, EXIT_RETRY),
+        ([BROKEN] * 3 + [AWAY] * 3, RewardError, EXIT_MISTAKE),
         ([BROKEN] * 3, RewardError, EXIT_MISTAKE),
     ],
 )
@@ -47,6 +47,7 @@ def test_the_exit_code_says_whether_a_lost_server_is_to_blame(
     with pytest.raises(error, match=f"{len(failures)} of 10 samples of step 3") as caught:
         check(scores)
     assert caught.value.exit_code == code
+    assert ("no judge" in str(caught.value)) == (code == EXIT_RETRY)
 
 
 @pytest.mark.parametrize(("failure", "error"), [(AWAY, ServiceUnavailable), (BROKEN, RewardError)])
