@@ -20,6 +20,12 @@ EXIT_INTERRUPTED = 75
 """EX_TEMPFAIL: a signal stopped the command, a run after saving; --resume continues it."""
 
 
+UNAVAILABLE_FIX = (
+    "check the server and the network to it, then resume the run with --resume; a run with "
+    "--restarts is resumed by itself"
+)
+
+
 class RollickError(Exception):
     """Base class of all errors that a user can act on. `fix` is one sentence of advice."""
 
@@ -119,6 +125,12 @@ class OpenFilesExhausted(RollickError):
 
 class RewardError(RollickError):
     """A reward function cannot be found or called. A low score is not an error."""
+
+
+class ServiceUnavailable(RollickError):
+    """A server that scores samples or runs environments does not answer."""
+
+    exit_code = EXIT_RETRY
 
 
 class SandboxError(RollickError):

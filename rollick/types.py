@@ -239,6 +239,8 @@ class ScoreStatus(StrEnum):
     OK = "ok"
     FAILED = "failed"
     TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"
+    """A judge, sandbox or environment server did not answer."""
 
 
 @dataclass(frozen=True, slots=True)

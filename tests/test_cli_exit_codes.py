@@ -16,6 +16,7 @@ from rollick.errors import (
     EngineLost,
     NoSignalError,
     RollickError,
+    ServiceUnavailable,
     StoppedBySignal,
     StuckError,
     WorkerError,
@@ -35,6 +36,7 @@ LOSSES = "import os\ndef die(*arguments, **options): os._exit(7)\n"
         (WorkerLost, 69),
         (EngineLost, 69),
         (StuckError, 69),
+        (ServiceUnavailable, 69),
         (StoppedBySignal, 75),
     ],
 )

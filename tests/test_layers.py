@@ -81,6 +81,7 @@ THIRD_PARTY = {
     "verifiers": {"envs"},
     "vllm": {"infer"},
     "wandb": {"observe"},
+    "websockets": {"envs"},
     "yaml": {"config", "simulator"},
 }
 """The packages that may import each third-party library. numpy and torch are allowed everywhere."""

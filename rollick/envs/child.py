@@ -38,7 +38,7 @@ from rollick.envs.base import (
     read_reset,
     read_step,
 )
-from rollick.errors import EnvError
+from rollick.errors import EnvError, ServiceUnavailable
 from rollick.types import Turn
 
 
@@ -56,6 +56,8 @@ class EnvStatus(StrEnum):
     """The process died during the call."""
     LOST = "lost"
     """The process was killed or stopped, or another episode of it hung or crashed."""
+    UNAVAILABLE = "unavailable"
+    """The server of the environment does not answer."""
 
 
 class StartEpisode(NamedTuple):
@@ -179,6 +181,8 @@ class EnvLoop:
             status, detail = EnvStatus.FAILED, describe_failure(error)
             if isinstance(error, InvalidEnvResponse):
                 status, detail = EnvStatus.GARBAGE, str(error)
+            elif isinstance(error, ServiceUnavailable):
+                status, detail = EnvStatus.UNAVAILABLE, error.message
             reply = EnvCallResult(status, None, detail, perf_counter() - start_time)
             body = encode_reply(episode, reply)
         self.writer.add(FrameKind.DONE, body)

@@ -10,12 +10,16 @@ If the task has summaries, the policy writes one between two steps: a turn with 
 two turns the sample holds no engine. An environment that fails ends the sample with a failed score;
 a sample that runs out of tokens keeps the rewards so far.
 
-An episode whose process was lost is restarted from its first observation. Environments and sampling
-are seeded, so the same policy version gives the same sample.
+An episode whose process was lost is restarted from its first observation, and so is one whose
+server does not answer, until it does or the time of a step is up. Environments and sampling are
+seeded, so the same policy version gives the same sample.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -45,10 +49,18 @@ from rollick.types import (
     stable_hash,
 )
 
+LOG = logging.getLogger("rollick")
 TaskFor = Callable[[Prompt], EnvTask]
 
 MAX_EPISODE_ATTEMPTS = 3
-"""An episode whose process was lost this often fails: it may be what kills the process."""
+"""An episode whose process or connection was lost this often fails: it may be what kills it."""
+RESTARTED = (EnvStatus.LOST, EnvStatus.UNAVAILABLE)
+OUTAGE_PAUSE_S = 2.0
+"""Mean time between two attempts to reach a server."""
+FAILED_STATUS = {
+    EnvStatus.TIMEOUT: ScoreStatus.TIMEOUT,
+    EnvStatus.UNAVAILABLE: ScoreStatus.UNAVAILABLE,
+}
 
 
 @dataclass(slots=True)
@@ -93,8 +105,7 @@ class _EpisodeState:
         """The rewards of the turns; a failed environment gives a failed score."""
         failure = self.failure
         if failure is not None:
-            timed_out = failure.status is EnvStatus.TIMEOUT
-            status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
+            status = FAILED_STATUS.get(failure.status, ScoreStatus.FAILED)
             detail = f"environment {self.task.environment} {failure.status}: {failure.detail}"
             return Score.failed(detail, status=status)
         turns = [response.reward for response in self.responses]
@@ -119,13 +130,32 @@ class EnvEpisodeRunner:
     purpose: str = "train"
 
     async def run(self, uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
-        """Consumes generations and steps, one after another; waits for nothing else."""
-        for _ in range(MAX_EPISODE_ATTEMPTS - 1):
+        """Consumes generations and steps, one after another; also waits for a server to return."""
+        now, losses = asyncio.get_running_loop().time, 0
+        outage_began: float | None = None
+        while True:
             sample, state = await self._attempt(uid, prompt, access)
-            if state.failure is None or state.failure.status is not EnvStatus.LOST:
+            failure = state.failure
+            if failure is None or failure.status not in RESTARTED:
+                return sample
+            if failure.status is EnvStatus.LOST or state.replies:
+                losses, outage_began = losses + 1, None
+            outage_began = now() if outage_began is None else outage_began
+            waited_s = now() - outage_began
+            if losses == MAX_EPISODE_ATTEMPTS or waited_s > self.pool.limits.step_s:
                 return sample
             self.pool.stats.episode_restarts += 1
-        return (await self._attempt(uid, prompt, access))[0]
+            if failure.status is EnvStatus.UNAVAILABLE:
+                await self._pause(failure, access)
+
+    async def _pause(self, failure: EnvCallResult, access: EngineAccess) -> None:
+        LOG.warning(
+            "%s; its episodes start again when it answers, and fail after %g s",
+            *(failure.detail, self.pool.limits.step_s),
+        )
+        with access.activity("waiting for a server", limit_s=2 * OUTAGE_PAUSE_S):
+            # Jitter: episodes that failed together must not retry together.
+            await asyncio.sleep(OUTAGE_PAUSE_S * random.uniform(0.5, 1.5))
 
     async def _attempt(
         self, uid: SampleId, prompt: Prompt, access: EngineAccess

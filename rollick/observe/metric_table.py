@@ -76,10 +76,14 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "env/failed/*": (
         "episodes",
         "Failed episodes since the run started or resumed, validation included, by status: "
-        "failed (raised), garbage, timeout, crashed, lost (with its process; restarted).",
+        "failed (raised), garbage, timeout, crashed, lost (with its process; restarted), "
+        "unavailable (its server does not answer; restarted).",
     ),
     "env/restarts": ("processes", "Environment processes replaced since the start or resume."),
-    "env/episode_restarts": ("episodes", "Episodes restarted because their process was lost."),
+    "env/episode_restarts": (
+        "episodes",
+        "Episodes restarted because their process was lost or their server did not answer.",
+    ),
     "env/seconds": ("s", "Time inside environments since the start or resume, over all processes."),
     "controller/event_loop_lag_ms": ("ms", "Largest delay of the controller's event loop."),
     "controller/batch_mb": (

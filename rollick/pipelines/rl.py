@@ -184,6 +184,7 @@ class RLPipeline(Pipeline[StepReport]):
         return PipelineState(values, source.rollout.untrained())
 
     def undo_failed_step(self) -> None:
+        self.source.rollout.pause_admission()
         self.source.rollout.reset_step_counters()
 
     def warn_unfinished(self) -> None:

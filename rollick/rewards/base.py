@@ -249,8 +249,9 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     failed = {name: score for name, score in scores.items() if not score.ok}
     isolation = "+".join(sorted({each.isolation for each in scores.values() if each.isolation}))
     if failed:
-        timed_out = any(score.status is ScoreStatus.TIMEOUT for score in failed.values())
-        status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
+        statuses = {score.status for score in failed.values()}
+        order = (ScoreStatus.TIMEOUT, ScoreStatus.UNAVAILABLE, ScoreStatus.FAILED)
+        status = next(status for status in order if status in statuses)
         failure = Score.failed(_details(failed), status=status)
         return replace(failure, seconds=seconds, isolation=isolation)
     value = float(sum(weights[name] * score.value for name, score in scores.items()))

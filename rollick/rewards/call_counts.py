@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rollick.config.schema import RewardSpec
-from rollick.errors import RewardError
-from rollick.types import Score
+from rollick.errors import UNAVAILABLE_FIX, RewardError, ServiceUnavailable
+from rollick.types import Score, ScoreStatus
 
 RECENT_CALLS = 100
 """Calls of a reward that its error budget looks at."""
@@ -40,11 +40,11 @@ class RewardCallCounts:
         self._step: defaultdict[str, _Count] = defaultdict(_Count)
         self._totals = defaultdict[tuple[str, str], float](float)
         """Of each reward and metric, over the run."""
-        self._recent = defaultdict[str, deque[bool]](lambda: deque(maxlen=RECENT_CALLS))
+        self._recent = defaultdict[str, deque[ScoreStatus]](lambda: deque(maxlen=RECENT_CALLS))
         self._last_failure: dict[str, str] = {}
 
     def count(self, reward: str, score: Score) -> None:
-        self._recent[reward].append(score.ok)
+        self._recent[reward].append(score.status)
         if not score.ok:
             self._last_failure[reward] = score.detail
         count = self._step[reward]
@@ -62,17 +62,22 @@ class RewardCallCounts:
         return self._totals[reward, COST]
 
     def check_error_budget(self, spec: RewardSpec) -> None:
-        """RewardError if more of the recent calls failed than the reward's budget allows."""
+        """RewardError, or ServiceUnavailable, if more of the recent calls failed than the reward's
+        budget allows."""
         recent = self._recent[spec.name]
         if spec.error_budget is None or len(recent) < MIN_CALLS:
             return
-        failed = recent.count(False)
-        if failed > spec.error_budget * len(recent):
+        failed = len(recent) - recent.count(ScoreStatus.OK)
+        allowed_calls = spec.error_budget * len(recent)
+        if failed > allowed_calls:
             calls = f"{failed} of the last {len(recent)} calls of the reward {spec.name!r} failed"
             allowed = f"its error_budget allows {spec.error_budget:.0%}"
             last = f"the last failure: {self._last_failure.get(spec.name, '')}"
             fix = "fix the reward or the service that it calls, or raise its error_budget"
-            raise RewardError(f"{calls}; {allowed}; {last}", fix=fix)
+            message = f"{calls}; {allowed}; {last}"
+            if failed - recent.count(ScoreStatus.UNAVAILABLE) <= allowed_calls:
+                raise ServiceUnavailable(message, fix=UNAVAILABLE_FIX)
+            raise RewardError(message, fix=fix)
 
     def take_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -29,12 +29,12 @@ from typing import Any
 
 from rollick.rewards.answers import after_thinking
 from rollick.rewards.base import declare
-from rollick.sandbox.base import CallCase, Limits, Program, Result, Sandbox, Tests
+from rollick.sandbox.base import CallCase, Limits, Program, Result, Sandbox, Status, Tests
 from rollick.sandbox.checks import ScriptCase, check_asserts, check_scripts
 from rollick.sandbox.local import LocalSandbox
 from rollick.sandbox.remote import HttpSandbox
 from rollick.sandbox.tested_names import parse
-from rollick.types import Row, Score
+from rollick.types import Row, Score, ScoreStatus
 
 VERSION = "2"
 FENCE = re.compile(
@@ -106,7 +106,9 @@ async def score_code(completion: str, row: Row, settings: CodeSettings = DEFAULT
     prelude = PRELUDES.get(settings.prelude, settings.prelude)
     result = await run_tests(sandbox, program, row, limits, prelude=prelude)
     if not result.status.is_conclusive:
-        return Score.failed(f"{result.status}: {result.detail}")
+        unavailable = result.status is Status.UNAVAILABLE
+        status = ScoreStatus.UNAVAILABLE if unavailable else ScoreStatus.FAILED
+        return Score.failed(f"{result.status}: {result.detail}", status=status)
     summary = f"{result.passed} of {len(result.outcomes)} tests, isolation {result.level}"
     failures = dict.fromkeys(outcome.message for outcome in result.outcomes if not outcome.passed)
     share, all_passed = result.share_passed, float(result.all_passed)

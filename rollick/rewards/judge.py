@@ -6,6 +6,8 @@
 
 The requests of a batch, one for each vote, run concurrently. If half of a sample's votes or more
 get no verdict (timeout, rejected request, unparsable reply), its Score is failed, with the reason.
+While the server does not answer, requests are repeated until the deadline of the batch, so that a
+short outage costs no score.
 Tokens, requests and cost are metrics of the Score.
 """
 
@@ -36,6 +38,10 @@ VOTING_TEMPERATURE = 0.7
 """Default temperature with several votes: at 0 all votes would be the same."""
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Status codes to retry."""
+UNAVAILABLE_STATUS = frozenset({502, 503, 504})
+"""Status codes of a proxy whose server does not answer, or of a server that starts or stops."""
+CONNECT_S = 5.0
+"""Time limit to connect, within that of a request."""
 MAX_REPLY_BYTES = 1 << 20
 FIRST_WAIT_S = 0.25
 LONGEST_WAIT_S = 8.0
@@ -48,6 +54,10 @@ class TransientError(Exception):
     def __init__(self, reason: str, wait_s: float = 0.0) -> None:
         self.wait_s = wait_s
         super().__init__(reason)
+
+
+class NoResponse(TransientError):
+    """The server cannot be reached or does not answer."""
 
 
 class PermanentError(Exception):
@@ -78,6 +88,7 @@ class JudgeSettings:
     request_s: float = 10.0
     """Time limit of one request."""
     retries: int = 3
+    """After failed responses; a server that does not answer is tried until the time limit."""
     concurrency: int = 16
     """Maximum requests in flight."""
     json_mode: bool = False
@@ -108,6 +119,15 @@ class JudgeSettings:
         return {**body, "max_tokens": self.max_tokens, **json_mode}
 
 
+@dataclass(frozen=True, slots=True)
+class FailedVote:
+    """Why a vote has no verdict."""
+
+    reason: str
+    unavailable: bool = False
+    """The server did not answer."""
+
+
 @dataclass(slots=True)
 class JudgeUsage:
     """Requests and tokens so far, including failed requests."""
@@ -125,7 +145,8 @@ async def judge(
     settings = JudgeSettings(**options)
     slots = asyncio.Semaphore(settings.concurrency)
     deadline = asyncio.get_running_loop().time() + settings.timeout_s
-    http = httpx.AsyncClient(timeout=None, headers=settings.headers())
+    timeout = httpx.Timeout(None, connect=min(CONNECT_S, settings.request_s))
+    http = httpx.AsyncClient(timeout=timeout, headers=settings.headers())
     async with http as client, asyncio.TaskGroup() as group:
         batch = _BatchJudge(settings, client, slots, deadline)
         texts = zip(prompt, completion, row, strict=True)
@@ -160,35 +181,43 @@ class _BatchJudge:
         score = count_votes(await asyncio.gather(*votes))
         return replace(score, metrics=_usage_metrics(settings, usage) | dict(score.metrics))
 
-    async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score | str:
+    async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score | FailedVote:
         """A verdict, or why there is none."""
+        failures: list[TransientError] = []
         try:
             async with asyncio.timeout_at(self.deadline), self.slots:
-                return await self._request_verdict(make_prompt, usage)
+                return await self._request_verdict(make_prompt, usage, failures)
         except (TransientError, PermanentError) as failure:
-            return str(failure)
+            return FailedVote(str(failure))
         except TimeoutError:
-            return f"no verdict within {self.settings.timeout_s:g} s"
+            reason = f"no verdict of {self.settings.url} within {self.settings.timeout_s:g} s"
+            reason = "; ".join([reason, *map(str, failures[-1:])])
+            no_response = all(isinstance(each, NoResponse) for each in failures)
+            return FailedVote(reason, unavailable=no_response)
 
-    async def _request_verdict(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score:
-        """Raises TransientError after the last retry, or PermanentError."""
-        for attempt in range(self.settings.retries + 1):
+    async def _request_verdict(
+        self, make_prompt: MakePrompt, usage: JudgeUsage, failures: list[TransientError]
+    ) -> Score:
+        """Appends to `failures`. Raises the last of them when the retries are used up, or
+        PermanentError."""
+        responses = 0
+        while True:
             prompt = make_prompt()
             try:
                 usage.requests += 1
                 reply = await self._post(prompt.messages, usage)
                 return judge_prompt.read_verdict(reply, prompt)
             except UnparsableVerdict as error:
-                failure = TransientError(f"unparsable verdict: {error}")
+                failures.append(TransientError(f"unparsable verdict: {error}"))
             except TransientError as error:
-                failure = error
-            if attempt == self.settings.retries:
-                raise failure
+                failures.append(error)
+            responses += not isinstance(failures[-1], NoResponse)
+            if responses > self.settings.retries:
+                raise failures[-1]
             usage.retries += 1
             # Full jitter: requests that failed together must not retry together.
-            longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt)
-            await asyncio.sleep(max(failure.wait_s, random.uniform(0, longest)))
-        raise AssertionError("the last attempt returns or raises")
+            longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (len(failures) - 1))
+            await asyncio.sleep(max(failures[-1].wait_s, random.uniform(0, longest)))
 
     async def _post(self, messages: Sequence[Mapping[str, str]], usage: JudgeUsage) -> str:
         settings = self.settings
@@ -198,11 +227,11 @@ class _BatchJudge:
             async with asyncio.timeout(settings.request_s), request as response:
                 content = await _read(response)
         except TimeoutError:
-            raise TransientError(f"no response within {settings.request_s:g} s") from None
-        except httpx.TransportError as error:
-            raise TransientError(f"{type(error).__name__}: {error}") from error
-        except httpx.InvalidURL as error:
+            raise NoResponse(f"no response within {settings.request_s:g} s") from None
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise PermanentError(f"{settings.url} is not a valid URL: {error}") from error
+        except httpx.TransportError as error:
+            raise NoResponse(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         _check_status(response, content)
         return _text_of(content, usage)
 
@@ -220,7 +249,8 @@ def _check_status(response: httpx.Response, content: bytes) -> None:
     code = response.status_code
     reason = f"status {code}: {content[:200].decode(errors='replace')}"
     if code in TRANSIENT_STATUS:
-        raise TransientError(reason, _retry_after(response.headers.get("retry-after")))
+        kind = NoResponse if code in UNAVAILABLE_STATUS else TransientError
+        raise kind(reason, _retry_after(response.headers.get("retry-after")))
     if code != 200:
         raise PermanentError(reason)
 
@@ -246,15 +276,15 @@ def _text_of(content: bytes, usage: JudgeUsage) -> str:
     return text
 
 
-def count_votes(votes: Sequence[Score | str]) -> Score:
-    """The mean of the verdicts; a failed Score unless more than half of the votes have one. A
-    failed vote is a str, the error. The metric `spread` is the highest minus the lowest verdict."""
+def count_votes(votes: Sequence[Score | FailedVote]) -> Score:
+    """The mean of the verdicts; a failed Score unless more than half of the votes have one. The
+    metric `spread` is the highest minus the lowest verdict."""
     verdicts = [vote for vote in votes if isinstance(vote, Score)]
-    failures = [vote for vote in votes if isinstance(vote, str)]
+    failures = [vote for vote in votes if isinstance(vote, FailedVote)]
     if 2 * len(verdicts) <= len(votes):
-        timed_out = all(failure.startswith("no ") for failure in failures)
-        status = ScoreStatus.TIMEOUT if timed_out else ScoreStatus.FAILED
-        detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0]}"
+        unavailable = all(failure.unavailable for failure in failures)
+        status = ScoreStatus.UNAVAILABLE if unavailable else ScoreStatus.FAILED
+        detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0].reason}"
         failed = Score.failed(detail, status=status)
         return replace(failed, metrics={"failed_votes": float(len(failures))})
     values = [verdict.value for verdict in verdicts]

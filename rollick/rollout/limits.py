@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from math import ceil
 
 from rollick.config.schema import RolloutConfig
-from rollick.errors import CheckpointError, NoSignalError, RewardError, StuckError
+from rollick.errors import (
+    UNAVAILABLE_FIX,
+    CheckpointError,
+    NoSignalError,
+    RewardError,
+    ServiceUnavailable,
+    StuckError,
+)
 from rollick.rollout.ledger.group_record import LedgerError
 from rollick.rollout.stats import StepWindow, token_ages
 from rollick.types import Group, PolicyVersion, SampleId
@@ -22,11 +29,14 @@ def check_step(
     # A step that only finishes samples of earlier steps is compared with a full step.
     allowed = config.max_failed_scores * max(window.scored, full_step)
     if is_counted and window.failed > allowed:
-        raise RewardError(
+        message = (
             f"{window.failed} of {window.scored} samples of step {step} could not be scored "
-            f"(allowed: {config.max_failed_scores:.0%}); the first was {window.first_failure}",
-            fix="fix the reward, or raise rollout.max_failed_scores",
+            f"(allowed: {config.max_failed_scores:.0%}); the first was "
         )
+        if window.failed - window.unavailable <= allowed:
+            raise ServiceUnavailable(message + window.first_unavailable, fix=UNAVAILABLE_FIX)
+        fix = "fix the reward, or raise rollout.max_failed_scores"
+        raise RewardError(message + window.first_failure, fix=fix)
     if no_batch:
         raise _no_signal_error(window)
 

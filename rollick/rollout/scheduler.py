@@ -173,8 +173,9 @@ class Rollout:
             self._changed.set()
 
     def reset_step_counters(self) -> None:
-        """Reset the counts of the current step (drops, failed scores) that can stop a run, so that
-        a checkpoint saved after such a stop can be resumed."""
+        """Reset what can stop a run (drops, failed scores) and drop groups that a lost server left
+        without scores, so that a checkpoint saved after such a stop can be resumed."""
+        self._remove(self.ledger.drop_groups(self._scored.unavailable(), "unavailable"))
         self.ledger.reset_drops()
         self._window = StepWindow()
 
@@ -374,11 +375,10 @@ class Rollout:
         if self._failure is not None:
             self._failure_raised = True
             raise self._failure
-        taken, config = self.ledger.take(self.version, count), self._deps.config
-        has_batch, step = taken is not None, self.step + 1
-        no_batch = not has_batch and self.ledger.exhausted
-        limits.check_step(self._window, config, step, has_batch=has_batch, no_batch=no_batch)
-        return taken
+        has_batch = bool(self.ledger.next_batch(self.version, count))
+        flags = {"has_batch": has_batch, "no_batch": not has_batch and self.ledger.exhausted}
+        limits.check_step(self._window, self._deps.config, self.step + 1, **flags)
+        return self.ledger.take(self.version, count)
 
     async def _wait_for_change(self, count: int | None) -> None:
         """Waits for a group to end, at most until the next look at the engines' tokens. Raises

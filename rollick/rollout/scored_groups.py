@@ -12,7 +12,15 @@ import numpy as np
 
 from rollick.errors import CheckpointError
 from rollick.rollout.ledger.group_record import GroupRecord, GroupState, SampleState
-from rollick.types import Group, PolicyVersion, Sample, SampleId, ScoredSample, frozen_array
+from rollick.types import (
+    Group,
+    PolicyVersion,
+    Sample,
+    SampleId,
+    ScoredSample,
+    ScoreStatus,
+    frozen_array,
+)
 
 
 @dataclass(slots=True)
@@ -50,6 +58,12 @@ class ScoredGroups:
         """Mark an open group as complete and store its final members."""
         del self._open[group.uid]
         self._complete[group.uid] = group
+
+    def unavailable(self) -> list[int]:
+        """The groups with a sample that was not scored because a server did not answer."""
+        groups = [*self._complete.values(), *(each.group() for each in self._open.values())]
+        missing = ScoreStatus.UNAVAILABLE
+        return [g.uid for g in groups if any(m.score.status is missing for m in g.members)]
 
     def is_complete(self, uid: int) -> bool:
         return uid in self._complete

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rollick.rewards.text import repeated_share
-from rollick.types import Group, PolicyVersion, ScoredSample, stable_hash
+from rollick.types import Group, PolicyVersion, ScoredSample, ScoreStatus, stable_hash
 
 NAN = float("nan")
 """One shared object: dataclasses with the same nan object compare as equal."""
@@ -48,7 +48,9 @@ class StepWindow:
     def __init__(self) -> None:
         self.scored = 0
         self.failed = 0
+        self.unavailable = 0
         self.first_failure = ""
+        self.first_unavailable = ""
         self.tokens = 0
         self.truncated = 0
         self.generate_seconds = 0.0
@@ -90,7 +92,11 @@ class StepWindow:
                 self._parts[name].append(value)
         else:
             self.failed += 1
-            self.first_failure = self.first_failure or f"{sample.uid}: {score.detail}"
+            failure = f"{sample.uid}: {score.detail}"
+            self.first_failure = self.first_failure or failure
+            if score.status is ScoreStatus.UNAVAILABLE:
+                self.unavailable += 1
+                self.first_unavailable = self.first_unavailable or failure
 
     def count_drop(self, domain: str, reason: str) -> None:
         self.dropped[reason] += 1

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 
 class Status(StrEnum):
-    """How a program ended. REFUSED and INFRASTRUCTURE are not the program's fault."""
+    """How a program ended. REFUSED, INFRASTRUCTURE and UNAVAILABLE are not the program's fault."""
 
     OK = "ok"
     """Exit code 0; with tests: all of them have run."""
@@ -32,11 +32,13 @@ class Status(StrEnum):
     """Not run: this machine lacks isolation, and `allow_unsafe` is not set."""
     INFRASTRUCTURE = "infrastructure"
     """The box could not be started or was lost, or the tests cannot run."""
+    UNAVAILABLE = "unavailable"
+    """The sandbox server did not answer."""
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether the status is about the program: not REFUSED and not INFRASTRUCTURE."""
-        return self not in (Status.REFUSED, Status.INFRASTRUCTURE)
+        """Whether the status is about the program."""
+        return self not in (Status.REFUSED, Status.INFRASTRUCTURE, Status.UNAVAILABLE)
 
 
 class Isolation(StrEnum):
@@ -167,9 +169,9 @@ class Result:
         return self.status is Status.OK and self.share_passed == 1.0
 
     @classmethod
-    def not_run(cls, detail: str) -> Result:
+    def not_run(cls, detail: str, *, status: Status = Status.INFRASTRUCTURE) -> Result:
         """A result for a failure of the tests or of the sandbox."""
-        return cls(Status.INFRASTRUCTURE, Isolation.NONE, detail=detail)
+        return cls(status, Isolation.NONE, detail=detail)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,10 +3,11 @@
     POST URL   {"code", "stdin", "limits": {...}, "tests": null | {...}}
     200        {"status", "isolation", "stdout", "stderr", "exit_code", "seconds", "outcomes", ...}
 
-The response is Result.to_json. After a missing or invalid response, and after the HTTP statuses
-408, 429 and 5xx, the request is sent again, up to `attempts` times in all (a program may run
-twice). Then the Result has the status INFRASTRUCTURE. A redirect is not followed: it would carry
-the token and the program to another server.
+The response is Result.to_json. After an invalid response, and after the HTTP statuses 408, 429 and
+5xx, the request is sent again, up to `attempts` times in all (a program may run twice). Then the
+Result has the status INFRASTRUCTURE. A server that cannot be reached, or whose proxy says so, is
+tried until the time is up; then the status is UNAVAILABLE. A redirect is not followed: it would
+carry the token and the program to another server.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import asyncio
 import http.client
 import json
 import random
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -25,11 +28,11 @@ from rollick.sandbox import wire
 from rollick.sandbox.base import CallCase, Limits, Program, Result, Status, Tests
 
 MAX_RESPONSE = 64 << 20
-RESPONSE_SECONDS = 30.0
-"""Added to the program's wall_s: time for the network and to wait for a free box."""
-FIRST_PAUSE_S = 0.2
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 4.0
 RETRIED_STATUSES = (408, 429)
 """HTTP statuses below 500 after which the same request may succeed."""
+UNAVAILABLE_STATUSES = (502, 503, 504)
+"""HTTP statuses of a proxy whose server does not answer."""
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError)
 """What a broken connection or an invalid response raises."""
 
@@ -50,31 +53,41 @@ class HttpSandbox:
     token: str = ""
     """Sent as a bearer token if not empty."""
     attempts: int = 3
+    response_s: float = 12.0
+    """Added to the program's wall_s, for all attempts together: time for the network and to wait
+    for a free box. The sum must be below rewards.timeout_s."""
 
     async def run(self, program: Program) -> Result:
-        """Run the program on the server. If the server fails, the status is INFRASTRUCTURE."""
-        problem = ""
-        for attempt in range(self.attempts):
-            if attempt:
-                # Jitter: requests that failed together must not retry together.
-                await asyncio.sleep(FIRST_PAUSE_S * 2**attempt * random.random())
-            try:
-                return await asyncio.to_thread(self._post, program)
-            except FAILURES as error:
-                problem = f"{type(error).__name__}: {error}"
-                if isinstance(error, urllib.error.HTTPError):
-                    error.close()
-                    if error.code < 500 and error.code not in RETRIED_STATUSES:
-                        break  # a retry would fail as well
-        return Result.not_run(f"the sandbox at {self.url} failed: {problem}")
+        """Run the program on the server. If the server fails, the status is INFRASTRUCTURE; if it
+        does not answer, UNAVAILABLE."""
+        limit_s = program.limits.wall_s + self.response_s
+        deadline, pause_s, invalid = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
+        problem = f"no response within {limit_s:g} s"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while invalid < self.attempts:
+                    try:
+                        return await asyncio.to_thread(self._post, program, deadline)
+                    except FAILURES as error:
+                        problem = f"{type(error).__name__}: {error}"
+                        invalid += 0 if _is_unavailable(error) else 1
+                        if isinstance(error, urllib.error.HTTPError):
+                            error.close()
+                            if error.code < 500 and error.code not in RETRIED_STATUSES:
+                                break  # a retry would fail as well
+                    # Jitter: requests that failed together must not retry together.
+                    pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                    await asyncio.sleep(pause_s * random.random())
+        status = Status.INFRASTRUCTURE if invalid else Status.UNAVAILABLE
+        return Result.not_run(f"the sandbox at {self.url} failed: {problem}", status=status)
 
-    def _post(self, program: Program) -> Result:
+    def _post(self, program: Program, deadline: float) -> Result:
         headers = {"Content-Type": "application/json"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
         body = json.dumps(program_to_json(program)).encode()
         request = urllib.request.Request(self.url, data=body, headers=headers, method="POST")
-        timeout_s = program.limits.wall_s + RESPONSE_SECONDS
+        timeout_s = max(0.1, deadline - time.monotonic())
         with _OPENER.open(request, timeout=timeout_s) as response:
             content = response.read(MAX_RESPONSE + 1)
         if len(content) > MAX_RESPONSE:
@@ -84,6 +97,13 @@ class HttpSandbox:
         if result.status is Status.OK and len(result.outcomes) < expected:
             raise ValueError(f"{len(result.outcomes)} outcomes for {expected} tests")
         return result
+
+
+def _is_unavailable(error: Exception) -> bool:
+    """Whether the server did not answer, or a proxy answered for it."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code in UNAVAILABLE_STATUSES
+    return isinstance(error, OSError)
 
 
 def program_to_json(program: Program) -> dict[str, Any]:

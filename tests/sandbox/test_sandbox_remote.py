@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rollick.sandbox.base import CallCase, Isolation, Program, Result, Status, Tests
+from rollick.sandbox.base import CallCase, Isolation, Limits, Program, Result, Status, Tests
 from rollick.sandbox.local import LocalSandbox
 from rollick.sandbox.remote import HttpSandbox, program_from_json
 
@@ -131,6 +131,7 @@ async def test_a_remote_sandbox_cannot_omit_tests(sandbox: LocalSandbox) -> None
     assert result.status is Status.INFRASTRUCTURE
 
 
-async def test_a_missing_server_is_not_conclusive() -> None:
-    result = await HttpSandbox("http://127.0.0.1:9/run", attempts=1).run(Program("print(1)"))
-    assert result.status is Status.INFRASTRUCTURE
+async def test_a_missing_server_is_unavailable_and_not_conclusive() -> None:
+    remote = HttpSandbox("http://127.0.0.1:9/run", response_s=0.5)
+    result = await remote.run(Program("print(1)", limits=Limits(wall_s=0.5)))
+    assert (result.status, result.status.is_conclusive) == (Status.UNAVAILABLE, False)

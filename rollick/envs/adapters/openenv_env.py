@@ -7,16 +7,23 @@ The server's schema defines an action. If it has one required field, the reply i
 actions are tool calls (MCP), the policy gets the server's tools. Each episode has its own
 connection and environment; the server limits their number.
 
+A server that cannot be reached, or a lost connection, raises ServiceUnavailable: the episode starts
+again when the server answers.
+
 Written for openenv 0.10. Start the server separately.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from importlib import import_module
+from math import inf
 from typing import Any, cast
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from rollick.envs.adapters.uninstalled import import_optional, mapping_option
@@ -31,15 +38,23 @@ from rollick.envs.tools.calls import (
     read_calls,
 )
 from rollick.envs.tools.kit import function_schema
-from rollick.errors import EnvError
+from rollick.errors import UNAVAILABLE_FIX, EnvError, ServiceUnavailable
 from rollick.types import Turn, stable_hash
 
 TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Titles of action schemas that are tool calls."""
 INVALID_ACTION = "VALIDATION_ERROR"
 """The server's error code for an action that does not match its schema."""
-SCHEMA_S = 10.0
+UNAVAILABLE_STATUSES = (502, 503, 504)
+"""HTTP statuses of a proxy whose server does not answer."""
+CONNECT_S = 5.0
+"""Time limit to connect, and for the server's schema."""
+RETRY_S = 2.0
+"""A server that could not be reached is not tried again for so long. Otherwise each episode of the
+process would wait for CONNECT_S, one after another."""
 Action = Mapping[str, Any]
+_outages: dict[str, tuple[float, str]] = {}
+"""When each server could last not be reached, and why."""
 
 
 class RemoteEnv(TextEnv):
@@ -56,12 +71,13 @@ class RemoteEnv(TextEnv):
         calls: CallStyle = "hermes",
         role: str = "tool",
         max_steps: int = 200,
-        timeout_s: float = 60.0,
+        timeout_s: float = 50.0,
     ) -> None:
         """`field`: the action's field that holds the reply; default: its only required field.
         `show`: the observation's field that the policy reads; default: all of it. `reset`:
         further arguments of the server's reset, as a mapping or as JSON. `calls` and `role`: if
-        the server has tools, the style of calls and the role of their results."""
+        the server has tools, the style of calls and the role of their results. `timeout_s`: time
+        limit of an answer, below environments.step_timeout_s."""
         if calls not in STYLES or max_steps < 1:
             fix = f"use calls {', '.join(STYLES)}, and a positive max_steps"
             raise EnvError(f"invalid options: calls={calls!r}, max_steps={max_steps}", fix=fix)
@@ -80,20 +96,26 @@ class RemoteEnv(TextEnv):
         self.field = field
 
     def reset(self, seed: int) -> Reset:
+        _check_outage(self.url)
         self.schema = action_schema(self.url)
         required: Sequence[str] = self.schema.get("required", ())
         if len(required) == 1:
             self.field = self.field or required[0]
         openenv = import_optional("openenv", "openenv>=0.10", older="mcp and pillow")
-        client = openenv.GenericEnvClient(base_url=self.url, message_timeout_s=self.timeout_s)
-        self.client = client.sync()
+        limits = {"connect_timeout_s": CONNECT_S, "message_timeout_s": self.timeout_s}
+        self.client = openenv.GenericEnvClient(base_url=self.url, **limits).sync()
         number = stable_hash("openenv", seed) % 2**31
         try:
-            result = self.client.connect().reset(seed=number, **self.arguments)
-            if self.schema.get("title") in TOOL_ACTIONS:
-                listed = self.client.step({"type": "list_tools"}).observation["tools"]
-                self.tools = [_as_schema(tool) for tool in listed]
-        except (OSError, RuntimeError) as error:
+            self.client.connect()
+        except OSError as error:
+            raise _unavailable(self.url, error) from error
+        try:
+            with self._reaching_server():
+                result = self.client.reset(seed=number, **self.arguments)
+                if self.schema.get("title") in TOOL_ACTIONS:
+                    listed = self.client.step({"type": "list_tools"}).observation["tools"]
+                    self.tools = [_as_schema(tool) for tool in listed]
+        except RuntimeError as error:
             raise EnvError(f"the server at {self.url} failed to reset: {error}") from error
         text = self._text(result.observation)
         if self.tools:
@@ -114,7 +136,8 @@ class RemoteEnv(TextEnv):
                 {"valid": False, "effective": False},
             )
         try:
-            result = self.client.step(parsed)
+            with self._reaching_server():
+                result = self.client.step(parsed)
         except RuntimeError as error:
             if INVALID_ACTION not in str(error):
                 raise
@@ -127,6 +150,19 @@ class RemoteEnv(TextEnv):
     def close(self) -> None:
         if self.client is not None:
             self.client.close()
+
+    @contextmanager
+    def _reaching_server(self) -> Generator[None]:
+        """Reports a lost connection and a missing answer."""
+        closed: Any = import_module("websockets.exceptions").ConnectionClosed
+        try:
+            yield
+        except TimeoutError as error:
+            limit = f"within timeout_s={self.timeout_s:g}"
+            raise EnvError(f"the server at {self.url} did not answer {limit}") from error
+        except (OSError, closed) as error:
+            message = f"the connection to the server at {self.url} was lost: {error}"
+            raise ServiceUnavailable(message, fix=UNAVAILABLE_FIX) from error
 
     def _parse_action(self, action: str) -> Action | str:
         """The action of the reply, or an error text for the policy."""
@@ -180,12 +216,29 @@ def action_schema(url: str) -> Mapping[str, Any]:
     """The server's action schema, requested once per process."""
     address = f"http{url.removeprefix('http').removeprefix('ws')}/schema"
     try:
-        with urlopen(address, timeout=SCHEMA_S) as response:
+        with urlopen(address, timeout=CONNECT_S) as response:
             schemas: dict[str, Any] = json.load(response)
     except (OSError, ValueError) as error:
+        is_mistake = isinstance(error, HTTPError) and error.code not in UNAVAILABLE_STATUSES
+        if isinstance(error, OSError) and not is_mistake:
+            raise _unavailable(url, error) from error
         fix = "start it (`openenv serve`, uvicorn or docker), and set url to its address"
         raise EnvError(f"no OpenEnv server responds at {url}: {error}", fix=fix) from error
     return cast("Mapping[str, Any]", schemas["action"])
+
+
+def _check_outage(url: str) -> None:
+    """Raises if the server could not be reached a moment ago."""
+    since, reason = _outages.get(url, (-inf, ""))
+    if time.monotonic() < since + RETRY_S:
+        raise ServiceUnavailable(reason, fix=UNAVAILABLE_FIX)
+
+
+def _unavailable(url: str, error: OSError) -> ServiceUnavailable:
+    """The error for a server that cannot be reached, which is remembered."""
+    reason = f"the server at {url} cannot be reached: {error}"
+    _outages[url] = time.monotonic(), reason
+    return ServiceUnavailable(reason, fix=UNAVAILABLE_FIX)
 
 
 def _typed(answer: str, schema: Mapping[str, Any]) -> Any:
