@@ -151,6 +151,8 @@ class RunCheckpoints:
         values: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text("utf-8"))
         for role, name in self._trained_roles:
             await role.load(checkpoint.path / name)
+            if snapshots := self.recovery.snapshots.get(role.role):
+                snapshots.loaded_from = checkpoint.path / name
         state = self.state
         state.step = state.saved_step = checkpoint.step
         state.version = PolicyVersion(values["version"])

@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError
@@ -46,16 +47,15 @@ class RoleSnapshots:
         self.seconds = 0.0
         """Time of the newest snapshot."""
         self.is_enabled = True
+        self.loaded_from: Path | None = None
+        """The checkpoint that the role was loaded from. It is its state until the first snapshot;
+        without one, that is the state of a new process."""
         self._slots = [self._new_slot(), self._new_slot()]
         self._newest: _Slot | None = None
 
     def _new_slot(self) -> _Slot:
         role, ranks = self.handle.role, range(self.handle.ranks)
         return _Slot([SnapshotMemory.create(f"{role}-{rank}") for rank in ranks])
-
-    @property
-    def can_restore(self) -> bool:
-        return self._newest is not None
 
     async def take(self) -> None:
         """Write a snapshot of the current state. Without memory for it, the run goes on without
@@ -72,6 +72,7 @@ class RoleSnapshots:
                 text = "no snapshots from now on, so the loss of the %s ends the run: %s"
                 LOG.warning(text, self.handle.role, error)
                 self.is_enabled, self._newest = False, None
+                self.untaken.clear()
                 return
             self._newest, self.seconds = slot, now() - begun
             del self.untaken[:contained]
@@ -86,8 +87,11 @@ class RoleSnapshots:
 
     async def restore(self) -> int:
         """Restore the state in new processes; returns how many batches were trained on again."""
-        assert self._newest is not None, "there is a snapshot to restore"
-        await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
+        assert self.is_enabled
+        if self._newest is not None:
+            await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
+        elif self.loaded_from is not None:
+            await self.handle.load(self.loaded_from)
         for batch in self.untaken:
             await self.handle.train(batch)
         return len(self.untaken)

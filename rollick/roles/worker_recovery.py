@@ -114,7 +114,7 @@ class WorkerRecovery:
                     await self._repair(role, error, before)
 
     def trained(self, role: RoleName, batch: Batch) -> None:
-        if role in self.snapshots:
+        if role in self.snapshots and self.snapshots[role].is_enabled:
             self.snapshots[role].untaken.append(batch)
 
     async def take_snapshots(self) -> None:
@@ -259,8 +259,8 @@ class WorkerRecovery:
         for name in _trained_on(hosts):
             if name not in self.snapshots:
                 return "there are no snapshots (checkpoint.snapshot)"
-            if not self.snapshots[name].can_restore:
-                return f"there is no snapshot of the {name} yet"
+            if not self.snapshots[name].is_enabled:
+                return f"there is no memory for snapshots of the {name}"
         return ""
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:

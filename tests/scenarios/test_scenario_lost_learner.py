@@ -96,6 +96,26 @@ def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: 
     check_equal(faulty, calm)
 
 
+def test_a_learner_that_is_killed_before_its_first_snapshot_begins_again(run: Run) -> None:
+    calm = run("calm", SEPARATE)
+    faulty = run("faulty", SEPARATE, die=["snapshot:1"])
+    check_repaired(faulty)
+    check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+def test_a_resumed_learner_that_is_killed_before_its_first_snapshot_loads_the_checkpoint_again(
+    run: Run, tiny_folder: Path, tmp_path: Path, plan: Path
+) -> None:
+    calm = run("calm", SEPARATE)
+    run("faulty", SEPARATE, "run.steps=2")
+    loaded = toy(tiny_folder, tmp_path, *FIXED, SEPARATE, name="faulty", steps=STEPS)
+    plan.write_text("snapshot:1")
+    faulty = run_recipe(loaded, resume=True)
+    check_repaired(faulty)
+    check_equal(faulty, calm)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
