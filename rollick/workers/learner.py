@@ -155,7 +155,7 @@ def train_on(
         skipped_steps=sum(step.skipped for step in steps),
         optimizer_seconds=optimizer_s,
         means={name: value / max(total.tokens, 1) for name, value in total.sums.items()},
-        maxima=total.maxima,
+        maxima=dict(total.maxima),
     )
 
 
