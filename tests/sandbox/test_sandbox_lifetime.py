@@ -263,12 +263,22 @@ def test_boxes_end_although_a_forked_copy_of_their_process_is_alive() -> None:
     assert left_after_kill(EXEC_IN_THREAD.replace("MARK", mark), mark, fork=True) == []
 
 
+HALF_STARTED_BWRAP = """\
+#!/bin/sh
+while [ "$1" != --args ]; do shift; done
+head -c 1 "/proc/self/fd/$2" > /dev/null
+sleep MARK &
+exec sleep MARK
+"""
+
+
 def test_a_box_whose_start_is_interrupted_by_a_kill_leaves_no_process(tmp_path: Path) -> None:
     """Whatever the start of a box has left behind: a bubblewrap that was killed between two of its
-    steps leaves a child that waits forever. A script stands for it."""
+    steps leaves a child that waits forever. A script stands for it; it too waits for its options,
+    which are sent when the guard knows the box."""
     mark = f"{100 + random.random():.12f}"
     broken = tmp_path / "bwrap"
-    broken.write_text(f"#!/bin/sh\nsleep {mark} &\nexec sleep {mark}\n")
+    broken.write_text(HALF_STARTED_BWRAP.replace("MARK", mark))
     broken.chmod(0o755)
     tmp_path.chmod(0o755)
     assert left_after_kill("", mark, bwrap=str(broken)) == []
