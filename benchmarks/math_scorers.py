@@ -52,6 +52,7 @@ PARTS = (
     "unseen_b",
     "unseen_c",
     "unseen_d",
+    "unseen_e",
 )
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
