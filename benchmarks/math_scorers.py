@@ -53,6 +53,7 @@ PARTS = (
     "unseen_c",
     "unseen_d",
     "unseen_e",
+    "unseen_f",
 )
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
