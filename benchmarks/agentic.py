@@ -113,16 +113,16 @@ def in_lockstep(samples: int) -> Generator[None]:
     plain = Episodes.build
 
     def build(*args: Any, **options: Any) -> RunEpisode:
-        live = plain(*args, **options)
+        run_episode = plain(*args, **options)
         lockstep = Lockstep(samples)
 
-        async def together(uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
+        async def run_in_lockstep(uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
             try:
-                return await live(uid, prompt, LockstepAccess(access, lockstep))
+                return await run_episode(uid, prompt, LockstepAccess(access, lockstep))
             finally:
                 lockstep.leave()
 
-        return together
+        return run_in_lockstep
 
     Episodes.build = build
     try:
@@ -137,8 +137,8 @@ def waits_alone(turns: int, *, tries: int = 200) -> float:
     ratios: list[float] = []
     for _ in range(tries):
         waits = [[50 ** random.random() for _ in range(turns)] for _ in range(GROUPS * SIZE)]
-        together = sum(max(of_turn) for of_turn in zip(*waits, strict=True))
-        ratios.append(together / max(sum(of_sample) for of_sample in waits))
+        lockstep = sum(max(of_turn) for of_turn in zip(*waits, strict=True))
+        ratios.append(lockstep / max(sum(of_sample) for of_sample in waits))
     return mean(ratios)
 
 
@@ -178,11 +178,11 @@ def recipe_of(
     }
 
 
-def measure(home: Path, way: str, **load: Any) -> float:
+def measure(home: Path, mode: str, **load: Any) -> float:
     """Seconds of a training step."""
-    name = f"{way}{load['seed']}"
+    name = f"{mode}{load['seed']}"
     loaded = recipe_from_dict(recipe_of(home, name, **load), base=home, origin=name)
-    if way == "lockstep":
+    if mode == "lockstep":
         with in_lockstep(GROUPS * SIZE):
             result = run_recipe(loaded)
     else:
@@ -203,14 +203,14 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"lockstep": [], "sample": [], "stale": []}
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
-            for way, times in seconds.items():
+            for mode, times in seconds.items():
                 load = {"steps": args.steps, "turns": args.turns, "unit": args.unit}
-                times.append(measure(Path(folder), way, seed=seed, **load))
-                sys.stderr.write(f"{way} seed {seed}: {times[-1]:.2f} s a step\n")
+                times.append(measure(Path(folder), mode, seed=seed, **load))
+                sys.stderr.write(f"{mode} seed {seed}: {times[-1]:.2f} s a step\n")
     quotients = {
-        way: [slow / fast for slow, fast in zip(seconds["lockstep"], times, strict=True)]
-        for way, times in seconds.items()
-        if way != "lockstep"
+        mode: [slow / fast for slow, fast in zip(seconds["lockstep"], times, strict=True)]
+        for mode, times in seconds.items()
+        if mode != "lockstep"
     }
     figures: dict[str, Any] = {
         "turns": args.turns,

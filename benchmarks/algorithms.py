@@ -141,7 +141,7 @@ def make_step(tokens: int) -> Step:
         reference_logprobs_N=near(0.1),
         teacher_logprobs_N=near(0.5),
         values_N=draw.standard_normal(batch.tokens, np.float32),
-        last_values_B=np.zeros(batch.samples, np.float32),
+        last_values_B=np.zeros(batch.rows, np.float32),
         teacher_top_NK=_top_logprobs(draw, batch.tokens),
     )
     now_T = torch.from_numpy(near(0.1)[batch.loss_mask_N])
@@ -156,13 +156,13 @@ def _top_logprobs(draw: np.random.Generator, rows: int) -> Any:
 
 def make_inputs(step: Step, batch: Batch, loss: str) -> LossInputs:
     """The objective's inputs for one micro-batch; building them is not measured."""
-    places_T = np.flatnonzero(batch.loss_mask_N)
-    sequence_N = np.repeat(np.arange(batch.samples), batch.lengths_B)
+    indices_T = np.flatnonzero(batch.loss_mask_N)
+    sequence_N = np.repeat(np.arange(batch.rows), batch.lengths_B)
 
     def picked(values_N: Any) -> Any:
-        return None if values_N is None else torch.from_numpy(values_N[places_T]).float()
+        return None if values_N is None else torch.from_numpy(values_N[indices_T]).float()
 
-    sequence_T = torch.from_numpy(sequence_N[places_T])
+    sequence_T = torch.from_numpy(sequence_N[indices_T])
     advantages_T = picked(batch.advantages_N)
     if loss in ("dpo", "ipo"):
         advantages_T = 1.0 - 2.0 * (sequence_T % 2).float()
@@ -176,10 +176,10 @@ def make_inputs(step: Step, batch: Batch, loss: str) -> LossInputs:
         weights_T=picked(batch.weights_N),
         sequence_T=sequence_T,
         reference_T=picked(batch.reference_logprobs_N),
-        segment_T=torch.from_numpy(np.cumsum(np.diff(places_T, prepend=places_T[:1]) > 1)),
+        segment_T=torch.from_numpy(np.cumsum(np.diff(indices_T, prepend=indices_T[:1]) > 1)),
         scores_T=picked(np.repeat(batch.scores_B, batch.lengths_B)),
         pair_T=sequence_T // 2,
-        age_T=torch.from_numpy(batch.version - batch.versions_N[places_T].astype(np.int64)),
+        age_T=torch.from_numpy(batch.version - batch.versions_N[indices_T].astype(np.int64)),
         teacher_TK=picked(batch.teacher_top_NK) if distils else None,
         student_TK=step.student_TK if distils else None,
         entropy_T=torch.ones_like(step.now_T),

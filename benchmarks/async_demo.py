@@ -121,8 +121,8 @@ def compare(seed: int, *, steps: int, latency: float, staleness: float) -> tuple
         for lag in (0.0, staleness):
             recipe = rl_recipe(policy, home, seed=seed, staleness=lag, steps=steps)
             begun = time.perf_counter()
-            actual = asyncio.run(train(recipe, objects, latency=latency))
-            runs.append(measure(actual, seed=seed, staleness=lag))
+            run_folder = asyncio.run(train(recipe, objects, latency=latency))
+            runs.append(measure(run_folder, seed=seed, staleness=lag))
             print(f"seed {seed} staleness {lag:g}: {time.perf_counter() - begun:.0f} s", flush=True)
     assert runs[0].samples == runs[1].samples, "both must train on the same number of samples"
     return runs[0], runs[1]

@@ -41,7 +41,7 @@ from chaos_audit import Resources, count_samples
 
 from rollick.children.process_tree import find_descendants
 from rollick.commands.supervise import last_logged_step
-from rollick.observe.diagnosis import read_situation
+from rollick.observe.diagnosis import read_run_snapshot
 from rollick.observe.faults import read_faults
 from rollick.observe.goodput import read_goodput, summarise_faults
 from rollick.observe.metrics import read_metrics
@@ -186,12 +186,12 @@ class ChaosRun:
     def _controller(self) -> int | None:
         """The run's main process. A standby has the same command line before and after it takes
         over, so the run itself tells which one it is."""
-        status, below = read_situation(self.folder), find_descendants(self.process.pid)
-        for process in below:
+        snapshot = read_run_snapshot(self.folder)
+        for process in find_descendants(self.process.pid):
             words = _command(process.pid)
             is_run = b"train" in words and b"--restarts" not in words
             is_first = is_run and b"--wait" not in words
-            if is_first or (status is not None and status.pid == process.pid):
+            if is_first or (snapshot is not None and snapshot.pid == process.pid):
                 return process.pid
         return None
 
@@ -199,10 +199,10 @@ class ChaosRun:
         if controller is None or role == "controller":
             return controller
         if role in CHILDREN:
-            below = find_descendants(controller)
-            return next((p.pid for p in below if CHILDREN[role] in _command(p.pid)), None)
-        status = read_situation(self.folder)
-        return status.processes.get(role) if status and status.pid == controller else None
+            children = find_descendants(controller)
+            return next((p.pid for p in children if CHILDREN[role] in _command(p.pid)), None)
+        snapshot = read_run_snapshot(self.folder)
+        return snapshot.processes.get(role) if snapshot and snapshot.pid == controller else None
 
     def show(self, what: str = "") -> None:
         ettr = read_goodput(self.folder).ettr if self.step() else 0.0
@@ -291,8 +291,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         name: str, planned: Sequence[PlannedFault] = (), *, seed: int = 0, standby: bool = False
     ) -> ChaosRun:
         recipe = write_recipe(folder, name, seed=seed, steps=steps, wait_s=options.wait_s)
-        is_other = name == "restart_all"
-        return ChaosRun(recipe, name, planned, restart_all=is_other, standby=standby)
+        restart_all = name == "restart_all"
+        return ChaosRun(recipe, name, planned, restart_all=restart_all, standby=standby)
 
     runs: dict[str, list[Outcome]] = {}
     if "recovery" in options.only:
@@ -324,7 +324,9 @@ def summarise(runs: dict[str, list[Outcome]]) -> dict[str, Any]:
         half = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
         interval = [round(mean(scores) - half, 4), round(mean(scores) + half, 4)]
         figures["score_without_faults"] = {"seeds": scores, "interval": interval}
-    return figures | {"runs": {name: [asdict(o) for o in made] for name, made in runs.items()}}
+    return figures | {
+        "runs": {name: [asdict(o) for o in outcomes] for name, outcomes in runs.items()}
+    }
 
 
 def main() -> None:

@@ -82,9 +82,9 @@ class Resources:
         return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), MARK: self.mark}
 
     def observe(self) -> None:
-        listening = set(_listening())
+        listening = set(_listening_ports())
         for pid in self._processes():
-            for descriptor in _links(Path(f"/proc/{pid}/fd")):
+            for descriptor in _read_links(Path(f"/proc/{pid}/fd")):
                 if descriptor.startswith("/dev/shm/"):
                     self.memory.add(descriptor.removesuffix(" (deleted)"))
                 if descriptor.startswith("socket:["):
@@ -93,42 +93,42 @@ class Resources:
     def leftovers(self) -> list[str]:
         """What is left of an ended run."""
         deadline = time.monotonic() + END_S
-        while (found := self._find()) and time.monotonic() < deadline:
+        while (leftovers := self._find_leftovers()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return found
+        return leftovers
 
-    def _find(self) -> list[str]:
-        ports = _listening()
+    def _find_leftovers(self) -> list[str]:
+        ports = _listening_ports()
         processes = [f"process {pid}: {words}" for pid, words in self._processes().items()]
         memory = [f"memory {path}" for path in sorted(self.memory) if os.path.exists(path)]
         return [*processes, *memory, *(f"port {ports[s]}" for s in self.sockets if s in ports)]
 
     def _processes(self) -> dict[int, str]:
         """Command lines by process id."""
-        found: dict[int, str] = {}
+        commands: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        return found
+                    commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        return commands
 
 
-def _links(folder: Path) -> list[str]:
-    found: list[str] = []
+def _read_links(folder: Path) -> list[str]:
+    targets: list[str] = []
     with suppress(OSError):
         for entry in os.listdir(folder):
             with suppress(OSError):
-                found.append(os.readlink(folder / entry))
-    return found
+                targets.append(os.readlink(folder / entry))
+    return targets
 
 
-def _listening() -> dict[str, int]:
+def _listening_ports() -> dict[str, int]:
     """Ports of listening sockets by inode."""
-    found: dict[str, int] = {}
+    ports: dict[str, int] = {}
     for name in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()
                 if words[3] == LISTENS:
-                    found[words[9]] = int(words[1].rpartition(":")[2], 16)
-    return found
+                    ports[words[9]] = int(words[1].rpartition(":")[2], 16)
+    return ports

@@ -18,6 +18,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from rollout_vllm import GROUP_SIZE, PROMPT_TOKENS, random_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollick.config.schema import InferConfig
@@ -27,9 +28,6 @@ from rollick.infer.native.weight_update import EngineWeights
 from rollick.models.attention.slot_cache import CACHED
 from rollick.models.loading.load import empty_model, share_parameters
 from rollick.types import Request, SampleId, Sampling, frozen_array
-
-PROMPT_TOKENS = 16
-GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,6 @@ def make_model(shape: Shape, *, device: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().to(device)
 
 
-def prompts(shape: Shape) -> np.ndarray:
-    """[sequences, PROMPT_TOKENS], equal within a group."""
-    groups = -(-shape.sequences // GROUP_SIZE)
-    ids = np.random.default_rng(0).integers(1, shape.vocabulary, (groups, PROMPT_TOKENS))
-    return ids.repeat(GROUP_SIZE, axis=0)[: shape.sequences]
-
-
 async def time_native(
     model: LlamaForCausalLM, shape: Shape, *, device: str, deterministic: bool
 ) -> float:
@@ -98,7 +89,9 @@ async def time_native(
         stops=StopRules(),
     )
 
-    async def all_of(tokens: int) -> float:
+    prompts = random_prompts(shape.sequences, vocabulary=shape.vocabulary)
+
+    async def generate_all(tokens: int) -> float:
         started = perf_counter()
         completions = await asyncio.gather(
             *(
@@ -110,25 +103,26 @@ async def time_native(
                         stream=number,
                     )
                 )
-                for number, ids in enumerate(prompts(shape))
+                for number, ids in enumerate(prompts)
             )
         )
         seconds = perf_counter() - started
         assert [len(c.token_ids) for c in completions] == [tokens] * shape.sequences
         return seconds
 
-    await all_of(4)
-    seconds = await all_of(shape.tokens)
+    await generate_all(4)
+    seconds = await generate_all(shape.tokens)
     await engine.close()
     return seconds
 
 
 def time_transformers(model: LlamaForCausalLM, shape: Shape, *, device: str) -> float:
-    ids = torch.from_numpy(prompts(shape)).to(device)
+    prompts = random_prompts(shape.sequences, vocabulary=shape.vocabulary)
+    ids = torch.tensor(prompts, device=device)
 
-    def all_of(tokens: int) -> float:
+    def generate_all(tokens: int) -> float:
         started = perf_counter()
-        drawn = model.generate(
+        sequences = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
@@ -136,11 +130,11 @@ def time_transformers(model: LlamaForCausalLM, shape: Shape, *, device: str) -> 
             top_k=0,
         ).cpu()
         seconds = perf_counter() - started
-        assert drawn.shape == (shape.sequences, PROMPT_TOKENS + tokens)
+        assert sequences.shape == (shape.sequences, PROMPT_TOKENS + tokens)
         return seconds
 
-    all_of(4)
-    return all_of(shape.tokens)
+    generate_all(4)
+    return generate_all(shape.tokens)
 
 
 def measure(name: str, *, device: str) -> list[Speed]:

@@ -35,8 +35,8 @@ GROUP_SIZE = 8
 MAX_LENGTH = 2048
 
 
-def recording(runner: Runner, steps: list[StepRecord]) -> None:
-    """Inside the block, every step of the runner is recorded."""
+def record_steps(runner: Runner, steps: list[StepRecord]) -> None:
+    """From now on, append a record of every step of the runner."""
     plain = runner.step
 
     def step():
@@ -87,7 +87,7 @@ async def record(shape_name: str, sequences: int, *, median: int, device: str) -
 
     await run(sequences, 4)
     steps: list[StepRecord] = []
-    recording(engine.runner, steps)
+    record_steps(engine.runner, steps)
     await run(sequences, MAX_LENGTH)
     await engine.close()
     return steps

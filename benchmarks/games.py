@@ -53,7 +53,7 @@ def evaluations(run: Path) -> list[tuple[int, float, float]]:
 
 
 @contextmanager
-def stopping_above(cap: float, run: Path) -> Generator[None]:
+def stop_above(cap: float, run: Path) -> Generator[None]:
     """Inside the block, a run that validates above the cap is signalled to save and stop."""
     over = threading.Event()
 
@@ -86,7 +86,7 @@ def save_tiny_model(args: argparse.Namespace, folder: Path, seed: int) -> Path:
     return tiny_games.save_model(folder, seed)
 
 
-def play_seed(args: argparse.Namespace, seed: int) -> None:
+def run_seed(args: argparse.Namespace, seed: int) -> None:
     """Run one seed in this process."""
     from rollick.commands.export import export_run
     from rollick.config.load import load_recipe
@@ -102,7 +102,7 @@ def play_seed(args: argparse.Namespace, seed: int) -> None:
     if args.model == "tiny":
         warm.append(f"model.path={json.dumps(str(save_tiny_model(args, home / 'model', seed)))}")
     recipe = ROOT / "recipes" / f"{args.game}_warm_up{tail}.yaml"
-    with stopping_above(args.cap, home / "warm_up"):
+    with stop_above(args.cap, home / "warm_up"):
         result = run_recipe(load_recipe(recipe, [*shared, *warm, *args.warm]))
     kept = {int(path.name.split("-")[1]) for path in result.folder.glob("checkpoints/step-*")}
     known = [entry for entry in evaluations(result.folder) if entry[0] in kept]
@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.child >= 0:
-        play_seed(args, args.child)
+        run_seed(args, args.child)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     args.scratch.mkdir(parents=True, exist_ok=True)

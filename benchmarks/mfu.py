@@ -31,11 +31,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from training_parts import SHAPES, objective, random_batch, random_strategy, wait
+from training_parts import SHAPES, objective, random_batch, random_strategy, synchronize
 
 from rollick.models.head.logprobs import output_head
 from rollick.models.loading.shape import ModelShape
-from rollick.trainer import trainable_model as body
+from rollick.trainer import trainable_model
 from rollick.trainer.memory_estimate import trained_footprint
 
 H200_FLOPS = 989e12
@@ -92,11 +92,11 @@ def time_steps(strategy: Any, batch: Any, *, steps: int, device: str) -> list[fl
     loss = objective()
     spent: list[float] = []
     for _ in range(WARM_UP + steps):
-        wait(device)
+        synchronize(device)
         begun = perf_counter()
         strategy.forward_backward(batch, loss)
         strategy.step()
-        wait(device)
+        synchronize(device)
         spent.append(perf_counter() - begun)
     return spent
 
@@ -146,8 +146,8 @@ def _measure_way(
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    replaced = body.hidden_states if way == "plain" else lambda *_: None
-    with patch.object(body, "hidden_states", replaced):
+    replaced = trainable_model.hidden_states if way == "plain" else lambda *_: None
+    with patch.object(trainable_model, "hidden_states", replaced):
         spent = time_steps(strategy, batch, steps=steps, device=device)
     seconds = sum(spent[WARM_UP:]) / steps
     return {
@@ -167,11 +167,11 @@ def matmul_ceiling(device: str) -> float:
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = float("inf")
     for _ in range(20):
-        wait(device)
+        synchronize(device)
         begun = perf_counter()
         for _ in range(4):
             left @ right
-        wait(device)
+        synchronize(device)
         best = min(best, (perf_counter() - begun) / 4)
     return 2 * size**3 / best
 

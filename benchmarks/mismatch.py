@@ -77,15 +77,17 @@ def settings_of(device: str, mode: str, engine: str) -> Recipe:
     )
 
 
-async def draw_all(engine: Any, batches: Sequence[list[Request]]) -> tuple[list[Any], list[float]]:
-    drawn: list[list[Completion]] = []
+async def generate_all(
+    engine: Any, batches: Sequence[list[Request]]
+) -> tuple[list[Any], list[float]]:
+    completions: list[list[Completion]] = []
     seconds: list[float] = []
     for requests in batches:
         begun = perf_counter()
-        drawn.append(await asyncio.gather(*(engine.generate(one) for one in requests)))
+        completions.append(await asyncio.gather(*(engine.generate(one) for one in requests)))
         seconds.append(perf_counter() - begun)
     await engine.close()
-    return drawn, seconds
+    return completions, seconds
 
 
 async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dict[str, Any]]:
@@ -101,10 +103,10 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
     # The first batch warms up.
     temperatures = [TEMPERATURES[0], *TEMPERATURES]
     batches = [requests_of(recipe, count, temperature) for temperature in temperatures]
-    drawn, seconds = await draw_all(engine, batches)
+    completions, seconds = await generate_all(engine, batches)
     rows: list[dict[str, Any]] = []
-    for place in range(1, len(temperatures)):
-        batch = completions_to_batch(batches[place], drawn[place])
+    for index in range(1, len(temperatures)):
+        batch = completions_to_batch(batches[index], completions[index])
         begun = perf_counter()
         own_N = strategy.logprobs(batch).astype(np.float64)
         scored_s = perf_counter() - begun
@@ -113,14 +115,14 @@ async def measure(device: str, mode: str, name: str, *, tokens: int) -> list[dic
             {
                 "engine": name,
                 "mode": mode,
-                "temperature": temperatures[place],
+                "temperature": temperatures[index],
                 "tokens": len(gap),
                 "mean_abs": float(np.abs(gap).mean()),
                 "max_abs": float(np.abs(gap).max()),
                 "mean_k3": float((np.expm1(gap) - gap).mean()),
                 "equal": float((gap == 0).mean()),
                 "mean_logprob": float(batch.logprobs_N[batch.loss_mask_N].mean()),
-                "engine_tokens_per_s": round(len(gap) / seconds[place]),
+                "engine_tokens_per_s": round(len(gap) / seconds[index]),
                 "learner_tokens_per_s": round(batch.tokens / scored_s),
             }
         )

@@ -24,7 +24,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from training_parts import SHAPES, objective, random_batch, random_strategy, wait
+from training_parts import SHAPES, objective, random_batch, random_strategy, synchronize
 
 SIZES = {"cpu": (1024, 2560, 5120), "cuda": (16384, 65536)}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -48,11 +48,11 @@ class Side:
 
     def step(self, batch: Any) -> tuple[float, float, float]:
         """(seconds, CPU seconds, loss)."""
-        wait(self.device)
+        synchronize(self.device)
         begun, worked = perf_counter(), process_time()
         report = self.strategy.forward_backward(batch, self.objective)
         self.strategy.step()
-        wait(self.device)
+        synchronize(self.device)
         return perf_counter() - begun, process_time() - worked, report.loss
 
 

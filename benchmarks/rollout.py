@@ -82,21 +82,21 @@ async def _run_native(work: Work) -> dict[str, Any]:
     for number, tokens in enumerate(work.tokens_by_round):
         requests = [
             Request(
-                SampleId(place // GROUP_SIZE, place % GROUP_SIZE),
+                SampleId(index // GROUP_SIZE, index % GROUP_SIZE),
                 frozen_array(ids, np.int32),
                 Sampling(max_tokens=tokens),
-                stream=number * work.sequences + place,
+                stream=number * work.sequences + index,
             )
-            for place, ids in enumerate(work.prompts())
+            for index, ids in enumerate(work.prompts())
         ]
         # Drop the prompts that the previous round left in the cache.
         engine.runner.table.forget_prefixes()
         started = perf_counter()
-        drawn = await asyncio.gather(*(engine.generate(request) for request in requests))
+        completions = await asyncio.gather(*(engine.generate(request) for request in requests))
         seconds.append(perf_counter() - started)
-        assert [len(one.token_ids) for one in drawn] == [tokens] * work.sequences
-        assert [len(one.logprobs) for one in drawn] == [tokens] * work.sequences
-        assert all(np.isfinite(one.logprobs).all() for one in drawn)
+        assert [len(one.token_ids) for one in completions] == [tokens] * work.sequences
+        assert [len(one.logprobs) for one in completions] == [tokens] * work.sequences
+        assert all(np.isfinite(one.logprobs).all() for one in completions)
     await engine.close()
     return {"seconds": min(seconds[1:]), "start_s": round(start_s, 1)}
 
@@ -114,7 +114,7 @@ def run_transformers(work: Work) -> dict[str, Any]:
     seconds: list[float] = []
     for tokens in work.tokens_by_round:
         started = perf_counter()
-        drawn = model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
@@ -128,13 +128,13 @@ def run_transformers(work: Work) -> dict[str, Any]:
             output_logits=True,
         )
         logprobs = model.compute_transition_scores(
-            drawn.sequences, drawn.logits, normalize_logits=True
+            output.sequences, output.logits, normalize_logits=True
         ).cpu()
         seconds.append(perf_counter() - started)
-        assert drawn.sequences.shape == (work.sequences, ids.shape[1] + tokens)
+        assert output.sequences.shape == (work.sequences, ids.shape[1] + tokens)
         assert logprobs.shape == (work.sequences, tokens)
         assert bool(torch.isfinite(logprobs).all())
-        del drawn
+        del output
     return {"seconds": min(seconds[1:])}
 
 
@@ -162,12 +162,12 @@ def time_products(work: Work) -> dict[str, Any]:
     packs = can_pack(module)
     total = 0.0
     with torch.inference_mode():
-        for (_, inputs), same in by_shape.items():
-            rows = torch.randn(work.sequences, inputs, dtype=same[0].dtype, device=work.device)
-            ways = [(linear, same)]
+        for (_, inputs), plain in by_shape.items():
+            rows = torch.randn(work.sequences, inputs, dtype=plain[0].dtype, device=work.device)
+            kernels = [(linear, plain)]
             if packs:
-                ways.append((packed_product, [pack_weight(weight) for weight in same]))
-            total += min(_best_pass(way, rows, held, work.device) for way, held in ways)
+                kernels.append((packed_product, [pack_weight(weight) for weight in plain]))
+            total += min(_best_pass(kernel, rows, each, work.device) for kernel, each in kernels)
     return {"seconds": total * work.tokens}
 
 

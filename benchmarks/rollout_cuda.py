@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from qwen_shapes import QWEN_SHAPES
-from rollout_vllm import SMOLLM2, run_vllm
+from rollout_vllm import GROUP_SIZE, SMOLLM2, random_prompts, run_vllm
 from transformers import AutoModelForCausalLM
 
 from rollick.config.schema import InferConfig, ModelConfig
@@ -45,7 +45,6 @@ from rollick.models.loading.load import load_model
 from rollick.types import Request, SampleId, Sampling, frozen_array
 
 DEVICE = "cuda"
-GROUP_SIZE = 8
 PROMPT_TOKENS = 128
 NEW_TOKENS = 256
 ROUNDS = 3
@@ -56,7 +55,7 @@ BESIDE_VLLM = ("135M", "0.5B", "1.5B")
 SHAPES: dict[str, Any] = {"135M": None, **QWEN_SHAPES}
 
 
-def module_of(shape: str) -> Any:
+def load_module(shape: str) -> Any:
     """SmolLM2 itself, or random weights."""
     config = SHAPES[shape]
     if config is None:
@@ -69,26 +68,24 @@ def module_of(shape: str) -> Any:
         ).eval()
 
 
-def prompts(sequences: int, vocabulary: int) -> list[list[int]]:
-    """Groups of GROUP_SIZE equal prompts of random tokens."""
-    groups = -(-sequences // GROUP_SIZE)
-    ids = np.random.default_rng(0).integers(1, vocabulary, (groups, PROMPT_TOKENS))
-    return ids.repeat(GROUP_SIZE, axis=0)[:sequences].tolist()
+def make_prompts(sequences: int, vocabulary: int) -> list[list[int]]:
+    return random_prompts(sequences, vocabulary=vocabulary, length=PROMPT_TOKENS)
 
 
-def requests(sequences: int, vocabulary: int, *, round: int) -> list[Request]:
+def make_requests(sequences: int, vocabulary: int, *, number: int) -> list[Request]:
+    """The requests of round `number`."""
     return [
         Request(
-            SampleId(place // GROUP_SIZE, place % GROUP_SIZE),
+            SampleId(index // GROUP_SIZE, index % GROUP_SIZE),
             frozen_array(ids, np.int32),
             Sampling(max_tokens=NEW_TOKENS),
-            stream=round * sequences + place,
+            stream=number * sequences + index,
         )
-        for place, ids in enumerate(prompts(sequences, vocabulary))
+        for index, ids in enumerate(make_prompts(sequences, vocabulary))
     ]
 
 
-def engine_of(
+def make_engine(
     module: Any, *, sequences: int, options: ForwardOptions | None = None
 ) -> NativeEngine:
     infer = InferConfig(slots=sequences, max_length=PROMPT_TOKENS + NEW_TOKENS)
@@ -104,22 +101,22 @@ async def run_native(
     module: Any, *, sequences: int, options: ForwardOptions | None = None
 ) -> dict[str, Any]:
     """Seconds of each round, without the start."""
-    engine = engine_of(module, sequences=sequences, options=options)
+    engine = make_engine(module, sequences=sequences, options=options)
     runner: Any = engine.runner
     seconds: list[float] = []
     steps: list[int] = []
     for number in range(ROUNDS + 1):
-        made = requests(sequences, module.config.vocab_size, round=number)
+        requests = make_requests(sequences, module.config.vocab_size, number=number)
         # Drop the prompts that the previous round left in the cache.
         runner.forget_prefixes()
         before = runner.stats.decode_steps
         started = perf_counter()
-        drawn = await asyncio.gather(*(engine.generate(request) for request in made))
+        completions = await asyncio.gather(*(engine.generate(request) for request in requests))
         seconds.append(perf_counter() - started)
         steps.append(runner.stats.decode_steps - before)
-        assert sum(len(one.token_ids) for one in drawn) == sequences * NEW_TOKENS
-        assert all(np.isfinite(one.logprobs).all() for one in drawn)
-        assert all(len(one.logprobs) == NEW_TOKENS for one in drawn)
+        assert sum(len(one.token_ids) for one in completions) == sequences * NEW_TOKENS
+        assert all(np.isfinite(one.logprobs).all() for one in completions)
+        assert all(len(one.logprobs) == NEW_TOKENS for one in completions)
     measured = {
         "tokens_per_s": round(sequences * NEW_TOKENS / min(seconds[1:])),
         "seconds": [round(each, 4) for each in seconds[1:]],
@@ -144,7 +141,7 @@ def step_bytes(module: Any, *, sequences: int) -> int:
     return weights + 2 * 2 * config.num_hidden_layers * heads * dim * length * sequences
 
 
-def tidy() -> None:
+def free_memory() -> None:
     """Free what the last measurement left."""
     gc.collect()
     torch._dynamo.reset()
@@ -152,13 +149,13 @@ def tidy() -> None:
 
 
 def measure(shape: str, *, sequences: int, bandwidth: float) -> dict[str, Any]:
-    module = module_of(shape)
+    module = load_module(shape)
     try:
         measured = asyncio.run(run_native(module, sequences=sequences))
         moved = step_bytes(module, sequences=sequences)
     finally:
         del module
-        tidy()
+        free_memory()
     ideal_ms = 1000 * moved / bandwidth
     return {
         "shape": shape,
@@ -173,14 +170,14 @@ def measure(shape: str, *, sequences: int, bandwidth: float) -> dict[str, Any]:
 def measure_vllm(shape: str, *, sequences: int) -> dict[str, Any]:
     """The same model and prompts."""
     with tempfile.TemporaryDirectory() as folder:
-        module = module_of(shape)
+        module = load_module(shape)
         vocabulary = module.config.vocab_size
         if SHAPES[shape] is not None:
             module.save_pretrained(folder)
         del module
-        tidy()
+        free_memory()
         run = run_vllm(
-            prompts(sequences, vocabulary),
+            make_prompts(sequences, vocabulary),
             tokens=NEW_TOKENS,
             device=DEVICE,
             model=SMOLLM2 if SHAPES[shape] is None else folder,
@@ -197,10 +194,10 @@ def measure_vllm(shape: str, *, sequences: int) -> dict[str, Any]:
     }
 
 
-def guarded(work: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """A measurement that fails does not stop the others."""
+def catch_failure(measurement: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Run a measurement; one that fails does not stop the others."""
     try:
-        return work(*arguments, **options)
+        return measurement(*arguments, **options)
     except Exception:
         return {"error": traceback.format_exc()[-3000:], "arguments": [*arguments, options]}
 
@@ -219,9 +216,9 @@ def main() -> None:
     entries += [(shape, 256) for shape in options.shapes if (shape, 256) not in entries]
     results: list[dict[str, Any]] = []
     for shape, size in entries:
-        measured = guarded(measure, shape, sequences=size, bandwidth=options.bandwidth)
+        measured = catch_failure(measure, shape, sequences=size, bandwidth=options.bandwidth)
         if shape in BESIDE_VLLM and "vllm" not in options.without:
-            other = guarded(measure_vllm, shape, sequences=size)
+            other = catch_failure(measure_vllm, shape, sequences=size)
             measured["vllm"] = other
             if "error" not in measured and "error" not in other:
                 measured["ratio_vllm"] = round(measured["tokens_per_s"] / other["tokens_per_s"], 2)

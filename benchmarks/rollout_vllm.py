@@ -100,8 +100,8 @@ def child() -> None:
         started = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = perf_counter() - started
-        drawn = sum(len(output.outputs[0].token_ids) for output in outputs)
-        assert drawn == expected, (drawn, expected)
+        generated = sum(len(output.outputs[0].token_ids) for output in outputs)
+        assert generated == expected, (generated, expected)
         assert job["sampling"].get("logprobs") is None or outputs[0].outputs[0].logprobs
         if number > 0:
             best = min(best, seconds)
@@ -118,12 +118,14 @@ def child() -> None:
     )
 
 
-def random_prompts(sequences: int, *, vocabulary: int = 49152) -> list[list[int]]:
+def random_prompts(
+    sequences: int, *, vocabulary: int = 49152, length: int = PROMPT_TOKENS
+) -> list[list[int]]:
     """Groups of GROUP_SIZE equal prompts of random tokens."""
     import numpy as np
 
     groups = -(-sequences // GROUP_SIZE)
-    ids = np.random.default_rng(0).integers(1, vocabulary, (groups, PROMPT_TOKENS))
+    ids = np.random.default_rng(0).integers(1, vocabulary, (groups, length))
     return ids.repeat(GROUP_SIZE, axis=0)[:sequences].tolist()
 
 

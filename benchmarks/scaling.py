@@ -49,7 +49,6 @@ SLOTS, GROUP_SIZE = 8, 8
 TOKEN_S = 0.1
 SHORTEST, LONGEST = 4, 32
 FILLING_STEPS = 3
-NAMES = ("efficiency_64", "busy_64", "lag_ms")
 
 
 class TimedEngine:

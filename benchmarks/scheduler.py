@@ -136,13 +136,13 @@ def compare(load: Load, map_: Callable[..., Iterable[Report]]) -> list[Result]:
     for split, report in zip(load.splits, actual, strict=True):
         show(f"{load.name}: ours, {split} of {load.devices} generate", report)
     split = load.splits[int(np.argmin([report.step_s for report in actual]))]
-    each = [
+    scenarios = [
         load.scenario.change(seed=s, rollout={"longest_first": longest_first}) for s in load.seeds
     ]
-    calibrated = list(map_(set_rollout_share, each, [load.share] * len(each)))
+    calibrated = list(map_(set_rollout_share, scenarios, [load.share] * len(scenarios)))
     baselines = map_(simulate, [make_synchronous(scenario) for scenario in calibrated])
     ours = map_(simulate, [ours_of(scenario, load, split) for scenario in calibrated])
-    results = [Result(*of) for of in zip(load.seeds, baselines, ours, strict=True)]
+    results = [Result(*row) for row in zip(load.seeds, baselines, ours, strict=True)]
     for result in results:
         check(result, load.share)
         print(
@@ -283,7 +283,7 @@ def draw_grid(path: Path, speedups: np.ndarray[Any, Any]) -> None:
     figure.savefig(path, dpi=110)
 
 
-class AtOnce:
+class InstantEngine:
     """An engine that answers in the next iteration of the event loop."""
 
     capabilities: frozenset[Any] = frozenset()
@@ -311,7 +311,7 @@ class AtOnce:
         return self._load
 
 
-class Codec:
+class ConstantCodec:
     """Every prompt is the same, and so is every answer."""
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ class Codec:
 
 
 @asynccontextmanager
-async def open_cheap(engines: Sequence[Engine], groups: int) -> AsyncGenerator[Rollout]:
+async def open_minimal_rollout(engines: Sequence[Engine], groups: int) -> AsyncGenerator[Rollout]:
     """A minimal rollout: `groups` a step, and as many again in flight."""
     numbers = iter(range(1 << 40))
 
@@ -336,7 +336,7 @@ async def open_cheap(engines: Sequence[Engine], groups: int) -> AsyncGenerator[R
     deps = RolloutDeps(
         config=RolloutConfig(groups_per_step=groups, group_size=GROUP_SIZE, max_staleness=1),
         next_prompt=lambda: Prompt(f"cheap/{next(numbers)}", "cheap", (Turn("text", "?"),)),
-        episode=single_turn(CachingCodec(Codec()), sampling, seed=0),
+        episode=single_turn(CachingCodec(ConstantCodec()), sampling, seed=0),
         score=score,
         stuck_after_s=600,
     )
@@ -353,7 +353,7 @@ async def run_samples(
     """
     groups = in_flight // (2 * GROUP_SIZE)
     steps = max(1, round(samples / (groups * GROUP_SIZE)))
-    async with open_cheap(engines, groups) as rollout:
+    async with open_minimal_rollout(engines, groups) as rollout:
         begun = clock()
         for version in range(1, steps + 2):
             batch = await rollout.take()
@@ -370,8 +370,8 @@ async def run_samples(
 def measure_cost(in_flight: int, *, samples: int, engines: int = 1) -> float:
     """CPU seconds per sample with engines in this process."""
     slots = min(in_flight, 32_768) // engines
-    made: list[Any] = [AtOnce(slots) for _ in range(engines)]
-    seconds = asyncio.run(run_samples(made, in_flight, samples=samples, clock=time.process_time))
+    instant: list[Any] = [InstantEngine(slots) for _ in range(engines)]
+    seconds = asyncio.run(run_samples(instant, in_flight, samples=samples, clock=time.process_time))
     gc.collect()
     return seconds
 
@@ -380,7 +380,7 @@ def make_worker(context: Any, rank: int) -> Any:
     """The generators role with an engine that answers at once; runs on the Ray host."""
     from rollick.workers.generator import GeneratorWorker
 
-    engine: Any = AtOnce(256)
+    engine: Any = InstantEngine(256)
     return GeneratorWorker(engine)
 
 

@@ -53,8 +53,8 @@ class Case:
     groups: int = 12
     staleness: float = 1
 
-    def folder(self, number: int) -> str:
-        """The name of its run in that round."""
+    def run_name(self, number: int) -> str:
+        """The name of the case's run in that round."""
         plain = "".join(c if c.isalnum() else "-" for c in self.name)
         return f"{plain}-{number}"
 
@@ -97,8 +97,8 @@ class Outcome:
     @property
     def round_errors(self) -> list[float]:
         return [
-            predicted / seen - 1
-            for predicted, seen in zip(self.predicted_s, self.step_s, strict=True)
+            predicted / measured - 1
+            for predicted, measured in zip(self.predicted_s, self.step_s, strict=True)
         ]
 
 
@@ -113,7 +113,7 @@ def make_prompts(count: int = 2000) -> list[dict[str, str]]:
 
 
 def recipe_of(case: Case, model: Path, home: Path, *, steps: int, number: int) -> dict[str, Any]:
-    name = case.folder(number)
+    name = case.run_name(number)
     return {
         "run": {"name": name, "folder": str(home), "steps": steps, "seed": case.seed, "threads": 1},
         "model": {"path": str(model), "template": "plain"},
@@ -147,17 +147,18 @@ class RunMaker:
     def recipe(self, case: Case, *, number: int) -> Any:
         # Runs of about the same length, whatever their batch.
         counted = max(6, round(self.steps * CALIBRATION.groups / case.groups))
-        made = recipe_of(case, self.model, self.home, steps=WARMUP_STEPS + counted, number=number)
-        return recipe_from_dict(made, objects=self.objects.names)
+        steps = WARMUP_STEPS + counted
+        recipe = recipe_of(case, self.model, self.home, steps=steps, number=number)
+        return recipe_from_dict(recipe, objects=self.objects.names)
 
     def run(self, case: Case, *, number: int) -> Path:
         begun = time.perf_counter()
         folder = run_recipe(self.recipe(case, number=number), objects=self.objects).folder
-        taken = time.perf_counter() - begun
-        print(f"{case.name}: {taken:.0f} s, a step {self.measured(folder):.3f} s", flush=True)
+        run_s = time.perf_counter() - begun
+        print(f"{case.name}: {run_s:.0f} s, a step {self.measure(folder):.3f} s", flush=True)
         return folder
 
-    def round(self, number: int) -> Round:
+    def run_round(self, number: int) -> Round:
         """Calibration, a run, calibration, the next run, and so on to a last calibration."""
         links = len(CASES) + 1
         measured: dict[Case, float] = {}
@@ -165,26 +166,27 @@ class RunMaker:
         for link in range(links):
             calibrations.append(self.run(CALIBRATION, number=number * links + link))
             for case in CASES[link : link + 1]:
-                measured[case] = self.measured(self.run(case, number=number))
+                measured[case] = self.measure(self.run(case, number=number))
         results = [calibrate_run(folder) for folder in calibrations]
         for name, text in results[0].describe():
             print(f"{name:<16}{text}", flush=True)
         predicted = {
-            case: fmean(self.predicted(case, c) for c in results[link : link + 2])
+            case: fmean(self.predict(case, c) for c in results[link : link + 2])
             for link, case in enumerate(CASES)
         }
-        own = [self.measured(folder) for folder in calibrations]
-        measured[CALIBRATION] = fmean(own)
-        predicted[CALIBRATION] = fmean(self.predicted(CALIBRATION, c) for c in results)
-        return Round(
-            {case: (measured[case], predicted[case]) for case in (CALIBRATION, *CASES)}, own
-        )
+        calibration_s = [self.measure(folder) for folder in calibrations]
+        measured[CALIBRATION] = fmean(calibration_s)
+        predicted[CALIBRATION] = fmean(self.predict(CALIBRATION, c) for c in results)
+        steps = {case: (measured[case], predicted[case]) for case in (CALIBRATION, *CASES)}
+        return Round(steps, calibration_s)
 
-    def measured(self, folder: Path) -> float:
+    def measure(self, folder: Path) -> float:
+        """Seconds of a step of a run."""
         rows = read_metrics(folder / "metrics.jsonl")[WARMUP_STEPS:]
         return fmean(row["time/step"] for row in rows)
 
-    def predicted(self, case: Case, calibration: Calibration) -> float:
+    def predict(self, case: Case, calibration: Calibration) -> float:
+        """Simulated seconds of a step of a case."""
         recipe = self.recipe(case, number=0).recipe
         scenario = calibration.apply(recipe_scenario(recipe))
         changed = scenario.change(steps=SIMULATED_STEPS, warmup_steps=WARMUP_STEPS)
@@ -195,7 +197,8 @@ def show(outcomes: list[Outcome]) -> None:
     print(f"{'run':<34}{'step s':>9}{'predicted':>11}{'error':>9}   in each round")
     for o in outcomes:
         each = "  ".join(
-            f"{seen:.3f} {error:+.1%}" for seen, error in zip(o.step_s, o.round_errors, strict=True)
+            f"{measured:.3f} {error:+.1%}"
+            for measured, error in zip(o.step_s, o.round_errors, strict=True)
         )
         print(
             f"{o.name:<34}{fmean(o.step_s):>9.3f}{fmean(o.predicted_s):>11.3f}{o.error:>+9.1%}   "
@@ -215,7 +218,7 @@ def main() -> None:
     with ExitStack() as stack:
         home = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = RunMaker(home, steps=options.steps)
-        rounds = [bench.round(number) for number in range(options.rounds)]
+        rounds = [bench.run_round(number) for number in range(options.rounds)]
     itself, *outcomes = (
         Outcome(case.name, *zip(*(results.steps[case] for results in rounds), strict=True))
         for case in (CALIBRATION, *CASES)

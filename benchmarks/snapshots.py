@@ -36,7 +36,7 @@ import torch
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "smollm2_sums.yaml"
 QUIET = ("observe.sinks=[]", "observe.live=off", "observe.report=false", "evaluate.at_start=false")
-APART = ("devices.policy=cpu:0", "devices.generators=cpu:1")
+SEPARATE_CORES = ("devices.policy=cpu:0", "devices.generators=cpu:1")
 SMALL_STEP = ("rollout.groups_per_step=2", "rollout.group_size=2", "rollout.drop_no_signal=false")
 
 
@@ -59,13 +59,13 @@ async def make_step(run: Any, pipeline: Any) -> float:
     return perf_counter() - begun
 
 
-def smollm2(folder: Path, *overrides: str) -> Any:
+def load_smollm2(folder: Path, *overrides: str) -> Any:
     from rollick.config.load import load_recipe
 
     return load_recipe(RECIPE, (f"run.folder={folder}", *QUIET, *overrides))
 
 
-def tiny(folder: Path, *overrides: str) -> Any:
+def load_tiny(folder: Path, *overrides: str) -> Any:
     from rollick.config.load import recipe_from_dict
     from rollick.testing.tiny import save_tiny
     from rollick.testing.toys import toy_recipe
@@ -74,8 +74,8 @@ def tiny(folder: Path, *overrides: str) -> Any:
     return recipe_from_dict(recipe, overrides=("cluster.backend=ray", *overrides))
 
 
-async def cost_on_cpu(folder: Path, *, steps: int) -> dict[str, Any]:
-    async with open_pipeline(smollm2(folder)) as (run, pipeline):
+async def measure_cost_on_cpu(folder: Path, *, steps: int) -> dict[str, Any]:
+    async with open_pipeline(load_smollm2(folder)) as (run, pipeline):
         snapshots = run.recovery.snapshots["policy"]
         step_s: list[float] = []
         snapshot_s: list[float] = []
@@ -84,7 +84,7 @@ async def cost_on_cpu(folder: Path, *, steps: int) -> dict[str, Any]:
             if number:  # The first one warms up; its snapshot is taken in the second.
                 step_s.append(seconds)
                 snapshot_s.append(snapshots.seconds)
-            progress(f"step {number}: {seconds:.1f} s, snapshot {snapshots.seconds:.2f} s")
+            print_progress(f"step {number}: {seconds:.1f} s, snapshot {snapshots.seconds:.2f} s")
         await run.recovery.take_snapshots()
         async with snapshots.hold() as held:
             assert held is not None, "the snapshot contains all training"
@@ -97,7 +97,7 @@ async def cost_on_cpu(folder: Path, *, steps: int) -> dict[str, Any]:
         }
 
 
-async def recovery(loaded: Any, *, kills: int) -> dict[str, Any]:
+async def measure_recovery(loaded: Any, *, kills: int) -> dict[str, Any]:
     async with open_pipeline(loaded) as (run, pipeline):
         await make_step(run, pipeline)
         for number in range(kills):
@@ -107,7 +107,7 @@ async def recovery(loaded: Any, *, kills: int) -> dict[str, Any]:
                 await asyncio.sleep(0.001)
             os.kill(run.roles.policy.group.worker_processes()["policy 0"], signal.SIGKILL)
             await step
-            progress(f"kill {number + 1}")
+            print_progress(f"kill {number + 1}")
         faults = [f for f in run.telemetry.faults.faults if f.role == "policy"]
     recovery_s = [fault.rejoined_at - fault.failed_at for fault in faults]
     start_s = median(fault.restarted_at - fault.failed_at for fault in faults)
@@ -120,8 +120,10 @@ async def recovery(loaded: Any, *, kills: int) -> dict[str, Any]:
     }
 
 
-def cost_on_gpu(*, shape: str, device: str, tokens: int, length: int, steps: int) -> dict[str, Any]:
-    from training_parts import SHAPES, objective, random_batch, random_strategy, wait
+def measure_cost_on_gpu(
+    *, shape: str, device: str, tokens: int, length: int, steps: int
+) -> dict[str, Any]:
+    from training_parts import SHAPES, objective, random_batch, random_strategy, synchronize
 
     from rollick.trainer.snapshot import SnapshotMemory, SnapshotWriter, read_snapshot
 
@@ -141,10 +143,10 @@ def cost_on_gpu(*, shape: str, device: str, tokens: int, length: int, steps: int
         return writer.write(memories[0].path, strategy.state())
 
     def seconds(work: Callable[[], Any]) -> float:
-        wait(device)
+        synchronize(device)
         begun = perf_counter()
         work()
-        wait(device)
+        synchronize(device)
         return perf_counter() - begun
 
     train_s = [seconds(train) for _ in range(steps + 1)][1:]
@@ -203,7 +205,7 @@ def _decoding(module: Any, device: str) -> Callable[[], None]:
     return graph.replay
 
 
-def progress(text: str) -> None:
+def print_progress(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
@@ -212,16 +214,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if options.device == "cuda" or options.shape == "tiny":
         sizes = {"tokens": options.tokens, "length": options.length, "steps": options.steps}
-        figures["cost"] = cost_on_gpu(shape=options.shape, device=options.device, **sizes)
+        figures["cost"] = measure_cost_on_gpu(shape=options.shape, device=options.device, **sizes)
         return figures
     if "cost" in options.parts:
-        figures["cost"] = asyncio.run(cost_on_cpu(folder / "cost", steps=options.steps))
+        figures["cost"] = asyncio.run(measure_cost_on_cpu(folder / "cost", steps=options.steps))
     if "recovery" in options.parts:
-        made = {"tiny": tiny, "SmolLM2-135M": smollm2}
-        overrides = {"tiny": APART, "SmolLM2-135M": (*APART, *SMALL_STEP)}
+        loaders = {"tiny": load_tiny, "SmolLM2-135M": load_smollm2}
+        overrides = {"tiny": SEPARATE_CORES, "SmolLM2-135M": (*SEPARATE_CORES, *SMALL_STEP)}
         figures["recovery"] = {
-            name: asyncio.run(recovery(make(folder / name, *overrides[name]), kills=options.kills))
-            for name, make in made.items()
+            name: asyncio.run(
+                measure_recovery(load(folder / name, *overrides[name]), kills=options.kills)
+            )
+            for name, load in loaders.items()
         }
     return figures
 

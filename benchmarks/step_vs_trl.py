@@ -271,10 +271,11 @@ def _train_seconds(weights: list[Any], rows: int) -> float:
     total = 0.0
     for same in _by_shape(weights):
         outputs, inputs = same[0].shape
-        how = {"dtype": same[0].dtype, "device": same[0].device}
-        given, back = torch.randn(chunk, inputs, **how), torch.randn(chunk, outputs, **how)
+        options = {"dtype": same[0].dtype, "device": same[0].device}
+        given = torch.randn(chunk, inputs, **options)
+        back = torch.randn(chunk, outputs, **options)
         weight = same[0]
-        once = sum(
+        product_s = sum(
             _best(product, rounds=4)
             for product in (
                 lambda g=given, w=weight: g @ w.t(),
@@ -282,7 +283,7 @@ def _train_seconds(weights: list[Any], rows: int) -> float:
                 lambda g=given, b=back: b.t() @ g,
             )
         )
-        total += once * len(same) * rows / chunk
+        total += product_s * len(same) * rows / chunk
     return total
 
 
@@ -353,7 +354,7 @@ class Comparison:
             except (RuntimeError, BrokenPipeError) as error:
                 # Such as one that does not fit into memory.
                 tried[size] = str(error)
-            tell(f"TRL, micro-batch {size}: {tried[size]}")
+            print_progress(f"TRL, micro-batch {size}: {tried[size]}")
         timed = {size: seconds for size, seconds in tried.items() if isinstance(seconds, float)}
         return min(timed, key=lambda size: timed[size], default=self.micro_batches[0]), tried
 
@@ -366,11 +367,11 @@ class Comparison:
             return side.facts
 
 
-def tell(text: str) -> None:
+def print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def demand_same_work(steps: dict[str, list[dict[str, Any]]], work: Work) -> None:
+def check_same_work(steps: dict[str, list[dict[str, Any]]], work: Work) -> None:
     for ours, theirs in zip(steps["rollick"], steps.get("trl", []), strict=False):
         assert ours["prompt_tokens"] == theirs["prompt_tokens"], (ours, theirs)
         for name in ("sampled", "trained"):
@@ -407,13 +408,13 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with opened[name]() as side:
             facts[name] = side.facts
             for number in range(options.steps + 1):
-                made = side.step()
-                tell(f"{name} step {number}: {made}")
+                step = side.step()
+                print_progress(f"{name} step {number}: {step}")
                 if number:
-                    steps[name].append(made)
+                    steps[name].append(step)
                 else:
-                    first[name] = round(made["seconds"], 3)
-    demand_same_work(steps, comparison.work)
+                    first[name] = round(step["seconds"], 3)
+    check_same_work(steps, comparison.work)
     actual = {
         name: {**summary(taken), "first_seconds": first[name], **facts[name]}
         for name, taken in steps.items()

@@ -109,6 +109,7 @@ def random_batch(
     )
 
 
-def wait(device: str) -> None:
+def synchronize(device: str) -> None:
+    """Wait until the device has computed everything."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()

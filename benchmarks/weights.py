@@ -90,46 +90,46 @@ def size_of(pairs: list[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in pairs)
 
 
-def serve(line: Connection, shape: str, device: str, adopt: bool, threads: int) -> None:
+def serve(connection: Connection, shape: str, device: str, adopt: bool, threads: int) -> None:
     """The other process: a generator that follows orders until the pipe closes."""
     torch.set_num_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     module = make_module(shape, dtype=dtype, device=device)
     try:
         if device == "cpu":
-            asyncio.run(_serve_engine(line, module, adopt))
+            asyncio.run(_serve_engine(connection, module, adopt))
         else:
-            _serve_module(line, module)
+            _serve_module(connection, module)
     except EOFError:
         os._exit(0)
 
 
-async def _serve_engine(line: Connection, module: nn.Module, adopt: bool) -> None:
+async def _serve_engine(connection: Connection, module: nn.Module, adopt: bool) -> None:
     infer = InferConfig(slots=1, max_length=64)
     worker = GeneratorWorker(NativeEngine(EngineWeights(module), infer, stops=StopRules()))
     worker.receiver.adopts = adopt
-    line.send("ready")
+    connection.send("ready")
     while True:
-        order, argument = line.recv()
+        order, argument = connection.recv()
         if order == "held":
-            line.send(fingerprint([(n, p.detach()) for n, p in module.named_parameters()]))
+            connection.send(fingerprint([(n, p.detach()) for n, p in module.named_parameters()]))
         else:
-            line.send(await getattr(worker, order)(argument))
+            connection.send(await getattr(worker, order)(argument))
 
 
-def _serve_module(line: Connection, module: nn.Module) -> None:
+def _serve_module(connection: Connection, module: nn.Module) -> None:
     receiver = PublishReceiver()
-    line.send("ready")
+    connection.send("ready")
     while True:
-        order, argument = line.recv()
+        order, argument = connection.recv()
         if order == "held":
-            line.send(fingerprint([(n, p.detach()) for n, p in module.named_parameters()]))
+            connection.send(fingerprint([(n, p.detach()) for n, p in module.named_parameters()]))
         elif order == "receive":
-            line.send(receiver.receive(argument))
+            connection.send(receiver.receive(argument))
         else:
             weights = receiver.take(argument)
             write_weights(module, weights, argument, expected=None, adopt=False)
-            line.send(receiver.committed(weights))
+            connection.send(receiver.synchronize(weights))
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def publish(
     ask("receive", manifest)
     verified = perf_counter()
     held = ask("commit", number)
-    sender.release(PublishOutcome(True, held={0: bool(held)}))
+    sender.release(PublishOutcome(True, adopted={0: bool(held)}))
     return offered - begun, verified - begun, perf_counter() - begun
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "rollick.config.load": ("LoadedRecipe", "load_recipe"),
     "rollick.config.schema": ("Recipe",),
     "rollick.envs.base": ("TextEnv",),
@@ -49,9 +49,9 @@ __all__ += ["load_recipe", "run_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(import_module(home), name)
+            return getattr(import_module(module), name)
     raise AttributeError(f"rollick has no {name!r}; it has {', '.join(__all__)}")
 
 

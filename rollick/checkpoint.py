@@ -82,31 +82,32 @@ class CheckpointStore:
         self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
     ) -> Finish:
         """Write the files of the checkpoint of `step`: `write` puts them into the given folder. The
-        result makes them a checkpoint; it reads all files, and training may continue meanwhile.
+        returned function makes them a checkpoint: it hashes all files, which takes a while, and
+        training may continue meanwhile.
 
         On failure (such as a full disk) the older checkpoints stay. A higher score is better; one
         that is not finite counts as none.
         """
         finite = score if score is not None and isfinite(score) else None
         # Fails early if meta is not JSON; its keys become text, as when read.
-        about = json.loads(json.dumps({"step": step, "score": finite, "meta": dict(meta)}))
+        header = json.loads(json.dumps({"step": step, "score": finite, "meta": dict(meta)}))
         unfinished = self.folder / f"{UNFINISHED}{_folder_name(step)}"
         with self._wrap_errors(step), ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(self._saving())
+            stack.enter_context(self._hold_lock())
             stack.callback(shutil.rmtree, unfinished, ignore_errors=True)
             self._write(unfinished, write)
-            held = stack.pop_all()
-        return partial(self._finish, unfinished, held, about)
+            cleanup = stack.pop_all()
+        return partial(self._finish, unfinished, cleanup, header)
 
-    def _finish(self, unfinished: Path, held: ExitStack, about: Mapping[str, JSON]) -> Path:
-        """Make the written files a checkpoint. `held`: the lock, and the removal of leftovers."""
-        with self._wrap_errors(about["step"]), held:
+    def _finish(self, unfinished: Path, cleanup: ExitStack, header: Mapping[str, JSON]) -> Path:
+        """Make the files a checkpoint. `cleanup` removes leftovers and releases the lock."""
+        with self._wrap_errors(header["step"]), cleanup:
             try:
-                self._seal(unfinished, about)
-                new = self._verify_new(self._publish(unfinished, about["step"]))
+                self._write_manifest(unfinished, header)
+                new = self._verify_new(self._move_into_place(unfinished, header["step"]))
             finally:
-                self._resolve_replaced(self.folder / f"{REPLACED}{_folder_name(about['step'])}")
+                self._resolve_replaced(self.folder / f"{REPLACED}{_folder_name(header['step'])}")
             self._prune(new)
         return new.path
 
@@ -114,7 +115,7 @@ class CheckpointStore:
         """The newest intact checkpoint; None if there is none. Raises if all are damaged."""
         folders = self._folders()
         for path in reversed(folders):
-            if checkpoint := self._verified(path):
+            if checkpoint := self._verify_or_report(path):
                 return checkpoint
         if folders:
             raise CheckpointError(
@@ -127,12 +128,12 @@ class CheckpointStore:
     def of_step(self, step: int) -> Checkpoint | None:
         """The checkpoint of a step; None if it does not exist or is damaged."""
         path = self.folder / _folder_name(step)
-        return self._verified(path) if path.is_dir() else None
+        return self._verify_or_report(path) if path.is_dir() else None
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the highest score, the newer of equals; None if none has one."""
         for checkpoint in _by_score(self._check_sizes()):
-            if verified := self._verified(checkpoint.path):
+            if verified := self._verify_or_report(checkpoint.path):
                 return verified
         return None
 
@@ -164,23 +165,23 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, f"{full} ({str(error).partition(chr(10))[0]})") from error
         self._at_point("written")
 
-    def _seal(self, folder: Path, about: Mapping[str, JSON]) -> None:
+    def _write_manifest(self, folder: Path, header: Mapping[str, JSON]) -> None:
         files: dict[str, JSON] = {}
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                about_file = {"bytes": path.stat().st_size, "blake2b": _hash_file(path)}
-                files[path.relative_to(folder).as_posix()] = about_file
+                file_record = {"bytes": path.stat().st_size, "blake2b": _hash_file(path)}
+                files[path.relative_to(folder).as_posix()] = file_record
             _sync(path)
         assert MANIFEST not in files, "this name is reserved"
         self._at_point("synced")
-        content: dict[str, JSON] = {**about, "files": files}
+        content: dict[str, JSON] = {**header, "files": files}
         manifest = folder / MANIFEST
         manifest.write_text(json.dumps({**content, "digest": _digest_of(content)}, indent=1))
         _sync(manifest)
         _sync(folder)
         self._at_point("manifest")
 
-    def _publish(self, unfinished: Path, step: int) -> Path:
+    def _move_into_place(self, unfinished: Path, step: int) -> Path:
         """Rename the folder to a checkpoint. An existing one of this step is moved aside first."""
         path = self.folder / _folder_name(step)
         replaced = self.folder / f"{REPLACED}{path.name}"
@@ -221,11 +222,11 @@ class CheckpointStore:
 
     def _check_sizes(self) -> list[Checkpoint]:
         """Checkpoints with correct manifest and sizes, by step; does not compute hashes."""
-        checkpoints = [self._verified(path, hashes=False) for path in self._folders()]
+        checkpoints = [self._verify_or_report(path, hashes=False) for path in self._folders()]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
-    def _verified(self, path: Path, *, hashes: bool = True) -> Checkpoint | None:
-        """The checkpoint, or None if it is damaged, which is reported once."""
+    def _verify_or_report(self, path: Path, *, hashes: bool = True) -> Checkpoint | None:
+        """The checkpoint in `path`. Damage is reported once, and gives None."""
         try:
             return _verify(path, hashes=hashes)
         except _Damaged as damage:
@@ -248,7 +249,7 @@ class CheckpointStore:
         if not unfinished and not replaced:
             return
         try:
-            with self._saving():
+            with self._hold_lock():
                 for path in unfinished:
                     shutil.rmtree(path, ignore_errors=True)
                 for path in replaced:
@@ -272,7 +273,7 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
 
     @contextmanager
-    def _saving(self) -> Generator[None]:
+    def _hold_lock(self) -> Generator[None]:
         """Hold the folder's lock. The kernel releases it when the process dies."""
         with (self.folder / SAVE_LOCK).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -372,10 +373,10 @@ def _is_manifest(content: Mapping[str, JSON]) -> bool:
 
 def _file_size(path: Path, name: str) -> int:
     """Raises _Damaged for a device or a pipe, which has no end."""
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise _Damaged(f"{name} is not a regular file")
-    return facts.st_size
+    return status.st_size
 
 
 def _verify_file(path: Path, name: str, expected: Mapping[str, JSON], *, hashes: bool) -> None:

@@ -17,8 +17,7 @@ EXIT_MISTAKE = 2
 EXIT_RETRY = 69
 """EX_UNAVAILABLE: a worker or the cluster was lost; the same command with --resume may succeed."""
 EXIT_INTERRUPTED = 75
-"""EX_TEMPFAIL: a signal stopped the command, a run after saving; --resume continues it."""
-
+"""EX_TEMPFAIL: a signal stopped the command. A run saves first; --resume continues it."""
 
 UNAVAILABLE_FIX = (
     "check the server and the network to it, then resume the run with --resume; a run with "
@@ -50,7 +49,7 @@ class ConfigError(RollickError):
 
 @contextmanager
 def writing_to(path: object) -> Generator[None]:
-    """Report a path for output that cannot be written as a mistake, not as a bug."""
+    """Raise a RollickError instead of an OSError if the block cannot write to `path`."""
     try:
         yield
     except OSError as error:
@@ -184,6 +183,6 @@ class MissingExtra(RollickError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: in Python, in torch on the CPU, or on a GPU."""
-    names = {each.__name__ for each in type(error).__mro__}
-    of_torch = "can't allocate memory" in str(error)
-    return of_torch or not names.isdisjoint({"MemoryError", "OutOfMemoryError"})
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_torch_on_cpu = "can't allocate memory" in str(error)
+    return is_torch_on_cpu or not names.isdisjoint({"MemoryError", "OutOfMemoryError"})

@@ -55,7 +55,7 @@ class _Interrupter(threading.Thread):
         """Called by the interrupted thread."""
         try:
             self._disarm()
-        except _Interrupted:  # raised here, by a block that ended just in time
+        except _Interrupted:  # Sent just before the block ended.
             self._disarm()
 
     def _disarm(self) -> None:

@@ -28,6 +28,8 @@ ENGINE_STEPS = "engine_steps.jsonl"
 
 
 class RunFolder:
+    """The files of one run. `open_folder` opens it with its lock."""
+
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path = path
         self.dumps = path / "dumps"
@@ -59,7 +61,7 @@ class RunFolder:
             earlier = load_recipe(self.path / "recipe.yaml", check=False)
         except ConfigError as error:  # Written by another version.
             return [f"recipe.yaml cannot be compared: {error.message}"]
-        # The earlier names may be relative to the same base, if an older version wrote them.
+        # Names of files that another version wrote may be relative to loaded.base.
         before = record_recipe(replace(earlier, base=loaded.base), self.path)
         return record_recipe(loaded, self.path).changes(before, self.path)
 

@@ -96,7 +96,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Applied in order: logit_bias, min_tokens, temperature (0: greedy), top_k, top_p, min_p."""
+    """Sampling parameters of a request. They are applied in this order: logit_bias, min_tokens,
+    temperature (0: greedy), top_k, top_p, min_p."""
 
     temperature: float = 1.0
     max_tokens: int = 256
@@ -126,6 +127,7 @@ class Request:
     """Key of a counter-based random generator: token t depends only on the model and (stream, t),
     never on the other requests of the batch."""
     group: int | None = None
+    """Requests of a group have the same prompt. Only the simulated engine reads this."""
     continue_from: Completion | None = None
     """The tokens of an earlier, aborted generation to continue."""
     session: str | None = None
@@ -153,7 +155,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine, sent along with its results. Values it does not know are 0."""
+    """The load of an engine, sent along with its results. Values that it does not measure
+    are 0."""
 
     running: int = 0
     waiting: int = 0

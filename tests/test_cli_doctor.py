@@ -32,9 +32,9 @@ from rollick.observe.diagnosis import (
     RunSnapshot,
     diagnose,
     duration,
-    read_situation,
+    read_run_snapshot,
     render,
-    write_situation,
+    write_run_snapshot,
 )
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
@@ -107,7 +107,7 @@ def hanging(
 
 
 def is_scoring(folder: Path) -> bool:
-    expected = read_situation(folder)
+    expected = read_run_snapshot(folder)
     return expected is not None and "being scored" in expected.waits_for
 
 
@@ -138,9 +138,9 @@ def test_the_doctor_reports_the_same_as_json(
 def test_the_report_is_renewed_while_the_run_hangs(
     hanging: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
-    first = read_situation(hanging[0])
+    first = read_run_snapshot(hanging[0])
     deadline = time.monotonic() + 20
-    while (later := read_situation(hanging[0])) == first:
+    while (later := read_run_snapshot(hanging[0])) == first:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert first is not None
@@ -312,22 +312,22 @@ def test_a_runs_own_report_is_checked(
 
 def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
-    write_situation(tmp_path, snapshot(written_at=time.time()))
+    write_run_snapshot(tmp_path, snapshot(written_at=time.time()))
     assert examine(tmp_path).state == "died"
 
 
 def test_the_state_of_a_run_on_another_machine_comes_from_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
-        write_situation(tmp_path, snapshot(host="elsewhere", written_at=written_at))
+        write_run_snapshot(tmp_path, snapshot(host="elsewhere", written_at=written_at))
         assert examine(tmp_path).state == state
 
 
 def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: Path) -> None:
-    write_situation(tmp_path, snapshot())
-    assert read_situation(tmp_path) == snapshot()
+    write_run_snapshot(tmp_path, snapshot())
+    assert read_run_snapshot(tmp_path) == snapshot()
     (tmp_path / "waits.json").write_text('{"name": "toy"}')
-    assert read_situation(tmp_path) is None
+    assert read_run_snapshot(tmp_path) is None
 
 
 def test_the_doctor_names_the_worker_processes() -> None:

@@ -138,7 +138,7 @@ class CreditAssigner:
         trained_T = component_N[batch.loss_mask_N]
         self._tokens = np.bincount(trained_T, minlength=len(self._components)).tolist()
         arrays = [np.zeros(batch.tokens) for _ in range(5)]
-        credit = _TokenCredit(*arrays, scores_B=np.zeros(batch.samples))
+        credit = _TokenCredit(*arrays, scores_B=np.zeros(batch.rows))
         rows = batch.rows_by_sample()
         for number in range(len(self._components)):
             own = [group for group in groups if of_group[group.uid] == number]
@@ -279,7 +279,7 @@ def _correction_inputs(batch: Batch, trained_N: BoolArray, advantages_N: Floats)
 
     assert batch.old_logprobs_N is not None, "the correction needs old log-probs"
     old_T, reference_N = select(batch.old_logprobs_N), batch.reference_logprobs_N
-    sequence_N = np.repeat(np.arange(batch.samples), batch.lengths_B)
+    sequence_N = np.repeat(np.arange(batch.rows), batch.lengths_B)
     return LossInputs(
         logprobs_T=old_T,
         old_T=old_T,

@@ -107,6 +107,17 @@ def is_running(process: ProcessId) -> bool:
     return 0 < process.started == process_start(process.pid)
 
 
+def process_exists(pid: int) -> bool:
+    """Whether a process has this pid; works without /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # The process of another user, or no possible pid.
+        pass
+    return True
+
+
 def process_start(pid: int) -> int:
     """Start time of a process in kernel ticks; 0 if it ended, is a zombie, or not on Linux."""
     fields = _read_stat(pid)

@@ -33,7 +33,7 @@ from rollick.observe.faults import FaultKind, FaultLog
 START_SECONDS = 120.0
 """Time for a child to load; user code may import large libraries."""
 MAX_FAILED_STARTS = 3
-"""Failed starts in a row before `replace` raises."""
+"""Attempts to start a child before its error is raised."""
 
 
 def pickle_definitions(
@@ -120,7 +120,7 @@ class ChildSupervisor:
             *command, stdin=PIPE, stdout=DEVNULL, start_new_session=True
         )
         # A child that a signal from outside ends while it loads is started again.
-        starts = [asyncio.create_task(self._start_again(WorkerLost)) for _ in range(count)]
+        starts = [asyncio.create_task(self._start_with_retries(WorkerLost)) for _ in range(count)]
         await asyncio.gather(*starts, return_exceptions=True)
         return [start.result() for start in starts]
 
@@ -144,16 +144,16 @@ class ChildSupervisor:
         kind: FaultKind = "hung" if timed_out or child.was_stopped else "killed"
         fault = self.faults and self.faults.begin(f"{self.what}s", rank, kind=kind, cause=cause)
         await self.end(child)
-        replacement = await self._start_again(RollickError)
+        replacement = await self._start_with_retries(RollickError)
         if fault is not None:
             fault.restarted()
             fault.rejoined()
         return replacement
 
-    async def _start_again(self, after: type[RollickError]) -> Child:
-        """Start a child; again after such an error."""
+    async def _start_with_retries(self, retry_on: type[RollickError]) -> Child:
+        """Start a child; tries MAX_FAILED_STARTS times if `retry_on` is raised."""
         for _ in range(MAX_FAILED_STARTS - 1):
-            with contextlib.suppress(after):
+            with contextlib.suppress(retry_on):
                 return await self._start()
         return await self._start()
 

@@ -103,11 +103,11 @@ def env_show(
     picture: Picture = None,
 ) -> None:
     """Run a recorded episode again and print it turn by turn."""
-    from rollick.episodes.recorded import describe, find_episode, rerun_episode
+    from rollick.episodes.recorded import describe_episode, find_episode, rerun_episode
 
     row = find_episode(run, sample=sample, step=step, training=training)
     episode = rerun_episode(row["episode"], base=run, pictures=picture is not None)
-    print_untrusted(f"{describe(row, episode)}\n")
+    print_untrusted(f"{describe_episode(row, episode)}\n")
     if picture is not None:
         from rollick.episodes.pictures import save_episode
 

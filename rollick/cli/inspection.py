@@ -100,12 +100,12 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Run a recipe's schedule on a virtual clock, with simulated engines, rewards and trainer."""
-    from rollick.commands.simulate import base_scenario, run_simulation, simulate_failures
+    from rollick.commands.simulate import build_scenario, run_simulation, simulate_failures
     from rollick.config.load import load_recipe
     from rollick.simulator.report import describe
     from rollick.simulator.scenario import plan_scenario
 
-    base, calibration = base_scenario(load_recipe(recipe, overrides or ()).recipe, run)
+    base, calibration = build_scenario(load_recipe(recipe, overrides or ()).recipe, run)
     faults = failures or ()
     scenario = plan_scenario(
         base, load, lengths=lengths, failures=faults, steps=steps, engines=engines, slots=slots

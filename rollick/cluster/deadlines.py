@@ -75,4 +75,5 @@ class Deadlines:
 
     def forget(self, role: str) -> None:
         """A new process has this role: its first calls have the ceiling."""
-        self._seconds = {kind: of for kind, of in self._seconds.items() if kind[0] != role}
+        kept = {kind: recent for kind, recent in self._seconds.items() if kind[0] != role}
+        self._seconds = kept

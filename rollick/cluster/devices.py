@@ -175,13 +175,13 @@ def plan_residency(
     cache only at staleness 0, because otherwise the cache holds unfinished samples. With
     `policy_sleeps` the policy sleeps too (see train.sleep).
     """
-    beside: tuple[RoleName, ...] = ("reference", "critic", "teacher")
+    may_sleep: tuple[RoleName, ...] = ("reference", "critic", "teacher")
     if policy_sleeps:
-        beside += ("policy",)
+        may_sleep += ("policy",)
     plans: list[PhasePlan] = []
     for phase in phases:
         paused = _paused_generators(device_map, phase)
-        asleep = _sleepers(device_map, phase, beside, paused if max_staleness == 0 else ())
+        asleep = _sleepers(device_map, phase, may_sleep, paused if max_staleness == 0 else ())
         plans.append(PhasePlan(phase, paused, tuple(sorted(asleep))))
     return tuple(plans)
 
@@ -194,10 +194,10 @@ def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
 
 
 def _sleepers(
-    device_map: DeviceMap, phase: Phase, beside: Sequence[RoleName], droppable: Iterable[int]
+    device_map: DeviceMap, phase: Phase, roles: Sequence[RoleName], generators: Iterable[int]
 ) -> set[RoleRank]:
-    role_ranks = [RoleRank(role, rank) for role in beside for rank in range(device_map.ranks(role))]
-    role_ranks += [RoleRank("generators", rank) for rank in droppable]
+    role_ranks = [RoleRank(role, rank) for role in roles for rank in range(device_map.ranks(role))]
+    role_ranks += [RoleRank("generators", rank) for rank in generators]
     hosts = {role_rank: device_map.host_of(*role_rank) for role_rank in role_ranks}
     return {
         role_rank
@@ -214,12 +214,12 @@ def plan_run(recipe: Recipe) -> tuple[PhasePlan, ...]:
 
 def describe_plan(recipe: Recipe) -> str:
     device_map, plans = DeviceMap.of(recipe), plan_run(recipe)
-    phases: list[tuple[str, ...]] = [("phase", "uses", "pauses", "sleeps")]
+    rows: list[tuple[str, ...]] = [("phase", "uses", "pauses", "sleeps")]
     for plan in plans:
         paused = [RoleRank("generators", rank) for rank in plan.pauses]
         cells = (_join(plan.phase.uses), _join_ranks(paused), _join_ranks(plan.sleeps))
-        phases.append((plan.phase.name, *cells))
-    lines = [*align(_describe_hosts(device_map)), "", *align(phases), ""]
+        rows.append((plan.phase.name, *cells))
+    lines = [*align(_describe_hosts(device_map)), "", *align(rows), ""]
     if recipe.train.strategy == "fsdp":
         lines.append(f"learner   {_describe_ranks(recipe, device_map.ranks('policy'))}")
         if (sizes := ModelSizes.read(recipe.model.path)) is not None:

@@ -151,7 +151,9 @@ class WorkerGroup:
     async def restart(self, role: RoleName, rank: int) -> None:
         """Replace the dedicated host of a rank, and build its role there."""
         host = self._hosts[RoleRank(role, rank)]
-        if self.is_closed or not self.has_dedicated_host(role, rank):
+        if self.is_closed:
+            raise WorkerError(f"{host} cannot be restarted: the group of workers is closed")
+        if not self.has_dedicated_host(role, rank):
             raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
         if await self.transport.replace([host]):
             raise self.no_room([host])
@@ -220,15 +222,15 @@ class WorkerGroup:
         return await self._call_each(role, method, [by_part.get(id(part)) for part in parts])
 
     async def _call_each(
-        self, role: RoleName, method: str, args: Sequence[tuple[Any, ...] | None]
+        self, role: RoleName, method: str, args_of_ranks: Sequence[tuple[Any, ...] | None]
     ) -> list[Any]:
-        sent = {rank: given for rank, given in enumerate(args) if given is not None}
-        distinct = {id(given): given for given in sent.values()}
-        shared = {key: self.transport.share(given) for key, given in distinct.items()}
+        by_rank = {rank: args for rank, args in enumerate(args_of_ranks) if args is not None}
+        distinct = {id(args): args for args in by_rank.values()}
+        shared = {key: self.transport.share(args) for key, args in distinct.items()}
         call = Call(role, method)
-        calls = [self._send(call, rank, args, shared[id(args)]) for rank, args in sent.items()]
-        by_rank = dict(zip(sent, await _gather(calls), strict=True))
-        return [by_rank.get(rank) for rank in range(len(args))]
+        calls = [self._send(call, rank, args, shared[id(args)]) for rank, args in by_rank.items()]
+        results = dict(zip(by_rank, await _gather(calls), strict=True))
+        return [results.get(rank) for rank in range(len(args_of_ranks))]
 
     def collective(self, role: RoleName) -> asyncio.Lock:
         """Held while ranks of a role communicate, as in a sharded learner: two such calls in
@@ -263,7 +265,7 @@ class WorkerGroup:
         deadline = _CallDeadline(limit_s)
         try:
             async with deadline.timeout:
-                with deadline.counting(self._in_flight[role_rank]):
+                with deadline.track_in(self._in_flight[role_rank]):
                     result = await self.transport.send(host, call, sent)
         except TimeoutError:
             if not deadline.timeout.expired():
@@ -293,7 +295,8 @@ class _CallDeadline:
     abandoned: bool = False
 
     @contextmanager
-    def counting(self, in_flight: set[_CallDeadline]) -> Generator[None]:
+    def track_in(self, in_flight: set[_CallDeadline]) -> Generator[None]:
+        """Start the timer; `in_flight` has this deadline while the block runs."""
         timer = asyncio.get_running_loop().call_later(self.limit_s, self._end, GRACE_S)
         in_flight.add(self)
         try:

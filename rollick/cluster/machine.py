@@ -16,7 +16,7 @@ from pathlib import Path
 from rollick.errors import OpenFilesExhausted
 
 MAX_OPEN_FILES = 65_536
-"""More is not wanted: some programs close every number up to the limit when they start another."""
+"""A higher limit slows programs that close all possible descriptors when they start another."""
 GPU_NODE = re.compile(r"nvidia[0-9]+")
 NVIDIA_SMI_TIMEOUT_S = 5.0
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -66,7 +66,7 @@ class NodeWatch:
             self._beats[node] = asyncio.create_task(self._beat(node), name=f"node {node[:8]}")
 
     @asynccontextmanager
-    async def while_it_answers(self, node: str | None) -> AsyncGenerator[None]:
+    async def fail_if_silent(self, node: str | None) -> AsyncGenerator[None]:
         """Raises NodeLost if the machine stops answering while the block runs."""
         limit = asyncio.timeout(0.0 if node in self._silent else None)
         calls = self._calls[node or ""]
@@ -117,20 +117,20 @@ class NodeWatch:
                 async with asyncio.timeout(SILENT_S):
                     await self._sentinels[node].beat.remote()
             except (TimeoutError, RayError) as error:
-                if not isinstance(error, TimeoutError) and await self._starts_again(node):
+                if not isinstance(error, TimeoutError) and await self._restart_sentinel(node):
                     continue
-                self._lose(node)
+                self._mark_silent(node)
                 alive, _ = await asyncio.to_thread(_read_nodes)
                 if node not in alive:
                     return  # If the machine comes back, it is a new node.
-                await self._starts_again(node)
+                await self._restart_sentinel(node)
             else:
                 self._silent.discard(node)
                 self._have_answered.add(node)
             await asyncio.sleep(BEAT_S)
 
-    async def _starts_again(self, node: str) -> bool:
-        """Replace the sentinel: it may have died alone. Returns whether the new one answers."""
+    async def _restart_sentinel(self, node: str) -> bool:
+        """It may have died alone. Returns whether the new one answers."""
         ray.kill(self._sentinels[node])
         self._sentinels[node] = _create_sentinel(node)
         with suppress(TimeoutError, RayError):
@@ -139,7 +139,8 @@ class NodeWatch:
                 return True
         return False
 
-    def _lose(self, node: str) -> None:
+    def _mark_silent(self, node: str) -> None:
+        """Also ends the calls in flight to its workers."""
         self._silent.add(node)
         now = asyncio.get_running_loop().time()
         for limit in self._calls[node]:
@@ -177,10 +178,10 @@ def plan_placement(
     return placed
 
 
-def node_lost(node: str | None, lost: str = "") -> NodeLost:
+def node_lost(node: str | None, prefix: str = "") -> NodeLost:
     name = (node or "")[:12]
     fix = "check the machine and its network; `ray status` lists the nodes of the cluster"
-    return NodeLost(f"{lost}the machine of Ray node {name} does not answer", fix=fix)
+    return NodeLost(f"{prefix}the machine of Ray node {name} does not answer", fix=fix)
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:

@@ -202,12 +202,12 @@ class RayTransport:
         async def start(host: HostSpec, node: str) -> None:
             self._actors[host.index] = actor = self._spares.take_or_create(host.device.kind, node)
             with suppress(RayError, WorkerLost):
-                async with self._nodes.while_it_answers(node):
-                    self._is_placed(host, await actor.place.remote(host, self._threads))
+                async with self._nodes.fail_if_silent(node):
+                    self._record_placement(host, await actor.place.remote(host, self._threads))
 
         await asyncio.gather(*(start(h, plan[h.index]) for h in hosts if h.index in plan))
 
-    def _is_placed(self, host: HostSpec, process: HostProcess) -> None:
+    def _record_placement(self, host: HostSpec, process: HostProcess) -> None:
         self.processes[host.index] = process
         self._nodes.watch(process.node)
 
@@ -217,7 +217,7 @@ class RayTransport:
         try:
             async with asyncio.timeout(cluster.place_timeout_s):
                 for placed, host in enumerate(hosts):
-                    self._is_placed(host, await replies[placed])
+                    self._record_placement(host, await replies[placed])
         except TimeoutError:
             late = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
             within = f"within {cluster.place_timeout_s:g} s; required: {_required(hosts, cluster)}"
@@ -268,7 +268,7 @@ class RayTransport:
     async def _reply(self, host: HostSpec, method: str, ref: Any) -> Any:
         node = self._node_of(host)
         try:
-            async with self._nodes.while_it_answers(node):
+            async with self._nodes.fail_if_silent(node):
                 reply: Reply = await ref
         except NodeLost:
             raise node_lost(node, f"{host} was lost in {method!r}: ") from None

@@ -28,7 +28,7 @@ RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
-KNOCK_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 """How long a given cluster may take to accept a connection."""
 
 
@@ -69,7 +69,7 @@ def check_address(address: str) -> None:
     if not host or not port.isdigit():
         raise PlacementError(f"cluster.address={address} is not a Ray address", fix=fix)
     try:
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         message = f"no Ray cluster answers at {address}: {error}"
         raise ClusterUnavailable(message, fix=fix) from None

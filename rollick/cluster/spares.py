@@ -82,7 +82,7 @@ def keep_prepared(spares: SpareWorkers) -> None:
 
 
 def take_prepared() -> SpareWorkers | None:
-    """What was kept, once."""
+    """Return the kept spares, if any; the next call returns None."""
     global _prepared
     prepared, _prepared = _prepared, None
     return prepared

@@ -27,7 +27,7 @@ BUILD_ORDER: tuple[RoleName, ...] = ("policy", *_ANNOTATORS, "generators")
 """Generators come last: they may share the parameters of what is there already."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long a role may take to close before it is left behind."""
+"""How long a role may take to close; then the others are closed without waiting for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,11 @@ class Host:
         try:
             with self._wrap_errors(role_rank, role.target):
                 target = getattr(importlib.import_module(module), function)
-                made = await _run(thread, target, context, role_rank.rank, *role.args)
+                instance = await _run(thread, target, context, role_rank.rank, *role.args)
         except RollickError:
             thread.shutdown(wait=False)
             raise
-        self._running_roles[role.role] = _RunningRole(role_rank, made, thread)
+        self._running_roles[role.role] = _RunningRole(role_rank, instance, thread)
 
     async def call(self, call: Call, args: tuple[Any, ...]) -> Any:
         """Run the method and return its result. Plain methods of one role run one after another;

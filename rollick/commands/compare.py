@@ -28,7 +28,7 @@ LOG = logging.getLogger("rollick")
 NOT_COMPARED = ("run.name", "run.folder", "run.seed", "observe.")
 """Settings that do not change what a run learns; beginnings of their names."""
 MAX_SETTINGS = 3
-"""Most settings in the label of a group; with more, its runs are named."""
+"""Maximum settings in the label of a group; if groups differ in more, a label names the runs."""
 
 Settings = Mapping[str, Any]
 
@@ -57,22 +57,23 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
     groups: list[tuple[Settings, list[RunCurves]]] = []
     for settings, run in runs.values():
         members = next(
-            (m for other, m in groups if other == settings and _joins(run, m, other)), None
+            (m for other, m in groups if other == settings and _belongs_to_group(run, m, other)),
+            None,
         )
         if members is None:
             groups.append((settings, [run]))
         else:
             members.append(run)
-    labels = _labels([settings for settings, _ in groups])
+    labels = _build_labels([settings for settings, _ in groups])
     return [
         RunGroup(label or ", ".join(run.name for run in members), members)
         for label, (_, members) in zip(labels, groups, strict=True)
     ]
 
 
-def _joins(run: RunCurves, members: Sequence[RunCurves], settings: Settings) -> bool:
-    """Whether a run with these settings is one more seed of a group. Rows and rewards that were
-    given in Python have no name that tells them apart: two runs of one seed may differ in them."""
+def _belongs_to_group(run: RunCurves, members: Sequence[RunCurves], settings: Settings) -> bool:
+    """Whether a run with the settings of a group differs from its members only in the seed. Rows
+    and rewards given in Python have no name to compare: runs of one seed may differ in them."""
     has_objects = any("object:" in show_setting(value) for value in settings.values())
     return not has_objects or run.seed not in [member.seed for member in members]
 
@@ -122,20 +123,20 @@ def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
     return settings, RunCurves(folder.resolve().name, recipe.run.seed, rows)
 
 
-def _labels(groups: Sequence[Settings]) -> list[str]:
+def _build_labels(groups: Sequence[Settings]) -> list[str]:
     """How each group differs from the others; empty if in too much, or if it is the only one."""
-    names = dict.fromkeys(name for settings in groups for name in settings)
+    known = dict.fromkeys(name for settings in groups for name in settings)
     different = [
-        name for name in names if any(each.get(name) != groups[0].get(name) for each in groups)
+        name for name in known if any(each.get(name) != groups[0].get(name) for each in groups)
     ]
     if not 0 < len(different) <= MAX_SETTINGS:
         return [""] * len(groups)
-    last = [name if "/" in name else name.rpartition(".")[2] for name in different]
-    short = last if len(set(last)) == len(last) else different
+    short = [name if "/" in name else name.rpartition(".")[2] for name in different]
+    names = short if len(set(short)) == len(short) else different
     labels = [
         ", ".join(
             f"{label}={show_setting(settings.get(name))}"
-            for label, name in zip(short, different, strict=True)
+            for label, name in zip(names, different, strict=True)
         )
         for settings in groups
     ]

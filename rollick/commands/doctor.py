@@ -1,8 +1,7 @@
-"""`rollick doctor`: what is wrong with a run or its learning and where its time went, from its
-folder; facts about this machine.
+"""Back end of `rollick doctor`: diagnoses a run from its folder, or reports facts about a machine.
 
-Reads waits.json, run.lock, checkpoints, metrics, time and faults of a run, which may have died. The
-run itself is not touched. The running controller writes these files (pipelines/status.py).
+Reads waits.json, run.lock, checkpoints, metrics, time and faults of a run, which may have died.
+Changes nothing. The controller of the run writes these files (pipelines/status.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from rollick.children.process_tree import process_start
 from rollick.errors import ConfigError
 from rollick.models.bf16_probe import known_bf16, probe_bf16
-from rollick.observe.diagnosis import Diagnosis, RunSnapshot, diagnose, read_situation
+from rollick.observe.diagnosis import Diagnosis, RunSnapshot, diagnose, read_run_snapshot
 from rollick.observe.goodput_report import Reliability
 from rollick.observe.learning_advice import find_advice
 from rollick.observe.metrics import read_metrics
@@ -36,18 +35,18 @@ def examine(run: Path) -> Diagnosis:
     if not (run / "recipe.yaml").is_file():
         fix = "give a folder with recipe.yaml, such as runs/NAME"
         raise ConfigError(f"{run} is not a run's folder", fix=fix)
-    snapshot = read_situation(run)
+    snapshot = read_run_snapshot(run)
     finding = inspect_folder(run, alive=_is_alive(run, snapshot))
     diagnosis = diagnose(snapshot, finding, now=time.time())
     return replace(
         diagnosis,
         environment=environment_facts(),
-        learning=_learning(run),
+        learning=_read_advice(run),
         reliability=Reliability.read(run).lines(),
     )
 
 
-def _learning(run: Path) -> dict[str, str]:
+def _read_advice(run: Path) -> dict[str, str]:
     with suppress(OSError):
         return find_advice(read_metrics(run / "metrics.jsonl"))
     return {}
@@ -90,7 +89,7 @@ def environment_facts(*, probe: bool = False) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "not installed"
     facts["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
-    facts["gpus"] = _gpus()
+    facts["gpus"] = _describe_gpus()
     works = probe_bf16() if probe else known_bf16()
     words = {None: "not tried since the last boot", True: "works", False: "crashes: worked around"}
     facts["bfloat16 on the CPU"] = words[works]
@@ -99,14 +98,14 @@ def environment_facts(*, probe: bool = False) -> dict[str, str]:
     return facts
 
 
-def _gpus() -> str:
+def _describe_gpus() -> str:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "none found (no nvidia-smi)"
     try:
-        listed = subprocess.run(
+        process = subprocess.run(
             [tool, "-L"], capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return "nvidia-smi does not answer"
-    return "; ".join(line.split(" (UUID")[0] for line in listed.stdout.splitlines()) or "none"
+    return "; ".join(line.split(" (UUID")[0] for line in process.stdout.splitlines()) or "none"

@@ -45,9 +45,10 @@ def test_env(
     seed: int,
     picture: Path | None,
 ) -> tuple[list[str], EpisodeReport]:
-    """Check the environment, run episodes with a scripted policy or a model, and draw one to
-    `picture` (for a model: one of the random policy).
-    Returns the problems of the environment, and averages over its episodes.
+    """Check the environment, run episodes with a scripted policy or a model, and draw one
+    episode to `picture`; with a model, the random policy plays it.
+
+    Returns the problems of the environment, and averages over the episodes.
     """
     make, is_model = find_env(name), policy not in POLICIES and Path(policy).exists()
     scripted = find_policy("random" if is_model else policy)
@@ -120,13 +121,13 @@ def summarise(groups: tuple[Group, ...], seconds: float) -> EpisodeReport:
         reward=sum(m.score.value for m in members if m.score.ok) / count,
         steps=steps / count,
         steps_per_s=steps / max(seconds, 1e-9),
-        valid=_share(episodes, "valid"),
-        effective=_share(episodes, "effective"),
+        valid=_fraction_true(episodes, "valid"),
+        effective=_fraction_true(episodes, "effective"),
         errors=len(errors),
         first_errors=tuple(errors[:3]),
     )
 
 
-def _share(episodes: list[EpisodeRecord], name: str) -> float | None:
+def _fraction_true(episodes: list[EpisodeRecord], name: str) -> float | None:
     flags = [flag for episode in episodes for flag in getattr(episode, name)]
     return sum(flags) / len(flags) if flags else None

@@ -45,11 +45,11 @@ def check_and_describe(
     if not recipe_only:
         problems += [*check_machine(loaded), *check_memory(loaded, rows)]
     raise_problems(problems, origin=str(path))
-    parts = [_summary(recipe), describe_plan(recipe), "", _describe_memory(rows)]
+    parts = [_describe_run(recipe), describe_plan(recipe), "", _describe_memory(rows)]
     return "\n".join(parts)
 
 
-def _summary(recipe: Recipe) -> str:
+def _describe_run(recipe: Recipe) -> str:
     if isinstance(recipe, SupervisedRecipe):
         kind = "pairs" if recipe.compares_pairs else "examples"
         size = f"{recipe.train.batch_size} {kind}"
@@ -59,13 +59,13 @@ def _summary(recipe: Recipe) -> str:
     rows = [
         ("pipeline", f"{recipe.pipeline}, {recipe.run.steps} steps of {size}"),
         ("model", f"{recipe.model.path} ({recipe.model.dtype})"),
-        ("data", _shares(recipe.data.domains)),
+        ("data", _describe_shares(recipe.data.domains)),
         ("validation", ", ".join(recipe.data.validation) or "none"),
     ]
     return "\n".join(f"  {name:<12}{text}" for name, text in rows)
 
 
-def _shares(domains: Mapping[str, TrainingDomain]) -> str:
+def _describe_shares(domains: Mapping[str, TrainingDomain]) -> str:
     total = sum(domain.share for domain in domains.values())
     return ", ".join(f"{name} {domain.share / total:.0%}" for name, domain in domains.items())
 
@@ -78,11 +78,11 @@ def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
     if on_cpu.most:
         lines.append(f"in total  {describe_bounds(on_cpu)}")
     if on_cpu.most and memory:
-        lines.append(f"machine   {memory / GB:.3g} GB{_advice(on_cpu, memory)}")
+        lines.append(f"machine   {memory / GB:.3g} GB{_memory_advice(on_cpu, memory)}")
     return "\n".join(lines)
 
 
-def _advice(bounds: MachineBounds, memory: int) -> str:
+def _memory_advice(bounds: MachineBounds, memory: int) -> str:
     """What to change if the machine runs out of memory; empty if it cannot."""
     if bounds.most <= memory:
         return ""
@@ -104,7 +104,7 @@ def describe_names(kind: str) -> str:
 def describe_preset(name: str) -> str:
     """The algorithm section of a preset as YAML, under a comment with its paper."""
     if name not in PRESETS:
-        message, fix = unknown_name("presets", name, own=False)
+        message, fix = unknown_name("presets", name, allow_custom=False)
         raise ConfigError(message, fix=fix)
     preset = PRESETS[name]
     section = AlgorithmConfig(preset=name).model_dump(mode="json")

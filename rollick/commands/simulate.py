@@ -13,7 +13,7 @@ from rollick.simulator.run import add_training_cost, simulate
 from rollick.simulator.scenario import Scenario, recipe_scenario
 
 
-def base_scenario(recipe: Recipe, run: Path | None) -> tuple[Scenario, list[tuple[str, str]]]:
+def build_scenario(recipe: Recipe, run: Path | None) -> tuple[Scenario, list[tuple[str, str]]]:
     """The recipe's scenario, calibrated on `run` if given, and a description of the calibration."""
     scenario = recipe_scenario(recipe)
     if run is None:

@@ -39,7 +39,7 @@ class Standby:
     _has_failed: bool = False
 
     def start(self) -> None:
-        """Start one unless there is one. After one that ended by itself, no other is tried."""
+        """Start a process unless one is held. If one ended by itself, none is started again."""
         if self._process is not None and self._process.poll() is not None:
             LOG.warning("the standby ended by itself; a restart will take longer")
             self._process, self._has_failed = None, True
@@ -47,7 +47,7 @@ class Standby:
             self._process = start_run(self.command(), stdin=PIPE)
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """The process, which now resumes the run; None if there is none that works."""
+        """Tell the process to resume the run, and return it; None if there is none that works."""
         process, self._process = self._process, None
         if process is None or process.stdin is None or process.poll() is not None:
             return None
@@ -69,7 +69,7 @@ class Standby:
         return own | find_descendants(pid)
 
     def discard(self) -> None:
-        """Kill it. Its own children are left to the supervisor."""
+        """Kill the process. The supervisor kills its children."""
         process, self._process = self._process, None
         if process is not None:
             _kill(process)
@@ -90,13 +90,14 @@ def start_run(command: Sequence[str], *, stdin: int | None = None) -> subprocess
 
 
 def wait_for_start() -> bool:
-    """In the standby: wait until it is to resume the run; False if the supervisor has ended."""
+    """Called in the standby. Waits for the line from the supervisor: True if the standby is to
+    resume the run, False if the supervisor has ended."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # Ends Ray too.
 
-    before = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         return bool(sys.stdin.buffer.readline())
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -126,8 +126,8 @@ class Signals:
 
 
 class RunSupervisor:
-    """Runs `command(resume)` until it ends for good. Must be the only user of this process's
-    children: those that it did not start before `run` belong to the run and are killed."""
+    """Runs `command(resume)` until it ends for good. Nothing else may start children of this
+    process meanwhile: all that did not exist when `run` was called are killed."""
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class RunSupervisor:
         self._stopped_since: float | None = None
         self._was_stopped = False
         """Whether the last run was killed because it was stopped."""
-        self._earlier: set[ProcessId] = set()
-        """Children that this process had before."""
+        self._children_before: set[ProcessId] = set()
+        """Children that this process had when `run` was called."""
 
     def run(self, *, resume: bool) -> int:
         """Returns the exit code for the supervisor."""
         adopt_orphans()
-        self._earlier = find_descendants()
+        self._children_before = find_descendants()
         try:
             with Signals.caught() as signals:
                 return self._run_until_final(signals, resume=resume)
@@ -227,7 +227,8 @@ class RunSupervisor:
         return True
 
     def _plan_restart(self, code: int) -> float | None:
-        """Record the crash and announce the restart. Returns its delay, None if it must not be."""
+        """Record the crash and announce the restart. Returns its delay, or None if the budget is
+        spent."""
         store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
         step, cause = store.newest_step(), self._describe_exit(code)
         kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
@@ -260,12 +261,12 @@ class RunSupervisor:
 
         def find() -> set[ProcessId]:
             reap_orphans()
-            found = find_descendants() - self._earlier
+            found = find_descendants() - self._children_before
             # Read later: a process that the standby has just started is in both.
             return found - self._standby.processes() if self._standby else found
 
         left = kill_processes(find, timeout_s=KILL_TIMEOUT_S)
-        for folder in find_unused_memory():
+        for folder in find_unused_shared_memory():
             shutil.rmtree(folder, ignore_errors=True)
         if sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # The live view of a killed run had hidden it.
@@ -298,7 +299,7 @@ def supervise_train(
     return RunSupervisor(command, folder, restarts=restarts, standby=prepared).run(resume=resume)
 
 
-def find_unused_memory() -> list[Path]:
+def find_unused_shared_memory() -> list[Path]:
     """Folders of runs in shared memory whose lock nobody holds: their controller is gone."""
     unused: list[Path] = []
     for folder in SHARED_MEMORY.glob("rollick-*"):

@@ -5,7 +5,7 @@ A recipe does not accept these names. The message about an unknown key names our
 
 from __future__ import annotations
 
-_THEIRS = """
+_TABLE = """
 rollout.group_size: num_generations n_samples_per_prompt
 rollout.groups_per_step: generation_batch_size rollout_batch_size per_device_train_batch_size
 rollout.groups_per_step: train_batch_size
@@ -48,13 +48,13 @@ train.lora.dropout: lora_dropout
 train.lora.targets: lora_target_modules target_modules
 train.parallel.recompute: gradient_checkpointing
 """
-"""Our key (NAME: of a domain), and what other libraries call it."""
+"""Each line: our key (NAME stands for a domain), then its names in other libraries."""
 
 FOREIGN_NAMES: dict[str, list[str]] = {}
 """Name in another library -> our keys. The message suggests the first key that recipes of the
 pipeline have."""
 
-for _line in _THEIRS.strip().splitlines():
+for _line in _TABLE.strip().splitlines():
     _ours, _, _names = _line.partition(": ")
     for _name in _names.split():
         FOREIGN_NAMES.setdefault(_name, []).append(_ours)

@@ -45,7 +45,7 @@ def interpolate(root: Node, problems: list[Problem]) -> Node:
             for path in unresolved:
                 leaf = leaves[path]
                 try:
-                    value = _resolved(config, path)
+                    value = _resolve(config, path)
                     filled[path] = from_plain(value, leaf.location, leaf.key_location)
                 except LookupError as error:
                     fail(path, error.args[0])
@@ -67,7 +67,7 @@ def _is_well_formed(text: Any) -> bool:
     return True
 
 
-def _resolved(config: Any, path: KeyPath) -> Any:
+def _resolve(config: Any, path: KeyPath) -> Any:
     """The value at `path`, as plain Python; LookupError says why there is none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -87,16 +87,16 @@ def _resolved(config: Any, path: KeyPath) -> Any:
 
 
 def _check_size(value: Any) -> None:
-    """LookupError for a value that no recipe needs."""
-    left = [value]
+    """Raises LookupError if the value is larger than a recipe needs."""
+    pending = [value]
     for _ in range(MAX_NODES):
-        if not left:
+        if not pending:
             return
-        part = left.pop()
+        part = pending.pop()
         if isinstance(part, dict):
-            left.extend(part.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+            pending.extend(part.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
         elif isinstance(part, list):
-            left.extend(part)  # pyright: ignore[reportUnknownArgumentType]
+            pending.extend(part)  # pyright: ignore[reportUnknownArgumentType]
         elif isinstance(part, str) and len(part) > MAX_CHARACTERS:
             raise LookupError(f"it grows to {len(part)} characters")
     raise LookupError(f"it grows to more than {MAX_NODES} values")

@@ -37,7 +37,7 @@ PLACEHOLDERS: Mapping[str, Any] = {
     **{"model": {"path": "?"}, "teacher": {"path": "?"}, "data": {"domains": {}}, "domains": {}},
     **dict.fromkeys(("completion", "chosen", "rejected", "path", "source", "name"), "?"),
 }
-"""Values for required keys that are wrong or missing, so that rules about others can run."""
+"""Values for required keys that are wrong or missing, so that rules about other keys can run."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ def check_recipe(
 
 def _run_rules(context: Context) -> list[Problem]:
     """Every problem that rules find; skips rules that read a setting known to be wrong."""
-    sound = [function for function, reads in RULES if context.is_sound(*reads)]
-    return [problem for function in sound for problem in function(context)]
+    rules = [function for function, reads in RULES if context.is_sound(*reads)]
+    return [problem for function in rules for problem in function(context)]
 
 
 def recipe_schema() -> dict[str, Any]:
     """The JSON Schema of a recipe file: one alternative for each pipeline, each with `extends`."""
     references, schema = models_json_schema([(kind, "validation") for kind in RECIPES.values()])
-    about = "Another recipe, relative to this one, whose keys this one overrides."
-    extends = {"extends": {"type": "string", "description": about}}
+    description = "Another recipe, relative to this one, whose keys this one overrides."
+    extends = {"extends": {"type": "string", "description": description}}
     for reference in references.values():
         recipe = schema["$defs"][reference["$ref"].rpartition("/")[2]]
         recipe["properties"] = extends | recipe["properties"]
@@ -114,7 +114,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The whole recipe as YAML; loading it gives an equal recipe."""
+    """The recipe as YAML, with all defaults; loading it gives an equal recipe."""
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
@@ -141,14 +141,14 @@ def _build(
 
 
 def _validate(source: Node, problems: list[Problem], unsound: set[KeyPath]) -> Recipe | None:
-    """Parse the recipe. Adds errors to `problems` and then returns a recipe without these parts."""
+    """Parse the recipe. Reports invalid parts in `problems` and returns a recipe without them."""
     data = source.plain()
     pipeline = source.child("pipeline")
     if pipeline is not None and isinstance(pipeline.value, str):
         name = pipeline.value
         with suppress(ConfigError):  # Registered twice: a rule reports that.
             if name not in RECIPES and find("pipelines", name) is None:
-                message, fix = unknown_name("pipelines", name, own=False)
+                message, fix = unknown_name("pipelines", name, allow_custom=False)
                 problems.append(Problem(pipeline.location, "pipeline", message, fix))
                 return None
     try:

@@ -21,7 +21,7 @@ class ModelSizes:
 
     heads: int
     kv_heads: int
-    inner: int
+    intermediate: int
     experts: int
 
     @classmethod
@@ -34,24 +34,24 @@ class ModelSizes:
             return None
         if not isinstance(config, dict):
             return None
-        inner_config: Any = config.get("text_config")  # pyright: ignore
-        values: dict[str, Any] = inner_config if isinstance(inner_config, dict) else config  # pyright: ignore
+        text_config: Any = config.get("text_config")  # pyright: ignore
+        values: dict[str, Any] = text_config if isinstance(text_config, dict) else config  # pyright: ignore
         keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        heads, kv_heads, inner = (_number(values, key) for key in keys)
+        heads, kv_heads, intermediate = (_number(values, key) for key in keys)
         experts = max(_number(values, key) for key in EXPERT_KEYS)
-        return cls(heads, kv_heads or heads, inner, experts) if heads else None
+        return cls(heads, kv_heads or heads, intermediate, experts) if heads else None
 
     @property
     def tensor_divisible(self) -> int:
         """`tensor` must divide this number."""
-        return gcd(self.heads, self.kv_heads, self.inner)
+        return gcd(self.heads, self.kv_heads, self.intermediate)
 
     def describe(self) -> str:
         """The sizes that ranks may divide by, and why."""
-        why = f"{self.heads} heads, {self.kv_heads} key-value heads, inner size {self.inner}"
-        text = (
-            f"tensor may be {divisors(self.tensor_divisible)} ({why}); data and context any number"
-        )
+        sizes = f"{self.heads} heads, {self.kv_heads} key-value heads, "
+        sizes += f"intermediate size {self.intermediate}"
+        tensor = divisors(self.tensor_divisible)
+        text = f"tensor may be {tensor} ({sizes}); data and context any number"
         if self.experts:
             text += f"; expert {divisors(self.experts)} ({self.experts} experts)"
         return text

@@ -217,15 +217,15 @@ def find(kind: str, name: str) -> str | None:
     """
     if is_reference(name):
         return name
-    own = NAMES[kind].get(name)
+    builtin = NAMES[kind].get(name)
     registered = () if kind in CLOSED else plugins(kind).get(name, ())
     if not registered:
-        return own
+        return builtin
     whose = f"{name!r} of the {kind.replace('_', ' ')}"
     packages = [plugin.package for plugin in registered]
-    if own or len(packages) > 1:
-        owners = ["rollick itself", *packages] if own else packages
-        remove = (" and " if own else " or ").join(packages)
+    if builtin or len(packages) > 1:
+        owners = ["rollick itself", *packages] if builtin else packages
+        remove = (" and " if builtin else " or ").join(packages)
         fix = f"uninstall {remove}, or name its function as package.module:function"
         raise ConfigError(f"{whose} is registered by {' and by '.join(owners)}", fix=fix)
     target = registered[0].target
@@ -239,10 +239,10 @@ def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
     """Import the object of a name. Files are relative to `base`, the recipe's folder."""
     target = find(kind, name)
     if target is None:
-        known = names_of(kind)
+        known, kinds = names_of(kind), kind.replace("_", " ")
         close = ", ".join(nearest(name, known))
-        message = f"{name!r} is not one of the {kind} ({', '.join(known) or 'none'})"
-        fix = f"did you mean {close}?" if close else "or name your own as file.py:name"
+        message = f"{name!r} is not one of the {kinds} ({', '.join(known) or 'none'})"
+        fix = f"did you mean {close}?" if close else "name your own as file.py:name"
         raise ConfigError(message, fix=fix)
     return load_reference(target, base=base)
 

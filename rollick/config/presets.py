@@ -1,6 +1,6 @@
 """Presets: published algorithms as settings of the `algorithm` section.
 
-    algorithm: dapo                                       the preset, as it is
+    algorithm: dapo                                       the preset, unchanged
     algorithm: {preset: dapo, loss: {clip_high: 0.3}}     the recipe's keys override the preset's
 
 Parts (and shaping) are merged key by key. If the recipe gives a part another `name`, nothing of
@@ -135,7 +135,7 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def by_preset(value: Any) -> Any:
+def expand_preset_name(value: Any) -> Any:
     """`algorithm: dapo` is short for `algorithm: {preset: dapo}`."""
     return {"preset": value} if isinstance(value, str) else value
 

@@ -46,7 +46,7 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem], *, origin: str) -> None:
-    """One ConfigError with all of them, in the order of the file. Nothing if there are none."""
+    """Raises one ConfigError with all problems, in the order of the file, if there are any."""
     if not problems:
         return
     ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.location)

@@ -121,7 +121,8 @@ class _Recorder:
 
 
 def _path_in_code(where: str) -> PurePosixPath:
-    """A path below the folder of copies; equal paths relative to each other stay so."""
+    """The path of a copy below the folder of copies. `..` becomes `__`, so that the copies have the
+    same relative locations as the originals."""
     path = PurePosixPath(where)
     parts = path.relative_to("/").parts if path.is_absolute() else path.parts
     kept = ["__" if part == ".." else part for part in parts]

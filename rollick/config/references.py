@@ -69,14 +69,14 @@ def parameters_of(function: Callable[..., object]) -> Parameters | None:
     except (TypeError, ValueError):
         return None
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {name: one for name, one in given.items() if one.kind not in variadic}
-    required = [name for name, one in named.items() if one.default is one.empty]
-    by_position = [name for name, one in named.items() if one.kind is one.POSITIONAL_ONLY]
+    named = {name: item for name, item in given.items() if item.kind not in variadic}
+    required = [name for name, item in named.items() if item.default is item.empty]
+    by_position = [name for name, item in named.items() if item.kind is item.POSITIONAL_ONLY]
     return Parameters(
         names=tuple(name for name in named if name not in by_position),
         required=tuple(required),
         unfillable=tuple(name for name in by_position if name in required),
-        takes_any=any(one.kind is one.VAR_KEYWORD for one in given.values()),
+        takes_any=any(item.kind is item.VAR_KEYWORD for item in given.values()),
     )
 
 

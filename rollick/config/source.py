@@ -7,7 +7,7 @@ together.
     file.yaml -+- compose -> Node --+-- merge (extends) -- override a.b=c --> Node
     base.yaml -+- compose -> Node --+                    (then interpolation.py)
 
-YAML is read by the 1.2 rules, as people expect them: `on` and `12:30` are text, `1e-6` is a
+YAML is read by the rules of YAML 1.2: `on` and `12:30` are text, `1e-6` is a
 number, and a repeated key is a problem.
 """
 
@@ -152,7 +152,7 @@ def read_file(path: Path, problems: list[Problem], *, seen: tuple[Path, ...] = (
 
 
 def _read_text(path: Path) -> str:
-    """ValueError unless it is a text of usual size; a device would have no end."""
+    """Raises ValueError if the file is not UTF-8 or too large; reading a device would never end."""
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
@@ -207,7 +207,7 @@ def _compose(text: str, origin: str, problems: list[Problem]) -> Node | None:
 
 
 class _Builder:
-    """Turns composed YAML into Nodes; knows which nodes are open, to stop at endless aliases."""
+    """Turns composed YAML into Nodes. `open`: nodes around the current one; no alias may be one."""
 
     def __init__(self, origin: str, problems: list[Problem]) -> None:
         self.origin = origin
@@ -218,7 +218,8 @@ class _Builder:
     def build(self, raw: yaml.Node, path: KeyPath, key_location: Location) -> Node:
         location = self.location(raw)
         if id(raw) in self.open:
-            self.problems.append(Problem(location, dotted(path), "an alias makes it endless"))
+            message, fix = "the alias refers to a section that contains it", "write the values out"
+            self.problems.append(Problem(location, dotted(path), message, fix))
             return Node(None, location, key_location)
         self.count += 1
         if self.count > MAX_NODES:
@@ -239,22 +240,22 @@ class _Builder:
 
     def _mapping(self, raw: yaml.MappingNode, path: KeyPath) -> dict[str, Node]:
         values: dict[str, Node] = {}
-        beneath: dict[str, Node] = {}
+        merged_keys: dict[str, Node] = {}
         for key, value in raw.value:
             location = self.location(key)
             if not isinstance(key, yaml.ScalarNode):
-                self.problems.append(Problem(location, dotted(path), "a key must be a single word"))
+                self.problems.append(Problem(location, dotted(path), "a key must be text"))
             elif key.tag == _TAG + "merge":
                 sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 for source in reversed(sources):
-                    merged = self.build(source, path, location).value
-                    beneath.update(merged if isinstance(merged, dict) else {})
+                    section = self.build(source, path, location).value
+                    merged_keys.update(section if isinstance(section, dict) else {})
             elif key.value in values:
                 message = f"repeated; the first is at line {values[key.value].key_location.line}"
                 self.problems.append(Problem(location, dotted((*path, key.value)), message))
             else:
                 values[key.value] = self.build(value, (*path, key.value), location)
-        return {**beneath, **values}
+        return {**merged_keys, **values}
 
     def _scalar(self, raw: yaml.Node, path: KeyPath) -> bool | int | float | str | None:
         text = raw.value
@@ -284,9 +285,9 @@ def _read_number(text: str, kind: str) -> int | float | str:
 
 
 def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
-    """`over` on top of `base`: sections are merged key by key, all else is replaced."""
+    """`over` on top of `base`: sections are merged key by key, other values are replaced."""
     if key := _naming_key(path):
-        base, over = _in_full(base, key), _in_full(over, key)
+        base, over = _expand_short_form(base, key), _expand_short_form(over, key)
         name, before = over.find((key,)), base.find((key,))
         if name is not None and (before is None or name.value != before.value):
             return over
@@ -299,7 +300,8 @@ def merge(base: Node, over: Node, path: KeyPath = ()) -> Node:
 
 
 def _naming_key(path: KeyPath) -> str:
-    """The key that picks what a section is; another value drops the settings of the one before."""
+    """The key that selects the kind of the section at `path`; empty if it has none. A new value of
+    this key drops the other settings of the section."""
     match path:
         case ("algorithm",) | ("data", _, _, "algorithm"):
             return "preset"
@@ -311,7 +313,7 @@ def _naming_key(path: KeyPath) -> str:
             return ""
 
 
-def _in_full(node: Node, key: str) -> Node:
+def _expand_short_form(node: Node, key: str) -> Node:
     """`loss: ppo` is short for `loss: {name: ppo}`, `algorithm: dapo` for `{preset: dapo}`."""
     return replace(node, value={key: node}) if isinstance(node.value, str) else node
 
@@ -324,25 +326,29 @@ def apply_override(root: Node, override: str, problems: list[Problem]) -> Node:
     if not equals or not all(re.fullmatch(r"[^\s+~]+", part) for part in path):
         problems.append(Problem(location, "", "is not of the form a.b=c"))
         return root
-    own: list[Problem] = []
+    value_problems: list[Problem] = []
     try:
         raw = yaml.compose(text, Loader=_Loader)
-        value = _Builder(location.origin, own).build(raw, (), location).plain() if raw else None
+        builder = _Builder(location.origin, value_problems)
+        value = builder.build(raw, (), location).plain() if raw else None
     except (yaml.YAMLError, RecursionError):
         problems.append(Problem(location, "", f"the value {text!r} is not valid YAML"))
         return root
-    problems.extend(replace(problem, location=location) for problem in own)
-    return root if own else _set(root, path, from_plain(value, location), problems, done=())
+    if value_problems:
+        problems.extend(replace(problem, location=location) for problem in value_problems)
+        return root
+    return _set(root, path, from_plain(value, location), problems, parents=())
 
 
 def _set(
-    node: Node, path: tuple[str, ...], value: Node, problems: list[Problem], *, done: KeyPath
+    node: Node, path: tuple[str, ...], value: Node, problems: list[Problem], *, parents: KeyPath
 ) -> Node:
+    """The node with `value` at `path` below it. `parents`: the path of the node."""
     if not path:
         return value
     part, rest = path[0], path[1:]
-    if key := _naming_key(done):
-        node = _in_full(node, key)
+    if key := _naming_key(parents):
+        node = _expand_short_form(node, key)
         before = node.find((key,))
         if part == key and not rest and (before is None or before.value != value.value):
             return replace(node, value={key: value})
@@ -350,16 +356,16 @@ def _set(
         index = int(part) if part.isdecimal() else -1
         if not 0 <= index < len(node.value):
             message = f"has no element {part!r}; it has {len(node.value)}, counted from 0"
-            problems.append(Problem(value.location, dotted(done), message))
+            problems.append(Problem(value.location, dotted(parents), message))
             return node
         items = list(node.value)
-        items[index] = _set(items[index], rest, value, problems, done=(*done, index))
+        items[index] = _set(items[index], rest, value, problems, parents=(*parents, index))
         return replace(node, value=items)
     if node.value is not None and not isinstance(node.value, dict):
         message = f"is {show(node.value)}, so it has no key {part!r}"
-        problems.append(Problem(value.location, dotted(done), message))
+        problems.append(Problem(value.location, dotted(parents), message))
         return node
     section = dict(node.value or {})
     inner = section.get(part, Node(None, value.location, value.location))
-    section[part] = _set(inner, rest, value, problems, done=(*done, part))
+    section[part] = _set(inner, rest, value, problems, parents=(*parents, part))
     return replace(node, value=section)

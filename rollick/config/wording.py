@@ -27,6 +27,7 @@ EXPECTED = {
     "finite_number": "a finite number",
     "bool": "true or false",
     "string": "text",
+    "string_too_short": "text that is not empty",
     **dict.fromkeys(("model", "dict", "mapping"), "a section (key: value lines)"),
     **dict.fromkeys(("tuple", "list"), "a list"),
 }
@@ -41,7 +42,7 @@ BOUNDS = {
 
 PART_KINDS = {"advantage": "advantages", "loss": "losses", "correction": "corrections"}
 
-INSTEAD = {
+OTHER_PIPELINE_FIXES = {
     "sampling": "use evaluate.sampling to validate, or remove it",
     "batch_size": "use rollout.groups_per_step and rollout.group_size",
     "environment": "use pipeline: agentic, or sft to imitate its solver",
@@ -52,7 +53,7 @@ INSTEAD = {
 _ENVIRONMENTS = ("processes", "threads", "step_timeout_s", "episode_timeout_s")
 _SAMPLING = ("temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "logit_bias")
 
-MOVED: Mapping[str, str] = {
+RENAMED_KEYS: Mapping[str, str] = {
     "rollout.reward_processes": "rewards.processes",
     "rollout.reward_timeout_s": "rewards.timeout_s",
     **{f"rollout.env_{key}": f"environments.{key}" for key in _ENVIRONMENTS},
@@ -68,7 +69,7 @@ MOVED: Mapping[str, str] = {
     "data.selection.retire_above": "data.selection.retire.pass_rate",
     "data.selection.min_tries": "data.selection.retire.min_tries",
 }
-"""Renamed keys: old -> new. `*` is any name; the n-th `*` is the same on both sides."""
+"""Old key -> the key that replaced it. `*` is any name; the n-th `*` is the same on both sides."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class ErrorTranslator:
         path = path_of(loc, source)
         if error["type"] == "union_tag_not_found":
             where = (*path, "name") if source.find((*path, "name")) else path
-            message, fix = unknown_name(PART_KINDS[str(path[-1])], error["input"]["name"], own=True)
+            kind, name = PART_KINDS[str(path[-1])], error["input"]["name"]
+            message, fix = unknown_name(kind, name, allow_custom=True)
             return path, Problem(source.nearest(where).location, dotted(where), message, fix)
         node = source.nearest(path)
         if error["type"] == "extra_forbidden":
@@ -118,7 +120,7 @@ class ErrorTranslator:
             return f"unknown key {key!r}", f"it is now {new}"
         if others := [name for name, recipe in RECIPES.items() if has_key(recipe, path)]:
             kind = "section" if len(path) == 1 else "key"
-            fix = INSTEAD.get(key, f"only {' and '.join(others)} have it: remove it")
+            fix = OTHER_PIPELINE_FIXES.get(key, f"only {' and '.join(others)} have it: remove it")
             node = self.source.child("pipeline")
             pipeline = node.value if node else "rlvr"
             return f"pipeline {pipeline} has no {kind} {key!r}", fix
@@ -153,7 +155,7 @@ def path_of(loc: Sequence[str | int], source: Node) -> KeyPath:
 
 def new_key(path: KeyPath) -> str:
     """The key that replaced an old one; empty if there is none."""
-    for old, new in MOVED.items():
+    for old, new in RENAMED_KEYS.items():
         if match := re.fullmatch(re.escape(old).replace(r"\*", r"([^.]+)"), dotted(path)):
             for name in match.groups():
                 new = new.replace("*", name, 1)
@@ -161,11 +163,12 @@ def new_key(path: KeyPath) -> str:
     return ""
 
 
-def unknown_name(kind: str, name: object, *, own: bool) -> tuple[str, str]:
+def unknown_name(kind: str, name: object, *, allow_custom: bool) -> tuple[str, str]:
     """Message and fix for a name that no plugin or built-in of its kind has."""
     known = names_of(kind)
     message = f"{show(name)} is not one of the {kind.replace('_', ' ')} ({', '.join(known)})"
-    return message, did_you_mean(name, known) or ("or your own as file.py:name" if own else "")
+    custom = "or your own as file.py:name" if allow_custom else ""
+    return message, did_you_mean(name, known) or custom
 
 
 def _wrong_value(error: ErrorDetails, path: KeyPath) -> tuple[str, str]:
@@ -180,7 +183,7 @@ def _wrong_value(error: ErrorDetails, path: KeyPath) -> tuple[str, str]:
     if kind == "union_tag_invalid":
         return _not_one_of(context["tag"], context["expected_tags"])
     if kind == "unknown_preset":
-        return unknown_name("presets", value, own=False)
+        return unknown_name("presets", value, allow_custom=False)
     if kind == "too_long":
         return f"must have {context['max_length']} elements, but has {len(value)}", ""
     if expected := EXPECTED.get(kind) or EXPECTED.get(kind.split("_")[0]):

@@ -61,7 +61,7 @@ class Batch:
     """Policy version at the start of the step; ages of tokens are relative to it."""
 
     @property
-    def samples(self) -> int:
+    def rows(self) -> int:
         return len(self.lengths_B)
 
     @property

@@ -72,16 +72,16 @@ class ChatCodec:
     def encode_messages(self, messages: Messages, *, tools: Messages = ()) -> IntArray:
         """Like encode_prompt, for messages with further keys, and with tools."""
         if self._template == "plain":
-            return self.encode_text(self._as_text(_joined_contents(messages)))
-        given, tools = self._as_text(list(messages)), self._as_text(list(tools))
-        return self._tokenized(self._render(given, open_answer=True, tools=tools))
+            return self.encode_text(self._as_text(_join_contents(messages)))
+        messages, tools = self._as_text(list(messages)), self._as_text(list(tools))
+        return self._tokenize(self._render(messages, add_generation_prompt=True, tools=tools))
 
     def encode_text(self, text: str) -> IntArray:
         """[T] ids of a text to continue, after the begin-of-sequence token if there is one. Control
         tokens keep their meaning: the text may be a conversation that a client has rendered
         itself."""
         bos = self._tokenizer.bos_token_id
-        return _joined([] if bos is None else [bos], self._tokenized(text))
+        return _concatenate([] if bos is None else [bos], self._tokenize(text))
 
     def append_turns(self, token_ids: npt.ArrayLike, turns: Sequence[Turn]) -> IntArray:
         """[T] `token_ids`, the end of the assistant's turn, `turns`, and the start of an answer.
@@ -96,16 +96,18 @@ class ChatCodec:
     ) -> IntArray:
         """Like append_turns, for messages with further keys, and with tools."""
         if self._template == "plain":
-            return self.append_text(token_ids, self._as_text(_joined_contents(messages)))
-        given, tools = self._as_text(list(messages)), self._as_text(list(tools))
-        added = self._tokenized(self._text_after_answer(given, open_answer=True, tools=tools))
+            return self.append_text(token_ids, self._as_text(_join_contents(messages)))
+        messages, tools = self._as_text(list(messages)), self._as_text(list(tools))
+        added = self._tokenize(
+            self._text_after_answer(messages, add_generation_prompt=True, tools=tools)
+        )
         # Only a special token closes a turn: an ordinary one may be the last of an answer.
         last = np.asarray(token_ids)[-1:].tolist()
         is_closed = bool(last) and last == added[:1].tolist() and last[0] in self._special_ids
-        return _joined(token_ids, added[1:] if is_closed else added)
+        return _concatenate(token_ids, added[1:] if is_closed else added)
 
     def append_text(self, token_ids: npt.ArrayLike, text: str) -> IntArray:
-        return _joined(token_ids, self._tokenized(text))
+        return _concatenate(token_ids, self._tokenize(text))
 
     def encode_example(
         self, turns: Sequence[Turn], completion: str, *, trusted: bool = True
@@ -116,11 +118,11 @@ class ChatCodec:
         text = completion if trusted else self._as_text(completion)
         prompt, answer = self.encode_prompt(turns), self.encode_answer(text)
         mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
-        return _joined(prompt, answer), frozen_array(mask, np.bool_)
+        return _concatenate(prompt, answer), frozen_array(mask, np.bool_)
 
     def encode_answer(self, text: str) -> IntArray:
         """[T] ids of an assistant's answer, with the end of its turn."""
-        return _joined(self._tokenized(text), [] if self.end_id is None else [self.end_id])
+        return _concatenate(self._tokenize(text), [] if self.end_id is None else [self.end_id])
 
     def decode(self, token_ids: npt.ArrayLike) -> str:
         """The text without special tokens. Spaces are not cleaned up."""
@@ -132,7 +134,7 @@ class ChatCodec:
     def end_id(self) -> int | None:
         """The id that ends an answer: the template's closing special token, else eos."""
         if self._template == "chat":
-            closing = self._tokenized(self._text_after_answer((), open_answer=False))
+            closing = self._tokenize(self._text_after_answer((), add_generation_prompt=False))
             if len(closing) and int(closing[0]) in self._special_ids:
                 return int(closing[0])
         return self._tokenizer.eos_token_id
@@ -148,7 +150,7 @@ class ChatCodec:
         return len(self._tokenizer)
 
     @cached_property
-    def longest_token(self) -> int:
+    def max_token_length(self) -> int:
         """Length of the longest vocabulary entry: an upper bound on the characters of a token."""
         return max(len(token) for token in self._tokenizer.get_vocab())
 
@@ -165,10 +167,10 @@ class ChatCodec:
         tools = [{"type": "function", "function": function}]
         user = [{"role": "user", "content": "x"}]
         try:
-            with_tool = self._render(user, open_answer=True, tools=tools)
+            with_tool = self._render(user, add_generation_prompt=True, tools=tools)
         except DataError:
             return ""
-        return with_tool if with_tool != self._render(user, open_answer=True) else ""
+        return with_tool if with_tool != self._render(user, add_generation_prompt=True) else ""
 
     @cached_property
     def answer_prefix(self) -> str:
@@ -176,15 +178,15 @@ class ChatCodec:
         if self._template == "plain":
             return ""
         user = _messages([Turn("user", MARK)])
-        return self._render(user, open_answer=True).rpartition(MARK)[2]
+        return self._render(user, add_generation_prompt=True).rpartition(MARK)[2]
 
-    def show_answer(self, message: Mapping[str, Any]) -> str | None:
-        """An assistant's message as the template writes it, as a model would generate it and
-        `decode` read it. None if the template rejects it."""
+    def render_answer(self, message: Mapping[str, Any]) -> str | None:
+        """The text of an assistant's message, as the template writes it and `decode` returns it.
+        None if the template rejects it."""
         conversation = [*_messages([Turn("user", MARK)]), message]
         with suppress(DataError):
-            text = self._render(conversation, open_answer=False).partition(MARK)[2]
-            return self.decode(self._tokenized(text.removeprefix(self.answer_prefix)))
+            text = self._render(conversation, add_generation_prompt=False).partition(MARK)[2]
+            return self.decode(self._tokenize(text.removeprefix(self.answer_prefix)))
         return None
 
     @cached_property
@@ -208,8 +210,8 @@ class ChatCodec:
         ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         with suppress(DataError):  # a template that rejects this conversation
             if self._template == "chat":
-                user = self._render(_messages([Turn("user", MARK)]), open_answer=False)
-                ids |= set(self._tokenized(user).tolist())
+                user = self._render(_messages([Turn("user", MARK)]), add_generation_prompt=False)
+                ids |= set(self._tokenize(user).tolist())
         with suppress(DataError, ModelError):  # one that leaves out answers
             ids |= self.stop_ids
         texts = {text for text, id in tokenizer.get_added_vocab().items() if id in ids}
@@ -231,10 +233,10 @@ class ChatCodec:
         return value
 
     def _text_after_answer(
-        self, messages: Messages, *, open_answer: bool, tools: Messages = ()
+        self, messages: Messages, *, add_generation_prompt: bool, tools: Messages = ()
     ) -> str:
         conversation = (*_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
-        text = self._render(conversation, open_answer=open_answer, tools=tools)
+        text = self._render(conversation, add_generation_prompt=add_generation_prompt, tools=tools)
         _, mark, after = text.partition(MARK)
         if not mark:
             raise ModelError(
@@ -243,7 +245,9 @@ class ChatCodec:
             )
         return after
 
-    def _render(self, messages: Messages, *, open_answer: bool, tools: Messages = ()) -> str:
+    def _render(
+        self, messages: Messages, *, add_generation_prompt: bool, tools: Messages = ()
+    ) -> str:
         from jinja2 import TemplateError
 
         # No empty list: some templates only check whether tools are defined.
@@ -251,7 +255,10 @@ class ChatCodec:
         try:
             with interrupt_after(RENDER_LIMIT_S):
                 return self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=open_answer, tokenize=False, **options
+                    list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **options,
                 )
         except (TimeoutError, RecursionError, MemoryError, OverflowError) as error:
             problem = str(error) or type(error).__name__
@@ -267,21 +274,21 @@ class ChatCodec:
                 fix="change the roles in the data, or set model.template=plain",
             ) from error
 
-    def _tokenized(self, text: str) -> IntArray:
+    def _tokenize(self, text: str) -> IntArray:
         """Ids of this text only: templates write the begin-of-sequence token themselves."""
         pieces = text.split(CUT)
         ids = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        return _joined(*ids)
+        return _concatenate(*ids)
 
 
 def _messages(turns: Sequence[Turn]) -> Messages:
     return [{"role": "user" if t.role == "text" else t.role, "content": t.content} for t in turns]
 
 
-def _joined_contents(messages: Messages) -> str:
+def _join_contents(messages: Messages) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _joined(*parts: npt.ArrayLike) -> IntArray:
+def _concatenate(*parts: npt.ArrayLike) -> IntArray:
     arrays = [np.asarray(part, dtype=np.int32) for part in parts]
     return frozen_array(np.concatenate(arrays), np.int32)

@@ -50,7 +50,7 @@ def collate(
         selected = select_members(group) if select_members else [True] * len(group.members)
         for member, is_selected in zip(group.members, selected, strict=True):
             sample, score = member.sample, member.score
-            if is_selected and score.ok and _without_first(sample.loss_mask).any():
+            if is_selected and score.ok and _mask_first_token(sample.loss_mask).any():
                 entries += _segments(sample, score.value)
     if not entries:
         raise _nothing_to_train(groups)
@@ -67,7 +67,7 @@ def token_weights(
     first_S = np.array([rows.start for rows in batch.rows_by_sample().values()], np.int64)
     counts_S = np.add.reduceat(trained_B, first_S)
     weights_S = aggregation(counts_S, batch.group_B[first_S], max_tokens=max_tokens)
-    rows_S = np.diff(np.append(first_S, batch.samples))
+    rows_S = np.diff(np.append(first_S, batch.rows))
     weights_B = np.repeat(weights_S, rows_S)
     return np.where(kept_N, np.repeat(weights_B, batch.lengths_B), 0.0)
 
@@ -86,7 +86,7 @@ def examples_to_batch(
     for number, group in enumerate(examples):
         for index, (token_ids, mask) in enumerate(group):
             uid = SampleId(number, 0 if are_segments else index)
-            length, trained = len(token_ids), _without_first(mask)
+            length, trained = len(token_ids), _mask_first_token(mask)
             if length != len(mask):
                 raise DataError(f"example {uid} has {length} token ids and a mask of {len(mask)}")
             if trained.any():
@@ -106,8 +106,8 @@ def examples_to_batch(
     return replace(batch, advantages_N=advantages_N, weights_N=weights_N, scores_B=better_B)
 
 
-def _without_first(mask: BoolArray) -> BoolArray:
-    """Masks the first token: it has no prefix, so the model gives it no probability."""
+def _mask_first_token(mask: BoolArray) -> BoolArray:
+    """Mask the first token: it has no prefix, so the model gives it no probability."""
     trained = np.array(mask, dtype=np.bool_)
     trained[:1] = False
     return trained
@@ -118,7 +118,7 @@ def _segments(sample: Sample, score: float) -> list[_Entry]:
         _Entry(
             uid=sample.uid,
             token_ids=sample.token_ids[span],
-            mask=_without_first(sample.loss_mask[span]),
+            mask=_mask_first_token(sample.loss_mask[span]),
             logprobs=sample.logprobs[span],
             versions=sample.versions[span],
             temperature=sample.temperature,

@@ -80,7 +80,7 @@ def _passes_filters(row: Any, config: Domain) -> bool:
     for column, allowed in config.where.items():
         if not isinstance(row, Mapping):
             return True  # _to_prompt reports it as a bad row.
-        value = _column(cast("Mapping[str, Any]", row), column)
+        value = _get_column(cast("Mapping[str, Any]", row), column)
         if value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
             return False
     return True
@@ -113,7 +113,7 @@ def answer_columns(config: Domain) -> dict[AnswerKind, str]:
 def _check_answers(row: Row, config: Domain) -> None:
     columns = answer_columns(config)
     for which, column in columns.items():
-        answer = _column(row, column)
+        answer = _get_column(row, column)
         if not isinstance(answer, str):
             raise _Unusable("wrong_type", f"{column!r} is {describe_value(answer)}")
         if not answer:
@@ -134,8 +134,8 @@ def _check_encodable(text: str) -> None:
 
 def _read_turns(row: Row, config: Domain) -> tuple[Turn, ...]:
     if config.prompt_format is not None:
-        return (Turn("user", _filled(config.prompt_format, row)),)
-    value = _column(row, config.prompt)
+        return (Turn("user", _fill_template(config.prompt_format, row)),)
+    value = _get_column(row, config.prompt)
     if isinstance(value, str):
         return (Turn("user", value),)
     if not isinstance(value, list) or not value:
@@ -153,22 +153,22 @@ def _read_turn(message: Any, column: str) -> Turn:
     return Turn(role, content)
 
 
-def _filled(template: str, row: Row) -> str:
+def _fill_template(template: str, row: Row) -> str:
     try:
         return template.format_map(row)
     except KeyError as error:
-        raise _missing(str(error.args[0]), row) from error
+        raise _missing_column(str(error.args[0]), row) from error
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise _Unusable("wrong_type", f"{template!r} cannot be filled: {error}") from error
 
 
-def _column(row: Row, name: str) -> Any:
+def _get_column(row: Row, name: str) -> Any:
     if name not in row:
-        raise _missing(name, row)
+        raise _missing_column(name, row)
     return row[name]
 
 
-def _missing(name: str, row: Row) -> _Unusable:
+def _missing_column(name: str, row: Row) -> _Unusable:
     columns = [str(column) for column in row]
     problem, hint = f"no {name!r} among {', '.join(columns)}", did_you_mean(name, columns)
     return _Unusable("missing_column", f"{problem}; {hint}" if hint else problem)

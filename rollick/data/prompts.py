@@ -67,15 +67,15 @@ class PromptStream:
         self._domains = {domain.name: domain for domain in domains}
         self._seed = seed
         self._shuffle = data.shuffle
-        samples = isinstance(data, RlDataConfig)
-        selection = data.selection if samples else PromptSelectionConfig()
+        is_rl = isinstance(data, RlDataConfig)
+        selection = data.selection if is_rl else PromptSelectionConfig()
         self._near_half_window = selection.near_half_window
         self._curriculum = Curriculum(selection, self.sizes)
         self._fixed_shares = {
             name: domain.config.share if isinstance(domain.config, TrainingDomain) else 1.0
             for name, domain in self._domains.items()
         }
-        is_adaptive = samples and data.shares_of == "trained"
+        is_adaptive = is_rl and data.shares_of == "trained"
         self._trained_shares = TrainedShares(self._fixed_shares) if is_adaptive else None
         # Position of each domain in its endless order. Retired prompts are skipped.
         self._drawn = dict.fromkeys(self._domains, 0)

@@ -53,9 +53,9 @@ def gym_rows(spec: str, *, limit: int = 0) -> Iterator[dict[str, Any]]:
             count += 1
             yield row
     if count < size:
-        made = f"reasoning-gym generated {count} of {size} puzzles of the task {task}"
+        problem = f"reasoning-gym generated {count} of {size} puzzles of the task {task}"
         raise DataError(
-            f"{made} and exited with code {child.returncode}",
+            f"{problem} and exited with code {child.returncode}",
             fix="check its output above, or change the settings of the task",
         )
 

@@ -27,7 +27,6 @@ TASKS = 1000
 MAX_UNLIMITED_ROWS = 1_000_000
 """A generator that yields more rows than this, without `limit`, is considered endless."""
 
-
 MAX_GROWTH = 200
 """Bytes that a compressed byte may become; real data grows less than a hundredfold."""
 
@@ -127,7 +126,7 @@ def _file_rows(path: Path, source: str) -> Iterator[RawRow]:
 def _jsonl_rows(path: Path, source: str) -> Iterator[RawRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        growth = _Growth(path, source)
+        growth = _DecompressionLimit(path, source)
         with opener(path, "rb") as file:
             lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
             for number, line in enumerate(lines, start=1):
@@ -141,7 +140,7 @@ def _jsonl_rows(path: Path, source: str) -> Iterator[RawRow]:
         raise DataError(f"{source} cannot be read: {error}", fix="replace the file") from error
 
 
-class _Growth:
+class _DecompressionLimit:
     """Counts the bytes that a file became, and stops at a decompression bomb."""
 
     def __init__(self, path: Path, source: str) -> None:
@@ -185,11 +184,11 @@ def _parquet_rows(path: Path, source: str) -> Iterator[RawRow]:
     import pyarrow.parquet as parquet
 
     try:
-        growth = _Growth(path, source)
+        growth = _DecompressionLimit(path, source)
         with parquet.ParquetFile(path) as file:
             groups = range(file.metadata.num_row_groups)
             largest = max((file.metadata.row_group(n).total_byte_size for n in groups), default=0)
-            _Growth(path, source).add(largest)
+            _DecompressionLimit(path, source).add(largest)
 
             def rows() -> Iterator[Any]:
                 for batch in file.iter_batches(batch_size=PARQUET_ROWS):

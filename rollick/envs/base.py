@@ -89,8 +89,8 @@ class EnvResponse:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        seen = self.observation
-        return (Turn("user", seen),) if isinstance(seen, str) else seen
+        observation = self.observation
+        return (Turn("user", observation),) if isinstance(observation, str) else observation
 
     @property
     def text(self) -> str:
@@ -150,10 +150,10 @@ def read_step(value: Any) -> EnvResponse:
     names = "observation, reward, terminated, truncated, info"
     observation, reward, terminated, truncated, info = _unpack(value, "step", names)
     if isinstance(reward, bool | np.bool_) or not isinstance(reward, Real) or not isfinite(reward):
-        raise InvalidEnvResponse(f"the reward must be a finite number, not {_brief(reward)}")
+        raise InvalidEnvResponse(f"the reward must be a finite number, not {_describe(reward)}")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool | np.bool_):
-            raise InvalidEnvResponse(f"{name} must be True or False, not {_brief(flag)}")
+            raise InvalidEnvResponse(f"{name} must be True or False, not {_describe(flag)}")
     text, flags = _read_observation(observation), (bool(terminated), bool(truncated))
     return EnvResponse(text, float(reward), *flags, _read_info(info))
 
@@ -161,16 +161,18 @@ def read_step(value: Any) -> EnvResponse:
 def _unpack(value: Any, method: str, names: str) -> tuple[Any, ...]:
     if isinstance(value, tuple) and len(value) == len(names.split(", ")):
         return value
-    returned = f"{len(value)} values" if isinstance(value, tuple) else _brief(value)
+    returned = f"{len(value)} values" if isinstance(value, tuple) else _describe(value)
     raise InvalidEnvResponse(f"{method}() must return ({names}), not {returned}")
 
 
 def _read_observation(observation: Any) -> str | tuple[Turn, ...]:
     if isinstance(observation, str):
-        return observation
+        return _replace_surrogates(observation)
     if isinstance(observation, Sequence) and observation:
         return tuple(_read_turn(turn) for turn in observation)
-    raise InvalidEnvResponse(f"the observation must be text or messages, not {_brief(observation)}")
+    raise InvalidEnvResponse(
+        f"the observation must be text or messages, not {_describe(observation)}"
+    )
 
 
 def _read_turn(turn: Any) -> Turn:
@@ -178,15 +180,21 @@ def _read_turn(turn: Any) -> Turn:
         turn = {"role": turn.role, "content": turn.content}
     match turn:
         case {"role": str(role), "content": str(content)}:
-            return Turn(role, content)
+            return Turn(role, _replace_surrogates(content))
         case _:
             problem = "a message must have role and content, both text, not"
-            raise InvalidEnvResponse(f"{problem} {_brief(turn)}")
+            raise InvalidEnvResponse(f"{problem} {_describe(turn)}")
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which a policy can write as JSON escapes in a tool call and an
+    environment may repeat. No tokenizer accepts them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _read_info(info: Any) -> Info:
     if not isinstance(info, Mapping):
-        raise InvalidEnvResponse(f"info must be a mapping, not {_brief(info)}")
+        raise InvalidEnvResponse(f"info must be a mapping, not {_describe(info)}")
     # Fast path for every step: most infos are already flat JSON.
     if all(type(value) in _JSON_SCALARS and type(key) is str for key, value in info.items()):
         return info
@@ -211,6 +219,6 @@ def to_json_value(value: Any) -> Any:
     return repr(value)[:200]
 
 
-def _brief(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

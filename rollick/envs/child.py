@@ -97,9 +97,9 @@ class EnvCallResult:
         return self.status is EnvStatus.OK
 
 
-def encode_reply(episode: int, reply: EnvCallResult) -> str:
-    fields: list[Any] = [episode, reply.status, reply.detail, reply.seconds]
-    if (response := reply.response) is not None:
+def encode_result(episode: int, result: EnvCallResult) -> str:
+    fields: list[Any] = [episode, result.status, result.detail, result.seconds]
+    if (response := result.response) is not None:
         observation = response.observation
         if not isinstance(observation, str):
             observation = [[turn.role, turn.content] for turn in observation]
@@ -108,7 +108,7 @@ def encode_reply(episode: int, reply: EnvCallResult) -> str:
     return json.dumps(fields)
 
 
-def decode_reply(body: bytes) -> tuple[int, EnvCallResult]:
+def decode_result(body: bytes) -> tuple[int, EnvCallResult]:
     episode, status, detail, seconds, *fields = json.loads(body)
     response = None
     if fields:
@@ -167,15 +167,15 @@ class EnvLoop:
                 self.threads.submit(self._serve, episode, payload)
 
     def _serve(self, episode: int, payload: bytes) -> None:
-        # Sent before the call, with the previous reply: if the call hangs or kills the process, the
-        # parent knows the episode.
+        # Sent before the call, together with the previous result, so that the parent knows the
+        # episode if the call hangs or kills the process.
         self.writer.add(FrameKind.STARTED, str(episode))
         self.writer.flush()
         start_time = perf_counter()
         try:
             response = self._run_call(episode, cloudpickle.loads(payload))
-            reply = EnvCallResult(EnvStatus.OK, response, "", perf_counter() - start_time)
-            body = encode_reply(episode, reply)
+            result = EnvCallResult(EnvStatus.OK, response, "", perf_counter() - start_time)
+            body = encode_result(episode, result)
         except (Exception, SystemExit) as error:
             self._drop(episode)
             status, detail = EnvStatus.FAILED, describe_failure(error)
@@ -183,8 +183,8 @@ class EnvLoop:
                 status, detail = EnvStatus.GARBAGE, str(error)
             elif isinstance(error, ServiceUnavailable):
                 status, detail = EnvStatus.UNAVAILABLE, error.message
-            reply = EnvCallResult(status, None, detail, perf_counter() - start_time)
-            body = encode_reply(episode, reply)
+            result = EnvCallResult(status, None, detail, perf_counter() - start_time)
+            body = encode_result(episode, result)
         self.writer.add(FrameKind.DONE, body)
         if self.threads is not None:
             self.writer.flush()

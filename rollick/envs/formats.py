@@ -19,7 +19,7 @@ _END_OF_THINKING = re.compile(r"</think>\s*<answer>")
 SEPARATOR = "||"
 """Between the actions of one turn, if an environment accepts several."""
 
-ASKS: Mapping[Format, str] = {
+FORMAT_INSTRUCTIONS: Mapping[Format, str] = {
     "plain": "Reply with {what} and nothing else.",
     "answer": "Reply in the form <answer>{what}</answer>.",
     "think": "Think first, then answer: <think>your thoughts</think><answer>{what}</answer>.",
@@ -56,7 +56,7 @@ def write_reply(answer: str, style: Format) -> str:
 
 def describe_format(style: Format, what: str) -> str:
     """The sentence of the prompt that explains the format."""
-    return ASKS[style].format(what=what)
+    return FORMAT_INSTRUCTIONS[style].format(what=what)
 
 
 def read_actions(text: str, style: Format, words: Mapping[str, int], *, limit: int) -> list[int]:

@@ -20,6 +20,8 @@ ICE, HOLE, GOAL, START, PLAYER, DROWNED, ARRIVED = range(7)
 TILES = ("ice", "hole", "goal", "ice", "player", "drowned", "arrived")
 SYMBOLS = {"letters": "FHGSPXW", "marks": "_O*_@X!", "digits": "0120389"}
 """One symbol per tile, in the order of the constants."""
+ATTEMPTS = 100_000
+"""Maximum maps generated for a puzzle: a few seconds."""
 SIDES = {UP: (LEFT, RIGHT), DOWN: (LEFT, RIGHT), LEFT: (UP, DOWN), RIGHT: (UP, DOWN)}
 
 
@@ -66,18 +68,22 @@ class FrozenLake(GridGame):
         rows = range(1, self.size + 1)
         cells = [row * self.width + column for row in rows for column in rows]
         self.cells = frozenset(cells)
-        while True:
+        for _ in range(ATTEMPTS):
             ice = {cell for cell in cells if random.random() >= self.holes}
             ice |= {self.start, self.goal}
             board = "".join("." if cell in ice else "O" for cell in cells)
             solvable = self.goal in grid.distances(self.start, ice.__contains__, self.width)
-            if solvable and self.fits(board):
+            if solvable and self.is_in_split(board):
                 break
+        else:
+            values = f"size={self.size}, holes={self.holes}, split={self.split!r}"
+            fix = "use fewer holes, a larger size or split=all"
+            raise EnvError(f"could not generate a map with {values}", fix=fix)
         self.ice = frozenset(ice)
         """Cells without a hole, including start and goal."""
         # The board without the player, the only symbol that moves.
-        self.letters = [self.symbol_of[ICE if cell in ice else HOLE] for cell in cells]
-        self.letters[0], self.letters[-1] = self.symbol_of[START], self.symbol_of[GOAL]
+        self.background = [self.symbol_of[ICE if cell in ice else HOLE] for cell in cells]
+        self.background[0], self.background[-1] = self.symbol_of[START], self.symbol_of[GOAL]
 
     def move(self, direction: int) -> tuple[float, bool]:
         if self.slip and self.random.random() < self.slip:
@@ -94,12 +100,12 @@ class FrozenLake(GridGame):
         return None if self.player in self.ice else False
 
     def grid(self) -> str:
-        letters = self.letters.copy()
+        symbols = self.background.copy()
         row, column = divmod(self.player, self.width)
         tile = PLAYER if self.player in self.ice else DROWNED
         tile = ARRIVED if self.player == self.goal else tile
-        letters[(row - 1) * self.size + column - 1] = self.symbol_of[tile]
-        return join_rows(letters, self.size)
+        symbols[(row - 1) * self.size + column - 1] = self.symbol_of[tile]
+        return join_rows(symbols, self.size)
 
     def explain(self) -> str:
         ice, hole, goal, start, player, *_ = self.symbol_of
@@ -118,7 +124,9 @@ class FrozenLake(GridGame):
             return [self.policy[self.player]]
         if self.careless and self.random.random() < self.careless:
             return [DOWN if self.player // self.width < self.size else RIGHT]
-        directions = grid.path(self.player, self.goal, self.ice, self.width, random=self.random)
+        directions = grid.shortest_path(
+            self.player, self.goal, self.ice, self.width, random=self.random
+        )
         return directions[:1] if directions and self.careless else directions
 
     def _best_policy(self) -> dict[int, int]:

@@ -22,8 +22,8 @@ Split = Literal["all", "train", "held_out"]
 """A fifth of the boards, chosen by hash, is held out."""
 DIRECTIONS = ("Up", "Down", "Left", "Right")
 UP, DOWN, LEFT, RIGHT = range(4)
-NAMES_OF = ("up u north ↑", "down d south ↓", "left l west ←", "right r east →")
-WORDS = {word: direction for direction, names in enumerate(NAMES_OF) for word in names.split()}
+SYNONYMS = ("up u north ↑", "down d south ↓", "left l west ←", "right r east →")
+WORDS = {word: direction for direction, words in enumerate(SYNONYMS) for word in words.split()}
 
 
 def offsets(width: int) -> tuple[int, int, int, int]:
@@ -45,17 +45,18 @@ def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, 
     return moves_to
 
 
-def path(
+def shortest_path(
     start: int, goal: int, free: Container[int], width: int, *, random: Random | None = None
 ) -> list[int] | None:
     """Directions of a shortest path over the cells of `free`; a random one if `random` is given;
     None if there is none."""
-    left = distances(goal, free.__contains__, width)
-    if start not in left:
+    moves_left = distances(goal, free.__contains__, width)
+    if start not in moves_left:
         return None
     moves, directions, cell = offsets(width), list[int](), start
     while cell != goal:
-        nearer = [d for d in range(4) if left.get(cell + moves[d], 1 << 30) < left[cell]]
+        closer = moves_left[cell] - 1
+        nearer = [d for d in range(4) if moves_left.get(cell + moves[d]) == closer]
         direction = nearer[0] if random is None else random.choice(nearer)
         directions.append(direction)
         cell += moves[direction]
@@ -95,9 +96,9 @@ class GridGame(TextEnv):
 
     @abstractmethod
     def build(self, seed: int) -> None:
-        """Generate the puzzle of the seed: the first one that `fits`."""
+        """Generate the puzzle of the seed: the first one that `is_in_split`."""
 
-    def fits(self, board: str) -> bool:
+    def is_in_split(self, board: str) -> bool:
         """Whether a board is in the split. It depends on the board, not the seed: no board is in
         both train and held_out."""
         if self.split == "all":

@@ -36,7 +36,7 @@ from rollick.envs.child import (
     EnvStatus,
     StartEpisode,
     StepEpisode,
-    decode_reply,
+    decode_result,
 )
 from rollick.errors import EnvError, RollickError
 from rollick.observe.faults import FaultLog
@@ -83,7 +83,7 @@ class EnvSession:
     """Ended, failed, or closed."""
     seconds: float = 0.0
     """Time inside the environment so far."""
-    answer: asyncio.Future[EnvCallResult] | None = None
+    pending: asyncio.Future[EnvCallResult] | None = None
     """The result of the call in flight."""
 
     async def step(self, action: str) -> EnvCallResult:
@@ -95,7 +95,7 @@ class EnvSession:
         if self.over:
             text = f"episode {self.number} is over ({self.status})"
             raise EnvError(text, fix="start a new episode with reset()")
-        if self.answer is not None:
+        if self.pending is not None:
             raise EnvError(f"episode {self.number} is in a step already", fix="await that first")
         return await self.pool.call(self, StepEpisode(action))
 
@@ -225,16 +225,16 @@ class EnvPool:
         """Send a call of an episode and wait for its result."""
         if self._broken is not None:
             raise self._broken
-        session.answer = asyncio.get_running_loop().create_future()
+        session.pending = asyncio.get_running_loop().create_future()
         session.worker.send(session.number, call)
         try:
-            return await session.answer
+            return await session.pending
         except asyncio.CancelledError:
             # The caller lost this result, and the episode cannot continue without it.
             session.close()
             raise
         finally:
-            session.answer = None
+            session.pending = None
 
     async def _pick_worker(self) -> _Worker:
         """The process with the fewest episodes; waits while none is up."""
@@ -287,7 +287,7 @@ class EnvPool:
                 if kind == FrameKind.STARTED:
                     worker.started[int(body)] = now()
                 else:
-                    self._record(worker, *decode_reply(body))
+                    self._record(worker, *decode_result(body))
 
     def _call_ends(self, worker: _Worker) -> dict[int, float]:
         """The deadline of each running call, by episode."""
@@ -299,20 +299,20 @@ class EnvPool:
         spent = session.seconds if session is not None else 0.0
         return min(self.limits.step_s, max(self.limits.episode_s - spent, 0.0))
 
-    def _record(self, worker: _Worker, number: int, reply: EnvCallResult) -> None:
+    def _record(self, worker: _Worker, number: int, result: EnvCallResult) -> None:
         """Record a result and deliver it."""
         worker.sent.pop(number, None)
         worker.started.pop(number, None)
         session = worker.sessions.get(number)
         if session is None:  # Dropped in the meantime.
             return
-        session.seconds += reply.seconds
-        self.stats.seconds += reply.seconds
-        if reply.ok and session.seconds > self.limits.episode_s:
+        session.seconds += result.seconds
+        self.stats.seconds += result.seconds
+        if result.ok and session.seconds > self.limits.episode_s:
             text = self._timeout_text(session)
-            reply = EnvCallResult(EnvStatus.TIMEOUT, None, text, reply.seconds)
+            result = EnvCallResult(EnvStatus.TIMEOUT, None, text, result.seconds)
             worker.send(number, DropEpisode())
-        self._deliver(session, reply)
+        self._deliver(session, result)
 
     def _fail_episodes(self, worker: _Worker, failure: EnvCallResult, blamed: set[int]) -> None:
         """End the episodes of a dead child: `blamed` with the failure, the others as LOST."""
@@ -331,15 +331,15 @@ class EnvPool:
             return f"the episode took more than {self.limits.episode_s:g} s"
         return f"no answer within {self.limits.step_s:g} s"
 
-    def _deliver(self, session: EnvSession, reply: EnvCallResult) -> None:
+    def _deliver(self, session: EnvSession, result: EnvCallResult) -> None:
         """Deliver a result to its caller; drop the episode if it failed or ended."""
-        if not reply.ok:
-            session.status = reply.status
-            self.stats.failures[reply.status] += 1
-        if not reply.ok or (reply.response is not None and reply.response.over):
+        if not result.ok:
+            session.status = result.status
+            self.stats.failures[result.status] += 1
+        if not result.ok or (result.response is not None and result.response.over):
             self.drop(session)
-        if session.answer is not None and not session.answer.done():
-            session.answer.set_result(reply)
+        if session.pending is not None and not session.pending.done():
+            session.pending.set_result(result)
 
     def drop(self, session: EnvSession) -> None:
         """Free the slot of an episode that is over."""
@@ -352,5 +352,5 @@ class EnvPool:
         self._ready.set()
         for worker in self._workers:
             for session in worker.sessions.values():
-                if session.answer is not None and not session.answer.done():
-                    session.answer.set_exception(error)
+                if session.pending is not None and not session.pending.done():
+                    session.pending.set_exception(error)

@@ -24,7 +24,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from rollick.envs.base import random_of
-from rollick.envs.grid import GridGame, distances, join_rows, offsets, path
+from rollick.envs.grid import GridGame, distances, join_rows, offsets, shortest_path
 from rollick.errors import EnvError
 
 WALL, FLOOR, TARGET, BOX, DONE, PLAYER, STANDING = range(7)
@@ -114,14 +114,14 @@ class Sokoban(GridGame):
         random = random_of("sokoban", seed, self.size, self.boxes, str(self.walls))
         while True:
             puzzle = make_puzzle(random, size=self.size, boxes=self.boxes, walls=self.walls)
-            if self.fits(puzzle.board):
+            if self.is_in_split(puzzle.board):
                 break
         self.room, self.player, start = puzzle
         self.box_cells = set(start)
         floor, targets, cells = self.room.floor, self.room.targets, range(self.size**2)
-        kinds = [TARGET if at in targets else FLOOR if at in floor else WALL for at in cells]
+        tiles = [TARGET if c in targets else FLOOR if c in floor else WALL for c in cells]
         # The board without player and boxes, the only symbols that move.
-        self.letters = [self.symbol_of[kind] for kind in kinds]
+        self.background = [self.symbol_of[tile] for tile in tiles]
 
     def move(self, direction: int) -> tuple[float, bool]:
         step = self.moves[direction]
@@ -144,11 +144,11 @@ class Sokoban(GridGame):
         return True if self.box_cells <= self.room.targets else None
 
     def grid(self) -> str:
-        letters, targets = self.letters.copy(), self.room.targets
+        symbols, targets = self.background.copy(), self.room.targets
         for cell in self.box_cells:
-            letters[cell] = self.symbol_of[DONE if cell in targets else BOX]
-        letters[self.player] = self.symbol_of[STANDING if self.player in targets else PLAYER]
-        return join_rows(letters, self.size)
+            symbols[cell] = self.symbol_of[DONE if cell in targets else BOX]
+        symbols[self.player] = self.symbol_of[STANDING if self.player in targets else PLAYER]
+        return join_rows(symbols, self.size)
 
     def explain(self) -> str:
         wall, floor, target, box, done, player, standing = self.symbol_of
@@ -254,7 +254,7 @@ def _directions(room: Room, node: Node, came_from: dict[Node, tuple[Node, int, i
     parts: list[list[int]] = []
     while node in came_from:
         node, stand, direction = came_from[node]
-        walk = path(node[0], stand, room.floor - node[1], room.width)
+        walk = shortest_path(node[0], stand, room.floor - node[1], room.width)
         assert walk is not None
         parts.append([*walk, direction])
     return [direction for part in reversed(parts) for direction in part]

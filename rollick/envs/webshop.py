@@ -94,7 +94,7 @@ class WebShop(TextEnv):
     def reset(self, seed: int) -> Reset:
         self.random = random_of("webshop", seed, self.split)
         self.goal = choose_goal(self.catalogue, self.random, self.goals, self.split)
-        text = self._page()
+        text = self._render_page()
         if self.rules:
             text = f"{RULES}\n{describe_format(self.style, 'one action')}\n\n{text}"
         return text, {"success": False, "state": self.page.key}
@@ -102,14 +102,14 @@ class WebShop(TextEnv):
     def step(self, action: str) -> Step:
         self.steps += 1
         before = self.page
-        valid = self._act(read_reply(action, self.style) or "")
+        valid = self._apply_action(read_reply(action, self.style) or "")
         info: dict[str, Any] = {"valid": valid, "state": self.page.key}
         if self.bought is not None:
             info |= {"effective": True, "success": self.bought.reward == 1.0}
             info["metrics"] = self.bought._asdict()
             return "You bought it. Thank you.", self.bought.reward, True, False, info
         info |= {"effective": valid and self.page != before, "success": False}
-        text = self._page()
+        text = self._render_page()
         if not valid:
             text = f"That is not possible here.\n{text}"
         reward = 0.0 if valid else self.invalid_reward
@@ -135,8 +135,8 @@ class WebShop(TextEnv):
             return 0.0
         return score_purchase(self.goal, page.item, page.chosen).reward
 
-    def _act(self, answer: str) -> bool:
-        """Apply the action; False if it is not possible on this page."""
+    def _apply_action(self, answer: str) -> bool:
+        """Returns whether the action is possible on this page."""
         match = _ACTION.fullmatch(answer)
         if match is None:
             return False
@@ -195,29 +195,29 @@ class WebShop(TextEnv):
         if page.item is not None:
             return [BACK, PREVIOUS, *_option_labels(page.item), *PAGES, BUY]
         has_next = len(page.results) > (page.number + 1) * self.per_page
-        turns = [BACK, *([NEXT] if has_next else []), *([PREVIOUS] if page.number else [])]
-        return [*turns, *(product.asin.lower() for product in self._visible_products())]
+        links = [BACK, *([NEXT] if has_next else []), *([PREVIOUS] if page.number else [])]
+        return [*links, *(product.asin.lower() for product in self._visible_products())]
 
-    def _page(self) -> str:
+    def _render_page(self) -> str:
         page = self.page
         head = f"Wanted: {self.goal.text}."
         if page.kind == "search":
             return f"{head}\nThis is the search page."
         if page.item is None:
-            return f"{head}\n{self._results_page()}"
+            return f"{head}\n{self._render_results()}"
         if page.kind == "text":
-            return f"{head}\n[{BACK}] [{PREVIOUS}]\n{_text(page.item, page.text)}"
-        return f"{head}\n{_item_page(page.item, page.chosen)}"
+            return f"{head}\n[{BACK}] [{PREVIOUS}]\n{_describe_product(page.item, page.text)}"
+        return f"{head}\n{_render_item(page.item, page.chosen)}"
 
-    def _results_page(self) -> str:
+    def _render_results(self) -> str:
         page = self.page
         pages = -(-len(page.results) // self.per_page)
         labels = [label for label in self._buttons() if label in (BACK, NEXT, PREVIOUS)]
-        turns = " ".join(f"[{label}]" for label in labels)
+        links = " ".join(f"[{label}]" for label in labels)
         products = self._visible_products()
         lines = [f"[{item.asin.lower()}] {item.title} ${item.price:.2f}" for item in products]
         top = f"Page {page.number + 1} of {pages}" if pages else "Nothing was found"
-        return "\n".join([f'{top} for "{page.words}"', turns, *lines])
+        return "\n".join([f'{top} for "{page.words}"', links, *lines])
 
     def _next_action(self) -> str:
         """The solver: searches for the instruction's words, then for the title; opens the first
@@ -270,7 +270,7 @@ def _option_labels(product: Product) -> dict[str, tuple[str, str]]:
     return labels
 
 
-def _item_page(product: Product, chosen: Mapping[str, str]) -> str:
+def _render_item(product: Product, chosen: Mapping[str, str]) -> str:
     labels = _option_labels(product)
     lines = [f"[{BACK}] [{PREVIOUS}]", f"{product.title} ${product.price:.2f}"]
     for name in product.options:
@@ -281,7 +281,7 @@ def _item_page(product: Product, chosen: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _text(product: Product, which: str) -> str:
+def _describe_product(product: Product, which: str) -> str:
     if which == "description":
         return product.description or "There is no description."
     lines = [*product.bullets, *product.attributes]

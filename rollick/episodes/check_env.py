@@ -29,6 +29,7 @@ from rollick.envs.base import (
     InvalidEnvResponse,
     MakeEnv,
     TextEnv,
+    close_env,
     find_env,
     make_env,
     read_reset,
@@ -67,13 +68,13 @@ def check_env(
     problems = list(_check_signature(env))
     if problems:
         return problems
-    random_state = _global_state()
+    random_state = _global_random_state()
     first: list[EpisodeTrace] = []
     for seed in SEEDS:
         first.append(_run(new_env(), seed, random_policy))
         if first[-1].error:
             return [f"it fails with random actions: {first[-1].error}"]
-    if _global_state() != random_state:
+    if _global_random_state() != random_state:
         problem = "it uses the global random state of `random` or numpy, which other code changes"
         problems.append(f"{problem}; create a random.Random(seed) in reset()")
     again = [_run(new_env(), seed, random_policy) for seed in SEEDS]
@@ -123,7 +124,7 @@ def _check_signature(env: Any) -> Iterator[str]:
             yield f"{method}() must take one argument, {arguments[0]}: {error}"
 
 
-def _global_state() -> tuple[Any, ...]:
+def _global_random_state() -> tuple[Any, ...]:
     kind, keys, position, *_ = np.random.get_state()
     return random.getstate(), kind, bytes(np.asarray(keys)), position
 
@@ -169,8 +170,8 @@ def _check_independence(new_env: NewEnv, alone: EpisodeTrace, other: EpisodeTrac
         yield f"it fails while another episode runs: {describe_failure(error)}"
         return
     finally:
-        env.close()
-        other_env.close()
+        close_env(env)
+        close_env(other_env)
     if _step_rows(responses) != _step_rows(alone.responses):
         fix = "keep the state in the object, not in the class or the module"
         yield f"two concurrent episodes affect each other: {fix}"
@@ -189,6 +190,8 @@ def _check_odd_actions(new_env: NewEnv) -> Iterator[str]:
             fix = "for an invalid action, return an observation that explains this"
             yield f"step({action[:20]!r}) raises {describe_failure(error)}: {fix}"
             return
+        finally:
+            close_env(env)
 
 
 def _check_solver(env: TextEnv) -> Iterator[str]:

@@ -45,4 +45,4 @@ class EpisodeCounts:
             "env/summaries": (self.summaries, self.episodes if self.summaries else 0),
         }
         metrics = {"env/episodes": float(self.episodes)} if self.episodes else {}
-        return metrics | {name: part / whole for name, (part, whole) in shares.items() if whole}
+        return metrics | {name: part / total for name, (part, total) in shares.items() if total}

@@ -108,13 +108,14 @@ class _EpisodeState:
             status = FAILED_STATUS.get(failure.status, ScoreStatus.FAILED)
             detail = f"environment {self.task.environment} {failure.status}: {failure.detail}"
             return Score.failed(detail, status=status)
-        turns = [response.reward for response in self.responses]
+        rewards = [response.reward for response in self.responses]
         # The last reply has no response if the tokens ran out; it is a turn of the sample.
-        turns += [0.0] * (len(self.replies) - len(turns))
+        rewards += [0.0] * (len(self.replies) - len(rewards))
         if self._summaries_are_turns:
             for number, (before, _) in enumerate(self.summaries):
-                turns.insert(before + number, 0.0)
-        return Score(sum(turns), parts={"environment": sum(turns)}, turn_rewards=tuple(turns))
+                rewards.insert(before + number, 0.0)
+        total = sum(rewards)
+        return Score(total, parts={"environment": total}, turn_rewards=tuple(rewards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class EnvEpisodeRunner:
 
     async def run(self, uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
         """Consumes generations and steps, one after another; also waits for a server to return."""
-        now, losses = asyncio.get_running_loop().time, 0
+        now, lost_attempts = asyncio.get_running_loop().time, 0
         outage_began: float | None = None
         while True:
             sample, state = await self._attempt(uid, prompt, access)
@@ -139,10 +140,10 @@ class EnvEpisodeRunner:
             if failure is None or failure.status not in RESTARTED:
                 return sample
             if failure.status is EnvStatus.LOST or state.replies:
-                losses, outage_began = losses + 1, None
+                lost_attempts, outage_began = lost_attempts + 1, None
             outage_began = now() if outage_began is None else outage_began
             waited_s = now() - outage_began
-            if losses == MAX_EPISODE_ATTEMPTS or waited_s > self.pool.limits.step_s:
+            if lost_attempts == MAX_EPISODE_ATTEMPTS or waited_s > self.pool.limits.step_s:
                 return sample
             self.pool.stats.episode_restarts += 1
             if failure.status is EnvStatus.UNAVAILABLE:

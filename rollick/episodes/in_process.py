@@ -160,9 +160,9 @@ def _run_steps(
 ) -> None:
     random, response = random_of("play", trace.seed), read_reset(env.reset(trace.seed))
     while True:
-        trace.responses.append(response)
         if pictures:
             trace.grids.append(env.draw())
+        trace.responses.append(response)
         if trace.steps >= MAX_TURNS and not response.over:
             raise EnvError(f"it did not end within {MAX_TURNS} steps", fix="truncate it")
         action = None if response.over else policy(env, random)

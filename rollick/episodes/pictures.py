@@ -40,7 +40,7 @@ def save_episode(path: Path, trace: EpisodeTrace) -> None:
         first, *rest = images
         first.save(path, save_all=True, append_images=rest, duration=FRAME_MS, loop=0)
     elif path.suffix == ".png":
-        _sheet(images).save(path)
+        _contact_sheet(images).save(path)
     else:
         raise EnvError(f"{path} is neither .gif nor .png", fix="choose one of them")
 
@@ -83,14 +83,14 @@ def _draw_tile(drawing: Drawing, tile: str, x: int, y: int) -> None:
     if tile == "goal":
         left, top, right, bottom = inside(0.25)
         drawing.polygon([(left, bottom), (left, top), (right, (top + bottom) / 2)], "#2e8b57")
-    if tile not in KNOWN:
+    if tile not in KNOWN_TILES:
         drawing.text((x + 4, y + CELL // 3), tile[:5], fill="black")
 
 
-KNOWN = {*GROUND, "floor", "target", "done", "player", "standing"}
+KNOWN_TILES = {*GROUND, "floor", "target", "done", "player", "standing"}
 
 
-def _sheet(images: list[Image.Image]) -> Image.Image:
+def _contact_sheet(images: list[Image.Image]) -> Image.Image:
     width = max(image.width for image in images) + 8
     height = max(image.height for image in images) + 8
     columns = min(COLUMNS, len(images))

@@ -49,14 +49,15 @@ def rerun_episode(
     seed: int = episode["seed"]
     trace = run_episode(env, seed, lambda env, random: next(replies, None), pictures=pictures)
     rewards = [response.reward for response in trace.responses[1:]]
+    # Empty if the environment failed in the run: the sample then has a status instead of rewards.
     recorded = episode["rewards"]
-    if not trace.error and rewards != recorded[: len(rewards)]:
+    if recorded and not trace.error and rewards != recorded[: len(rewards)]:
         text = f"{name} gave the rewards {recorded} when recorded and gives {rewards} now"
         raise EnvError(text, fix="the environment has changed, or is not determined by its seed")
     return trace
 
 
-def describe(row: RecordedRow, trace: EpisodeTrace) -> str:
+def describe_episode(row: RecordedRow, trace: EpisodeTrace) -> str:
     episode = row["episode"]
     lines = [f"{row['sample']} of {episode['environment']}, seed {episode['seed']}"]
     summaries: list[tuple[int, str]] = episode.get("summaries", [])

@@ -63,7 +63,7 @@ class VerifiedWeights:
 
 
 class Capability(StrEnum):
-    """What an engine can do besides generating; `rollick check` rejects recipes that need more."""
+    """What an engine can do besides generating. Its users check for these before they need one."""
 
     SLEEP = "sleep"
     SHARED_WEIGHTS = "shared_weights"

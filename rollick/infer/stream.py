@@ -49,7 +49,7 @@ class StreamSubscribers:
 
     def __iter__(self) -> Iterator[tuple[SampleId, int]]:
         """Subscribed requests, each with the number of tokens sent so far."""
-        return iter([(uid, one.sent) for uid, one in self._subscriptions.items()])
+        return iter([(uid, each.sent) for uid, each in self._subscriptions.items()])
 
     def publish(
         self, uid: SampleId, token_ids: IntArray, logprobs: FloatArray, versions: IntArray

@@ -16,7 +16,8 @@ from rollick.types import Fingerprint, PolicyVersion
 def stage_weights(
     weights: WeightStream, *, device: str | None = None
 ) -> tuple[tuple[tuple[str, Tensor], ...], Fingerprint]:
-    """Copies, on `device` if given, because a stream may reuse its buffers; and the fingerprint."""
+    """Copies the weights (to `device`, if given), because a stream may reuse its buffers. Returns
+    the copies and their fingerprint."""
     staged: tuple[tuple[str, Tensor], ...] = tuple(
         (name, tensor.detach().to(device or tensor.device, copy=True)) for name, tensor in weights
     )
@@ -44,14 +45,14 @@ def check_shapes(
     missing = [
         name for name, target in targets.items() if not partial and id(target) not in covered
     ]
-    misshapen = [
+    wrong_shapes = [
         f"{name} {tuple(tensor.shape)} instead of {tuple(targets[name].shape)}"
         for name, tensor in weights
         if name in targets and tensor.shape != targets[name].shape
     ]
-    if unknown or missing or misshapen:
+    if unknown or missing or wrong_shapes:
         raise WeightError(
             f"the weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}, "
-            f"misshapen {misshapen[:3]}",
+            f"wrong shapes {wrong_shapes[:3]}",
             fix="publish the parameters of the same model, under their Hugging Face names",
         )

@@ -19,16 +19,17 @@ _SOFT = 1
 
 def release_openmp_threads() -> bool:
     """End the OpenMP threads of the calling thread; False if the library cannot."""
-    pause = _pause()
+    pause = _find_pause()
     return pause is not None and pause(_SOFT) == 0
 
 
 @cache
-def _pause() -> Callable[[int], int] | None:
+def _find_pause() -> Callable[[int], int] | None:
     """omp_pause_resource_all of the OpenMP library that torch has loaded."""
     maps = Path("/proc/self/maps")
     loaded = maps.read_text().splitlines() if maps.is_file() else []
-    for path in sorted({line.split()[-1] for line in loaded if "libgomp" in line}):
+    # A line has six columns, and the last one, the path, may contain spaces.
+    for path in sorted({line.split(maxsplit=5)[5] for line in loaded if "libgomp" in line}):
         pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
         if pause is not None:
             return pause

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rollick.errors import writing_to
 from rollick.observe.diagnosis import duration
-from rollick.observe.report import LOSS, plain_text
+from rollick.observe.report import LOSS, disable_math_text
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -122,7 +122,7 @@ def comparison_table(summaries: Sequence[GroupSummary], metric: str) -> Table:
     return table
 
 
-@plain_text()
+@disable_math_text()
 def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[str]) -> Path:
     """Plot the metrics of all runs over the steps: a thin line for each run, a thick one for the
     mean of a group, and the range between its runs."""

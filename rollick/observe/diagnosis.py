@@ -92,7 +92,8 @@ class RunSnapshot:
     """Empty while the run is active; then finished, interrupted or failed."""
     error: str = ""
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
+        """What the run does and what it waits for, in one sentence."""
         elapsed = _time_since(self.phase_since, self.written_at)
         step = f"step {min(self.step + 1, self.steps)}"
         if self.phase == "start":
@@ -142,14 +143,14 @@ class Diagnosis:
         return [line for line in (*lines, *self.reliability) if line]
 
 
-def write_situation(folder: Path, snapshot: RunSnapshot) -> None:
+def write_run_snapshot(folder: Path, snapshot: RunSnapshot) -> None:
     """Replace the run's waits.json atomically."""
     fresh = folder / f"{WAITS}.new"
     fresh.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
     fresh.replace(folder / WAITS)
 
 
-def read_situation(folder: Path) -> RunSnapshot | None:
+def read_run_snapshot(folder: Path) -> RunSnapshot | None:
     """The run's last snapshot; None if there is none or it cannot be read."""
     try:
         saved: Any = json.loads((folder / WAITS).read_text("utf-8"))
@@ -169,9 +170,9 @@ def diagnose(snapshot: RunSnapshot | None, evidence: RunEvidence, *, now: float)
         saved = _time_since(evidence.checkpoint_at, now)
         checkpoint = f"last checkpoint: step {evidence.checkpoint}, {saved} ago"
     if snapshot is not None and not snapshot.outcome:
-        waits = f"{snapshot.sentence()} (as of {_time_since(snapshot.written_at, now)} ago)"
+        waits = f"{snapshot.describe()} (as of {_time_since(snapshot.written_at, now)} ago)"
         if state in ("died", "silent"):
-            waits = f"when it last reported: {snapshot.sentence()}"
+            waits = f"when it last reported: {snapshot.describe()}"
     return Diagnosis(
         run=str(evidence.folder),
         state=state,
@@ -223,7 +224,7 @@ def _advice(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence) -
     resume = f"run the same command with --resume to continue from {begin}"
     stacks = f"; stacks are in {evidence.stuck}" if evidence.stuck else ""
     if state == "finished" and snapshot is not None and 0 < snapshot.step < snapshot.steps:
-        return f"it ended before its last step (run.max_minutes); {resume}"
+        return f"the run ended before its last step (run.max_minutes); {resume}"
     advice: Mapping[State, str] = {
         "finished": "nothing to do; `rollick export` writes the policy",
         "interrupted": resume,
@@ -231,7 +232,7 @@ def _advice(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence) -
         "died": f"probably killed, out of memory, or the machine restarted; {resume}",
         "silent": "its event loop is blocked (by a long call in the controller process), or the "
         "process is stopped; `py-spy dump --pid PID` shows where" + stacks,
-        "unknown": f"it never started, or an older version wrote it; {resume}",
+        "unknown": f"the run never started, or an older version of rollick wrote it; {resume}",
     }
     if state == "quiet" and snapshot is not None:
         limit = f"{duration(snapshot.stuck_after_s)} without progress (run.stuck_after_s)"

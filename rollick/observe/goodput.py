@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from rollick.observe.diagnosis import read_situation
+from rollick.observe.diagnosis import read_run_snapshot
 from rollick.observe.faults import Fault, FaultKind
 from rollick.observe.row_file import append_row, read_rows
 
@@ -153,7 +153,7 @@ class TimeAccount:
         self._state: State = "start"
         self._recoveries = 0
         self._unwritten = no_time()
-        self._step = no_time()
+        self._step_seconds = no_time()
         """Since the last row of metrics."""
         self._is_open = True
 
@@ -196,7 +196,7 @@ class TimeAccount:
         if not self._is_open:
             return
         now = self._clock()
-        for seconds in (self._unwritten, self._step):
+        for seconds in (self._unwritten, self._step_seconds):
             seconds[self._state] += now - self._since
         self._since = now
         self._state = self.waiting_state() if self._base == "generate" else self._base
@@ -226,7 +226,7 @@ class TimeAccount:
         self.refresh()
         # A repair within a repair loses no work of the step.
         moved = 0.0 if self._recoveries else min(lost_s, self._unwritten[self._state])
-        for seconds in (self._unwritten, self._step):
+        for seconds in (self._unwritten, self._step_seconds):
             seconds[self._state] -= moved
             seconds["redo"] += moved
         self._recoveries += 1
@@ -240,7 +240,7 @@ class TimeAccount:
     def finish_step(self, step: int) -> dict[str, float]:
         """Record the step. Returns its time by state as metrics, and the totals of the run."""
         self._write(step, "step")
-        spent, self._step = self._step, no_time()
+        spent, self._step_seconds = self._step_seconds, no_time()
         named = {name: spent[name] for name, total in self.totals.seconds.items() if total > 0}
         metrics = {f"time/goodput/{name}": seconds for name, seconds in named.items()}
         metrics["time/goodput/ettr"] = self.totals.ettr
@@ -269,7 +269,7 @@ class TimeAccount:
 
 def _crash_time(folder: Path, last: TimeRow) -> float:
     """When a process was last seen alive; its error if it failed with one."""
-    snapshot = read_situation(folder)
+    snapshot = read_run_snapshot(folder)
     if last.event == "failed" or snapshot is None:
         return last.at
     return max(last.at, snapshot.written_at)
@@ -308,16 +308,16 @@ def summarise_faults(faults: Iterable[Fault]) -> list[RoleFaults]:
     return [
         RoleFaults(
             role=role,
-            kinds=Counter(fault.kind for fault in its),
-            gave_up=sum(fault.gave_up is not None for fault in its),
-            redone_steps=sum(fault.redone_steps for fault in its),
+            kinds=Counter(fault.kind for fault in role_faults),
+            gave_up=sum(fault.gave_up is not None for fault in role_faults),
+            redone_steps=sum(fault.redone_steps for fault in role_faults),
             recovery_s=[
                 fault.rejoined_at - fault.failed_at
-                for fault in its
+                for fault in role_faults
                 if fault.rejoined_at is not None and fault.kind not in NO_REPAIR
             ],
         )
-        for role, its in by_role.items()
+        for role, role_faults in by_role.items()
     ]
 
 

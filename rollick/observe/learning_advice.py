@@ -36,23 +36,22 @@ def find_advice(rows: Rows) -> dict[str, str]:
 
 
 def _flat_score(rows: Rows) -> str | None:
-    scores = _last(rows, "score/mean")
-    first = [row["score/mean"] for row in rows if "score/mean" in row]
-    if not scores:
+    if not _last(rows, "score/mean"):
         return None
-    if not any(first):
+    scores = [row["score/mean"] for row in rows if "score/mean" in row]
+    if not any(scores):
         return (
-            f"every score has been 0 for {len(first)} steps; try: read samples.jsonl, test the "
+            f"every score has been 0 for {len(scores)} steps; try: read samples.jsonl, test the "
             "reward with `rollick reward test`, give partial credit, use easier prompts, or warm "
             "up with pipeline sft"
         )
-    change = metric_change(rows, "score/mean") if len(first) >= FLAT_AFTER else None
+    change = metric_change(rows, "score/mean") if len(scores) >= FLAT_AFTER else None
     if change is None or change.rose or change.now >= SOLVED:
         return None
     moved = "fallen" if change.fell else "not risen"
     rate = "".join(f" (now {lr:.3g})" for lr in _last(rows, "train/lr")[-1:])
     return (
-        f"the score has {moved} in {len(first)} steps: from {change}; try: another "
+        f"the score has {moved} in {len(scores)} steps: from {change}; try: another "
         f"train.optimizer.lr{rate}, a larger rollout.group_size or rollout.groups_per_step, "
         "prompts that the model solves sometimes, or a warm-up with pipeline sft"
     )

@@ -161,7 +161,7 @@ class LiveView:
         if self.shown:
             self.live.stop()
 
-    def role(self, name: str, activity: str) -> None:
+    def set_role_activity(self, name: str, activity: str) -> None:
         self.roles[name] = activity
 
     def begin_phase(self, name: str) -> None:
@@ -176,7 +176,7 @@ class LiveView:
             self.pace.count_samples(done, total)
             self._show_progress()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics = metrics
         if "score/mean" in metrics:
             self.scores.append(metrics["score/mean"])

@@ -47,15 +47,15 @@ class Exchange:
 
 
 @contextmanager
-def plain_text() -> Generator[None]:
-    """matplotlib draws text literally; a dollar sign does not start a formula."""
+def disable_math_text() -> Generator[None]:
+    """Inside the block, matplotlib draws a dollar sign as it is: it does not start a formula."""
     from matplotlib import rc_context
 
     with rc_context({"text.parse_math": False, "text.usetex": False}):
         yield
 
 
-@plain_text()
+@disable_math_text()
 def draw_curves(rows: Rows, path: Path, *, title: str) -> Path:
     """Plot scores by domain, validation scores and phase durations over the steps, as one PNG.
 
@@ -129,13 +129,13 @@ def write_report(
     rows: Rows,
     *,
     title: str,
-    about: Mapping[str, str],
+    facts: Mapping[str, str],
     advice: Mapping[str, str],
     exchanges: Sequence[Exchange],
     reliability: Reliability,
 ) -> Path:
-    """Write the page of a run: facts by name (`about`), a table of results, the curves of its
-    metrics, advice by symptom, time and faults, samples."""
+    """Write the page of a run: facts by name, a table of results, the curves of its metrics, advice
+    by symptom, time and faults, samples."""
     picture = draw_curves(rows, path.with_suffix(".png"), title=title)
     image = base64.b64encode(picture.read_bytes()).decode()
     page = [
@@ -143,10 +143,10 @@ def write_report(
         f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\">",
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        _facts(about),
+        _name_table(facts),
         _results(summarise_curves(rows)),
         f"<img alt='learning curves' src='data:image/png;base64,{image}'>",
-        f"<h2>What to try</h2>{_facts(advice)}" if advice else "",
+        f"<h2>What to try</h2>{_name_table(advice)}" if advice else "",
         reliability.page(),
         _samples(exchanges),
         "</body></html>",
@@ -155,8 +155,8 @@ def write_report(
     return path
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    rows = [f"<tr><th>{escape(n)}</th><td>{escape(text)}</td></tr>" for n, text in facts.items()]
+def _name_table(texts: Mapping[str, str]) -> str:
+    rows = [f"<tr><th>{escape(n)}</th><td>{escape(text)}</td></tr>" for n, text in texts.items()]
     return f"<table>{''.join(rows)}</table>" if rows else ""
 
 
@@ -193,7 +193,7 @@ def _samples(exchanges: Sequence[Exchange]) -> str:
     return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-@plain_text()
+@disable_math_text()
 def draw_timeline(
     path: Path,
     points: Sequence[tuple[float, int, int]],

@@ -130,7 +130,8 @@ def _judge(rows: Rows, _: MetricChange | None) -> str | None:
         if spread.now > SPREAD and spread.now > 1.5 * spread.before:
             return f"the votes of {name} differ by {spread} while its score rose from {part}"
         for other, change in _changes(rows, PART, ""):
-            if change.fell and not other.startswith(name) and not _is_form(other):
+            is_same_reward = f"{other}/".startswith(f"{name}/")
+            if change.fell and not is_same_reward and not _is_form(other):
                 return f"{name} rose from {part}, while {other} fell from {change}"
     return None
 
@@ -155,13 +156,13 @@ RULES: Mapping[str, Callable[[Rows, MetricChange | None], str | None]] = {
 score (None unless it rose). It returns a message with the values if it matches, else None."""
 
 
-def _changes(rows: Rows, begin: str, end: str) -> Iterator[tuple[str, MetricChange]]:
-    """Changes of the newest row's metrics named begin + NAME + end, by NAME."""
+def _changes(rows: Rows, prefix: str, suffix: str) -> Iterator[tuple[str, MetricChange]]:
+    """Changes of the newest row's metrics named prefix + NAME + suffix, by NAME."""
     for name in rows[-1] if rows else ():
-        if name.startswith(begin) and name.endswith(end):
+        if name.startswith(prefix) and name.endswith(suffix):
             change = metric_change(rows, name)
             if change is not None:
-                yield name[len(begin) : len(name) - len(end)], change
+                yield name[len(prefix) : len(name) - len(suffix)], change
 
 
 def _is_form(name: str, *, above: Iterable[str] = ()) -> bool:

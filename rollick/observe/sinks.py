@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollick.errors import MissingExtra
+
+NOT_IN_MLFLOW = re.compile(r"[^\w./: -]")
+"""Characters that MLflow does not allow in a metric's name, such as # and @."""
 
 
 class TensorBoardSink:
@@ -67,8 +71,8 @@ class MlflowSink:
         self.mlflow.start_run(run_name=run_name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # MLflow allows neither @ nor brackets in a metric's name.
-        self.mlflow.log_metrics({name.replace("@", "_at_"): v for name, v in metrics.items()}, step)
+        names = {name: NOT_IN_MLFLOW.sub("_", name.replace("@", "_at_")) for name in metrics}
+        self.mlflow.log_metrics({names[name]: value for name, value in metrics.items()}, step)
 
     def close(self) -> None:
         self.mlflow.end_run()

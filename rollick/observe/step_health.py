@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from statistics import median
 
 WINDOW = 20
@@ -74,7 +74,7 @@ class StepHealth:
             if "train/grad_norm" in row:
                 gradient, entropy = row["train/grad_norm"], row.get("train/mean/entropy")
                 has_signal, mismatch = gradient > 0, row.get("train/mean/mismatch_kl")
-                loss = row["train/loss"]
+                loss = row.get("train/loss", nan)  # A loss that is not finite has no metric.
                 self.examine(StepSignals(gradient, loss, has_signal, True, entropy, mismatch))
 
     def _trouble(self, step: StepSignals) -> str:

@@ -32,19 +32,19 @@ def evaluation_table(figures: Mapping[str, Mapping[str, float]], *, title: str =
     return table
 
 
-def reward_table(tried: Sequence[Mapping[str, Any]]) -> Table:
+def reward_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """The result of a reward for each completion: value, parts, time and isolation."""
     table = Table("completion", "value", "parts", "ms", "status", "isolation", "detail")
-    for entry in tried:
-        text = printable(" ".join(str(entry["completion"]).split()))
-        parts = {**entry["parts"], **entry["metrics"]}
+    for result in results:
+        text = printable(" ".join(str(result["completion"]).split()))
+        parts = {**result["parts"], **result["metrics"]}
         table.add_row(
             Text(text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."),
-            "-" if entry["value"] is None else f"{entry['value']:.4g}",
+            "-" if result["value"] is None else f"{result['value']:.4g}",
             Text(", ".join(f"{name} {value:.4g}" for name, value in parts.items())),
-            f"{1000 * entry['seconds']:.3g}",
-            Text(entry["status"], style="green" if entry["status"] == "ok" else "red"),
-            entry["isolation"],
-            Text(printable(entry["detail"])),
+            f"{1000 * result['seconds']:.3g}",
+            Text(result["status"], style="green" if result["status"] == "ok" else "red"),
+            result["isolation"],
+            Text(printable(result["detail"])),
         )
     return table

@@ -182,15 +182,15 @@ def trace_events(timeline: RunTimeline) -> Iterator[Event]:
     engines = sorted({span.engine for span in spans if span.engine is not None})
     names = {ENGINES + engine: f"engine {engine}" for engine in engines}
     for process, name in {TRAINER: "trainer", SAMPLES: "samples", **names}.items():
-        yield _named("process_name", process, 0, name=name)
-        yield _named("process_sort_index", process, 0, sort_index=process)
+        yield _metadata_event("process_name", process, 0, name=name)
+        yield _metadata_event("process_sort_index", process, 0, sort_index=process)
     tracks = {name: n for n, name in enumerate(dict.fromkeys(p.name for p in timeline.phases), 1)}
     for name, track in tracks.items():
-        yield _named("thread_name", TRAINER, track, name=name)
+        yield _metadata_event("thread_name", TRAINER, track, name=name)
     for phase in timeline.phases:
         step = phase.step - (phase.name == "validate")  # It belongs to the step before.
-        about = {"pid": TRAINER, "tid": tracks[phase.name], "args": {"step": step}}
-        yield _slice(f"{phase.name} {step}", phase.name, phase.begin, phase.end) | about
+        ids = {"pid": TRAINER, "tid": tracks[phase.name], "args": {"step": step}}
+        yield _complete_event(f"{phase.name} {step}", phase.name, phase.begin, phase.end) | ids
     yield from _sample_events(timeline, track=tracks.get(TRAINING, 0))
     yield from _engine_events(timeline)
 
@@ -201,7 +201,7 @@ def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[Event]:
     for flow, (sample, lane) in enumerate(zip(timeline.samples, lanes, strict=True), start=1):
         track_ids = {"pid": SAMPLES, "tid": lane}
         for span in sample.spans:
-            yield _slice_of(sample, span) | track_ids
+            yield _span_event(sample, span) | track_ids
         phase = steps.get(sample.step) if sample.step is not None else None
         if phase is not None:
             flow_event = {"name": f"group {sample.uid.group}", "cat": "trained", "id": flow}
@@ -211,30 +211,30 @@ def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[Event]:
 
 
 def _engine_events(timeline: RunTimeline) -> Iterator[Event]:
-    on: defaultdict[int, list[tuple[StageSpan, SampleTimeline]]] = defaultdict(list)
+    by_engine: defaultdict[int, list[tuple[StageSpan, SampleTimeline]]] = defaultdict(list)
     for sample in timeline.samples:
         for span in sample.spans:
             if span.engine is not None:
-                on[span.engine].append((span, sample))
-    for engine, runs in sorted(on.items()):
-        runs.sort(key=lambda run: (run[0].begin, run[1].uid))
-        lanes = assign_lanes((span.begin, span.end) for span, _ in runs)
-        for (span, sample), lane in zip(runs, lanes, strict=True):
-            yield _slice_of(sample, span) | {"pid": ENGINES + engine, "tid": lane}
+                by_engine[span.engine].append((span, sample))
+    for engine, spans in sorted(by_engine.items()):
+        spans.sort(key=lambda entry: (entry[0].begin, entry[1].uid))
+        lanes = assign_lanes((span.begin, span.end) for span, _ in spans)
+        for (span, sample), lane in zip(spans, lanes, strict=True):
+            yield _span_event(sample, span) | {"pid": ENGINES + engine, "tid": lane}
 
 
-def _slice_of(sample: SampleTimeline, span: StageSpan) -> Event:
-    event = _slice(f"{span.stage} {sample.uid}", span.stage, span.begin, span.end)
+def _span_event(sample: SampleTimeline, span: StageSpan) -> Event:
+    event = _complete_event(f"{span.stage} {sample.uid}", span.stage, span.begin, span.end)
     optional = {"what": span.detail or None, "engine": span.engine, "step": sample.step}
-    about = {key: value for key, value in optional.items() if value is not None}
-    return event | {"args": {"sample": str(sample.uid), "group": sample.uid.group, **about}}
+    known = {key: value for key, value in optional.items() if value is not None}
+    return event | {"args": {"sample": str(sample.uid), "group": sample.uid.group, **known}}
 
 
-def _slice(name: str, category: str, begin: int, end: int) -> Event:
+def _complete_event(name: str, category: str, begin: int, end: int) -> Event:
     return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin}
 
 
-def _named(kind: str, process: int, thread: int, **arguments: Any) -> Event:
+def _metadata_event(kind: str, process: int, thread: int, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
 
 

@@ -89,7 +89,9 @@ class Trace:
         row: dict[str, Any] = {"step": self.step if step is None else step, "zero": self._zero}
         if self._spans:
             spans = self._spans
-            row["spans"] = [[*uid, *doing, _micro(b), _micro(e)] for uid, doing, b, e in spans]
+            row["spans"] = [
+                [*uid, *activity, _micro(b), _micro(e)] for uid, activity, b, e in spans
+            ]
         line = json.dumps(row | self._marks, separators=(",", ":")) + "\n"
         self._spans.clear()
         self._marks.clear()

@@ -275,7 +275,7 @@ class RunLoop(Generic[R]):
             metrics["controller/batch_mb"] = self.pipeline.roles.group.take_batch_bytes() / 1e6
         metrics |= self.pipeline.ranks.metrics() | self.pipeline.closing_metrics(metrics)
         self.telemetry.log.log(self.state.step, metrics)
-        self.telemetry.view.step(self.state.step, metrics)
+        self.telemetry.view.finish_step(self.state.step, metrics)
         self.telemetry.view.advise(find_advice(self.telemetry.log.history))
 
     def _checkpoint_is_due(self) -> bool:

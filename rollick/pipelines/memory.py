@@ -253,7 +253,7 @@ def _generator_bounds(recipe: Recipe, shapes: Shapes, host: HostSpec, *, asleep:
     shape, lora = shapes[recipe.model.path], recipe.train.lora
     shares = _shares_weights(recipe, host)
     # The engine owns merged weights; outside the learner's process it owns base weights too.
-    parameters = shape.adapted(lora.targets) if lora is not None else 0
+    parameters = shape.matrix_parameters(lora.targets) if lora is not None else 0
     parameters += 0 if shares else shape.parameters
     bounds = _engine_bounds(recipe.model, shapes, host, parameters, _cached_tokens(recipe, host))
     if asleep and (recipe.infer.free_cache or not shares):

@@ -245,7 +245,7 @@ async def _open_roles(
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
         cost = RowCost.of(load_config(recipe.model).get_text_config())
         split = BatchSplit.of(recipe, cost)
-        options = {"restarts": restarts, "replica": recipe.train.parallel.others}
+        options = {"restarts": restarts, "replica": recipe.train.parallel.non_data_ranks}
         direct = Roles(group, batch_split=split)
         recovery = WorkerRecovery(direct, specs, faults=faults, goodput=goodput, **options)
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):

@@ -122,7 +122,8 @@ class Phases:
         self.state.begin_phase(name)
         plan = self.residency.plans.get(name)
         for role in self.residency.roles.device_map.roles:
-            self.telemetry.view.role(role, name if plan and role in plan.phase.uses else "-")
+            is_used = plan is not None and role in plan.phase.uses
+            self.telemetry.view.set_role_activity(role, name if is_used else "-")
         self.telemetry.view.begin_phase(name)
         try:
             with self.telemetry.goodput.during(PHASE_STATES.get(name, "train")):

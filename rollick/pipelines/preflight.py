@@ -33,7 +33,7 @@ from rollick.config.names import NAMES, is_reference
 from rollick.config.problems import KeyPath, Problem, did_you_mean
 from rollick.config.references import Parameters, parameters_of, read_reference
 from rollick.config.rules.context import Context, Problems
-from rollick.config.rules.names import FROM_THE_SAMPLE
+from rollick.config.rules.names import SAMPLE_ARGUMENTS
 from rollick.data.prompt_rows import TokenLimit, partition_rows
 from rollick.data.sources import read_rows
 from rollick.errors import ConfigError, DataError, MissingExtra, ModelError
@@ -227,7 +227,7 @@ def _check_columns(
             yield context.problem(where, message, did_you_mean(column, columns))
     for index, reward in enumerate(schema.rewards_of(domain)):
         parameters = _parameters_of(context, reward.name, objects)
-        filled = {*FROM_THE_SAMPLE, *reward.options, *columns}
+        filled = {*SAMPLE_ARGUMENTS, *reward.options, *columns}
         for name in parameters.required if parameters else ():
             if name not in filled:
                 function = reward.name.removeprefix(OBJECT)

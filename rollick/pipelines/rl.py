@@ -102,7 +102,8 @@ class RLPipeline(Pipeline[StepReport]):
             return None
         report = await self.roles.policy.train(batch)
         self.guard.check(report, batch)
-        self.credit.update_kl_coefficients(batch.samples, self.credit_means | report.means)
+        samples = len(set(batch.uids))
+        self.credit.update_kl_coefficients(samples, self.credit_means | report.means)
         return report
 
     @phase("publish")

@@ -33,7 +33,7 @@ def report_run(folder: Path, recipe: Recipe) -> None:
             folder / "report.html",
             rows,
             title=recipe.run.name,
-            about=_facts(recipe, rows),
+            facts=_facts(recipe, rows),
             advice=find_advice(rows),
             exchanges=_exchanges(folder, recipe),
             reliability=Reliability.read(folder),

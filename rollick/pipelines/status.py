@@ -31,7 +31,7 @@ from rollick.observe.diagnosis import (
     RunEvidence,
     RunSnapshot,
     diagnose,
-    write_situation,
+    write_run_snapshot,
 )
 from rollick.observe.metrics import read_metrics
 
@@ -86,7 +86,7 @@ class StatusReporter:
             if outcome == "finished" and state.stop.is_set():
                 outcome = "interrupted"
             with suppress(OSError):
-                write_situation(state.folder.path, reporter._describe(outcome, error_text))
+                write_run_snapshot(state.folder.path, reporter._describe(outcome, error_text))
 
     @contextmanager
     def follow(self, rollout: Rollout, rewards: RewardPool) -> Generator[None]:
@@ -111,7 +111,7 @@ class StatusReporter:
     async def _report(self) -> None:
         """Write every REPORT_EVERY_S until cancelled or until a write fails."""
         while True:
-            write_situation(self._state.folder.path, self._describe())
+            write_run_snapshot(self._state.folder.path, self._describe())
             await asyncio.sleep(REPORT_EVERY_S)
 
     def _describe(self, outcome: str = "", error: str = "") -> RunSnapshot:

@@ -134,7 +134,7 @@ def _find_marked(text: str) -> ExtractedAnswer | None:
         if not PHRASE.search(line):
             return ExtractedAnswer(line, "hashes")
     for phrase in reversed(list(PHRASE.finditer(text))[-MAX_PHRASES:]):
-        sentence = _read_claim(text, phrase)
+        sentence = _read_sentence_after(text, phrase)
         if sentence:
             return ExtractedAnswer(sentence, "phrase")
     return None
@@ -166,7 +166,7 @@ def _join_boxes(text: str, boxes: list[Span]) -> str:
     return ", ".join(dict.fromkeys(reversed(contents)))
 
 
-def _read_claim(text: str, phrase: re.Match[str]) -> str:
+def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
     """The rest of the sentence after a phrase; empty if the sentence does not state it: a question,
     a condition, a denial, or a claim that the next sentence takes back."""
     begin = phrase.end()
@@ -188,8 +188,8 @@ def _read_claim(text: str, phrase: re.Match[str]) -> str:
 
 def _rest_of_sentence(text: str) -> tuple[str, int]:
     """The text up to the end of the sentence, and where that is."""
-    last = next(matches_outside_formulas(SENTENCE_END, text), None)
-    end = last.start() if last else len(text)
+    stop = next(matches_outside_formulas(SENTENCE_END, text), None)
+    end = stop.start() if stop else len(text)
     sentence = text[:end].strip()
     inner = sentence.strip("*").strip()
     return sentence if "*" in inner else inner, end

@@ -177,8 +177,8 @@ def find_signature_problems(
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     for option in options:
         if option in BUILTIN_ARGUMENTS:
-            which = f"the option {option!r} of {function}"
-            problems.append(f"{which} is an argument that rollick fills")
+            subject = f"the option {option!r} of {function}"
+            problems.append(f"{subject} is an argument that rollick fills")
         elif option not in named and not takes_all:
             takes = ", ".join(parameters) or "no arguments"
             problems.append(f"{function} does not take the option {option!r}; it takes {takes}")
@@ -283,7 +283,7 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
 
 
 def model(completion: str) -> float:
-    """The reward `model` outside a run, which calls its own (pipelines/reward_model.py)."""
+    """Placeholder of the reward `model`: a run calls pipelines/reward_model.py instead."""
     fix = "use it in a recipe with reward_model.path"
     raise RewardError("the reward `model` works only in a run", fix=fix)
 

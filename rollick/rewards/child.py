@@ -47,11 +47,11 @@ def encode_scores(job: int, scores: Sequence[Score]) -> str:
 
 def decode_scores(body: bytes) -> tuple[int, list[Score]]:
     job, rows = json.loads(body)
-    named: list[dict[str, Any]] = [dict(zip(SCORE_FIELDS, row, strict=True)) for row in rows]
-    for row in named:
-        row["status"] = ScoreStatus(row["status"])
-        row["turn_rewards"] = tuple(row["turn_rewards"])
-    return job, [Score(**row) for row in named]
+    records: list[dict[str, Any]] = [dict(zip(SCORE_FIELDS, row, strict=True)) for row in rows]
+    for record in records:
+        record["status"] = ScoreStatus(record["status"])
+        record["turn_rewards"] = tuple(record["turn_rewards"])
+    return job, [Score(**record) for record in records]
 
 
 @dataclass(slots=True)
@@ -101,32 +101,32 @@ class RewardLoop:
             size = self.declared[group[0][1].reward].batch
             for begin in range(0, len(group), size):
                 batch = group[begin : begin + size]
-                scores |= self._call([uid for uid, _ in batch], batch[0][1], samples)
+                scores |= self._call([call_id for call_id, _ in batch], batch[0][1], samples)
         return scores
 
     def _call(
-        self, uids: Sequence[CallId], call: RewardCall, samples: Mapping[int, Sample]
+        self, call_ids: Sequence[CallId], call: RewardCall, samples: Mapping[int, Sample]
     ) -> dict[CallId, Score]:
         """Call a reward on one sample, or on several if it takes a batch."""
         # Reported before they run, so that the parent knows which call hung or crashed.
-        self.writer.add(FrameKind.STARTED, json.dumps(uids))
+        self.writer.add(FrameKind.STARTED, json.dumps(call_ids))
         self.writer.flush()
         function, declared = self.functions[call.reward], self.declared[call.reward]
-        batch, run = [samples[job] for job, _ in uids], self.runner.run
+        batch, run = [samples[job] for job, _ in call_ids], self.runner.run
         try:
             if declared.batch:
                 scores = call_batch(function, batch, call.options, run=run)
             else:
                 scores = [call_reward(function, batch[0], call.options, run=run)]
         except RewardError as error:  # for example a missing column: fail the sample, not the run
-            if len(uids) > 1:  # one bad row failed the batch
-                single = [self._call([uid], call, samples) for uid in uids]
-                return {uid: score for scores in single for uid, score in scores.items()}
+            if len(call_ids) > 1:  # one bad row failed the batch
+                single = [self._call([call_id], call, samples) for call_id in call_ids]
+                return {call_id: score for each in single for call_id, score in each.items()}
             scores = [Score.failed(str(error))]
         completed: dict[CallId, Score] = {}
-        for uid, score in zip(uids, scores, strict=True):
+        for call_id, score in zip(call_ids, scores, strict=True):
             version, isolation = score.version or declared.version, score.isolation or ISOLATION
-            completed[uid] = replace(score, version=version, isolation=isolation)
+            completed[call_id] = replace(score, version=version, isolation=isolation)
         return completed
 
 

@@ -130,7 +130,7 @@ async def run_tests(
         cases = [ScriptCase(str(case["input"]), str(case["output"])) for case in row["cases"]]
         return await check_scripts(sandbox, code, cases=cases, limits=limits)
     if "calls" in row:
-        tests = Tests(cases=tuple(map(_call_case, row["calls"])))
+        tests = Tests(cases=tuple(map(_make_call_case, row["calls"])))
         return await sandbox.run(Program(code, limits=limits, tests=tests))
     if "test_file" in row:
         tests = Tests(cases=(str(row["test_file"]),), module=str(row.get("module", "solution")))
@@ -168,7 +168,7 @@ async def _run_method(
     Tests that use these helpers pass objects (linked lists, trees), so that they share a box with
     the candidate."""
     call = f"def {METHOD_ENTRY}(*args, **kwargs):\n    return {row['entry_point']}(*args, **kwargs)"
-    helpers, test = f"{prelude}\n{_only_code(str(row.get('prompt', '')))}", str(row["test"])
+    helpers, test = f"{prelude}\n{_read_prompt_code(str(row.get('prompt', '')))}", str(row["test"])
     try:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         defined = {node.name for node in parse(helpers).body if isinstance(node, kinds)}
@@ -186,14 +186,15 @@ async def _run_method(
     return await sandbox.run(Program(code, limits=limits, tests=tests))
 
 
-def _only_code(prompt: str) -> str:
+def _read_prompt_code(prompt: str) -> str:
+    """The code of a prompt; empty if the prompt is not Python."""
     try:
         return ast.unparse(parse(prompt))
     except (SyntaxError, ValueError):
         return ""
 
 
-def _call_case(call: Mapping[str, Any]) -> CallCase:
+def _make_call_case(call: Mapping[str, Any]) -> CallCase:
     kwargs: Mapping[str, Any] = call.get("kwargs", {})
     return CallCase(str(call["entry"]), tuple(call["args"]), call["expected"], kwargs)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollick.rewards.answers import after_thinking
-from rollick.rewards.text import is_language, visible_text, without_language
+from rollick.rewards.text import is_language, strip_json_tag, visible_text
 from rollick.types import Score
 
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -51,8 +51,8 @@ def instructions(
     followed = [follows(response, name, arguments, loose=loose) for name, arguments in pairs]
     share = sum(followed) / len(followed)
     value = share if partial else float(share == 1.0)
-    ignored = [n for n, done in zip(instruction_id_list, followed, strict=True) if not done]
-    detail = f"not followed: {', '.join(ignored)}" if ignored else ""
+    failed = [name for name, done in zip(instruction_id_list, followed, strict=True) if not done]
+    detail = f"not followed: {', '.join(failed)}" if failed else ""
     return Score(value, parts={"followed": share}, detail=detail)
 
 
@@ -177,7 +177,7 @@ def is_json(text: str) -> bool:
     """The full text, optionally in a code fence, is JSON."""
     stripped = text.strip()
     if len(stripped) >= 6 and stripped.startswith("```") and stripped.endswith("```"):
-        text = without_language(stripped[3:-3])
+        text = strip_json_tag(stripped[3:-3])
     try:
         json.loads(text)
     except (ValueError, RecursionError):

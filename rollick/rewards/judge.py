@@ -225,18 +225,20 @@ class _BatchJudge:
         request = self.client.stream("POST", url, json=body)
         try:
             async with asyncio.timeout(settings.request_s), request as response:
-                content = await _read(response)
+                content = await _read_body(response)
         except TimeoutError:
             raise NoResponse(f"no response within {settings.request_s:g} s") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise PermanentError(f"{settings.url} is not a valid URL: {error}") from error
+        except httpx.DecodingError as error:
+            raise TransientError(f"the reply cannot be decompressed: {error}") from error
         except httpx.TransportError as error:
             raise NoResponse(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         _check_status(response, content)
-        return _text_of(content, usage)
+        return _read_reply(content, usage)
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read_body(response: httpx.Response) -> bytes:
     content = b""
     async for chunk in response.aiter_bytes():
         content += chunk
@@ -262,7 +264,8 @@ def _retry_after(header: str | None) -> float:
         return 0.0
 
 
-def _text_of(content: bytes, usage: JudgeUsage) -> str:
+def _read_reply(content: bytes, usage: JudgeUsage) -> str:
+    """The text of a chat completion; adds its tokens to `usage`."""
     try:
         reply: Any = json.loads(content)
         tokens = cast("Mapping[str, Any]", reply.get("usage") or {})

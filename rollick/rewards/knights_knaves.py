@@ -49,7 +49,7 @@ def knights_knaves(
     if not names or len(names) != len(solution):
         raise ValueError(f"the row has {len(names)} names and {len(solution)} roles")
     expected = {name: bool(role) for name, role in zip(names, solution, strict=True)}
-    reader = _open_reader(tuple(names), knight_knave["knight"], knight_knave["knave"])
+    reader = _make_reader(tuple(names), knight_knave["knight"], knight_knave["knave"])
     answer = find_answer(completion)
     if answer is None:
         return 0.0
@@ -101,10 +101,10 @@ class _RoleReader:
         lines = text.strip().splitlines()
         roles: Roles = {}
         for line in reversed(lines):
-            own = self.read(line) if self._role.search(line) else {}
-            if own is None or any(roles.get(name, role) != role for name, role in own.items()):
+            added = self.read(line) if self._role.search(line) else {}
+            if added is None or any(roles.get(name, role) != role for name, role in added.items()):
                 return None
-            roles |= own
+            roles |= added
             if len(roles) == len(self._names):
                 break
         return roles
@@ -113,14 +113,15 @@ class _RoleReader:
         """False if it contradicts the roles so far."""
         for match in self._statement.finditer(clause):
             before, negated, role_after, role_before, after = match.groups()
-            is_knight = (role_after or role_before).lower() == self._knight
-            given = is_knight != bool(negated)
-            for name in self._members(before or after, roles):
-                if roles.setdefault(name, given) != given:
+            names_knight = (role_after or role_before).lower() == self._knight
+            is_knight = names_knight != bool(negated)
+            for name in self._resolve_group(before or after, roles):
+                if roles.setdefault(name, is_knight) != is_knight:
                     return False
         return True
 
-    def _members(self, group: str, roles: Roles) -> list[str]:
+    def _resolve_group(self, group: str, roles: Roles) -> list[str]:
+        """The names that a group of names, `all` or `the others` means."""
         if named := self._name.findall(group):
             return named
         if re.fullmatch(REST, group):
@@ -128,7 +129,7 @@ class _RoleReader:
         return list(self._names)
 
 
-_open_reader = lru_cache(maxsize=1024)(_RoleReader)
+_make_reader = lru_cache(maxsize=1024)(_RoleReader)
 
 
 def _clean(text: str) -> str:

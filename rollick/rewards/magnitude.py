@@ -89,9 +89,9 @@ def is_shallow(latex: str, expected: str) -> bool:
         brackets += (letter in "([") - (letter in ")]")
         if braces > MAX_DEPTH or brackets > MAX_BRACKETS:
             return False
-    for sign, most in SLOW_TO_PARSE:
+    for sign, allowed in SLOW_TO_PARSE:
         count = len(sign.findall(latex))
-        if count > most and count > len(sign.findall(expected)):
+        if count > allowed and count > len(sign.findall(expected)):
             return False
     if braces:
         return False
@@ -138,10 +138,10 @@ def _measure(node: Any) -> Size:
         size = Size(sum(each.digits for each in sizes), terms, sum(each.degree for each in sizes))
     else:
         size = _largest(sizes)._replace(terms=1)
-    return _checked(size)
+    return _check_size(size)
 
 
-def _checked(size: Size) -> Size:
+def _check_size(size: Size) -> Size:
     too_large = size.digits > MAX_DIGITS or size.terms > MAX_PRODUCT_TERMS
     if too_large or size.degree > MAX_DEGREE:
         raise Unaffordable
@@ -227,4 +227,4 @@ def check_code_size(node: ast.expr) -> float:
             digits = max((check_code_size(part) for part in parts), default=0.0)
         case _:
             digits = 0.0
-    return _checked(Size(digits)).digits
+    return _check_size(Size(digits)).digits

@@ -111,7 +111,7 @@ MEMBER = re.compile(r"^[a-zA-Z]\s*\\in\b\s*")
 CHOICE = re.compile(r"\(\s*([A-Za-z])\s*\)")
 LABEL = re.compile(r"^(?:\*\*)?(?:\(\s*[A-Ea-e]\s*\)|[A-E][.)])\s*(?:\*\*)?\s*(?=[-$]?[0-9])")
 """The letter of a choice before its value: `(C) 39`."""
-MAGNITUDE = 400
+MAX_POWER = 400
 """Largest power of ten that is computed."""
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -155,7 +155,7 @@ def normalise(text: str) -> str:
     text = SPACING.sub(" ", text)
     text = TEXT_MACRO.sub(lambda match: f" {match[1]} ", text)
     text = DEGREES.sub("", text)
-    text = _plain_fractions(text)
+    text = _brace_fractions(text)
     text = re.sub(r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\{", "{ ").replace("\\}", " }")
     text = _unwrap(" ".join(text.split()))
@@ -178,7 +178,7 @@ def read_number(text: str) -> Number | None:
     match = NUMBER.fullmatch(text.strip()) if len(text) <= MAX_DIGITS else None
     if match is None:
         return None
-    unit, value = match["unit"].strip(), _value(match)
+    unit, value = match["unit"].strip(), _read_value(match)
     if value is None:
         return None
     scale = SCALE.match(unit)
@@ -247,7 +247,7 @@ def to_latex(text: str) -> str:
     return text.replace("*", r" \cdot ")
 
 
-def _plain_fractions(text: str) -> str:
+def _brace_fractions(text: str) -> str:
     r"""`\dfrac34`, `\frac 3{4}` and the like as `\frac{3}{4}`."""
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
@@ -269,7 +269,7 @@ def _unwrap(text: str) -> str:
     return text
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def _read_value(match: re.Match[str]) -> Fraction | None:
     part = match.groupdict()
     whole = part["whole"] or part["whole_2"]
     if whole:
@@ -281,7 +281,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
         bottom = _decimal(part["bottom"] or part["bottom_2"])
         return _decimal(top) / bottom if bottom else None
     power = int(part["power"] or part["exponent"] or 0)
-    if abs(power) > MAGNITUDE:
+    if abs(power) > MAX_POWER:
         return None
     return _decimal(part["scaled"] or part["decimal"]) * Fraction(10) ** power
 
@@ -325,7 +325,7 @@ def is_same_unit(unit: str, other: str) -> bool:
     denominator matches any: dollars match dollars per hour."""
     if not unit or not other:
         return True
-    unit, other = (each.replace("lb", "pound") for each in (unit, other))  # also of weight
+    unit, other = (each.replace("lb", "pound") for each in (unit, other))  # money or weight
     (top, _, bottom), (other_top, _, other_bottom) = unit.partition("/"), other.partition("/")
     return top == other_top and (bottom == other_bottom or not bottom or not other_bottom)
 

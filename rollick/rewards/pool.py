@@ -65,14 +65,15 @@ class RewardPoolStats:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A sample to score: pickled with its calls; the number of rewards; a future of the scores."""
+    """A sample to score."""
 
     payload: bytes
-    rewards: int
+    """The pickled sample and its calls."""
+    num_rewards: int
     scores: asyncio.Future[list[Score]]
     batch: int = 0
     """Largest batch size of its rewards; 0: none takes batches."""
-    alone: bool = False
+    unbatched: bool = False
     """Retry this job in a frame of its own, because a batch with it was lost."""
     lost_children: int = 0
 
@@ -193,15 +194,18 @@ class RewardPool:
     async def _compute(self, sample: Sample, specs: Sequence[RewardSpec]) -> list[Score]:
         """Call rewards in a child and in this process, concurrently; cache and count the scores."""
         for_child = [spec for spec in specs if spec.name not in self.in_process]
-        for_here = [self.in_process[spec.name] for spec in specs if spec.name in self.in_process]
+        in_process = [self.in_process[spec.name] for spec in specs if spec.name in self.in_process]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(reward(sample)) for reward in for_here]
-                from_child = iter(await self._call_child(sample, for_child) if for_child else ())
+                tasks = [group.create_task(reward(sample)) for reward in in_process]
+                child_scores = iter(await self._call_child(sample, for_child) if for_child else ())
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        from_here = (task.result() for task in tasks)
-        scores = [next(from_here if spec.name in self.in_process else from_child) for spec in specs]
+        in_process_scores = (task.result() for task in tasks)
+        scores = [
+            next(in_process_scores if spec.name in self.in_process else child_scores)
+            for spec in specs
+        ]
         for spec, score in zip(specs, scores, strict=True):
             self._cache.put(self._key(sample, spec), score)
             if score is not NOT_CALLED:
@@ -272,7 +276,7 @@ class RewardPool:
             while self._waiting and len(jobs) < share:
                 first = self._waiting[0]
                 max_jobs = max(size, jobs[0].batch if jobs else first.batch)
-                if jobs and (first.alone or jobs[0].alone or len(jobs) >= max_jobs):
+                if jobs and (first.unbatched or jobs[0].unbatched or len(jobs) >= max_jobs):
                     break
                 self._waiting.popleft()
                 if not first.scores.done():
@@ -320,11 +324,11 @@ class RewardPool:
         a batch was running, retry each of its jobs alone. If none is to blame (`running` is empty),
         count the loss for each job, so that a job that kills its child is not retried forever."""
         for number in running:
-            jobs[number].alone = len(running) > 1
+            jobs[number].unbatched = len(running) > 1
         if len(running) == 1:
             [(number, index)] = running.items()
             job = jobs.pop(number)
-            scores = [NOT_CALLED] * job.rewards
+            scores = [NOT_CALLED] * job.num_rewards
             scores[index] = failure
             _resolve(job, scores)
         elif not running:
@@ -355,7 +359,8 @@ def _score_of_exit(child: Child) -> Score:
 def _resolve(job: _Job, scores: list[Score]) -> None:
     """Set the result of a job: a score for each reward, or one failure for all of them."""
     if not job.scores.done():
-        job.scores.set_result(scores if len(scores) == job.rewards else scores[:1] * job.rewards)
+        is_complete = len(scores) == job.num_rewards
+        job.scores.set_result(scores if is_complete else scores[:1] * job.num_rewards)
 
 
 def _check_specs(specs: Sequence[RewardSpec], known: set[str], sample: Sample) -> None:

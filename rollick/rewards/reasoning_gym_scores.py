@@ -76,7 +76,7 @@ def reasoning_gym(
         answer = extract_gym_answer(completion)
     if not answer:
         return 0.0
-    puzzle, scorer = _puzzle(task, entry, settings, index), open_task(task, settings)
+    puzzle, scorer = _load_puzzle(task, entry, settings, index), open_task(task, settings)
     longest = MAX_ANSWERS.get(task, MAX_ANSWER)
     if len(answer) > max(longest, 4 * len(str(puzzle["answer"]))):
         return 0.0
@@ -130,7 +130,7 @@ _warm_tasks: set[tuple[str, str]] = set()
 
 
 @lru_cache(maxsize=4096)
-def _puzzle(task: str, entry: str | None, settings: str, index: int) -> dict[str, Any]:
+def _load_puzzle(task: str, entry: str | None, settings: str, index: int) -> dict[str, Any]:
     if entry is not None:
         return ast.literal_eval(entry)
     make_row(task, settings, index)  # restores the state of the global random generator
@@ -154,12 +154,12 @@ def replace_eval() -> None:
             raise ValueError(f"an expression of {len(text)} characters is not evaluated")
         return tokenize(text, *arguments)
 
-    def checked(code: str, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
+    def evaluate_checked(code: str, local_dict: dict[str, Any], global_dict: dict[str, Any]) -> Any:
         check_expression(code, known=frozenset(local_dict))
         return evaluate(code, local_dict, global_dict)
 
     vars(parser)["stringify_expr"] = tokenize_short
-    vars(parser)["eval_expr"] = checked
+    vars(parser)["eval_expr"] = evaluate_checked
 
 
 def check_expression(code: str, *, known: frozenset[str]) -> None:

@@ -92,8 +92,10 @@ def f1(completion: str, answer: Any) -> float:
     if not answers:
         raise ValueError("the row has no answer")
     marked = extract_answer(completion, plain=False)
-    words = _words(marked.text if marked else completion)
-    return max(_overlap(words, _words(str(each))) for each in cast("Sequence[Any]", answers))
+    words = _split_words(marked.text if marked else completion)
+    return max(
+        _compute_f1(words, _split_words(str(each))) for each in cast("Sequence[Any]", answers)
+    )
 
 
 def language(completion: str, language: str) -> float:
@@ -213,7 +215,7 @@ def _answer_letter(answer: Any, options: Mapping[str, str]) -> str:
         if letter in options:
             return letter
         for name, words in options.items():
-            if words and _words(words) == _words(text):
+            if words and _split_words(words) == _split_words(text):
                 return name
     raise ValueError(f"the answer {answer!r} is not one of the choices {', '.join(options)}")
 
@@ -229,14 +231,15 @@ def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
     letters -= {"I"} if len(letters) > 1 else set()  # most likely the pronoun
     if len(letters) == 1:
         return letters.pop()
-    words = f" {' '.join(_words(text))} "
-    texts = {name: f" {' '.join(_words(each))} " for name, each in options.items() if each}
+    words = f" {' '.join(_split_words(text))} "
+    texts = {name: f" {' '.join(_split_words(each))} " for name, each in options.items() if each}
     named = [name for name, choice in texts.items() if choice == words]
     named = named or [name for name, choice in texts.items() if choice in words or choice == "  "]
     return named[0] if len(named) == 1 and not letters else None
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
+    """The words in lower case, without punctuation and articles."""
     plain = unicodedata.normalize("NFKC", _limit_accents(text)).lower()
     return ARTICLES.sub(" ", plain.translate(_punctuation())).split()
 
@@ -249,22 +252,22 @@ def _limit_accents(text: str) -> str:
 
 @cache
 def _many_accents() -> re.Pattern[str]:
-    accents = "".join(letter for letter in _letters() if unicodedata.combining(letter))
+    accents = "".join(each for each in _characters() if unicodedata.combining(each))
     return re.compile(f"([{accents}]{{30}})[{accents}]+")
 
 
 @cache
 def _punctuation() -> dict[int, str]:
     """A space for each punctuation mark."""
-    return {ord(each): " " for each in _letters() if unicodedata.category(each)[0] == "P"}
+    return {ord(each): " " for each in _characters() if unicodedata.category(each)[0] == "P"}
 
 
-def _letters() -> list[str]:
-    """The planes of Unicode that have accents and punctuation."""
+def _characters() -> list[str]:
+    """All characters of the Unicode planes that have accents and punctuation."""
     return [chr(code) for code in range(0x20000)]
 
 
-def _overlap(words: Sequence[str], expected: Sequence[str]) -> float:
+def _compute_f1(words: Sequence[str], expected: Sequence[str]) -> float:
     if not words or not expected:
         return float(list(words) == list(expected))
     shared = sum((Counter(words) & Counter(expected)).values())
@@ -273,7 +276,7 @@ def _overlap(words: Sequence[str], expected: Sequence[str]) -> float:
 
 def read_json(text: str) -> tuple[Any] | None:
     """The JSON value of the text or of its last valid fenced block, in a tuple; None if none."""
-    blocks = [without_language(block) for block in find_fenced(text)]
+    blocks = [strip_json_tag(block) for block in find_fenced(text)]
     for candidate in (text, *reversed(blocks)):
         try:
             return (json.loads(candidate.strip()),)
@@ -282,7 +285,7 @@ def read_json(text: str) -> tuple[Any] | None:
     return None
 
 
-def without_language(block: str) -> str:
+def strip_json_tag(block: str) -> str:
     """A fenced block without the word `json` after its fence."""
     return block[4:] if block[:4].lower() == "json" else block
 

@@ -123,4 +123,4 @@ AnyHandle = RoleHandle[Any]
 
 def _part(batch: Batch, rows: Sequence[int]) -> Batch:
     """Rows of a batch; not a copy if they are all."""
-    return batch if len(rows) == batch.samples else batch.take(rows)
+    return batch if len(rows) == batch.rows else batch.take(rows)

@@ -144,7 +144,7 @@ class Publisher:
         held = {rank: result for rank, result in pairs if result is not None}
         # A lost engine never samples again: the memory that it used is free.
         lost = dict.fromkeys(self._generators.lost_ranks, False)
-        await self._policy.release_weights(PublishOutcome(True, held=lost | held))
+        await self._policy.release_weights(PublishOutcome(True, adopted=lost | held))
 
     async def _transfer(self, route: Route, version: PolicyVersion) -> None:
         manifest = await self._policy.offer_weights(version, route)

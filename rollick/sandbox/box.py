@@ -46,7 +46,7 @@ STDERR_BYTES = 2000
 KERNEL_MB = 32
 """In a memory cgroup: for the kernel's data about the processes of a box."""
 
-INSIDE = {
+BOX_MODULES = {
     "rollick_wire": "rollick.sandbox.wire",
     "rollick_boot": "rollick.sandbox.inside.boot",
     "rollick_candidate": "rollick.sandbox.inside.candidate",
@@ -75,7 +75,7 @@ class BoxStartError(SandboxError):
 @cache
 def inside_code() -> bytes:
     """The code that runs in boxes, compiled for this interpreter."""
-    return marshal.dumps({name: _compiled(name, module) for name, module in INSIDE.items()})
+    return marshal.dumps({name: _compiled(name, module) for name, module in BOX_MODULES.items()})
 
 
 @cache
@@ -108,6 +108,7 @@ class Box:
     stdout: int
     stderr: int
     info: int
+    """Pipe in which bubblewrap reports the pid of the init process."""
     uid: int | None
     isolation: Isolation
     exit_fd: int
@@ -150,18 +151,18 @@ class Box:
         out_r, out_w = _pipe(ours, theirs)
         err_r, err_w = _pipe(ours, theirs)
         info_r, info_w = _pipe(ours, theirs)
-        rules_r, rules_w = _pipe(theirs, theirs)
+        filter_r, filter_w = _pipe(theirs, theirs)
         options_r, options_w = os.pipe()
         theirs.callback(os.close, options_r)
         options = theirs.enter_context(os.fdopen(options_w, "wb", buffering=0))
-        os.write(rules_w, seccomp_program(shared_memory=host.memory is not None))
+        os.write(filter_w, seccomp_program(shared_memory=host.memory is not None))
         our_socket.setblocking(False)
         our_socket.send(inside_code())
-        pipes = BoxPipes(box_socket.fileno(), info_w, rules_r, options_r)
+        pipes = BoxPipes(box_socket.fileno(), info_w, filter_r, options_r)
         uid = host.next_uid()
         process = _spawn(host, pipes, (in_r, out_w, err_w), uid)
         ours.callback(process.wait)
-        # Not a kill, for the reason that `kill` names.
+        # Ends the interpreter, and so bubblewrap; see `kill` for why bubblewrap is not killed.
         ours.callback(our_socket.shutdown, socket.SHUT_RDWR)
         ours.callback(options.close)
         exit_fd = os.pidfd_open(process.pid)
@@ -211,7 +212,7 @@ class Box:
             raise BoxStartError(f"a box did not {action}: {text or 'it ended'}")
 
     def open_init(self) -> None:
-        """Open a pidfd of the init process, whose pid bubblewrap reports."""
+        """Open a pidfd of the init process, whose pid bubblewrap has written to `info`."""
         if self.init_fd is not None or self.isolation is Isolation.NONE:
             return
         with suppress(OSError, ValueError, KeyError):
@@ -349,8 +350,8 @@ def _spawn(
     host: SandboxHost, pipes: BoxPipes, streams: tuple[int, int, int], uid: int | None
 ) -> subprocess.Popen[bytes]:
     """Start bubblewrap, or without isolation the interpreter, with these standard streams."""
-    line = BOOT_CODE.format(size=len(inside_code()), control=pipes.control)
-    python = ["-I", "-S", "-B", "-X", "utf8", "-c", line]
+    boot_code = BOOT_CODE.format(size=len(inside_code()), control=pipes.control)
+    python = ["-I", "-S", "-B", "-X", "utf8", "-c", boot_code]
     if host.isolation is Isolation.NONE:
         command, inherited = [sys.executable, *python], (pipes.control,)
     else:

@@ -61,10 +61,10 @@ async def check_scripts(
     results: list[Result] = []
     seconds = 0.0
     for case in cases:
-        left = replace(limits, wall_s=limits.wall_s - seconds)
-        if left.wall_s <= 0:
+        case_limits = replace(limits, wall_s=limits.wall_s - seconds)
+        if case_limits.wall_s <= 0:
             break
-        result = await sandbox.run(Program(code, stdin=case.stdin, limits=left))
+        result = await sandbox.run(Program(code, stdin=case.stdin, limits=case_limits))
         if not result.status.is_conclusive:
             return result
         results.append(result)

@@ -109,7 +109,7 @@ class LocalSandbox:
     def _disable_isolation(self, problem: str) -> None:
         """Called if no box ever started: bwrap is installed, but the kernel forbids its use."""
         if self.host.isolation is Isolation.NONE:
-            return  # a concurrent `run` did it
+            return  # a concurrent `run` has done it
         self._drop_idle()
         self.host.problem = f"{problem}; {self.host.problem}".rstrip("; ")
         self.host.isolation, self.host.memory = Isolation.NONE, None
@@ -139,15 +139,15 @@ class LocalSandbox:
         result, reports = await self._run_boxes(program, shared if reason else tests)
         if reports.end is ReportEnd.SHARE:
             reason = reports.message
-            # Both runs share one clock.
+            # Both runs together may take wall_s.
             left_s = max(program.limits.wall_s - result.seconds, MIN_SECONDS)
             limits = replace(program.limits, wall_s=left_s)
             result, reports = await self._run_boxes(replace(program, limits=limits), shared)
         if (reason or tests.shared) and reports.end is ReportEnd.ENDED and not reports.count:
-            # The candidate is not asked whether the file is broken: it would always say so.
-            checked, checks = await self._run_boxes(program, tests, has_candidate=False)
-            if checks.end is not ReportEnd.ENDED:
-                return checked
+            # Whether the file is broken is checked without the candidate, which could forge that.
+            check_result, check = await self._run_boxes(program, tests, has_candidate=False)
+            if check.end is not ReportEnd.ENDED:
+                return check_result
         if reason and not result.detail:
             result = replace(result, detail=f"candidate and tests share a box: {reason}")
         return result
@@ -164,12 +164,12 @@ class LocalSandbox:
         if shared and isolation is not Isolation.NONE:
             isolation = Isolation.SHARED
         packages = bool(tests.module)
-        count = 0 if packages else len(tests.cases)
-        reports = TestReports(nonce, count, from_candidate=shared)
-        number = 2 if has_candidate and not shared else 1
-        async with self._boxes(number, program.limits, packages=packages) as boxes:
+        test_count = 0 if packages else len(tests.cases)
+        reports = TestReports(nonce, test_count, from_candidate=shared)
+        box_count = 2 if has_candidate and not shared else 1
+        async with self._boxes(box_count, program.limits, packages=packages) as boxes:
             monitor = BoxMonitor(boxes, program.limits, reports=reports)
-            if number == 1:
+            if box_count == 1:
                 await boxes[0].send(message | ({"code": program.code} if shared else {}))
             else:
                 await _send_pair(boxes, candidate_message(program, tests), message)
@@ -195,11 +195,11 @@ class LocalSandbox:
         """Yield unused boxes that are ready. They have ended when the block exits."""
         async with self._slot():
             boxes: list[Box] = []
-            with ExitStack() as endings:  # drop all boxes, even if one raises
+            with ExitStack() as drops:  # drop all boxes, even if one raises
                 while len(boxes) < count:
                     last = len(boxes) == count - 1
                     boxes.append(self._take(packages=packages and last))
-                    endings.callback(self._drop, boxes[-1])
+                    drops.callback(self._drop, boxes[-1])
                 for box in boxes:
                     await box.ready()
                     if self.host.memory is not None:

@@ -170,7 +170,7 @@ def _mounted(
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         root, point = mount.split()[3:5]
-        fs_type, _, options = kind.split()[:3]
+        fs_type, _, options = kind.split(" ")[:3]  # the source, in between, may be empty
         if fs_type == version and controllers <= set(options.split(",")):
             with suppress(ValueError):
                 yield Path(point) / Path(path).relative_to(root), version

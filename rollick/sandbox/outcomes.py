@@ -40,8 +40,8 @@ class ReportEnd(StrEnum):
     SHARE = "share"
 
 
-REMARKS = (ReportEnd.INVALID, ReportEnd.SHARE)
-"""What a test box may say about its tests."""
+TRUSTED_ENDS = (ReportEnd.INVALID, ReportEnd.SHARE)
+"""Valid only from a test box without the candidate, which could otherwise excuse its failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class TestReports:
     count: int = 0
     """Number of tests; 0 if the box announces it."""
     from_candidate: bool = False
-    """The candidate runs in the test box, so it may not say more about the tests than outcomes."""
+    """The candidate runs in the test box and can write frames."""
     outcomes: dict[int, TestOutcome] = field(default_factory=dict[int, TestOutcome])
     end: ReportEnd | None = None
     message: str = ""
@@ -89,7 +89,7 @@ class TestReports:
             if not 0 <= number < self.count or number in self.outcomes:
                 raise ReportError("an outcome does not belong to a test, or comes twice")
             self.outcomes[number] = TestOutcome(passed, message)
-        elif kind == ReportEnd.ENDED or (kind in REMARKS and not self.from_candidate):
+        elif kind == ReportEnd.ENDED or (kind in TRUSTED_ENDS and not self.from_candidate):
             self.end, self.message = ReportEnd(kind), message
         else:
             raise ReportError(f"a frame has the unknown kind {kind[:20]!r}")

@@ -39,12 +39,13 @@ FUNCTIONS = _words(
     "pytest.MonkeyPatch pytest.deprecated_call pytest.warns random.seed sys.getrefcount sys.stderr "
     "sys.stdin sys.stdout typing.get_type_hints unittest.mock"
 )
-"""Names in modules that do the same."""
+"""Names in other modules that do the same."""
 BUILTINS = frozenset({"dir", "id", "open"})
 """Builtin functions that do not see the candidate's objects or disk."""
 ALLOWED = {"asyncio": {"run", "sleep"}, "dataclasses": {"dataclass", "field"}}
 """Names in modules that work with proxies; all others do not."""
 METHODS = _words("assertIs assertIsNot assertLogs assertNoLogs assertWarns assertWarnsRegex")
+"""Methods of unittest.TestCase that compare identities, or read logs or warnings."""
 SPECIAL_NAMES = _words(
     "__name__ __qualname__ __class__ __dict__ __init__ __call__ __len__ __iter__ __next__ __file__ "
     "__contains__ __getitem__ __setitem__ __delitem__ __bool__ __str__ __repr__ __eq__ __ne__ "
@@ -55,7 +56,7 @@ SPECIAL_NAMES = _words(
 
 @dataclass(frozen=True, slots=True)
 class StarNames:
-    """Of a file with `from solution import *`."""
+    """What `from solution import *` must define for a pytest file."""
 
     names: tuple[str, ...] = ()
     """Names that the file reads and does not define; builtins are among them."""
@@ -116,12 +117,12 @@ def shared_box_reason(source: str, module: str) -> str:
     except (SyntaxError, ValueError, RecursionError):
         return ""
     star = set(find_star_names(source, module).names) - set(dir(builtins))
-    return next(_Reader(tree, module, star).reasons(), "")
+    return next(_ReasonFinder(tree, module, star).find(), "")
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Reads one file."""
+class _ReasonFinder:
+    """Finds in one file what needs tests and candidate in one box."""
 
     tree: ast.Module
     module: str
@@ -134,14 +135,14 @@ class _Reader:
     modules: list[str] = field(default_factory=list[str])
     """All dotted names that the file imports from elsewhere."""
 
-    def reasons(self) -> Iterator[str]:
+    def find(self) -> Iterator[str]:
         nodes = list(ast.walk(self.tree))
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._read_import(node)
         yield from filter(None, map(_imported_reason, self.modules))
         for node in nodes:
-            yield from self._of(node)
+            yield from self._check_node(node)
 
     def _read_import(self, node: ast.Import | ast.ImportFrom) -> None:
         origin = node.module if isinstance(node, ast.ImportFrom) else None
@@ -157,7 +158,7 @@ class _Reader:
                 self.imported[bound] = name if origin or alias.asname else bound
                 self.modules.append(name)
 
-    def _of(self, node: ast.AST) -> Iterator[str]:
+    def _check_node(self, node: ast.AST) -> Iterator[str]:
         match node:
             case ast.ClassDef():
                 for base in (*node.bases, *(each.value for each in node.keywords)):
@@ -168,11 +169,11 @@ class _Reader:
                     if argument.arg in FIXTURES:
                         yield f"the tests use the fixture {argument.arg}"
             case ast.Compare():
-                yield from self._of_comparison(node)
+                yield from self._check_comparison(node)
             case ast.Attribute():
-                yield from self._of_attribute(node)
+                yield from self._check_attribute(node)
             case ast.Call():
-                yield from self._of_call(node)
+                yield from self._check_call(node)
             case ast.AsyncFor() | ast.AsyncWith():
                 yield "the tests use `async for` or `async with`"
             case ast.comprehension(is_async=1):
@@ -180,16 +181,17 @@ class _Reader:
             case _:
                 pass
 
-    def _of_comparison(self, node: ast.Compare) -> Iterator[str]:
+    def _check_comparison(self, node: ast.Compare) -> Iterator[str]:
         operands = [node.left, *node.comparators]
         for operator, left, right in zip(node.ops, operands, operands[1:], strict=False):
             if isinstance(operator, ast.Is | ast.IsNot) and not (
-                self._has_one_identity(left) or self._has_one_identity(right)
+                self._keeps_identity(left) or self._keeps_identity(right)
             ):
                 yield f"the tests compare identities: {ast.unparse(node)}"
 
-    def _has_one_identity(self, node: ast.expr) -> bool:
-        """Constants, types and attributes of the candidate's classes (members of an Enum)."""
+    def _keeps_identity(self, node: ast.expr) -> bool:
+        """Whether `is` gives the same result with proxies: for constants, types, and attributes of
+        the candidate's classes (members of an Enum)."""
         if isinstance(node, ast.Call):
             return isinstance(node.func, ast.Name) and node.func.id == "type"
         if isinstance(node, ast.Attribute):
@@ -201,7 +203,7 @@ class _Reader:
             return node.id == "NotImplemented"
         return isinstance(node, ast.Constant)
 
-    def _of_attribute(self, node: ast.Attribute) -> Iterator[str]:
+    def _check_attribute(self, node: ast.Attribute) -> Iterator[str]:
         owner = ast.unparse(node.value)
         stored = not isinstance(node.ctx, ast.Load)
         if owner in self.aliases and stored:
@@ -215,16 +217,16 @@ class _Reader:
         if node.attr in METHODS:
             yield f"the tests use {node.attr}"
 
-    def _of_call(self, node: ast.Call) -> Iterator[str]:
+    def _check_call(self, node: ast.Call) -> Iterator[str]:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in BUILTINS and name not in self.candidate:
             yield f"the tests use {name}()"
         if name == "setattr" and node.args and ast.unparse(node.args[0]) in self.aliases:
             yield f"the tests replace parts of {ast.unparse(node.args[0])}"
         if name in ("hasattr", "getattr") and len(node.args) > 1:
-            asked = node.args[1]
-            if isinstance(asked, ast.Constant) and _is_special(str(asked.value)):
-                yield f"the tests use the attribute {asked.value}"
+            attribute = node.args[1]
+            if isinstance(attribute, ast.Constant) and _is_special(str(attribute.value)):
+                yield f"the tests use the attribute {attribute.value}"
 
     def _is_of_candidate(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Subscript):

@@ -80,7 +80,7 @@ DENIED: Mapping[str, tuple[int | None, int | None]] = {
     # memory that no rlimit counts
     **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194)},
     **{"shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180)},
-    # pages of a file that a pipe or a socket keeps, though the file has given them back
+    # pages that a pipe or a socket holds after their file is deleted; extended attributes
     **{"splice": (275, 76), "tee": (276, 77), "sendfile": (40, 71)},
     **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
     **{"setxattrat": (463, 463)},

@@ -21,8 +21,8 @@ def plan_asserts(
     """Decide which names come from the candidate, and whether the box is shared: if the tests
     create objects of the reference's classes. Raises SyntaxError if the tests cannot be parsed;
     ignores an invalid reference."""
-    used, bound = _names_of([setup, *asserts])
-    defined, classes, imported = _definitions(reference)
+    used, bound = _collect_names([setup, *asserts])
+    defined, classes, imported = _collect_definitions(reference)
     provided = set(dir(builtins)) | sys.stdlib_module_names | imported.keys()
     free = [name for name in used if name not in bound]
     names = [name for name in free if name in defined or name not in provided]
@@ -40,7 +40,7 @@ def plan_asserts(
 def modules_used(texts: Iterable[str]) -> set[str]:
     """Standard-library modules that the tests use without importing them."""
     try:
-        used, bound = _names_of(texts)
+        used, bound = _collect_names(texts)
     except (SyntaxError, ValueError):
         return set()
     return (set(used) - bound) & (sys.stdlib_module_names - set(dir(builtins)))
@@ -53,7 +53,7 @@ def parse(code: str) -> ast.Module:
         return ast.parse(code)
 
 
-def _names_of(texts: Iterable[str]) -> tuple[list[str], set[str]]:
+def _collect_names(texts: Iterable[str]) -> tuple[list[str], set[str]]:
     """(names that are read, in order of first use; names that are bound)."""
     used: dict[str, None] = {}
     bound: set[str] = set()
@@ -75,7 +75,7 @@ def _names_of(texts: Iterable[str]) -> tuple[list[str], set[str]]:
     return list(used), bound
 
 
-def _definitions(code: str) -> tuple[set[str], set[str], dict[str, str]]:
+def _collect_definitions(code: str) -> tuple[set[str], set[str], dict[str, str]]:
     """Top-level names of a solution: all definitions, classes, and imports by name."""
     defined: set[str] = set()
     classes: set[str] = set()

@@ -1,6 +1,6 @@
 """Generates one choice of a response and streams it as chunks of text.
 
-Request -> engine -> Delta, Delta, ... -> TextStream -> ToolCallParser, if the request has tools
+Request -> engine -> Delta, Delta, ... -> Detokenizer -> ToolCallParser, if the request has tools
                                        -> ChoiceChunk (to `emit`) -> the full choice
 """
 
@@ -72,7 +72,7 @@ async def generate_choice(
     parser: ToolCallParser | None = None,
 ) -> ChoiceChunk:
     """Emit chunks as their tokens arrive, and return the full choice."""
-    detokenizer = TextStream(codec.decode, stops=request.sampling.stop)
+    detokenizer = Detokenizer(codec.decode, stops=request.sampling.stop)
     chunks: list[ChoiceChunk] = []
     async with aclosing(stream_deltas(access, request)) as stream:
         async for delta in stream:
@@ -118,8 +118,8 @@ async def gather_choices(choices: Iterable[Coroutine[Any, Any, ChoiceChunk]]) ->
 
 
 @dataclass(slots=True, eq=False)
-class TextStream:
-    """Incremental detokenizer of one choice: its text is all that `push` and `finish` return.
+class Detokenizer:
+    """The text of one choice, as its tokens arrive: all that `push` and `finish` return, joined.
 
     A token is decoded together with earlier ones, because its text can depend on them (a leading
     space, the rest of a character). Text that may begin a stop string is held back.

@@ -265,7 +265,7 @@ class Gateway:
 
     def _check_length(self, request: ApiRequest) -> None:
         """Reject a text that cannot fit, before it is encoded."""
-        most = self.max_length * self.codec.longest_token
+        most = self.max_length * self.codec.max_token_length
         longest = max(_text_lengths(request), default=0)
         if longest > most:
             limit = f"prompt and completion together may have {self.max_length} tokens"

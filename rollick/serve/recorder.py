@@ -162,7 +162,8 @@ class SessionRecorder:
             # If the template cannot append here, encode the full conversation.
             with suppress(DataError):
                 token_ids = self._codec.append_messages(known, new, tools=prompt.tools)
-                return self._place(SegmentPlan(token_ids, sampling, history), number, point)
+                plan = SegmentPlan(token_ids, sampling, history)
+                return self._continue_or_branch(plan, number, point)
         token_ids = self._codec.encode_messages(messages, tools=prompt.tools)
         return SegmentPlan(token_ids, sampling, history)
 
@@ -192,10 +193,12 @@ class SessionRecorder:
                 token_ids = frozen_array(prompt, np.int32)
             if token_ids is not None:
                 plan = SegmentPlan(token_ids, sampling, history)
-                return self._place(plan, number, entry.branch_points[-1])
+                return self._continue_or_branch(plan, number, entry.branch_points[-1])
         return SegmentPlan(encode_raw(self._codec, prompt), sampling, history)
 
-    def _place(self, plan: SegmentPlan, number: int, point: _BranchPoint) -> SegmentPlan:
+    def _continue_or_branch(
+        self, plan: SegmentPlan, number: int, point: _BranchPoint
+    ) -> SegmentPlan:
         """Continue the segment at its end if possible, else branch off at the point."""
         entry = self._open[number]
         same_sampling = _sampling_key(plan.sampling) == _sampling_key(entry.segment.sampling)

@@ -82,7 +82,7 @@ class ToolFormat:
         call = ToolCall("f", {"a": MARK})
         probe = FunctionCall(0, call, "a" * ID_LENGTH).to_json(as_text=False)
         message = {"role": "assistant", "content": "", "tool_calls": [probe]}
-        written = codec.show_answer(message)
+        written = codec.render_answer(message)
         for style in TAGS:
             if written is not None and read_calls(written, style, {}) == [call]:
                 return cls(style, True, thinking)

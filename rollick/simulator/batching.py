@@ -9,8 +9,10 @@ There is no event loop here: callers pass times as numbers and get the time of t
 Each step samples one token for every running job. So between two changes of the batch, each step
 adds one token per running job to the cache, and m steps take
 
-    lead + each * m + growth * m (m - 1) / 2      lead: the first step's prefill
-                                                  growth: reading the tokens added to the cache
+    prefill_s + step_s * m + step_growth_s * m (m - 1) / 2
+
+where prefill_s is the prefill of the first step, and step_growth_s the time to read the tokens that
+a step adds to the cache.
 
 A job's last step and the step at which the cache is full are known in advance. So only changes
 of the batch are simulated (O(log slots) each); the steps between two changes cost nothing.

@@ -26,9 +26,9 @@ from rollick.simulator.run import simulate
 from rollick.simulator.run_records import (
     Row,
     StepPhases,
-    engine_steps,
-    read_rows,
-    step_phases,
+    parse_engine_steps,
+    parse_step_phases,
+    read_training_rows,
     training_share,
 )
 from rollick.simulator.scenario import (
@@ -98,7 +98,7 @@ class Calibration:
         lengths = work.lengths.trace
         return [
             ("calibrated on", f"{self.run}: {self.steps} steps of {self.step_s:.4g} s"),
-            ("  itself", f"{simulated:.4g} s simulated, {simulated / self.step_s - 1:+.1%}"),
+            ("  simulated", f"steps of {simulated:.4g} s, {simulated / self.step_s - 1:+.1%}"),
             (
                 "  engine step",
                 f"{time.base_s:.3g} s + {time.per_sequence_s:.3g} a sequence + "
@@ -131,17 +131,17 @@ def calibrate_run(run: Path) -> Calibration:
     if not (run / "recipe.yaml").is_file():
         raise DataError(f"{run} is not a run's folder", fix="give a folder with recipe.yaml")
     recipe = load_recipe(run / "recipe.yaml", check=False).recipe
-    rows = read_rows(run)
+    rows = read_training_rows(run)
     trace = read_trace(run)
     if not trace:
         raise DataError(f"{run} has no trace", fix="run with observe.trace_mb=64")
-    phases = step_phases(trace, rows)
+    phases = parse_step_phases(trace, rows)
     timeline = build_timeline(trace)
     if any(part.stage == "environment" for sample in timeline.samples for part in sample.spans):
         text = f"the samples of {run} have several turns, which a calibration cannot model"
         raise DataError(text, fix="describe its work in a file and give it with --load")
     used = [rows[step.step] for step in phases]
-    steps = engine_steps(used, run)
+    steps = parse_engine_steps(used, run)
     contention = _fit_contention(steps, phases)
     engine = fit_step_time(_without_contention(steps, phases, contention), keep_total=True)
     train = fit_train_time(_train_records(phases, rows, steps, contention=contention))
@@ -189,9 +189,10 @@ def _recorded_work(
 
 
 def _fit_contention(steps: Sequence[StepRecord], phases: Sequence[StepPhases]) -> float:
-    """How many times longer an engine's step takes while the learner trains; 1: not known.
-    The work of a step differs between the phases too: so the measured time of each kind is compared
-    with a fit of all steps, again with the new contention until it converges."""
+    """How many times longer an engine's step takes while the learner trains; 1 if unknown.
+
+    The steps of the two kinds also differ in their work. So the measured time of each kind is
+    divided by the prediction of a fit of all steps, which is repeated with the new contention."""
     shares = [(step, training_share(step, phases)) for step in steps]
     while_training = [step for step, share in shares if share is not None and share > 0.99]
     alone = [step for step, share in shares if share is not None and share < 0.01]

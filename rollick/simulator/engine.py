@@ -80,7 +80,7 @@ class SimulatedEngine:
         self._waiters: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._failure_timers: list[asyncio.TimerHandle] = []
-        self._settling = False
+        self._is_settle_scheduled = False
         self._paused = False
         self._failure: EngineError | None = None
         self._stopped_at: float | None = None
@@ -96,12 +96,12 @@ class SimulatedEngine:
             return self._completion(pending, pending.stop)
         self._pending[request.uid] = pending
         if self._batch.submit(pending):
-            self._touch()
+            self._settle_soon()
         try:
             completion = await pending.done
         except asyncio.CancelledError:
             self._batch.drop(pending)
-            self._touch()
+            self._settle_soon()
             raise
         finally:
             if self._pending.get(request.uid) is pending:
@@ -116,29 +116,29 @@ class SimulatedEngine:
         if pending is None:
             return
         if pending in self._batch.running:
-            await self._between_steps()
+            await self._wait_for_step_end()
         if not pending.done.done():
             self._batch.take(pending)
-            self._touch()
+            self._settle_soon()
             pending.done.set_result(self._completion(pending, StopReason.ABORTED))
 
     async def pause(self) -> None:
         self._check_alive()
         self._paused = True
-        await self._between_steps()
+        await self._wait_for_step_end()
         self._settle()
 
     async def resume(self) -> None:
         self._check_alive()
         self._paused = False
-        self._touch()
+        self._settle_soon()
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         """Takes no time: the caller simulates the transfer of the weights."""
         self._check_alive()
-        await self._between_steps()
+        await self._wait_for_step_end()
         self._batch.commit(version, keep_cache=keep_cache)
-        self._touch()
+        self._settle_soon()
 
     def load(self) -> EngineLoad:
         return self._batch.load(self._loop.time())
@@ -201,14 +201,14 @@ class SimulatedEngine:
             started=self._loop.time(),
         )
 
-    def _touch(self) -> None:
-        """Something changed: settle once, after everything else that happens at this time."""
-        if not self._settling:
-            self._settling = True
-            self._loop.call_soon(self._settle_soon)
-
     def _settle_soon(self) -> None:
-        self._settling = False
+        """Schedule one `_settle`, after everything else that happens at this time."""
+        if not self._is_settle_scheduled:
+            self._is_settle_scheduled = True
+            self._loop.call_soon(self._settle_scheduled)
+
+    def _settle_scheduled(self) -> None:
+        self._is_settle_scheduled = False
         self._settle()
 
     def _settle(self) -> None:
@@ -232,9 +232,9 @@ class SimulatedEngine:
             if not waiter.done():
                 waiter.set_result(None)
         self._waiters.clear()
-        self._touch()
+        self._settle_soon()
 
-    async def _between_steps(self) -> None:
+    async def _wait_for_step_end(self) -> None:
         if self._batch.in_step(self._loop.time()):
             waiter = self._loop.create_future()
             self._waiters.append(waiter)

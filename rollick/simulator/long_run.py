@@ -50,6 +50,8 @@ class FailureConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class LongRun:
+    """What to simulate: the devices of a run, its steps and its failures."""
+
     failures: FailureConfig
     engines: int
     learners: int
@@ -176,7 +178,7 @@ class LongRunReport:
 
 
 def compare_repairs(run: LongRun) -> LongRunReport:
-    part, everything = (
+    rebuilt, restarted = (
         [simulate_long_run(run, restart_all=restart_all, seed=seed) for seed in range(RUNS)]
         for restart_all in (False, True)
     )
@@ -185,7 +187,7 @@ def compare_repairs(run: LongRun) -> LongRunReport:
         engines=run.engines,
         gpus=run.gpus,
         hours_between_failures=run.hours_between_failures,
-        failures=fmean(time.failures for time in everything),
-        ettr_restart_all=fmean(time.ettr for time in everything),
-        ettr=fmean(time.ettr for time in part),
+        failures=fmean(simulated.failures for simulated in restarted),
+        ettr_restart_all=fmean(simulated.ettr for simulated in restarted),
+        ettr=fmean(simulated.ettr for simulated in rebuilt),
     )

@@ -42,8 +42,9 @@ class EngineJob:
 
 
 class PrefixCache:
-    """The prompt of a job's group, cached while a member that computed or found it runs, or its own
-    earlier turns. The prefixes of ended jobs are kept; the oldest are evicted first."""
+    """The cached prefixes of one engine. A group's prompt is cached while a member runs. When a job
+    ends, its context (for its next turn) and its group's prompt are kept; the oldest are evicted
+    first."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries

@@ -75,8 +75,8 @@ class WaitAttribution:
                 self.waits[activity.stage] += overlap
 
     def forget(self, groups: Iterable[int]) -> None:
-        for uid in groups:
-            self._spans.pop(uid, None)
+        for group in groups:
+            self._spans.pop(group, None)
 
 
 def length_bias(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rollick.errors import DataError
-from rollick.observe.metrics import read_metrics
+from rollick.observe.row_file import read_rows
 from rollick.roles.reports import EngineRecord, TrainReport
 from rollick.run_folder import ENGINE_STEPS
 from rollick.types import Group, StepRecord
@@ -50,17 +50,16 @@ def record_row(
     }
 
 
-def read_rows(run: Path) -> dict[int, Row]:
+def read_training_rows(run: Path) -> dict[int, Row]:
     """The lines of engine_steps.jsonl by step; those without training are left out."""
     path = run / ENGINE_STEPS
     if not path.exists():
         fix = "make a run with observe.engine_steps=true"
         raise DataError(f"{run} has no record of its engines' steps", fix=fix)
-    rows: list[Row] = [*read_metrics(path)]
-    return {row["step"]: row for row in rows if row["train"] and row["samples"]}
+    return {row["step"]: row for row in read_rows(path) if row["train"] and row["samples"]}
 
 
-def engine_steps(rows: Sequence[Row], run: Path) -> list[StepRecord]:
+def parse_engine_steps(rows: Sequence[Row], run: Path) -> list[StepRecord]:
     steps = [StepRecord(*step) for row in rows for _, *step in row["engines"]]
     if not steps:
         fix = "calibrate on a run with infer.engine=native"
@@ -100,7 +99,7 @@ class StepPhases:
         return min(step.at + step.seconds, self.published) - max(step.at, self.trained)
 
 
-def step_phases(trace: Sequence[Row], rows: Mapping[int, Row]) -> list[StepPhases]:
+def parse_step_phases(trace: Sequence[Row], rows: Mapping[int, Row]) -> list[StepPhases]:
     """The steps after the warm-up that the trace has completely, up to the next step's batch."""
     phases: defaultdict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
     for line in trace:

@@ -234,16 +234,21 @@ def _merge(base: Mapping[str, Any], values: Mapping[Any, Any]) -> dict[str, Any]
     return merged
 
 
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+
+
 def read_lengths(text: str) -> dict[str, Any]:
     """`600,20` (median and tail), or a file with a length in each line: a number, or a JSON object
     with `tokens`."""
-    if re.fullmatch(r"[0-9.]+,[0-9.]+", text):
+    if re.fullmatch(f"{_NUMBER},{_NUMBER}", text):
         median, tail = text.split(",")
         return {"median": float(median), "tail": float(tail), "trace": ()}
     try:
         lines = Path(text).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         tokens = [int(row["tokens"] if isinstance(row, dict) else row) for row in rows]
+        if not tokens:
+            raise ValueError("it is empty")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{text} has no lengths: {type(error).__name__}: {error}",
@@ -256,7 +261,7 @@ def read_failures(texts: Sequence[str]) -> tuple[EngineFailure, ...]:
     """`0@300` loses engine 0 at 300 s; `0@300-400` replaces it at 400 s."""
     failures: list[EngineFailure] = []
     for text in texts:
-        match = re.fullmatch(r"([0-9]+)@([0-9.]+)(?:-([0-9.]+))?", text)
+        match = re.fullmatch(rf"([0-9]+)@({_NUMBER})(?:-({_NUMBER}))?", text)
         if match is None:
             fix = "write ENGINE@SECONDS or ENGINE@SECONDS-SECONDS"
             raise ConfigError(f"{text!r} is not a failure", fix=fix)

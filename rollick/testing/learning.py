@@ -38,7 +38,7 @@ class Curve:
     """Mean score of each step, age of the oldest trained token, and all metrics by step."""
 
     scores: tuple[float, ...]
-    oldest: int = 0
+    max_age: int = 0
     rows: tuple[Mapping[str, float], ...] = ()
 
     @property
@@ -175,10 +175,10 @@ async def _run(recipe: dict[str, Any], *, steps: int, shuffled: bool) -> Curve:
     rows: list[Mapping[str, float]] = []
     async with open_run(recipe_from_dict(recipe)) as run, open_rl(run) as pipeline:
         if shuffled:
-            take = pipeline.generate
+            generate_groups = pipeline.generate
 
             async def generate() -> list[Group]:
-                return shuffle_scores(await take(), seed=pipeline.state.step)
+                return shuffle_scores(await generate_groups(), seed=pipeline.state.step)
 
             pipeline.generate = generate
         for _ in range(steps):
@@ -186,8 +186,8 @@ async def _run(recipe: dict[str, Any], *, steps: int, shuffled: bool) -> Curve:
             run.state.step += 1
             scores.append(float(np.mean([s for group in report.groups for s in group.scores])))
             rows.append(pipeline.measure(report))
-    oldest = max(row["rollout/age_max"] for row in rows)
-    return Curve(tuple(scores), int(oldest), tuple(rows))
+    max_age = max(row["rollout/age_max"] for row in rows)
+    return Curve(tuple(scores), int(max_age), tuple(rows))
 
 
 def shuffle_scores(groups: Sequence[Group], *, seed: int) -> list[Group]:

@@ -141,8 +141,8 @@ def check_advantage(advantage: AdvantageOfOptions, options: Any = None) -> None:
     gets 0, the order of groups does not matter, and an empty list is accepted."""
     options = {} if options is None else options
     groups = random_groups()
-    by_sample = _flat(advantage(groups, options), groups)
-    reversed_order = _flat(advantage(groups[::-1], options), groups[::-1])
+    by_sample = _by_sample(advantage(groups, options), groups)
+    reversed_order = _by_sample(advantage(groups[::-1], options), groups[::-1])
     for uid, value in by_sample.items():
         difference = float(np.max(np.abs(value - reversed_order[uid]), initial=0.0))
         assert difference <= TOLERANCE, f"sample {uid} changes with the order of groups"
@@ -155,7 +155,7 @@ def check_advantage(advantage: AdvantageOfOptions, options: Any = None) -> None:
     assert len(advantage([], options)) == 0, "an advantage of no groups must be empty"
 
 
-def _flat(advantages: Any, groups: Sequence[Group]) -> dict[str, Any]:
+def _by_sample(advantages: Any, groups: Sequence[Group]) -> dict[str, Any]:
     try:
         checked = checked_advantages(advantages, groups, "under test")
     except ConfigError as error:

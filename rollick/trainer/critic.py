@@ -69,7 +69,7 @@ class LocalCritic(TrainableModel):
         """Float32 values: before each token in the loss mask, and after each sample's last token. 0
         for all other tokens, and for samples without a token in the mask."""
         values_N = np.zeros(batch.tokens, dtype=np.float32)
-        last_B = np.zeros(batch.samples, dtype=np.float32)
+        last_B = np.zeros(batch.rows, dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
             hidden_ND = self.hidden(packed)
             indices_T = token_indices(batch, samples)[packed.indices_T]

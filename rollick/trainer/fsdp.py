@@ -102,7 +102,7 @@ class FsdpStrategy:
     @property
     def optimizer(self) -> MasterAdamW:
         """Of the shards on this rank."""
-        return self.sharded.parts
+        return self.sharded.local_optimizer
 
     @property
     def module(self) -> None:
@@ -182,7 +182,8 @@ class FsdpStrategy:
         self.sharded.resume(state.steps)
         torch.set_rng_state(state.tensors["rng.cpu"])
 
-    def sleep(self) -> None:
+    def sleep(self, *, keep_parameters: bool = False) -> None:
+        """`keep_parameters` has no effect: no engine shares sharded parameters."""
         if self.device.startswith("cuda") and not self.offload and not self._offloaded:
             self._offloaded.move_to_host(self.optimizer.tensors())
             torch.cuda.empty_cache()
@@ -191,8 +192,8 @@ class FsdpStrategy:
         self._offloaded.restore_from_host()
 
     def measure_speed(self) -> float:
-        """The time of some products of matrices, which no other rank takes part in. The ranks wait
-        for each other in every layer, so all of them take as long as the slowest."""
+        """Seconds for some matrix products on this rank alone. Ranks wait for each other in every
+        layer, so all of them take as long as the slowest."""
         is_cuda = self.device.startswith("cuda")
         size = PROBE_ROWS["cuda" if is_cuda else "cpu"]
         matrix = torch.full((size, size), 1 / size, device=self.device)

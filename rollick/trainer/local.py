@@ -71,7 +71,7 @@ class LocalStrategy(TrainableModel):
             name="learner",
             batch_invariant=recipe.infer.zero_mismatch,
         )
-        self.log = RouterLog(module) if trainable and recipe.train.expert_balance else None
+        self.router_log = RouterLog(module) if trainable and recipe.train.expert_balance else None
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> FloatArray:
@@ -149,11 +149,11 @@ class LocalStrategy(TrainableModel):
 
     def state(self) -> TrainState:
         """Masters, moments and random states."""
-        random = {"rng.cpu": torch.get_rng_state()}
+        rng_states = {"rng.cpu": torch.get_rng_state()}
         if self.on_gpu:
-            random["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+            rng_states["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         state = super().state()
-        return TrainState({**state.tensors, **random}, state.steps)
+        return TrainState({**state.tensors, **rng_states}, state.steps)
 
     def restore(self, state: TrainState) -> None:
         super().restore(state)
@@ -164,22 +164,22 @@ class LocalStrategy(TrainableModel):
     def _expert_balance(self, batch: Batch) -> ExpertBalance | None:
         """The load-balancing loss, with the counts of the complete batch if it has several
         micro-batches."""
-        if self.log is None:
+        if self.router_log is None:
             return None
         counts_LE: Tensor | None = None
         if len(self.microbatches(batch)) > 1:
             for _, _, packed in self.packed_batches(batch):
-                with torch.no_grad(), self.log.recording():
+                with torch.no_grad(), self.router_log.recording():
                     self._hidden(packed)
-                counts = self.log.of_rows(packed.rows_T).counts_LE
+                counts = self.router_log.of_rows(packed.rows_T).counts_LE
                 counts_LE = counts if counts_LE is None else counts_LE + counts
         rows = len(trained_tokens(batch)[0])
         return ExpertBalance(self.recipe.train.expert_balance, rows, counts_LE)
 
     def _forward(self, part: Batch, packed: PackedBatch) -> ForwardOutput:
-        with nullcontext() if self.log is None else self.log.recording():
+        with nullcontext() if self.router_log is None else self.router_log.recording():
             hidden_TD = self._hidden(packed)
-        routing = None if self.log is None else self.log.of_rows(packed.rows_T)
+        routing = None if self.router_log is None else self.router_log.of_rows(packed.rows_T)
         logprobs_T, entropy_T = self._logprobs(packed, hidden_TD)
         student_TK = None
         if part.teacher_ids_NK is not None:
@@ -206,7 +206,7 @@ class LocalStrategy(TrainableModel):
         """Arguments for all functions of models/head/logprobs.py."""
         head = output_head(self.module)
         return {
-            "head": head if self.vocabulary is None else head.first(self.vocabulary),
+            "head": head if self.vocabulary is None else head.first_tokens(self.vocabulary),
             "chunk": self.recipe.train.logprob_chunk_tokens,
             "batch_invariant": self.deterministic or self.batch_invariant,
         }

@@ -80,16 +80,16 @@ def trained_footprint(
         trained -= 0 if shape.tied else shape.vocabulary * shape.hidden
     weights = shape.parameters if lora is not None else trained
     modules = lora is not None or train.strategy != "local"
-    copy = FLOAT32 if itemsize < FLOAT32 else 0
+    float32_copy = FLOAT32 if itemsize < FLOAT32 else 0
     tokens = -(-tokens // train.parallel.context) if ranks > 1 else tokens
-    layer = (weights - shape.embeddings) // shape.layers
+    layer = (weights - shape.embedding_parameters) // shape.layers
     return Footprint(
         weights=(weights + adapters) * itemsize // ranks,
-        state=trained * (2 * FLOAT32 + copy) // ranks,
-        gradients=trained * (itemsize + copy) // ranks,
+        state=trained * (2 * FLOAT32 + float32_copy) // ranks,
+        gradients=trained * (itemsize + float32_copy) // ranks,
         activations=_activations(shape, train, tokens, itemsize=itemsize, modules=modules),
         head=0 if values else _head(shape, train, tokens=tokens),
-        gathered=(shape.embeddings + 2 * layer) * itemsize if ranks > 1 else 0,
+        gathered=(shape.embedding_parameters + 2 * layer) * itemsize if ranks > 1 else 0,
     )
 
 

@@ -148,7 +148,7 @@ def trained_tokens(batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.
     """(index, sample) of each token in the loss mask, except first tokens."""
     trained_N = batch.loss_mask_N.copy()
     trained_N[batch.offsets_B1[:-1]] = False
-    sequence_N = np.repeat(np.arange(batch.samples), batch.lengths_B)
+    sequence_N = np.repeat(np.arange(batch.rows), batch.lengths_B)
     return np.flatnonzero(trained_N), sequence_N[trained_N]
 
 
@@ -166,7 +166,7 @@ def pack(
     it, a batch without samples can be packed."""
     indices_T, sequence_T = trained_tokens(batch)
     plan = plan_unshared(batch.lengths_B)
-    if share_prefix and not deterministic and batch.samples:
+    if share_prefix and not deterministic and batch.rows:
         shared_B = sample_prefixes(batch)
         plan = plan_prefixes(batch.lengths_B, group_B=batch.group_B, shared_B=shared_B)
     computed = len(plan.source_C)
@@ -218,20 +218,20 @@ def loss_inputs(
     entropy_T: Tensor | None = None,
     student_TK: Tensor | None = None,
 ) -> LossInputs:
-    """The loss's inputs. Without log-probs of an old policy, mu's replace them."""
+    """The loss's inputs. Without log-probs of an old policy, the behaviour policy's are used."""
     device, dtype = logprobs_T.device, logprobs_T.dtype
 
     def numbers(values_N: npt.NDArray[Any]) -> Tensor:
         return torch.as_tensor(values_N[packed.indices_T]).to(device, dtype)
 
-    def known(values_N: npt.NDArray[Any] | None) -> Tensor | None:
+    def optional(values_N: npt.NDArray[Any] | None) -> Tensor | None:
         return None if values_N is None else numbers(values_N)
 
-    def marks(values_T: npt.NDArray[Any]) -> Tensor:
+    def integers(values_T: npt.NDArray[Any]) -> Tensor:
         return torch.as_tensor(values_T).to(device, torch.int64)
 
     behaviour_T = numbers(batch.logprobs_N)
-    old_T = known(batch.old_logprobs_N)
+    old_T = optional(batch.old_logprobs_N)
     # A segment is a run of consecutive tokens. No run spans two samples, because the first token
     # of a sample is never trained.
     segment_T = np.cumsum(np.diff(packed.indices_T, prepend=packed.indices_T[:1]) > 1)
@@ -245,15 +245,15 @@ def loss_inputs(
         advantages_T=numbers(batch.advantages_N),
         weights_T=numbers(batch.weights_N),
         sequence_T=packed.sequence_T,
-        reference_T=known(batch.reference_logprobs_N),
-        segment_T=marks(segment_T),
-        scores_T=known(scores_N),
-        pair_T=marks(np.repeat(pair_B, batch.lengths_B)[packed.indices_T]),
-        age_T=marks(batch.version - batch.versions_N[packed.indices_T].astype(np.int64)),
-        teacher_TK=known(batch.teacher_top_NK),
+        reference_T=optional(batch.reference_logprobs_N),
+        segment_T=integers(segment_T),
+        scores_T=optional(scores_N),
+        pair_T=integers(np.repeat(pair_B, batch.lengths_B)[packed.indices_T]),
+        age_T=integers(batch.version - batch.versions_N[packed.indices_T].astype(np.int64)),
+        teacher_TK=optional(batch.teacher_top_NK),
         student_TK=student_TK,
         entropy_T=entropy_T,
-        component_T=None if component_N is None else marks(component_N[packed.indices_T]),
-        kl_weights_T=known(batch.kl_weights_N),
-        entropy_weights_T=known(batch.entropy_weights_N),
+        component_T=None if component_N is None else integers(component_N[packed.indices_T]),
+        kl_weights_T=optional(batch.kl_weights_N),
+        entropy_weights_T=optional(batch.entropy_weights_N),
     )

@@ -1,4 +1,4 @@
-"""Memory of a device that is freed for a while: the values wait in host memory.
+"""Frees device memory for a while; host memory keeps the values.
 
     move_to_host        device -> host memory (pinned, kept for next time) -> storage of 0 bytes
     restore_from_host   storage of its old size, at another address -> host memory -> device

@@ -67,7 +67,7 @@ class LocalRewardModel(TrainableModel):
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> FloatArray:
-        scores_B = np.zeros(batch.samples, dtype=np.float32)
+        scores_B = np.zeros(batch.rows, dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
             scores_B[samples] = self._scores(packed).cpu().numpy()
         return scores_B

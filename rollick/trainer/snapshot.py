@@ -103,7 +103,7 @@ class SnapshotMemory:
 
 
 @dataclass(slots=True, eq=False)
-class _Mapped:
+class _MappedSnapshot:
     """A mapped snapshot, and views of it for each tensor."""
 
     memory: mmap.mmap
@@ -116,7 +116,7 @@ class _Mapped:
 class SnapshotWriter:
     """Writes the snapshots of one worker. Keeps the maps of the memories that it has written."""
 
-    mapped: dict[str, _Mapped] = field(default_factory=dict[str, _Mapped])
+    mapped: dict[str, _MappedSnapshot] = field(default_factory=dict[str, _MappedSnapshot])
 
     def write(self, path: str, state: TrainState) -> SnapshotRecord:
         """Copy the state into the memory at `path`. Raises CheckpointError without room for it."""
@@ -134,7 +134,7 @@ class SnapshotWriter:
         for path in list(self.mapped):
             self._unmap(path)
 
-    def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _Mapped) -> Fingerprint:
+    def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _MappedSnapshot) -> Fingerprint:
         if not any(tensor.is_cuda for _, tensor in pairs):
             return copy_and_fingerprint(pairs, mapped.targets)
         _pin(mapped)
@@ -189,7 +189,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _Mapped:
+def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _MappedSnapshot:
     size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -212,10 +212,10 @@ def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _Mapped:
     for tensor in tensors.values():
         begin, end = end, end + tensor.nbytes
         targets.append(data[begin:end].view(tensor.dtype).view(tensor.shape))
-    return _Mapped(memory, header, targets)
+    return _MappedSnapshot(memory, header, targets)
 
 
-def _pin(mapped: _Mapped) -> None:
+def _pin(mapped: _MappedSnapshot) -> None:
     """Lock the pages, so that the GPU copies into them directly. Copies without it are correct, but
     slower."""
     if not mapped.is_pinned:

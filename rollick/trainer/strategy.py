@@ -135,7 +135,7 @@ class TrainStrategy(Protocol):
         ...
 
     def restore(self, state: TrainState) -> None:
-        """Take over a state with the values that `state` had, in place."""
+        """Load a state that `state` returned, in place."""
         ...
 
     def sleep(self, *, keep_parameters: bool = False) -> None:
@@ -150,11 +150,11 @@ class IsSharded(Protocol):
     """A strategy with many ranks, which wait for each other."""
 
     def measure_speed(self) -> float:
-        """The seconds that this rank needs for a fixed work."""
+        """Seconds that this rank takes for a fixed amount of work."""
         ...
 
     def restore_all(self, states: Sequence[TrainState]) -> None:
-        """Take over the states of all ranks of another group, of any size."""
+        """Load the states of all ranks of another group, of any size."""
         ...
 
 

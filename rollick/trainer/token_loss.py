@@ -114,12 +114,12 @@ class RouterLog:
         """Records one forward; layers that are recomputed later are not recorded."""
         self._logits = []
         yield
-        self._ended, self._logits = self._logits, None
+        self._recorded, self._logits = self._logits, None
 
     def of_rows(self, rows: Tensor) -> Routing:
         """The routing of these rows in the recorded forward."""
-        probabilities = [logits[rows].softmax(-1) for logits in self._ended]
-        self._ended = []
+        probabilities = [logits[rows].softmax(-1) for logits in self._recorded]
+        self._recorded = []
         experts, dtype = probabilities[0].shape[-1], probabilities[0].dtype
         with torch.no_grad():
             chosen = [each.topk(self._top_k, dim=-1).indices.flatten() for each in probabilities]

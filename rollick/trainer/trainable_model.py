@@ -71,7 +71,7 @@ def policy_optimizer(
 
 
 class TrainableModel:
-    """A module with its optimizer, its files and its sleep. A base class: each trainer is one.
+    """A module with its optimizer, its files and its offloading. The base class of all trainers.
 
     `name` is that of its files. `module.base_model` computes the hidden states. `batch_invariant`
     uses the engine's kernels of zero-mismatch mode, on a GPU. `keep_groups` never divides a group
@@ -203,7 +203,7 @@ class TrainableModel:
         try:
             saved = load_file(path / tensors_file(self.name))
             steps = int(json.loads((path / f"{self.name}.json").read_text())["steps"])
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise CheckpointError(
                 f"the {self.name}'s state in {path} cannot be read: {error}",
                 fix="resume from an earlier checkpoint",

@@ -32,33 +32,33 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def encode_changes(new: Pairs, old: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """The tensors to send to a receiver that has `old`. Names, dtypes and shapes must be equal."""
-    sent: list[tuple[str, Tensor]] = []
+    changes: list[tuple[str, Tensor]] = []
     for name, tensor in new:
         words, before = _words(tensor), _words(old[name])
         changed = (words != before).nonzero().flatten()
         if changed.numel() > MAX_SHARE * words.numel():
-            sent.append((name, tensor))
+            changes.append((name, tensor))
         elif changed.numel():
             gaps = encode_gaps(changed.cpu().numpy())
-            sent.append((name + GAPS, torch.from_numpy(gaps)))
-            sent.append((name + VALUES, tensor.detach().reshape(-1)[changed].cpu()))
-    return sent
+            changes.append((name + GAPS, torch.from_numpy(gaps)))
+            changes.append((name + VALUES, tensor.detach().reshape(-1)[changed].cpu()))
+    return changes
 
 
-def apply_changes(sent: Iterable[tuple[str, Tensor]], held: Mapping[str, Tensor]) -> None:
-    """Apply the changes to `held` in place. If this raises, `held` is invalid."""
+def apply_changes(changes: Iterable[tuple[str, Tensor]], tensors: Mapping[str, Tensor]) -> None:
+    """Apply the changes to `tensors` in place. If this raises, the tensors are invalid."""
     gaps: dict[str, Tensor] = {}
-    for name, tensor in sent:
+    for name, tensor in changes:
         if name.endswith(GAPS):
             gaps[name.removesuffix(GAPS)] = tensor
         elif name.endswith(VALUES):
-            target = held[name.removesuffix(VALUES)].view(-1)
+            target = tensors[name.removesuffix(VALUES)].view(-1)
             positions = decode_gaps(gaps[name.removesuffix(VALUES)].cpu().numpy())
             if len(positions) != tensor.numel() or int(positions[-1]) >= target.numel():
                 raise WeightError(f"the delta of {name} does not fit", fix="publish again")
             target[torch.from_numpy(positions).to(target.device)] = tensor.to(target.device)
         else:
-            held[name].copy_(tensor)
+            tensors[name].copy_(tensor)
 
 
 def encode_gaps(positions: np.ndarray) -> np.ndarray:

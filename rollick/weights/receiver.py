@@ -23,19 +23,23 @@ class PublishReceiver:
     """Receives one offer of weights at a time. The engine loads what `take` returns."""
 
     def __init__(
-        self, rank: int = 0, adopts: bool = False, loaded: Callable[[], Fingerprint] | None = None
+        self,
+        rank: int = 0,
+        adopts: bool = False,
+        initial_fingerprint: Callable[[], Fingerprint] | None = None,
     ) -> None:
         """`adopts`: whether the engine can use received memory as its parameters (ADOPT_WEIGHTS).
-        `loaded` returns the fingerprint of its initial weights; None: it cannot add adapters."""
+        `initial_fingerprint` returns that of its first weights; None: it cannot add adapters."""
         self.rank = rank
         self.adopts = adopts
-        self.loaded = loaded
+        self.initial_fingerprint = initial_fingerprint
         self.receivers: dict[type, Receiver] = {}
         self.received: tuple[WeightManifest, VerifiedWeights] | None = None
         self.copy: dict[str, Tensor] = {}
         """CPU copy of the last base; deltas are applied to it. Empty before the first base."""
-        self.copied: tuple[PolicyVersion, Fingerprint] | None = None
-        self.full: Fingerprint | None = None
+        self.base: tuple[PolicyVersion, Fingerprint] | None = None
+        """Version and fingerprint of `copy`; None: the copy is not valid."""
+        self.full_fingerprint: Fingerprint | None = None
         """Fingerprint of the full weights handed out last; partial updates must match it."""
 
     def receive(self, manifest: WeightManifest) -> None:
@@ -70,28 +74,28 @@ class PublishReceiver:
         if manifest.is_base:
             if manifest.delta is None:
                 self._keep_copy(weights)
-            self.copied = (version, weights.fingerprint)
+            self.base = (version, weights.fingerprint)
         if manifest.partial_of is None:
-            self.full = weights.fingerprint
+            self.full_fingerprint = weights.fingerprint
         return weights
 
-    def committed(self, weights: VerifiedWeights) -> None:
+    def synchronize(self, weights: VerifiedWeights) -> None:
         """Wait for the GPU: the sender may reuse its memory after this call returns."""
         if any(tensor.is_cuda for _, tensor in weights.pairs):
             torch.cuda.synchronize()
 
     def _check_base(self, manifest: WeightManifest) -> None:
         base = manifest.partial_of
-        if base is not None and self.full is None and self.loaded is not None:
-            self.full = self.loaded()
-        if base is not None and base != self.full:
-            held = (self.full or "its initial weights")[:24]
+        if base is not None and self.full_fingerprint is None and self.initial_fingerprint:
+            self.full_fingerprint = self.initial_fingerprint()
+        if base is not None and base != self.full_fingerprint:
+            held = self.full_fingerprint[:12] if self.full_fingerprint else "its initial weights"
             raise WeightError(
                 f"version {manifest.version} is part of weights {base[:12]}; the engine has {held}",
                 fix="publish the full weights first",
             )
         delta = manifest.delta
-        if delta is not None and self.copied != (delta.base, delta.base_fingerprint):
+        if delta is not None and self.base != (delta.base, delta.base_fingerprint):
             missing = f"version {delta.base}, which this generator does not have"
             raise WeightError(
                 f"version {manifest.version} is a delta to {missing}",
@@ -101,7 +105,7 @@ class PublishReceiver:
     def _apply_delta(self, manifest: WeightManifest, pairs: Pairs) -> VerifiedWeights:
         """Apply the delta to the copy. The copy is invalid until the result is verified."""
         assert manifest.delta is not None
-        self.copied = None
+        self.base = None
         apply_changes(pairs, self.copy)
         changed = list(self.copy.items())
         _check_fingerprint(manifest.version, fingerprint(changed), manifest.delta.result)

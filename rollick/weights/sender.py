@@ -79,7 +79,7 @@ class WeightSender:
         for channel, (route, pairs, manifest) in self.offered.items():
             self._sender(channel).release(outcome)
             if outcome.committed and route.delta:
-                self._remember(route, pairs, manifest)
+                self._store_base(route, pairs, manifest)
             else:
                 self.bases.pop(channel, None)
         self.offered.clear()
@@ -98,21 +98,21 @@ class WeightSender:
         base = self.bases.get(route.channel)
         if base is None or not base.ranks.issuperset(route.ranks):
             return None, pairs
-        sent = encode_changes(pairs, base.tensors)
-        if _bytes(sent) > MAX_DELTA_SHARE * _bytes(pairs):
+        changes = encode_changes(pairs, base.tensors)
+        if _bytes(changes) > MAX_DELTA_SHARE * _bytes(pairs):
             return None, pairs
-        return WeightDelta(base.version, base.fingerprint, fingerprint(list(pairs))), sent
+        return WeightDelta(base.version, base.fingerprint, fingerprint(list(pairs))), changes
 
-    def _remember(self, route: Route, pairs: Pairs, manifest: WeightManifest) -> None:
+    def _store_base(self, route: Route, pairs: Pairs, manifest: WeightManifest) -> None:
         delta, base = manifest.delta, self.bases.get(route.channel)
         digest = manifest.fingerprint if delta is None else delta.result
         if base is None:
-            held = {name: tensor.clone() for name, tensor in pairs}
+            tensors = {name: tensor.clone() for name, tensor in pairs}
         else:
-            held = base.tensors
+            tensors = base.tensors
             for name, tensor in pairs:
-                held[name].copy_(tensor)
-        self.bases[route.channel] = _Base(manifest.version, digest, held, frozenset(route.ranks))
+                tensors[name].copy_(tensor)
+        self.bases[route.channel] = _Base(manifest.version, digest, tensors, frozenset(route.ranks))
 
 
 def _bytes(pairs: Pairs) -> int:

@@ -72,8 +72,8 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         """The task of each sample's latest request."""
         adopts = Capability.ADOPT_WEIGHTS in engine.capabilities
         self.merges = Capability.MERGE_ADAPTERS in engine.capabilities
-        loaded = engine.fingerprint if isinstance(engine, SupportsAdapterMerging) else None
-        self.receiver = PublishReceiver(rank=rank, adopts=adopts, loaded=loaded)
+        initial = engine.fingerprint if isinstance(engine, SupportsAdapterMerging) else None
+        self.receiver = PublishReceiver(rank=rank, adopts=adopts, initial_fingerprint=initial)
         self.receiving = asyncio.Lock()
         self.checked_tokens = 0
         """Tokens that the engine had generated when its weights were last checked."""
@@ -148,7 +148,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         weights = self.receiver.take(version)
         with self._record_loss():
             await self.engine.update(weights, version, weights.fingerprint, keep_cache=keep_cache)
-        self.receiver.committed(weights)
+        self.receiver.synchronize(weights)
         return weights.persistent if weights.base_fingerprint is None else None
 
     async def commit_shared(self, version: PolicyVersion, keep_cache: bool = False) -> None:

@@ -265,7 +265,7 @@ def annotated_at_random(groups: Sequence[Group]) -> Batch:
         old_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
         reference_logprobs_N=near_N(0.3) - 3.0 * batch.loss_mask_N,
         values_N=np.where(batch.loss_mask_N, random.normal(size=batch.tokens), 0.0),
-        last_values_B=random.normal(size=batch.samples),
+        last_values_B=random.normal(size=batch.rows),
     )
 
 

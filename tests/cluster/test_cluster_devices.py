@@ -280,8 +280,8 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
     assert text.splitlines()[-4:-2] == [
         "learner   8 ranks divide samples (data 2); the matrices of layers (tensor 2); experts, "
         "with separate samples (expert 2)",
-        "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, inner size 96); data and "
-        "context any number; expert 1, 2, 3 or 6 (6 experts)",
+        "model     tensor may be 1, 2 or 4 (8 heads, 4 key-value heads, intermediate size 96); "
+        "data and context any number; expert 1, 2, 3 or 6 (6 experts)",
     ]
     alone = describe_plan(recipe(devices={"policy": "0"}, train={"strategy": "fsdp"}))
     assert "learner   1 rank, not sharded" in alone

@@ -8,7 +8,7 @@ import pytest
 
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema import AgenticRecipe
-from rollick.config.wording import MOVED, has_key, new_key
+from rollick.config.wording import RENAMED_KEYS, has_key, new_key
 from rollick.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def nested(path: list[str], value: Any) -> dict[str, Any]:
     return {path[0]: nested(path[1:], value) if len(path) > 1 else value}
 
 
-@pytest.mark.parametrize("old", MOVED)
+@pytest.mark.parametrize("old", RENAMED_KEYS)
 def test_an_old_key_gets_a_message_with_the_new_one(old: str) -> None:
     path = old.replace("data.*.*", "data.domains.mine").split(".")
     recipe: dict[str, Any] = {"pipeline": "agentic", "model": {"path": "x"}} | nested(path, 1)
@@ -29,7 +29,7 @@ def test_an_old_key_gets_a_message_with_the_new_one(old: str) -> None:
     assert f"it is now {new_key(tuple(path))}" in str(caught.value)
 
 
-@pytest.mark.parametrize("new", MOVED.values())
+@pytest.mark.parametrize("new", RENAMED_KEYS.values())
 def test_a_new_key_is_in_the_schema(new: str) -> None:
     key = new.partition(",")[0].replace("data.*.*", "data.domains.mine")
     assert has_key(AgenticRecipe, tuple(key.split(".")))

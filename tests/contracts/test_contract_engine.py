@@ -488,7 +488,7 @@ async def _flip_byte(engine: Any) -> None:
     _flip(dict(weights)["model.norm.weight"])  # On a CPU, vLLM keeps only packed copies of others.
     with stage_file(sum(value.nbytes for _, value in weights)) as path:
         write_bundle(weights, path)
-        await engine._client.llm.collective_rpc("rollick_take", args=(path,))
+        await engine._client.llm.collective_rpc("rollick_reload", args=(path,))
 
 
 def _flip(weight: torch.Tensor) -> None:

@@ -91,7 +91,7 @@ def gradient(
 ) -> tuple[torch.Tensor, list[LossReport]]:
     """Summed over the parts: those of ranks, or of one rank."""
     strategy.module.zero_grad()
-    reports = [strategy.forward_backward(part, loss) for part in parts if part.samples]
+    reports = [strategy.forward_backward(part, loss) for part in parts if part.rows]
     every = [p.grad.flatten() for p in strategy.module.parameters() if p.grad is not None]
     return torch.cat(every).clone(), reports
 

@@ -320,8 +320,8 @@ def test_no_sample_is_copied_to_make_a_batch_divisible(ranks: int):
     ]
     assert sorted(uid for part in parts for uid in part.uids) == sorted(batch.uids)
     assert sum(part.weights_N.sum() for part in parts) == pytest.approx(1)
-    missing = -batch.samples % ranks
-    filled = batch.take([*range(batch.samples), *(n % 5 for n in range(missing))])
+    missing = -batch.rows % ranks
+    filled = batch.take([*range(batch.rows), *(n % 5 for n in range(missing))])
     assert filled.weights_N.sum() > 1.05, "a copy weighs what its sample does"
 
 
@@ -454,7 +454,7 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
         reference_logprobs_N=spread_N(0.8),
         teacher_logprobs_N=spread_N(0.8),
         values_N=spread_N(1.0) + 1.5,
-        last_values_B=random.normal(size=plain.samples),
+        last_values_B=random.normal(size=plain.rows),
         teacher_top_NK=top_NK,
     )
     batch, means = credit.assign(groups, annotated)
@@ -466,7 +466,7 @@ def outcome(algorithm: dict[str, Any]) -> list[Any]:
     inputs = loss_inputs(batch, packed, leaves[0], entropy_T=leaves[1], student_TK=leaves[2])
     loss = build_objective(recipe.algorithms)(inputs)
     loss.total.backward()
-    credit.update_kl_coefficients(batch.samples, means | {"kl": 0.2, "reward_kl": 0.2})
+    credit.update_kl_coefficients(batch.rows, means | {"kl": 0.2, "reward_kl": 0.2})
     streams = [batch.advantages_N, batch.weights_N, batch.kl_weights_N, batch.entropy_weights_N]
     return [
         batch.uids,

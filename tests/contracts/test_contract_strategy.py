@@ -5,7 +5,7 @@ A sharded strategy runs on real ranks: `OnRanks` calls all of them, as a worker 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ class OnRanks:
         return None
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            answers = self.ranks.run(_ask, self.number, method, *args)
+        def call(*args: Any, **options: Any) -> Any:
+            answers = self.ranks.run(_ask, self.number, method, args, options)
             assert all(str(answer) == str(answers[0]) for answer in answers)
             return answers[0]
 
@@ -115,12 +115,12 @@ def _build(number: int, recipe: Recipe) -> None:
     OnRanks.built[number] = FsdpStrategy(recipe)
 
 
-def _ask(number: int, method: str, *args: Any) -> Any:
+def _ask(number: int, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     strategy = OnRanks.built[number]
     if method == "logprobs":
         return all_logprobs(strategy, *args)
     args = tuple(own_part(strategy, a)[0] if isinstance(a, Batch) else a for a in args)
-    answer = getattr(strategy, method)(*args)
+    answer = getattr(strategy, method)(*args, **options)
     return list(answer) if method == "weights" else answer
 
 
@@ -213,6 +213,7 @@ def test_a_learner_that_slept_gives_the_same_log_probs(build: Callable[[], Train
     batch = random_batch(LENGTHS)
     train(strategy, batch)
     before = strategy.logprobs(batch)
-    strategy.sleep()
-    strategy.wake()
-    assert np.array_equal(strategy.logprobs(batch), before)
+    for keep_parameters in (False, True):
+        strategy.sleep(keep_parameters=keep_parameters)
+        strategy.wake()
+        assert np.array_equal(strategy.logprobs(batch), before)

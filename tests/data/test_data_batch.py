@@ -32,7 +32,7 @@ def batch_of(lengths: list[int]) -> Batch:
 
 def test_offsets_are_the_start_of_each_sample_and_the_end_of_the_last():
     batch = batch_of([2, 3, 1])
-    assert (batch.samples, batch.tokens) == (3, 6)
+    assert (batch.rows, batch.tokens) == (3, 6)
     assert batch.offsets_B1.tolist() == [0, 2, 5, 6]
 
 
@@ -54,7 +54,7 @@ def test_selected_samples_keep_their_weights_of_the_full_batch():
 
 def annotated(batch: Batch) -> Batch:
     """Every optional stream: token number n has n, sample b has b, [N, K] n and n + 0.5."""
-    tokens_N, samples_B = np.arange(batch.tokens), np.arange(batch.samples)
+    tokens_N, samples_B = np.arange(batch.tokens), np.arange(batch.rows)
     given: dict[str, Any] = {}
     for spec in fields(Batch):
         if getattr(batch, spec.name) is None:
@@ -100,7 +100,7 @@ def test_scaling_is_of_every_weight_and_of_nothing_else():
 
 def test_taking_no_sample_gives_an_empty_batch():
     empty = batch_of([2, 3]).take([])
-    assert (empty.samples, empty.tokens, empty.uids) == (0, 0, ())
+    assert (empty.rows, empty.tokens, empty.uids) == (0, 0, ())
     assert empty.token_ids_N.dtype == np.int32
 
 

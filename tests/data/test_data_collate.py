@@ -145,7 +145,7 @@ def test_a_choice_of_another_length_than_the_group_is_an_error():
 
 def test_truncated_samples_are_trained_on_unless_excluded():
     cut = changed(group([1, 0], texts=["x", "y"], of=PROMPT), 1, stop=StopReason.LENGTH)
-    assert collate([cut]).samples == 2
+    assert collate([cut]).rows == 2
 
 
 def test_a_sample_without_a_trained_token_is_left_out():

@@ -40,7 +40,7 @@ def lake(*rows: str, **options: Any) -> FrozenLake:
         for x, tile in enumerate(row)
     }
     env.ice = frozenset(cell for cell, tile in places.items() if tile != "H")
-    env.letters = [tile for row in rows for tile in row]
+    env.background = [tile for row in rows for tile in row]
     return env
 
 
@@ -55,7 +55,7 @@ def room(*rows: str, **options: Any) -> Sokoban:
     env.room = Room(size, frozenset(floor), frozenset(targets))
     env.box_cells = cells["$"] | cells["*"]
     [env.player] = cells["@"] | cells["+"]
-    env.letters = [
+    env.background = [
         "#" if at not in floor else "." if at in targets else " " for at in range(size**2)
     ]
     return env

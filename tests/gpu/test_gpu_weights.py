@@ -38,7 +38,7 @@ while True:
         receiver.receive(manifest)
         weights = receiver.take(manifest.version)
         copies = [(name, tensor.clone()) for name, tensor in weights]
-        receiver.committed(weights)
+        receiver.synchronize(weights)
         answer = fingerprint([(name, tensor.cpu()) for name, tensor in copies])
     except WeightError as error:
         answer = error

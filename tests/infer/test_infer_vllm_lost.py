@@ -166,8 +166,8 @@ def update(engine: VllmEngine) -> Awaitable[Any]:
     [
         ("pause", lambda engine: engine.pause()),
         ("abort", lambda engine: engine.abort(SampleId(0, 0))),
-        ("rollick_verify", update),
-        ("rollick_take", update),
+        ("rollick_file_fingerprint", update),
+        ("rollick_reload", update),
         ("sleep", lambda engine: engine.sleep()),
     ],
 )
@@ -329,7 +329,7 @@ def test_only_folders_of_ended_processes_are_removed(
         remove_leftovers()
         assert sorted(tmp_path.iterdir()) == sorted([used, other])
         # As if its process were in another container: only the lock shows that it is in use.
-        monkeypatch.setattr(weight_staging, "_process_exists", lambda process: False)
+        monkeypatch.setattr(weight_staging, "process_exists", lambda process: False)
         remove_leftovers()
         assert used.exists()
     assert list(tmp_path.iterdir()) == [other]

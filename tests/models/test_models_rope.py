@@ -74,7 +74,7 @@ def _own_logprobs(folder: Path, batch: Batch, *, at_length: int | None = None) -
     if at_length is not None:
         fix_rope(model, at_length)
     rows: list[torch.Tensor] = []
-    for b in range(batch.samples):
+    for b in range(batch.rows):
         span = slice(*batch.offsets_B1[b : b + 2].tolist())
         ids = torch.from_numpy(batch.token_ids_N[span].astype(np.int64))
         with torch.no_grad():

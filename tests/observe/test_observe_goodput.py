@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollick.observe.diagnosis import RunSnapshot, write_situation
+from rollick.observe.diagnosis import RunSnapshot, write_run_snapshot
 from rollick.observe.faults import Fault, FaultLog
 from rollick.observe.goodput import (
     GOODPUT,
@@ -170,7 +170,7 @@ def crash_in_step_4(folder: Path, clock: Clock, *, seen_for_s: float | None) -> 
         clock.at += 10
         account.finish_step(step)
     if seen_for_s is not None:
-        write_situation(folder, snapshot(BEGAN + clock.at + seen_for_s))
+        write_run_snapshot(folder, snapshot(BEGAN + clock.at + seen_for_s))
 
 
 def test_after_a_crash_lost_steps_are_redone_and_the_rest_until_the_next_step_is_recovery(
@@ -216,7 +216,7 @@ def test_a_status_written_by_a_clock_ahead_of_ours_adds_no_time(
 def test_a_crash_before_the_first_step_is_recovery(tmp_path: Path, clock: Clock) -> None:
     clock.open(tmp_path)
     clock.at += 12
-    write_situation(tmp_path, snapshot(BEGAN + clock.at))
+    write_run_snapshot(tmp_path, snapshot(BEGAN + clock.at))
     clock.at += 3
     clock.open(tmp_path)
     assert spent(tmp_path) == {"recover": 15}
@@ -231,7 +231,7 @@ def test_the_time_between_an_orderly_stop_and_a_resume_is_not_counted(
     account.finish_step(1)
     clock.at += 2
     account.close(1, failed=failed)
-    write_situation(tmp_path, replace(snapshot(BEGAN + clock.at), outcome="stopped"))
+    write_run_snapshot(tmp_path, replace(snapshot(BEGAN + clock.at), outcome="stopped"))
     clock.at += 5000
     resumed = clock.open(tmp_path)
     clock.at += 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from io import StringIO
+from math import inf, nan
 
 import pytest
 from rich.console import Console
@@ -31,9 +32,9 @@ def test_without_logging_the_lines_go_to_the_console(caplog: pytest.LogCaptureFi
     shown, clock = StringIO(), FakeClock()
     console = Console(file=shown)
     with LiveView("toy", 20, mode="auto", console=console, clock=clock.now) as view:
-        view.step(0, {"eval/score": 0.125})
+        view.finish_step(0, {"eval/score": 0.125})
         clock.seconds = 90
-        view.step(1, {"score/mean": 0.25, "eval/score": 0.5})
+        view.finish_step(1, {"score/mean": 0.25, "eval/score": 0.5})
     assert shown.getvalue().splitlines() == [
         "step  0/20  held-out 0.125",
         "step  1/20  score 0.25  held-out 0.5  28 min 30 s left",
@@ -74,8 +75,7 @@ def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_without_new_samples_shows_those_it_trained_on() -> None:
     view = LiveView("toy", 2, mode="off")
-    nan = float("nan")
-    view.step(
+    view.finish_step(
         1,
         {
             "score/mean": nan,
@@ -96,7 +96,7 @@ def test_time_before_the_run_is_not_counted_as_a_step() -> None:
     clock.seconds = 100
     with view:
         clock.seconds = 110
-        view.step(1, {})
+        view.finish_step(1, {})
     assert shown.getvalue().splitlines() == [
         "runs/toy: starting the workers",
         "step 1/3  20 s left",
@@ -107,11 +107,11 @@ def test_the_time_left_is_at_most_the_limit_of_the_run() -> None:
     clock = FakeClock()
     with LiveView("toy", 100, mode="off", clock=clock.now, limit_s=300) as view:
         clock.seconds = 60
-        view.step(1, {})
+        view.finish_step(1, {})
     assert view.pace.run_left_s == 240
 
 
 def test_a_score_that_is_not_a_number_is_not_shown() -> None:
     view = LiveView("run", 2, mode="off")
-    view.step(1, {"score/mean": float("nan"), "score/trained": 0.5, "train/loss": float("inf")})
+    view.finish_step(1, {"score/mean": nan, "score/trained": 0.5, "train/loss": inf})
     assert view.summary() == "score 0.5"

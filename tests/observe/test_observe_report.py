@@ -65,7 +65,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Tags:
         tmp_path_factory.mktemp("report") / "report.html",
         [*ROWS, {"step": 4, f"eval/{EVIL}/pass@1": 0.5, "eval/other/pass@1": 0.25}],
         title=f"run {EVIL}",
-        about={"model": EVIL},
+        facts={"model": EVIL},
         advice={"flat_score": EVIL},
         exchanges=[exchange],
         reliability=Reliability(Goodput()),
@@ -139,9 +139,9 @@ def test_off_a_terminal_each_step_is_one_line_of_the_log(caplog: pytest.LogCaptu
     shown = StringIO()
     console = Console(file=shown)
     with LiveView("toy", 2, mode="auto", console=console, clock=lambda: 0.0) as view:
-        view.role("policy", "train")
-        view.step(1, {"score/mean": 0.25, "train/loss": -0.5, "time/step": 2.0})
-        view.step(2, {"score/mean": 0.5})
+        view.set_role_activity("policy", "train")
+        view.finish_step(1, {"score/mean": 0.25, "train/loss": -0.5, "time/step": 2.0})
+        view.finish_step(2, {"score/mean": 0.5})
     assert [record.getMessage() for record in caplog.records] == [
         "step 1/2  score 0.25  loss -0.5  s 2",
         "step 2/2  score 0.5",
@@ -154,11 +154,11 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=80)
     with LiveView("toy", 2, mode="auto", console=console) as view:
-        view.role("policy", "train")
-        view.role("generators", "-")
+        view.set_role_activity("policy", "train")
+        view.set_role_activity("generators", "-")
         view.begin_phase("generate")
         view.count_samples("generate", 3, 8)
-        view.step(1, {"score/mean": 0.25})
+        view.finish_step(1, {"score/mean": 0.25})
         view.live.refresh()
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     assert re.search(r"policy +train", plain)
@@ -173,7 +173,7 @@ def test_on_a_terminal_each_role_is_a_line(caplog: pytest.LogCaptureFixture) -> 
 def test_off_means_off_on_a_terminal_too() -> None:
     shown = StringIO()
     with LiveView("toy", 2, mode="off", console=Console(file=shown, force_terminal=True)) as view:
-        view.step(1, {})
+        view.finish_step(1, {})
     assert shown.getvalue() == ""
 
 

@@ -14,7 +14,7 @@ from rollick.commands.export import export_run
 from rollick.config.load import LoadedRecipe, load_recipe, recipe_from_dict
 from rollick.envs.base import make_env
 from rollick.envs.frozen_lake import FrozenLake
-from rollick.episodes.recorded import describe, rerun_episode
+from rollick.episodes.recorded import describe_episode, rerun_episode
 from rollick.errors import ConfigError
 from rollick.observe.metric_table import is_documented
 from rollick.observe.metrics import read_metrics
@@ -248,7 +248,7 @@ def test_a_run_whose_policy_summarises_counts_and_trains_every_summary(tmp_path:
     assert result.metrics["train/tokens"] == sum(row["response_tokens"] for row in rows)
     summed_up = next(row for row in rows if row["episode"]["summaries"])
     again = rerun_episode(summed_up["episode"], base=tmp_path)
-    lines = describe(summed_up, again).splitlines()
+    lines = describe_episode(summed_up, again).splitlines()
     assert "~ " + summed_up["episode"]["summaries"][0][1].splitlines()[0] in lines
 
 

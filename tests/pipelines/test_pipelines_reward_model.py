@@ -104,7 +104,7 @@ class FailingGroup:
     async def scatter(self, role: str, method: str, parts: list[Batch]) -> list[FloatArray]:
         assert (role, method) == ("reward_model", "scores")
         (batch,) = parts
-        self.sizes.append(batch.samples)
+        self.sizes.append(batch.rows)
         await asyncio.sleep(0)
         if len(self.sizes) - 1 in self.fails_at:
             raise WorkerError("reward_model 0 died")
@@ -147,7 +147,7 @@ def test_a_run_masks_and_counts_samples_that_the_model_cannot_score(
 
     def fail_at_first(worker: RewardModelWorker, batch: Batch) -> FloatArray:
         if not lost:
-            lost.append(batch.samples)
+            lost.append(batch.rows)
             raise RuntimeError("out of memory")
         return original(worker, batch)
 

@@ -245,7 +245,7 @@ def test_scores_that_fail_are_counted_and_masked(toy: Toy) -> None:
     assert not any(member.sample.loss_mask.any() for member in failed)
     assert "ConnectionError" in failed[0].score.detail
     batch, uids = load_batch(first / "batch"), {member.sample.uid for member in failed}
-    trained = [batch.take([b]).loss_mask_N.any() for b in range(batch.samples)]
+    trained = [batch.take([b]).loss_mask_N.any() for b in range(batch.rows)]
     assert {uid for uid, has in zip(batch.uids, trained, strict=True) if not has} == uids & {
         *batch.uids
     }
@@ -338,4 +338,4 @@ def test_a_step_that_changed_nothing_publishes_nothing_and_many_stop_the_run(
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert (row["version"], row["train/skipped_steps"]) == (0, 1)
-    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000002" / "batch").samples == 16
+    assert load_batch(folder / "dumps" / "troubled_steps" / "policy-000002" / "batch").rows == 16

@@ -153,7 +153,7 @@ async def test_copies_are_offered_received_by_all_and_then_committed() -> None:
     assert sorted(receives) == ["receive 1", "receive 2"]
     assert sorted(diary.lines[3:5]) == ["commit 1 5", "commit 2 5"]
     assert diary.lines[5:] == ["commit_shared 0 5"]
-    assert diary.outcomes == [PublishOutcome(True, held={1: True, 2: True})]
+    assert diary.outcomes == [PublishOutcome(True, adopted={1: True, 2: True})]
     for rank in (1, 2):
         assert torch.equal(diary.weights[rank]["b"], torch.ones(3))
 

@@ -113,7 +113,7 @@ def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path
         assert len(faults_of(folder, "exploded")) == 2
         for step in (4, 5):
             batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
-            assert batch.samples == 16
+            assert batch.rows == 16
     versions = [row["version"] for row in figures(result)]
     assert versions == sorted(set(versions)), "the version never goes back"
     assert "1 rolled back" in "\n".join(examine(result.folder).lines())

@@ -31,7 +31,7 @@ CASES = [
 def test_the_preset_learns_the_toy(preset: str, staleness: int, tmp_path: Path) -> None:
     settings = settings_of(preset, staleness=staleness)
     curve = learn(preset, tmp_path, staleness=staleness, **settings)
-    assert curve.oldest == staleness, "no token of that age was trained on"
+    assert curve.max_age == staleness, "no token of that age was trained on"
     assert curve.final >= 0.9
 
 
@@ -41,7 +41,7 @@ def test_the_same_steps_with_shuffled_scores_do_not_learn_it(
 ) -> None:
     settings = settings_of(preset, staleness=staleness)
     curve = learn(preset, tmp_path, staleness=staleness, shuffled=True, **settings)
-    assert curve.oldest == staleness, "no token of that age was trained on"
+    assert curve.max_age == staleness, "no token of that age was trained on"
     assert curve.final < 0.5
 
 

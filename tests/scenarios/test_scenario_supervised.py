@@ -18,9 +18,9 @@ from marked_processes import marked_environment, processes_with
 
 from rollick import RunResult, run_recipe
 from rollick.children.process_tree import find_descendants
-from rollick.commands.supervise import find_unused_memory, last_logged_step
+from rollick.commands.supervise import find_unused_shared_memory, last_logged_step
 from rollick.config.load import dump_recipe
-from rollick.observe.diagnosis import read_situation
+from rollick.observe.diagnosis import read_run_snapshot
 from rollick.observe.faults import read_faults
 
 STEPS = 12
@@ -108,7 +108,7 @@ def check_equal_and_clean(undisturbed: RunResult, folder: Path, mark: str) -> No
     assert learner_state(killed) == learner_state(undisturbed)
     assert figures(folder) == figures(undisturbed.folder)
     assert processes_with(mark) == {}
-    assert find_unused_memory() == []
+    assert find_unused_shared_memory() == []
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_standby_resumes_with_the_same_weights(
         kill_controller(process)
         wait_for_faults(process, folder, 1)
         wait_until(
-            process, lambda: bool((found := read_situation(folder)) and found.pid == standby)
+            process, lambda: bool((found := read_run_snapshot(folder)) and found.pid == standby)
         )
         _, messages = process.communicate(timeout=300)
     assert process.returncode == 0, messages

@@ -110,7 +110,7 @@ async def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(in_a_sess
     codec = WatchedCodec()
     gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec)
     session = gateway.open_own_session() if in_a_session else None
-    most = MAX_LENGTH * codec.longest_token
+    most = MAX_LENGTH * codec.max_token_length
     codec.threads.clear()
     for request, param in (
         (read_chat({"messages": [{"role": "user", "content": "a" * (most + 1)}]}), "messages"),

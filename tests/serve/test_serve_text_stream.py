@@ -1,11 +1,11 @@
-"""TextStream: pieces are complete characters, join to the answer and contain no stop string."""
+"""Detokenizer: pieces are complete characters, join to the answer and contain no stop string."""
 
 from collections.abc import Callable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollick.serve.choices import MAX_REPLACEMENTS, REPLACEMENT, TextStream
+from rollick.serve.choices import MAX_REPLACEMENTS, REPLACEMENT, Detokenizer
 
 
 def by_bytes(ids: Sequence[int]) -> str:
@@ -24,25 +24,25 @@ def by_runs(ids: Sequence[int]) -> str:
     return REPLACEMENT * len(ids) if REPLACEMENT in text else text
 
 
-def pieces(stream: TextStream, *deltas: Sequence[int]) -> list[str]:
+def pieces(stream: Detokenizer, *deltas: Sequence[int]) -> list[str]:
     return [*(stream.push(delta) for delta in deltas), stream.finish()]
 
 
 def test_text_is_released_as_tokens_arrive():
-    assert pieces(TextStream(by_bytes), b"ab", b"c") == ["ab", "c", ""]
+    assert pieces(Detokenizer(by_bytes), b"ab", b"c") == ["ab", "c", ""]
 
 
 def test_a_character_of_several_tokens_waits_for_its_last():
     first, *rest = (bytes([byte]) for byte in "é".encode())
-    assert pieces(TextStream(by_bytes), b"a", first, *rest) == ["a", "", "é", ""]
+    assert pieces(Detokenizer(by_bytes), b"a", first, *rest) == ["a", "", "é", ""]
 
 
 def test_bytes_that_never_form_a_character_are_released_at_the_end():
-    assert pieces(TextStream(by_bytes), b"a", b"\xc3") == ["a", "", "\ufffd"]
+    assert pieces(Detokenizer(by_bytes), b"a", b"\xc3") == ["a", "", "\ufffd"]
 
 
 def test_invalid_bytes_do_not_hold_back_the_rest():
-    shown = pieces(TextStream(by_bytes), b"a", *[b"\xff"] * (MAX_REPLACEMENTS + 5), b"b")
+    shown = pieces(Detokenizer(by_bytes), b"a", *[b"\xff"] * (MAX_REPLACEMENTS + 5), b"b")
     assert [piece for piece in shown if piece] == [
         "a",
         REPLACEMENT * MAX_REPLACEMENTS,
@@ -51,21 +51,21 @@ def test_invalid_bytes_do_not_hold_back_the_rest():
 
 
 def test_a_token_is_decoded_in_the_context_of_the_previous_one():
-    assert pieces(TextStream(by_words), [0], [1], [], [2]) == ["a", " b", "", " c", ""]
+    assert pieces(Detokenizer(by_words), [0], [1], [], [2]) == ["a", " b", "", " c", ""]
 
 
 def test_a_stop_string_over_two_tokens_is_never_released():
-    stream = TextStream(by_bytes, stops=["END"])
+    stream = Detokenizer(by_bytes, stops=["END"])
     assert pieces(stream, b"a E", b"ND b") == ["a ", "", ""]
     assert stream.stopped
 
 
 def test_text_that_only_begins_like_a_stop_string_is_released_later():
-    assert pieces(TextStream(by_bytes, stops=["END"]), b"aEN", b"x", b"E") == ["a", "ENx", "", "E"]
+    assert pieces(Detokenizer(by_bytes, stops=["END"]), b"aEN", b"x", b"E") == ["a", "ENx", "", "E"]
 
 
 def test_the_first_of_several_stop_strings_ends_the_text():
-    assert pieces(TextStream(by_bytes, stops=["c", "bc"]), b"abcd") == ["a", ""]
+    assert pieces(Detokenizer(by_bytes, stops=["c", "bc"]), b"abcd") == ["a", ""]
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,6 +82,6 @@ def test_the_released_parts_make_the_text_before_the_stop(
     for size in [*sizes, len(data)]:
         deltas.append(data[:size])
         data = data[size:]
-    stream = TextStream(decode, stops=[stop] if stop else [])
+    stream = Detokenizer(decode, stops=[stop] if stop else [])
     expected = text.partition(stop)[0] if stop else text
     assert "".join(pieces(stream, *deltas)) == expected

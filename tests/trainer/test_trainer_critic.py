@@ -241,7 +241,7 @@ def test_deterministic_values_do_not_depend_on_neighbours_or_micro_batches(folde
     ).values(batch)
     assert np.array_equal(every.values_N, tight.values_N)
     assert np.array_equal(every.last_values_B, tight.last_values_B)
-    for b in range(batch.samples):
+    for b in range(batch.rows):
         own = critic.values(batch.take([b]))
         cut = slice(batch.offsets_B1[b], batch.offsets_B1[b + 1])
         assert np.array_equal(own.values_N, every.values_N[cut])

@@ -29,7 +29,7 @@ from rollick.testing.tiny import save_tiny, tiny_tokenizer
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
 from rollick.trainer.parallel.checkpoint import export_state
-from rollick.trainer.parallel.shard import gather_full_tensors, like
+from rollick.trainer.parallel.shard import gather_full_tensors, shard_like
 from rollick.trainer.strategy import LossReport
 
 LENGTHS = [7, 12, 7, 3, 9, 12, 5]
@@ -148,7 +148,7 @@ def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
     """The full accumulated gradients. A collective."""
     of = {name: strategy.sharded.gradient(name) for name in strategy.sharded.parameters}
     named = [
-        (name, like(strategy.sharded.parameters[name], gradient))
+        (name, shard_like(strategy.sharded.parameters[name], gradient))
         for name, gradient in of.items()
         if gradient is not None
     ]

@@ -15,7 +15,7 @@ from rollick.models.attention.varlen import ROOT
 from rollick.trainer.parallel.mesh import GridShape
 from rollick.trainer.parallel.rank_forward import cut_segments, plan_cuts
 from rollick.trainer.parallel.shares import RowCost, plan_ranks
-from rollick.trainer.parallel.tensor import word_of
+from rollick.trainer.parallel.tensor import style_of
 
 FLAT = RowCost(token=1.0, pair=0.0)
 STEEP = RowCost(token=1.0, pair=1.0)
@@ -50,10 +50,10 @@ def test_samples_with_a_shared_prefix_stay_together_unless_a_rank_would_be_idle(
 
 def test_a_slow_rank_gets_less_work():
     samples = {"lengths_B": [4] * 9, "groups_B": list(range(9)), "shared_B": [0] * 9}
-    parts = plan_ranks(**samples, ranks=2, cost=FLAT, shares=[0.5, 1.0])
+    parts = plan_ranks(**samples, ranks=2, cost=FLAT, speeds=[0.5, 1.0])
     assert [len(part) for part in parts] == [3, 6]
     equal = plan_ranks(**samples, ranks=2, cost=FLAT)
-    assert equal == plan_ranks(**samples, ranks=2, cost=FLAT, shares=[1.0, 1.0])
+    assert equal == plan_ranks(**samples, ranks=2, cost=FLAT, speeds=[1.0, 1.0])
 
 
 def test_pairs_are_never_cut():
@@ -107,5 +107,5 @@ def test_the_data_size_is_what_the_other_sizes_leave():
 
 def test_a_plan_names_layers_by_a_star():
     plan = {"model.layers.*.mlp.up_proj": "colwise"}
-    assert word_of("model.layers.12.mlp.up_proj", plan) == "colwise"
-    assert word_of("model.layers.12.mlp.gate", plan) is None
+    assert style_of("model.layers.12.mlp.up_proj", plan) == "colwise"
+    assert style_of("model.layers.12.mlp.gate", plan) is None

@@ -385,7 +385,7 @@ def test_deterministic_log_probs_do_not_depend_on_neighbours_or_micro_batches(fo
         folder, run={"deterministic": True}, train={"tokens_per_microbatch": 1}
     ).logprobs(batch)
     assert np.array_equal(every, tight)
-    for b in range(batch.samples):
+    for b in range(batch.rows):
         own = every[batch.offsets_B1[b] : batch.offsets_B1[b + 1]]
         assert np.array_equal(strategy.logprobs(batch.take([b])), own)
 

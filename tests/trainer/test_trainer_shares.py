@@ -46,7 +46,7 @@ def test_rows_are_balanced_by_cost(lengths: list[int], ranks: int, plan: SplitPl
 
 
 def test_ten_equal_rows_over_three_ranks_are_four_three_and_three() -> None:
-    assert [part.samples for part in divide(batch_of([7] * 10), 3)[0]] == [4, 3, 3]
+    assert [part.rows for part in divide(batch_of([7] * 10), 3)[0]] == [4, 3, 3]
 
 
 @given(st.lists(st.integers(2, 50), max_size=30), st.integers(1, 7))
@@ -106,7 +106,7 @@ def test_results_with_several_numbers_per_token_or_one_per_sample_are_returned_i
     gathered_NK = gather_tokens(tops, batch, plan)
     expected_N = np.arange(batch.tokens)
     np.testing.assert_array_equal(gathered_NK, np.stack([expected_N, -expected_N], 1))
-    answers = [None if not part.samples else part.group_B * 0.5 for part in parts]
+    answers = [None if not part.rows else part.group_B * 0.5 for part in parts]
     gathered_B = gather_samples(answers, batch, plan)
     assert gathered_B.tolist() == [b * 0.5 for b in range(len(lengths))]
 

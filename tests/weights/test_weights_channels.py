@@ -64,7 +64,7 @@ async def carry(sender: WeightSender, worker: GeneratorWorker, pairs: Pairs, rou
     await worker.receive(manifest)
     sending.join()
     held = await worker.commit(version)
-    sender.release(PublishOutcome(True, held={route.ranks[0]: held}))
+    sender.release(PublishOutcome(True, adopted={route.ranks[0]: held}))
     return held
 
 

@@ -176,7 +176,7 @@ def test_an_engine_that_uses_a_memory_keeps_it_while_the_next_version_is_written
         assert held.item() == value - 1
         held = dict(receiver.open(manifest, 0))["scalar"]
         used.append(manifest.source.identity)
-        sender.release(PublishOutcome(True, held={0: True}))
+        sender.release(PublishOutcome(True, adopted={0: True}))
     assert used[0] == used[2] != used[1]
     assert len(sender.buffers) == 2
 
@@ -185,7 +185,7 @@ def test_after_a_publish_that_failed_no_memory_of_an_engine_is_written(sender: H
     receiver = HostReceiver()
     first = offer(sender, ONE, scalar=1.0)
     held = dict(receiver.open(first, 0))["scalar"]
-    sender.release(PublishOutcome(True, held={0: True}))
+    sender.release(PublishOutcome(True, adopted={0: True}))
     second = offer(sender, TWO, scalar=2.0)
     other = dict(receiver.open(second, 0))["scalar"]
     # One of two engines may have committed the second version, the other has the first.
@@ -194,7 +194,7 @@ def test_after_a_publish_that_failed_no_memory_of_an_engine_is_written(sender: H
     assert (held.item(), other.item()) == (1.0, 2.0)
     sender.release(PublishOutcome(False))
     assert offer(sender, TWO).source.identity == third.source.identity
-    sender.release(PublishOutcome(True, held={0: True}))
+    sender.release(PublishOutcome(True, adopted={0: True}))
     assert len(sender.buffers) == 2
 
 
@@ -204,15 +204,15 @@ def test_memory_of_an_engine_that_is_left_out_is_not_written_by_later_publishes(
     receivers = HostReceiver(), HostReceiver()
     first = offer(sender, ONE, scalar=1.0)
     held = dict(receivers[0].open(first, 0))["scalar"]
-    sender.release(PublishOutcome(True, held={0: True, 1: True}))
+    sender.release(PublishOutcome(True, adopted={0: True, 1: True}))
     for version, value in ((TWO, 2.0), (THREE, 3.0), (PolicyVersion(4), 4.0)):
         manifest = offer(sender, version, scalar=value)
         assert (held.item(), scalar(receivers[1], manifest)) == (1.0, value)
-        sender.release(PublishOutcome(True, held={1: True}))
+        sender.release(PublishOutcome(True, adopted={1: True}))
     assert len(sender.buffers) == 3
     # Engine 0 is lost: its memory is no longer read.
     offer(sender, PolicyVersion(5))
-    sender.release(PublishOutcome(True, held={0: False, 1: True}))
+    sender.release(PublishOutcome(True, adopted={0: False, 1: True}))
     assert len(sender.buffers) == 2
 
 
@@ -294,7 +294,7 @@ sender = HostSender()
 first = sender.offer([("a", torch.full((70_000,), 1.0))], 1, (0,))
 sys.stdout.buffer.write(pickle.dumps(first)); sys.stdout.buffer.flush()
 sys.stdin.read(1)
-sender.release(PublishOutcome(True, held={0: True}))
+sender.release(PublishOutcome(True, adopted={0: True}))
 sender.offer([("a", torch.full((70_000,), 2.0))], 2, (0,))
 sys.stdout.buffer.write(b"writing"); sys.stdout.buffer.flush()
 sys.stdin.read(1)

@@ -49,7 +49,7 @@ class FakeCritic:
         self.steps = 0
 
     def values(self, batch: Batch) -> TokenValues:
-        return TokenValues(np.ones(batch.tokens), np.ones(batch.samples))
+        return TokenValues(np.ones(batch.tokens), np.ones(batch.rows))
 
     def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
         self.parts.append(batch)

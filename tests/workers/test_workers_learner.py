@@ -82,7 +82,7 @@ def test_minibatches_partition_the_samples_and_each_has_its_own_mean(tiny_folder
 def test_every_sample_is_in_one_minibatch_where_they_do_not_divide(tiny_folder: Path) -> None:
     strategy, batch = plain(3), random_batch([4, 5, 6, 7, 8])
     train(learner(strategy, tiny_folder, minibatches=3), batch)
-    assert [part.samples for part in strategy.parts] == [2, 2, 1]
+    assert [part.rows for part in strategy.parts] == [2, 2, 1]
     assert sorted(uid for part in strategy.parts for uid in part.uids) == sorted(batch.uids)
     total = sum(part.weights_N.sum() for part in strategy.parts)
     assert total == pytest.approx(3 * batch.weights_N.sum())

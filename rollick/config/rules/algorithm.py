@@ -9,25 +9,25 @@ from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
 from rollick.config.rules.context import Context, Problems, rule
 from rollick.config.schema import RlRecipe, losses
-from rollick.config.schema.advantages import ShapingConfig
+from rollick.config.schema.advantages import GROUP_RELATIVE, ShapingConfig
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.schema.corrections import find_conflict
 from rollick.config.schema.losses import ON_OLD_RATIO, PAIRWISE, GspoLoss, PpoLoss
 
-GROUP_ADVANTAGES = {"dr_grpo", "grpo", "rloo", "lite_ppo", "max_rl", "gdpo", "reinforce++_baseline"}
+GROUP_ADVANTAGES = GROUP_RELATIVE | {"gdpo"}
 GOOD_SAMPLE_LOSSES = {"raft", "raft++", "topr"}
 """Losses that read the sign of a sample's score, besides its advantage."""
 
 
-def looks_at_scores(algorithm: AlgorithmConfig) -> bool:
+def reads_scores(algorithm: AlgorithmConfig) -> bool:
     """Whether the gradient depends on the scores."""
     if algorithm.loss.name == "distillation":
         return False
     return algorithm.advantage.name != "opd" or algorithm.loss.name in GOOD_SAMPLE_LOSSES
 
 
-def blind_part(algorithm: AlgorithmConfig) -> str:
-    """The part of the algorithm that keeps it from reading scores."""
+def describe_scoreless_part(algorithm: AlgorithmConfig) -> str:
+    """The part because of which the algorithm reads no score."""
     is_distillation = algorithm.loss.name == "distillation"
     return "the loss distillation" if is_distillation else f"advantage {algorithm.advantage.name}"
 
@@ -71,9 +71,10 @@ def _check_old_policy_ratio(context: Context) -> Problems:
     fix = "use correction: bypass (or decoupled with old: interpolated), or several minibatches"
     for path, algorithm in context.algorithms("loss", "correction"):
         loss, correction = algorithm.loss.name, algorithm.correction.name
-        is_ours = correction in NAMES["corrections"] and not find_conflict(loss, correction)
+        is_builtin = correction in NAMES["corrections"] and not find_conflict(loss, correction)
         bounds_old = loss in ON_OLD_RATIO or loss == "kimi"
-        if is_ours and bounds_old and "old" in algorithm.needs and not algorithm.old_is_behaviour:
+        uses_old = "old" in algorithm.needs and not algorithm.old_is_behaviour
+        if is_builtin and bounds_old and uses_old:
             message = f"{correction} uses the learner's old policy, which one optimizer step per "
             message += f"batch never leaves: at staleness {recipe.max_staleness:g} the loss {loss} "
             message += "has no trust region"
@@ -86,17 +87,17 @@ def _check_group_settings(context: Context) -> Problems:
         return
     for path, algorithm in context.algorithms("advantage", "loss"):
         advantage, is_single = algorithm.advantage.name, context.rl.rollout.group_size == 1
-        if is_single and advantage in GROUP_ADVANTAGES and looks_at_scores(algorithm):
+        if is_single and advantage in GROUP_ADVANTAGES and reads_scores(algorithm):
             what = f"advantage {advantage} compares the samples of a group"
             problem = f"{what}, and 1 gives it no other"
             yield context.problem("rollout.group_size", problem, "use 2 or more")
             continue
         message = _find_drop_conflict(algorithm, is_single=is_single)
-        for where in _dropping_settings(context.rl, path) if message else ():
+        for where in _find_dropping_settings(context.rl, path) if message else ():
             yield context.problem(where, message, "remove it, or set it to false")
 
 
-def _dropping_settings(recipe: RlRecipe, path: KeyPath) -> list[KeyPath]:
+def _find_dropping_settings(recipe: RlRecipe, path: KeyPath) -> list[KeyPath]:
     """Where drop_no_signal is true for the groups of the algorithm at `path`."""
     domains = recipe.data.domains
     users = (
@@ -112,8 +113,8 @@ def _dropping_settings(recipe: RlRecipe, path: KeyPath) -> list[KeyPath]:
 def _find_drop_conflict(algorithm: AlgorithmConfig, *, is_single: bool) -> str:
     """Why groups with equal scores must not be dropped; empty if they may be."""
     equal, name = "true drops groups whose scores are equal", algorithm.advantage.name
-    if not looks_at_scores(algorithm):
-        return f"{equal}, and {blind_part(algorithm)} reads no score"
+    if not reads_scores(algorithm):
+        return f"{equal}, and {describe_scoreless_part(algorithm)} reads no score"
     if algorithm.loss.name in losses.WITHOUT_ADVANTAGE:
         return f"{equal}, and the loss {algorithm.loss.name} learns from them"
     if name in NAMES["advantages"] and not algorithm.needs_different_scores:
@@ -127,9 +128,9 @@ def _find_drop_conflict(algorithm: AlgorithmConfig, *, is_single: bool) -> str:
 def _check_correction_fits_loss(context: Context) -> Problems:
     for path, algorithm in context.algorithms("loss", "correction"):
         loss, correction = algorithm.loss.name, algorithm.correction.name
-        # Another rule reports losses of given answers.
-        refused = loss == "sft" or loss in PAIRWISE
-        if not refused and (message := find_conflict(loss, correction)):
+        # _check_loss_uses_scores reports these losses.
+        is_reported = loss == "sft" or loss in PAIRWISE
+        if not is_reported and (message := find_conflict(loss, correction)):
             yield context.problem((*path, "correction"), message, "use bypass, or the loss ppo")
 
 

@@ -19,7 +19,7 @@ from rollick.config.wording import unknown_name
 from rollick.errors import ConfigError
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-FROM_THE_SAMPLE = ("prompt", "completion", "sample", "row", "domain", "truncated")
+SAMPLE_ARGUMENTS = ("prompt", "completion", "sample", "row", "domain", "truncated")
 """Arguments of a reward that are always filled from the sample."""
 
 
@@ -31,16 +31,16 @@ def _check_table_names(context: Context) -> Problems:
 
 
 def _check_known(
-    context: Context, path: KeyPath, kind: str, name: str, *, own: bool = False
+    context: Context, path: KeyPath, kind: str, name: str, *, allow_custom: bool = False
 ) -> Problems:
-    """Checks a name of the table or of an installed package; with `own`, of the user's code too."""
+    """Checks a built-in or installed name; with `allow_custom`, the name may be file.py:name."""
     try:
         target = find(kind, name)
     except ConfigError as error:
         yield context.problem(path, error.message, error.fix)
         return
-    if target is None or (is_reference(name) and not own):
-        yield context.problem(path, *unknown_name(kind, name, own=own))
+    if target is None or (is_reference(name) and not allow_custom):
+        yield context.problem(path, *unknown_name(kind, name, allow_custom=allow_custom))
 
 
 @rule()
@@ -56,7 +56,7 @@ def _check_algorithm_parts(context: Context) -> Problems:
         elif is_reference(name):
             yield from _check_function(context, where, name)
         else:
-            yield from _check_known(context, where, kind, name, own=True)
+            yield from _check_known(context, where, kind, name, allow_custom=True)
 
 
 def _table_names(recipe: schema.Recipe) -> Iterator[tuple[KeyPath, str, str]]:
@@ -88,14 +88,14 @@ def _part_names(
 
 
 def _check_function(context: Context, path: KeyPath, name: str) -> Problems:
-    definition = _read(context, name)
+    definition = _read_definition(context, name)
     if isinstance(definition, ConfigError):
         yield context.problem(path, definition.message, definition.fix)
     elif definition.kind == "class":
         yield context.problem(path, f"{name} is a class", "a function is needed")
 
 
-def _read(context: Context, name: str) -> Definition | ConfigError:
+def _read_definition(context: Context, name: str) -> Definition | ConfigError:
     try:
         return read_reference(name, context.base)
     except ConfigError as error:
@@ -122,13 +122,13 @@ def _check_reward(context: Context, reward: schema.RewardSpec, section: KeyPath)
             yield context.problem(where, *_unknown_object(context, rest))
         return
     if not is_reference(reward.name):
-        wrong = list(_check_known(context, where, "rewards", reward.name, own=True))
+        wrong = list(_check_known(context, where, "rewards", reward.name, allow_custom=True))
         yield from wrong
         # Only the metadata of a package is read; the run checks its reward.
         if wrong or reward.name not in NAMES["rewards"]:
             return
     target = NAMES["rewards"].get(reward.name, reward.name)
-    definition = _read(context, target)
+    definition = _read_definition(context, target)
     if isinstance(definition, ConfigError) or definition.kind == "class":
         yield from _check_function(context, where, target)
     else:
@@ -147,11 +147,11 @@ def _check_parameters(
         yield context.problem(context.name_path(section), message, fix)
     for option in reward.options:
         path = (*section, "options", option)
-        if option in FROM_THE_SAMPLE:
+        if option in SAMPLE_ARGUMENTS:
             message = f"{option!r} is always filled from the sample"
             yield context.problem(path, message, "give the option another name")
         elif option not in parameters.names and not parameters.takes_any:
-            free = [name for name in parameters.names if name not in FROM_THE_SAMPLE]
+            free = [name for name in parameters.names if name not in SAMPLE_ARGUMENTS]
             advice = did_you_mean(option, free) or f"it takes {', '.join(free) or 'no option'}"
             yield context.problem(path, f"{reward.name} has no parameter {option!r}", advice)
 
@@ -193,8 +193,8 @@ def _check_environment_names(context: Context) -> Problems:
     for path, environment in context.environments():
         name, where = environment.name, context.name_path(path)
         if not is_reference(name):
-            yield from _check_known(context, where, "environments", name, own=True)
-        elif isinstance(problem := _read(context, name), ConfigError):
+            yield from _check_known(context, where, "environments", name, allow_custom=True)
+        elif isinstance(problem := _read_definition(context, name), ConfigError):
             yield context.problem(where, problem.message, problem.fix)
 
 

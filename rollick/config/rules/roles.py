@@ -143,7 +143,7 @@ def _check_rank_count(context: Context) -> Problems:
     train, policy = context.recipe.train, context.devices("policy")
     if train.strategy != "fsdp" or not policy:
         return
-    parallel, ranks, others = train.parallel, len(policy), train.parallel.others
+    parallel, ranks, others = train.parallel, len(policy), train.parallel.non_data_ranks
     product = parallel.data_of(ranks) * others
     if product == ranks:
         return
@@ -164,8 +164,9 @@ def _check_model_divisibility(context: Context) -> Problems:
     if train.strategy != "fsdp" or sizes is None:
         return
     tensor, expert = train.parallel.tensor, train.parallel.expert
-    names = ("attention heads", "key-value heads", "inner size")
-    for name, size in zip(names, (sizes.heads, sizes.kv_heads, sizes.inner), strict=True):
+    names = ("attention heads", "key-value heads", "intermediate size")
+    divided = (sizes.heads, sizes.kv_heads, sizes.intermediate)
+    for name, size in zip(names, divided, strict=True):
         if size % tensor:
             message = f"{tensor} does not divide the model's {name} of {size}"
             fix = f"use {divisors(sizes.tensor_divisible)}, or shard with data or context, "

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from rollick.config import schema
 from rollick.config.names import NAMES
 from rollick.config.problems import KeyPath
-from rollick.config.rules.algorithm import looks_at_scores
+from rollick.config.rules.algorithm import reads_scores
 from rollick.config.rules.context import Context, Problems, rule
 
 ADD_A_REWARD = "add rewards: [NAME]; see `rollick list`"
 PROGRAM_SECONDS = {"timeout_s": 10.0, "program_s": 5.0}
 """Default of the option with which the reward `code` and the environment `tools` limit programs."""
-ROUNDS = 2
+SEQUENTIAL_PROGRAMS = 2
 """Programs of one call that run one after another: `code` takes 16 samples and runs 8 at once."""
 
 
@@ -118,8 +118,8 @@ def _check_room(context: Context, path: KeyPath, tokens: int | None) -> Problems
 
 @rule("rewards.timeout_s", "environments.step_timeout_s")
 def _check_program_time(context: Context) -> Problems:
-    """A program that runs to its time limit is judged. If the pool ended its call first, the sample
-    would be masked, which a policy could choose."""
+    """A program that reaches its own time limit gets a score. If the limit of the pool ended the
+    call first, the sample would be masked, and a policy could learn to avoid low scores by that."""
     config = context.recipe
     for path, reward in context.rewards():
         if reward.name == "code":
@@ -136,10 +136,11 @@ def _check_fits(
 ) -> Problems:
     given = options.get(option)
     seconds = PROGRAM_SECONDS[option] if given is None else given
-    if isinstance(seconds, int | float) and ROUNDS * seconds > limit_s:
+    if isinstance(seconds, int | float) and SEQUENTIAL_PROGRAMS * seconds > limit_s:
         kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
         message = f"{option}={seconds:g} is too long for {kind}={limit_s:g}"
-        fix = f"use at most {limit_s / ROUNDS:g}, or set {kind}={ROUNDS * seconds:g} or more"
+        most, least = limit_s / SEQUENTIAL_PROGRAMS, SEQUENTIAL_PROGRAMS * seconds
+        fix = f"use at most {most:g}, or set {kind}={least:g} or more"
         where = context.name_path(section) if given is None else (*section, "options", option)
         yield context.problem(where, message, fix)
 
@@ -200,7 +201,7 @@ def _needs_rewards(context: Context, path: KeyPath, domain: schema.RlvrDomain) -
     own = domain.algorithm is not None
     is_sound = context.is_sound((*path, "algorithm") if own else ("algorithm",))
     assert context.rl is not None
-    return is_sound and looks_at_scores(domain.algorithm or context.rl.algorithm)
+    return is_sound and reads_scores(domain.algorithm or context.rl.algorithm)
 
 
 @rule("pipeline")

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from rollick.config import schema
 from rollick.config.model_sizes import ModelSizes
 from rollick.config.problems import KeyPath, Problem, show
-from rollick.config.rules.algorithm import blind_part, changes_scores, looks_at_scores
+from rollick.config.rules.algorithm import changes_scores, describe_scoreless_part, reads_scores
 from rollick.config.rules.context import Context, Problems, rule
 from rollick.config.schema.section import IgnoredWith, Section
 
@@ -166,8 +166,8 @@ def _check_expert_balance(context: Context) -> Problems:
 @rule("pipeline")
 def _check_shaped_scores(context: Context) -> Problems:
     for path, algorithm in context.algorithms("advantage", "loss", "shaping"):
-        if changes_scores(algorithm) and not looks_at_scores(algorithm):
-            reason = f"{blind_part(algorithm)} reads no score"
+        if changes_scores(algorithm) and not reads_scores(algorithm):
+            reason = f"{describe_scoreless_part(algorithm)} reads no score"
             yield _no_effect(context, (*path, "shaping"), "", reason)
 
 

@@ -157,9 +157,12 @@ GROUP_RELATIVE = frozenset(
 """Advantages without signal for a group with equal scores. gdpo is not one of them: it compares
 each reward of the group, and their sums may be equal."""
 
-OfSamples = BaselineAdvantage | NormalisedAdvantage | ReinforcePpBaselineAdvantage | GdpoAdvantage
-OfTokens = ReinforceAdvantage | ReinforcePpAdvantage | GaeAdvantage | OpdAdvantage
-OfTurns = StepReturnAdvantage | GigpoAdvantage
+SampleAdvantage = (
+    BaselineAdvantage | NormalisedAdvantage | ReinforcePpBaselineAdvantage | GdpoAdvantage
+)
+TokenAdvantage = ReinforceAdvantage | ReinforcePpAdvantage | GaeAdvantage | OpdAdvantage
+TurnAdvantage = StepReturnAdvantage | GigpoAdvantage
 AdvantagePart = Annotated[
-    OfSamples | OfTokens | OfTurns | CustomPart, NamedUnion("advantages", default="dr_grpo")
+    SampleAdvantage | TokenAdvantage | TurnAdvantage | CustomPart,
+    NamedUnion("advantages", default="dr_grpo"),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollick.config.presets import PRESETS, apply_preset, by_preset
+from rollick.config.presets import PRESETS, apply_preset, expand_preset_name
 from rollick.config.schema import corrections, losses
 from rollick.config.schema.advantages import (
     GROUP_RELATIVE,
@@ -57,8 +57,8 @@ class AlgorithmConfig(Section):
         return apply_preset(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
 
     @property
-    def unnamed(self) -> AlgorithmConfig:
-        """The settings without the preset's name. Equal settings are one algorithm."""
+    def without_preset_name(self) -> AlgorithmConfig:
+        """The settings alone: two domains with equal settings have one algorithm."""
         return self.model_copy(update={"preset": None})
 
     @property
@@ -116,7 +116,8 @@ class AlgorithmConfig(Section):
 
 
 Algorithm = Annotated[
-    AlgorithmConfig, BeforeValidator(by_preset, json_schema_input_type=str | AlgorithmConfig)
+    AlgorithmConfig,
+    BeforeValidator(expand_preset_name, json_schema_input_type=str | AlgorithmConfig),
 ]
 """The section, or only the name of a preset."""
 

@@ -101,8 +101,9 @@ def find_conflict(loss: str, correction: str) -> str:
     return ""
 
 
-Weighting = TisCorrection | IcepopCorrection | DecoupledCorrection
-Dropping = GeometricCorrection | K3Correction | OpsmCorrection
+WeightingCorrection = TisCorrection | IcepopCorrection | DecoupledCorrection
+DroppingCorrection = GeometricCorrection | K3Correction | OpsmCorrection
 CorrectionPart = Annotated[
-    NoCorrection | Weighting | Dropping | CustomPart, NamedUnion("corrections", default="bypass")
+    NoCorrection | WeightingCorrection | DroppingCorrection | CustomPart,
+    NamedUnion("corrections", default="bypass"),
 ]

@@ -234,11 +234,11 @@ class KlConfig(Section):
         return self.coefficient > 0 and self.place == "reward"
 
 
-WithTrustRegion = DppoTvLoss | DppoKlLoss | PpoLoss | GspoLoss | SapoLoss | GmpoLoss | KimiLoss
-Weighted = TruncatedIsLoss | ToprLoss | CispoLoss
-OfGivenAnswers = PairLoss | DistillationLoss
+TrustRegionLoss = DppoTvLoss | DppoKlLoss | PpoLoss | GspoLoss | SapoLoss | GmpoLoss | KimiLoss
+WeightedLoss = TruncatedIsLoss | ToprLoss | CispoLoss
+GivenAnswerLoss = PairLoss | DistillationLoss
 LossPart = Annotated[
-    WithTrustRegion | Weighted | RaftPlusPlusLoss | PlainLoss | OfGivenAnswers | CustomPart,
+    TrustRegionLoss | WeightedLoss | RaftPlusPlusLoss | PlainLoss | GivenAnswerLoss | CustomPart,
     NamedUnion("losses", default="dppo_tv"),
 ]
 ValuePart = Annotated[

@@ -128,8 +128,8 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_sampling(self, domain: str) -> Sampling:
         held_out = self.data.validation.get(domain)
         own = held_out.sampling if held_out else SamplingConfig()
-        chain = own.over(self.evaluate.sampling.over(self._inherited_limits(domain)))
-        return chain.resolve(temperature=0.0)
+        inherited = self.evaluate.sampling.over(self._inherited_limits(domain))
+        return own.over(inherited).resolve(temperature=0.0)
 
     def _inherited_limits(self, domain: str) -> SamplingConfig:
         """Token limit and stops that evaluation takes from training."""
@@ -191,12 +191,12 @@ class RlRecipe(Recipe, frozen=True):
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
         """The different algorithms of the domains; the recipe's is first if a domain uses it."""
         used = [self._algorithm_of(name) for name in self.data.domains]
-        first = [self.algorithm.unnamed] if self.algorithm.unnamed in used or not used else []
-        every = [*first, *used]
-        return tuple(one for index, one in enumerate(every) if one not in every[:index])
+        common = self.algorithm.without_preset_name
+        candidates = [common, *used] if common in used or not used else used
+        return tuple(one for index, one in enumerate(candidates) if one not in candidates[:index])
 
     def _algorithm_of(self, domain: str) -> AlgorithmConfig:
-        return (self.data.domains[domain].algorithm or self.algorithm).unnamed
+        return (self.data.domains[domain].algorithm or self.algorithm).without_preset_name
 
     def component(self, domain: str) -> int:
         return self.algorithms.index(self._algorithm_of(domain))
@@ -236,8 +236,8 @@ class RlRecipe(Recipe, frozen=True):
 
     @property
     def optimizer_steps(self) -> int:
-        alone = self.critic.warmup_steps if self.needs("values") else 0
-        return max(self.run.steps - alone, 0) * self.train.steps_per_batch
+        critic_only_steps = self.critic.warmup_steps if self.needs("values") else 0
+        return max(self.run.steps - critic_only_steps, 0) * self.train.steps_per_batch
 
 
 class RlvrRecipe(RlRecipe, frozen=True):

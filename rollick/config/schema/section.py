@@ -58,8 +58,8 @@ class Section(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """The docstring below a field is its description, also where a subclass redefines the field
-        without one. pydantic's use_attribute_docstrings reads the source of each class by itself: a
-        quarter of a command's start."""
+        without one. Replaces pydantic's use_attribute_docstrings, which reads the source once for
+        each class and takes a quarter of the start-up time of a command."""
         for base in reversed(cls.__mro__[: cls.__mro__.index(Section)]):
             for name, text in _field_docstrings(base.__module__).get(base.__qualname__, {}).items():
                 cls.model_fields[name].description = text
@@ -80,12 +80,12 @@ class Section(BaseModel):
 @cache
 def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
     """The docstring below each field, by class and field."""
-    found: dict[str, dict[str, str]] = {}
+    docstrings: dict[str, dict[str, str]] = {}
     source = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8")
     for section in ast.parse(source).body:
         if not isinstance(section, ast.ClassDef):
             continue
-        texts = found.setdefault(section.name, {})
+        texts = docstrings.setdefault(section.name, {})
         for field, below in pairwise(section.body):
             match (field, below):
                 case (
@@ -95,7 +95,7 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
                     texts[name] = cleandoc(text)
                 case _:
                     pass
-    return found
+    return docstrings
 
 
 def _kinds(annotation: Any) -> set[Any]:

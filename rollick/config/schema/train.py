@@ -56,8 +56,8 @@ class ParallelConfig(Section):
     checkpointing)."""
 
     @property
-    def others(self) -> int:
-        """Ranks for each one of `data`."""
+    def non_data_ranks(self) -> int:
+        """The product of the other sizes: ranks for each one of `data`."""
         return self.tensor * self.context * self.expert
 
     @property
@@ -67,7 +67,7 @@ class ParallelConfig(Section):
 
     def data_of(self, ranks: int) -> int:
         """The value of `data` for this number of ranks."""
-        return self.data or max(1, ranks // self.others)
+        return self.data or max(1, ranks // self.non_data_ranks)
 
 
 class LoraConfig(Section):

@@ -50,11 +50,11 @@ UNAVAILABLE_STATUSES = (502, 503, 504)
 CONNECT_S = 5.0
 """Time limit to connect, and for the server's schema."""
 RETRY_S = 2.0
-"""A server that could not be reached is not tried again for so long. Otherwise each episode of the
+"""Pause before a server that could not be reached is tried again. Otherwise each episode of the
 process would wait for CONNECT_S, one after another."""
 Action = Mapping[str, Any]
 _outages: dict[str, tuple[float, str]] = {}
-"""When each server could last not be reached, and why."""
+"""Time and reason of the last failure to reach each server."""
 
 
 class RemoteEnv(TextEnv):
@@ -108,13 +108,13 @@ class RemoteEnv(TextEnv):
         try:
             self.client.connect()
         except OSError as error:
-            raise _unavailable(self.url, error) from error
+            raise _record_outage(self.url, error) from error
         try:
-            with self._reaching_server():
+            with self._report_lost_server():
                 result = self.client.reset(seed=number, **self.arguments)
                 if self.schema.get("title") in TOOL_ACTIONS:
                     listed = self.client.step({"type": "list_tools"}).observation["tools"]
-                    self.tools = [_as_schema(tool) for tool in listed]
+                    self.tools = [_tool_schema(tool) for tool in listed]
         except RuntimeError as error:
             raise EnvError(f"the server at {self.url} failed to reset: {error}") from error
         text = self._text(result.observation)
@@ -136,7 +136,7 @@ class RemoteEnv(TextEnv):
                 {"valid": False, "effective": False},
             )
         try:
-            with self._reaching_server():
+            with self._report_lost_server():
                 result = self.client.step(parsed)
         except RuntimeError as error:
             if INVALID_ACTION not in str(error):
@@ -152,8 +152,8 @@ class RemoteEnv(TextEnv):
             self.client.close()
 
     @contextmanager
-    def _reaching_server(self) -> Generator[None]:
-        """Reports a lost connection and a missing answer."""
+    def _report_lost_server(self) -> Generator[None]:
+        """Raise EnvError for a missing answer, and ServiceUnavailable for a lost connection."""
         closed: Any = import_module("websockets.exceptions").ConnectionClosed
         try:
             yield
@@ -173,7 +173,7 @@ class RemoteEnv(TextEnv):
             return f"That is no action. {describe_format(self.style, self._action_hint())}"
         if self.field:
             field_schema = self.schema.get("properties", {}).get(self.field, {})
-            return {self.field: _typed(answer, field_schema)}
+            return {self.field: _parse_value(answer, field_schema)}
         try:
             parsed = json.loads(answer)
         except (ValueError, RecursionError) as error:
@@ -221,7 +221,7 @@ def action_schema(url: str) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         is_mistake = isinstance(error, HTTPError) and error.code not in UNAVAILABLE_STATUSES
         if isinstance(error, OSError) and not is_mistake:
-            raise _unavailable(url, error) from error
+            raise _record_outage(url, error) from error
         fix = "start it (`openenv serve`, uvicorn or docker), and set url to its address"
         raise EnvError(f"no OpenEnv server responds at {url}: {error}", fix=fix) from error
     return cast("Mapping[str, Any]", schemas["action"])
@@ -234,14 +234,14 @@ def _check_outage(url: str) -> None:
         raise ServiceUnavailable(reason, fix=UNAVAILABLE_FIX)
 
 
-def _unavailable(url: str, error: OSError) -> ServiceUnavailable:
-    """The error for a server that cannot be reached, which is remembered."""
+def _record_outage(url: str, error: OSError) -> ServiceUnavailable:
+    """Remember that the server cannot be reached; returns the error to raise."""
     reason = f"the server at {url} cannot be reached: {error}"
     _outages[url] = time.monotonic(), reason
     return ServiceUnavailable(reason, fix=UNAVAILABLE_FIX)
 
 
-def _typed(answer: str, schema: Mapping[str, Any]) -> Any:
+def _parse_value(answer: str, schema: Mapping[str, Any]) -> Any:
     """The text converted to the field's type; unchanged if that fails."""
     if schema.get("type") in ("integer", "number", "boolean", "array", "object"):
         with suppress(ValueError, RecursionError):
@@ -249,6 +249,6 @@ def _typed(answer: str, schema: Mapping[str, Any]) -> Any:
     return answer
 
 
-def _as_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    about, parameters = tool.get("description", ""), tool.get("input_schema", {})
-    return function_schema(tool["name"], about, parameters)
+def _tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    description, parameters = tool.get("description", ""), tool.get("input_schema", {})
+    return function_schema(tool["name"], description, parameters)

@@ -26,7 +26,7 @@ from rollick.types import stable_hash
 Split = Literal["train", "held_out"]
 HELD_OUT = 5
 """One of this many products is held out."""
-CAPS = (*range(10, 100, 10), *range(100, 500, 50), *range(500, 5001, 500))
+PRICE_LIMITS = (*range(10, 100, 10), *range(100, 500, 50), *range(500, 5001, 500))
 """Price limits of goals."""
 MAX_ATTRIBUTES = 3
 
@@ -60,7 +60,7 @@ class Product:
         return stable_hash("webshop product", self.asin) % HELD_OUT == 0
 
     @cached_property
-    def offered(self) -> str:
+    def full_text(self) -> str:
         """All texts of the product, in lower case."""
         return "\n".join((self.title, *self.bullets, self.description, *self.attributes)).lower()
 
@@ -72,7 +72,7 @@ class Goal(NamedTuple):
     attributes: tuple[str, ...]
     options: Mapping[str, str]
     """The required value of each option."""
-    cap: float
+    price_limit: float
     text: str
 
 
@@ -94,7 +94,7 @@ class Catalogue:
 def load_catalogue(path: Path) -> Catalogue:
     """Read a file once per process. Raises EnvError if it is missing or has an invalid line."""
     try:
-        products = list(_read(path))
+        products = list(_read_products(path))
     except FileNotFoundError:
         names = "asin, title, query, product_category, prices, description, bullets, attributes"
         fix = f"set products=PATH: JSON lines (.gz or not) with {names}, options, instructions"
@@ -117,40 +117,40 @@ def choose_goal(catalogue: Catalogue, random: Random, source: str, split: Split)
     if not products:
         raise EnvError(f"the product file has no goals for the split {split!r}")
     product = random.choice(products)
-    above = [cap for cap in CAPS if cap > product.price]
-    cap = float(random.choice(above[:3]) if above else 1000 * ceil(product.price / 1000 + 0.001))
-    price = f"for less than {cap:g} dollars"
+    above = [limit for limit in PRICE_LIMITS if limit > product.price]
+    limit = float(random.choice(above[:3]) if above else 1000 * ceil(product.price / 1000 + 0.001))
+    price = f"for less than {limit:g} dollars"
     if source == "human":
         written = random.choice(product.human)
         choices = [(name, value) for name, values in product.options.items() for value in values]
         options = {name: value for name, value in choices if value in written.values}
         text = f"{written.text.rstrip('. ')}, {price}"
-        return Goal(product, written.attributes, options, cap, text)
+        return Goal(product, written.attributes, options, limit, text)
     count = min(len(product.attributes), random.randint(1, MAX_ATTRIBUTES))
     attributes = tuple(random.sample(product.attributes, count))
     options = {name: random.choice(values) for name, values in product.options.items()}
     option_text = "".join(f", {name}: {value}" for name, value in options.items())
     text = f"Buy {product.query}: {', '.join(attributes)}{option_text}, {price}"
-    return Goal(product, attributes, options, cap, text)
+    return Goal(product, attributes, options, limit, text)
 
 
 def _search_text(product: Product) -> str:
     values = (value for values in product.options.values() for value in values)
-    kinds = (product.title, product.query, *product.attributes, *values)
-    return " ".join([*kinds, *product.bullets, product.description])
+    parts = (product.title, product.query, *product.attributes, *values)
+    return " ".join([*parts, *product.bullets, product.description])
 
 
-def _read(path: Path) -> Iterator[Product]:
+def _read_products(path: Path) -> Iterator[Product]:
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                yield _product(json.loads(line))
+                yield _to_product(json.loads(line))
             except (KeyError, TypeError, ValueError) as error:
                 raise EnvError(f"{path}:{number} is not a valid product: {error!r}") from error
 
 
-def _product(row: Mapping[str, Any]) -> Product:
+def _to_product(row: Mapping[str, Any]) -> Product:
     return Product(
         asin=row["asin"],
         title=" ".join(row["title"].split()),
@@ -165,10 +165,10 @@ def _product(row: Mapping[str, Any]) -> Product:
             for name, values in row["options"].items()
             if values
         },
-        human=tuple(_human_goal(entry) for entry in row.get("instructions", ())),
+        human=tuple(_to_human_goal(entry) for entry in row.get("instructions", ())),
     )
 
 
-def _human_goal(entry: Mapping[str, Any]) -> HumanGoal:
+def _to_human_goal(entry: Mapping[str, Any]) -> HumanGoal:
     attributes, values = entry["instruction_attributes"], entry["instruction_options"]
     return HumanGoal(entry["instruction"], tuple(attributes), tuple(values))

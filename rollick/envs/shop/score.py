@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rollick.envs.shop.catalogue import Goal, Product
 from rollick.envs.shop.search import split_words
 
-COMMON = frozenset(
+COMMON_WORDS = frozenset(
     split_words(
         "a an and are as at by for from in is it of on or the this to with your you our all new "
         "pack set size color pcs inch inches oz x"
@@ -35,10 +35,10 @@ class PurchaseScore(NamedTuple):
 
 
 def score_purchase(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
-    attributes = sum(attribute.lower() in product.offered for attribute in goal.attributes)
-    taken = {_normal(value) for value in chosen.values()}
-    options = sum(_normal(value) in taken for value in goal.options.values())
-    price = product.price <= goal.cap
+    attributes = sum(attribute.lower() in product.full_text for attribute in goal.attributes)
+    taken = {_normalise(value) for value in chosen.values()}
+    options = sum(_normalise(value) in taken for value in goal.options.values())
+    price = product.price <= goal.price_limit
     kind = type_match(goal.product, product)
     count = len(goal.attributes) + len(goal.options) + 1
     return PurchaseScore(
@@ -52,14 +52,14 @@ def score_purchase(goal: Goal, product: Product, chosen: Mapping[str, str]) -> P
 
 def best_choice(goal: Goal, product: Product) -> dict[str, str]:
     """The product's options that match the goal, by name."""
-    goal_values = {_normal(value) for value in goal.options.values()}
+    goal_values = {_normalise(value) for value in goal.options.values()}
     choice: dict[str, str] = {}
     for name, values in product.options.items():
-        known = {_normal(value): value for value in reversed(values)}
-        same_name = _normal(goal.options.get(name, ""))
+        known = {_normalise(value): value for value in reversed(values)}
+        same_name = _normalise(goal.options.get(name, ""))
         if same_name in known:
             choice[name] = known[same_name]
-        elif fitting := [value for value in values if _normal(value) in goal_values]:
+        elif fitting := [value for value in values if _normalise(value) in goal_values]:
             choice[name] = fitting[0]
     return choice
 
@@ -75,10 +75,10 @@ def type_match(goal: Product, bought: Product) -> float:
     return 0.5 if shared <= 0.2 and not same_type else 1.0
 
 
-def _normal(value: str) -> str:
+def _normalise(value: str) -> str:
     return " ".join(value.lower().split())
 
 
 @lru_cache(maxsize=8192)
 def _title_words(title: str) -> frozenset[str]:
-    return frozenset(split_words(title)) - COMMON
+    return frozenset(split_words(title)) - COMMON_WORDS

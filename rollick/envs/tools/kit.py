@@ -46,7 +46,7 @@ class Tool:
     """A tool: name, description, description of each parameter, and function."""
 
     name: str
-    about: str
+    description: str
     parameters: Mapping[str, str]
     run: Callable[[Mapping[str, Any]], str]
     start_reply: Callable[[], None] = lambda: None
@@ -54,15 +54,17 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema for chat templates and clients."""
-        described = self.parameters.items()
-        properties = {name: {"type": "string", "description": about} for name, about in described}
+        properties = {
+            name: {"type": "string", "description": description}
+            for name, description in self.parameters.items()
+        }
         required = list(self.parameters)
         parameters = {"type": "object", "properties": properties, "required": required}
-        return function_schema(self.name, self.about, parameters)
+        return function_schema(self.name, self.description, parameters)
 
 
-def function_schema(name: str, about: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": about, "parameters": parameters}
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
@@ -81,7 +83,7 @@ def calculate(expression: str) -> str:
         if len(expression) > 500:
             raise ValueError("it is too long")
         tree = ast.parse(expression.replace(",", "").replace("^", "**").strip(), mode="eval")
-        value = _value(tree.body)
+        value = _evaluate(tree.body)
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as bad:
@@ -89,13 +91,13 @@ def calculate(expression: str) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
-def _value(node: ast.AST) -> int | float:
+def _evaluate(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # pyright: ignore[reportReturnType]
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
-        return OPERATIONS[type(node.op)](_value(node.operand))
+        return OPERATIONS[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow) and (abs(right) > 100 or abs(left) > 10**6):
             raise ValueError("the power is too large")
         value = OPERATIONS[type(node.op)](left, right)
@@ -133,8 +135,8 @@ def python(*, timeout_s: float = 5.0, allow_unsafe: bool = False) -> Tool:
     """`timeout_s` is for all programs of a reply together. `allow_unsafe`: run programs even if the
     machine has no isolation."""
     runner = PythonRunner(timeout_s, allow_unsafe)
-    about = "runs a Python program; what it prints comes back"
-    return Tool("python", about, {"code": "the program"}, runner.run, runner.start_reply)
+    description = "runs a Python program; what it prints comes back"
+    return Tool("python", description, {"code": "the program"}, runner.run, runner.start_reply)
 
 
 @dataclass(slots=True)

@@ -61,9 +61,9 @@ class McpServer:
 
     def _tool(self, entry: Mapping[str, Any]) -> Tool:
         properties: Mapping[str, Any] = entry.get("inputSchema", {}).get("properties", {})
-        about = {name: str(part.get("description", "")) for name, part in properties.items()}
-        name = str(entry["name"])
-        return Tool(name, str(entry.get("description", "")), about, partial(self._call, name))
+        parameters = {key: str(part.get("description", "")) for key, part in properties.items()}
+        name, description = str(entry["name"]), str(entry.get("description", ""))
+        return Tool(name, description, parameters, partial(self._call, name))
 
     def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         result = self.request("tools/call", {"name": name, "arguments": dict(arguments)})

@@ -109,8 +109,8 @@ class _PackedLayer:
             key = rope.rotate(_normalize(qkv[:, :, num_heads:num_rotated], key_norm))
         value = qkv[:, :, num_rotated:]
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        how = AttentionOptions(layer.scale, layer.window)
-        return AttentionInputs(query, key, value, how)
+        options = AttentionOptions(layer.scale, layer.window)
+        return AttentionInputs(query, key, value, options)
 
 
 def _normalize(values: Tensor, norm: RmsNorm) -> Tensor:

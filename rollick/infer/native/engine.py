@@ -70,7 +70,7 @@ class NativeEngine:
         self.weights, self._infer = weights, infer
         self.runner = _create_runner(weights, infer, stops, deterministic=deterministic)
         _run_in_new_thread(self._probe)
-        _run_in_new_thread(self.weights.remember)
+        _run_in_new_thread(self.weights.record_fingerprint)
         self._limits = RequestLimits(infer.max_length, vocabulary_size(weights.module), stops)
         self._paused = False
         self._asleep = False

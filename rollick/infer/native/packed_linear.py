@@ -29,8 +29,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def can_pack(module: nn.Module) -> bool:
     """Whether torch has the kernels, the module is on the CPU, and there is memory for a copy."""
     parameters = list(module.parameters())
-    fits = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
-    if not fits or not torch.backends.mkldnn.is_available() or not _has_operators():
+    is_supported = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
+    if not is_supported or not torch.backends.mkldnn.is_available() or not _has_operators():
         return False
     return sum(p.nbytes for p in parameters) <= MEMORY_SHARE * _free_bytes()
 

@@ -109,7 +109,7 @@ class SequenceTable:
         return len(self.requests) - self.running
 
     @property
-    def used(self) -> list[int]:
+    def running_rows(self) -> list[int]:
         return [row for row in range(self.count) if self.requests[row] is not None]
 
     def sampling_metadata(self, bias: LogitBias | None) -> SamplingMetadata:
@@ -126,7 +126,7 @@ class SequenceTable:
         return self.request(row).request.uid
 
     def row_of(self, uid: SampleId) -> int | None:
-        return next((row for row in self.used if self.uid(row) == uid), None)
+        return next((row for row in self.running_rows if self.uid(row) == uid), None)
 
     def longest_prefix(
         self, context: npt.NDArray[np.int32], *, among: npt.NDArray[np.int64] | None = None

@@ -66,7 +66,7 @@ class SlotRunner:
     @property
     def kv_tokens(self) -> int:
         """Tokens of running requests that the cache holds."""
-        return int((self.table.length[self.table.used] - 1).sum())
+        return int((self.table.length[self.table.running_rows] - 1).sum())
 
     def abort(self, uid: SampleId) -> FinishedRequest | None:
         """End a waiting or running request with its tokens so far."""
@@ -140,7 +140,7 @@ class SlotRunner:
             return
         self._cache_is_stale = False
         plan = self._prefill_plan()
-        for row in self.table.used:
+        for row in self.table.running_rows:
             context = self.table.tokens[row, : self.table.length[row]]
             plan.add(row, context, plan.find_prefix(context))
             self.table.cached[row] = len(context) - 1

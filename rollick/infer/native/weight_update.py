@@ -77,19 +77,19 @@ class EngineWeights:
     ) -> Fingerprint:
         if isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None:
             self._merge(weights, weights.adapter_scale)
-            self.remember()
+            self.record_fingerprint()
             return weights.fingerprint
         adopt = self.can_adopt
         written = write_weights(self.module, weights, version, expected=expected, adopt=adopt)
         self._base.clear()
-        if isinstance(weights, VerifiedWeights) and self._are_copied(weights):
+        if isinstance(weights, VerifiedWeights) and self._are_bitwise_equal(weights):
             self._expected = written
         else:
-            self.remember()
+            self.record_fingerprint()
         return written
 
-    def remember(self) -> None:
-        """Take the present weights for correct."""
+    def record_fingerprint(self) -> None:
+        """Record the fingerprint of the current weights, which `check` expects from now on."""
         if not self.shared or self.learner_base:
             self._expected = fingerprint(self._own_weights())
 
@@ -133,7 +133,7 @@ class EngineWeights:
                     self._base[name] = target.detach().clone() if kept is None else kept
                 adapter.merged(self._base[name], scale=scale, out=_own_memory(target))
 
-    def _are_copied(self, weights: VerifiedWeights) -> bool:
+    def _are_bitwise_equal(self, weights: VerifiedWeights) -> bool:
         """Whether the parameters are equal to these weights bit for bit, so that both have the same
         fingerprint."""
         targets = dict(self.module.named_parameters())

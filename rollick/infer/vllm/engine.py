@@ -334,8 +334,8 @@ class VllmEngine:
             with translate_disk_errors():
                 await asyncio.to_thread(write_bundle, staged, path)
             del staged
-            verify = self._client.llm.collective_rpc("rollick_verify", args=(path,))
-            received = await self._client.call(verify)
+            fingerprints = self._client.llm.collective_rpc("rollick_file_fingerprint", args=(path,))
+            received = await self._client.call(fingerprints)
             if any(other != fingerprint for other in received):
                 raise WeightError(
                     f"version {version} reached vLLM's workers with fingerprints {received}, not "
@@ -353,7 +353,7 @@ class VllmEngine:
         try:
             await self._interrupt()
             await client.call(llm.pause_generation(mode="abort", clear_cache=True))
-            await client.call(llm.collective_rpc("rollick_take", args=(path,)))
+            await client.call(llm.collective_rpc("rollick_reload", args=(path,)))
             self._expected = await self._fingerprints()
             if not self._paused:
                 await client.call(llm.resume_generation())

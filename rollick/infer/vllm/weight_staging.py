@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from rollick.children.process_tree import process_exists
 from rollick.errors import WeightError
 
 PREFIX = "rollick-vllm-"
@@ -74,18 +75,8 @@ def remove_leftovers() -> None:
     """Remove the folders of engines whose processes have ended."""
     for folder in [path for parent in staging_folders() for path in parent.glob(f"{PREFIX}*-*")]:
         owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not _process_exists(int(owner)) and _is_unlocked(folder):
+        if owner.isdigit() and not process_exists(int(owner)) and _is_unlocked(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _process_exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return True
 
 
 def _is_unlocked(folder: Path) -> bool:

@@ -49,7 +49,7 @@ class WeightReloader:
     reload_weights: Any
     get_model: Any
 
-    def rollick_verify(self, path: str) -> str:
+    def rollick_file_fingerprint(self, path: str) -> str:
         """The fingerprint of the file as read by this worker. Does not change the model."""
         return fingerprint(read_bundle(path))
 
@@ -57,7 +57,7 @@ class WeightReloader:
         """The fingerprint of the model's parameters as vLLM keeps them."""
         return fingerprint([(n, p.detach()) for n, p in self.get_model().named_parameters()])
 
-    def rollick_take(self, path: str) -> None:
+    def rollick_reload(self, path: str) -> None:
         """Load the file into the model in place, so that captured CUDA graphs stay valid."""
         from vllm.config import set_current_vllm_config
 

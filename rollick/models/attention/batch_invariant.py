@@ -45,7 +45,7 @@ class PagePlan:
         self._steps: dict[tuple[int, bool], PagedPrefill] = {}
 
     def step(self, queries: int, *, kernels: bool) -> PagedPrefill:
-        """The programs of `queries` tokens each; made once for all layers."""
+        """The prefill in programs of `queries` tokens, created once for all layers."""
         key = queries, kernels
         if key not in self._steps:
             self._steps[key] = PagedPrefill.of(

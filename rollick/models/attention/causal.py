@@ -33,7 +33,8 @@ def causal_mask(queries: int, keys: int, window: int | None, *, device: torch.de
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """One call, whose queries are the last of the keys, [count * length, H, D]."""
+    """[n, H, q, D] over [n, K, L, D] -> [n * q, H, D]. The queries are at the last positions of the
+    keys."""
     if not options.is_plain:
         return _attend_in_blocks(query, key, value, options).transpose(1, 2).flatten(0, 1)
     queries, keys = query.shape[2], key.shape[2]

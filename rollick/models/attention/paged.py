@@ -36,7 +36,7 @@ PAGE = 32
 
 NO_WINDOW = 1 << 30
 
-_here = threading.local()
+_thread = threading.local()
 
 Cache = tuple[Tensor, Tensor]
 
@@ -95,8 +95,8 @@ class FusedQkv(NamedTuple):
         if self.norms is not None:
             query = reference_rms_norm(query, self.norms[0], self.eps)
             key = reference_rms_norm(key, self.norms[1], self.eps)
-        at = position_N.long().clamp(min=0)
-        angles = self.cosine[at], self.sine[at]
+        index_N = position_N.long().clamp(min=0)
+        angles = self.cosine[index_N], self.sine[index_N]
         return qkv._replace(query=apply_rope(query, *angles), key=apply_rope(key, *angles))
 
 
@@ -232,11 +232,11 @@ def to_device(array: np.ndarray[Any, Any], device: str) -> Tensor:
 @contextmanager
 def use_step(step: PagedStep) -> Generator[None]:
     """Attention inside the context, in this thread, uses `step`."""
-    _here.step = step
+    _thread.step = step
     try:
         yield
     finally:
-        _here.step = None
+        _thread.step = None
 
 
 def attach_cache(module: nn.Module, layers: Sequence[Cache] | None) -> None:
@@ -271,9 +271,9 @@ def _paged_attend(
 ) -> Tensor:
     """`numbers`: scale, window and softcap. Writes to keys and values without declaring it: a
     compiled graph uses them only here."""
-    step: PagedStep | None = getattr(_here, "step", None)
+    step: PagedStep | None = getattr(_thread, "step", None)
     if step is None:
-        raise ModelError("a generator's module needs a step", fix="generate through an engine")
+        raise ModelError("a layer was called outside use_step", fix="generate through an engine")
     scale, window, softcap = numbers
     q, k, v = (x[0] if x.stride(-1) == 1 else x[0].contiguous() for x in (query, key, value))
     attended = step.attend(QkvHeads(q, k, v, scale, int(window), softcap, sinks), (keys, values))

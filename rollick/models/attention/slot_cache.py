@@ -146,26 +146,26 @@ class DecodeStep:
         """With a soft cap or sinks, which torch's kernels lack."""
         outputs: list[Tensor] = []
         for start, stop, length in self._spans:
-            hidden_RL = self._hidden(start, stop, length, inputs.options.window)
+            masked_RL = self._masked(start, stop, length, inputs.options.window)
             key, value = (each[start:stop, :, :length] for each in (keys, values))
-            attends, query = ~hidden_RL[:, None, None, None], inputs.query[start:stop]
+            attends, query = ~masked_RL[:, None, None, None], inputs.query[start:stop]
             outputs.append(attend_with_mask(query, key, value, attends, inputs.options))
         return torch.cat(outputs).transpose(1, 2)
 
-    def _hidden(self, start: int, stop: int, length: int, window: int | None) -> Tensor:
+    def _masked(self, start: int, stop: int, length: int, window: int | None) -> Tensor:
         """[rows of the span, L]: True where a row does not attend."""
-        here_L = torch.arange(length, device=self._device)
+        position_L = torch.arange(length, device=self._device)
         last_R1 = self._positions_R[start:stop, None]
-        hidden_RL = here_L > last_R1
-        return hidden_RL if window is None else hidden_RL | (here_L <= last_R1 - window)
+        masked_RL = position_L > last_R1
+        return masked_RL if window is None else masked_RL | (position_L <= last_R1 - window)
 
     def _mask(self, number: int, window: int | None, query: Tensor) -> Tensor:
         """Additive mask [rows of the span, 1, G, L]; layers with equal windows share it."""
         mask = self._masks.get((number, window))
         if mask is None:
-            hidden_RL = self._hidden(*self._spans[number], window)
-            mask = torch.zeros(hidden_RL.shape, dtype=query.dtype, device=self._device)
-            mask = mask.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
+            masked_RL = self._masked(*self._spans[number], window)
+            mask = torch.zeros(masked_RL.shape, dtype=query.dtype, device=self._device)
+            mask = mask.masked_fill_(masked_RL, float("-inf"))[:, None, None]
             mask = mask.expand(-1, 1, query.shape[2], -1)
             self._masks[(number, window)] = mask
         return mask
@@ -193,10 +193,10 @@ class TiledStep:
         output_HND = inputs.query.new_zeros(heads, tokens, values.shape[-1])
         for (row, start), members in self._tiles.items():
             query_HTD = inputs.query.new_zeros(heads, TILE_ROWS, size)
-            lines = [self._positions[token] - start for token in members]
-            query_HTD[:, lines] = inputs.query[0, :, members]
+            offsets = [self._positions[token] - start for token in members]
+            query_HTD[:, offsets] = inputs.query[0, :, members]
             attended = attend_tile(query_HTD, keys[row], values[row], inputs.options, start=start)
-            output_HND[:, members] = attended[:, lines]
+            output_HND[:, members] = attended[:, offsets]
         return output_HND.transpose(0, 1).unsqueeze(0)
 
 

@@ -33,7 +33,7 @@ from rollick.models.attention.causal import attend_causal, attend_in_tiles
 from rollick.models.attention.options import AttentionOptions, missing_argument, read_options
 
 VARLEN = "rollick_varlen"
-"""The `attention` to load a model with, to call it with a `layout`."""
+"""The attention implementation of models that are called with a `layout`."""
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types that mix tokens through attention alone."""
@@ -62,9 +62,9 @@ class ContextShard:
     """The rows of a pack on this rank, where several ranks share it."""
 
     own: range
-    """The calls whose queries are here."""
+    """The calls whose queries are on this rank."""
     gather: Callable[[Tensor], Tensor]
-    """The keys (or values) of all rows from those here, [1, K, n, D] -> [1, K, N, D]."""
+    """The keys (or values) of all rows from those of this rank, [1, K, n, D] -> [1, K, N, D]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,12 +37,12 @@ def use_batch_invariant_kernels(module: nn.Module) -> None:
     """Replace the forward of every linear layer (except the head) and norm inside, in place."""
     head: Any = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     for part in module.modules():
-        anything: Any = part
+        layer: Any = part
         if type(part) is nn.Linear and part is not head:
-            anything.__class__ = BatchInvariantLinear
+            layer.__class__ = BatchInvariantLinear
         elif type(part).__name__.endswith("RMSNorm") and hasattr(part, "variance_epsilon"):
-            anything.__dict__["eps"] = float(anything.variance_epsilon)
-            anything.__class__ = BatchInvariantNorm
+            layer.__dict__["eps"] = float(layer.variance_epsilon)
+            layer.__class__ = BatchInvariantNorm
         elif "Norm" in type(part).__name__ and type(part) is not BatchInvariantNorm:
             raise ModelError(
                 f"infer.zero_mismatch has no kernel for the norm {type(part).__name__}",

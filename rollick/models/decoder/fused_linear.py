@@ -134,7 +134,8 @@ def sibling_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
     for part in module.modules():
         for names in _SIBLINGS:
             layers: list[Any] = [getattr(part, name, None) for name in names]
-            if all(type(layer) in (nn.Linear, FusedLinear) for layer in layers) and _match(layers):
+            are_linear = all(type(layer) in (nn.Linear, FusedLinear) for layer in layers)
+            if are_linear and _can_fuse(layers):
                 yield layers
 
 
@@ -166,7 +167,7 @@ def adjacent_view(parameters: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _match(layers: Sequence[Any]) -> bool:
+def _can_fuse(layers: Sequence[Any]) -> bool:
     return (
         len({id(layer.weight) for layer in layers}) == len(layers)
         and len({layer.in_features for layer in layers}) == 1

@@ -84,8 +84,8 @@ class PagedDecoder:
 
     def _project(self, layer: PagedLayer, normed_NE: Tensor) -> FusedQkv:
         rows, heads = linear(normed_NE, *layer.qkv), (layer.num_heads, layer.num_kv_heads)
-        how = layer.scale, layer.window, layer.head_norms, self._eps
-        return FusedQkv(rows, *heads, *self._angles, *how)
+        options = layer.scale, layer.window, layer.head_norms, self._eps
+        return FusedQkv(rows, *heads, *self._angles, *options)
 
     def _embed_and_norm(self, token_N: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         if self._kernels:

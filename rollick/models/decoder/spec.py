@@ -101,8 +101,8 @@ def describe_decoder(decoder: nn.Module) -> DecoderSpec | None:
         or len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1
     ):
         return None
-    place = parameters[0].dtype, parameters[0].device
-    return DecoderSpec(parts.embed_tokens, layers, parts.norm, parts.rotary_emb, *place)
+    dtype, device = parameters[0].dtype, parameters[0].device
+    return DecoderSpec(parts.embed_tokens, layers, parts.norm, parts.rotary_emb, dtype, device)
 
 
 def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

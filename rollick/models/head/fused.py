@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollick.models.head.logprobs import ChunkOptions, OutputHead, head_logits, times_slope
+from rollick.models.head.logprobs import ChunkOptions, OutputHead, head_logits, multiply_by_slope
 
 BLOCK = 4096
 """Vocabulary entries per tile."""
@@ -181,7 +181,7 @@ class FusedLogprobs(torch.autograd.Function):
                 entropy=entropy,
                 dtype=hidden_TD.dtype,
             )
-            narrow_CV = times_slope(narrow_CV, head.slope(logits_CV))
+            narrow_CV = multiply_by_slope(narrow_CV, head.slope(logits_CV))
             del logits_CV
             if hidden_grad is not None:
                 hidden_grad[rows] = narrow_CV @ weight_VD

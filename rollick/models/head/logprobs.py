@@ -36,7 +36,7 @@ class OutputHead(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def first(self, tokens: int) -> OutputHead:
+    def first_tokens(self, tokens: int) -> OutputHead:
         """The head of the first tokens of the vocabulary."""
         bias_V = None if self.bias_V is None else self.bias_V[:tokens]
         return self._replace(weight_VD=self.weight_VD[:tokens], bias_V=bias_V)
@@ -64,11 +64,11 @@ def output_head(model: nn.Module) -> OutputHead:
             fix="use a decoder whose logits are the product of its head",
         )
     config: Any = model.config
-    scale, softcap = logit_changes(config.get_text_config())
+    scale, softcap = read_logit_scaling(config.get_text_config())
     return OutputHead(head.weight, getattr(head, "bias", None), scale, softcap)
 
 
-def logit_changes(text_config: Any) -> tuple[float, float | None]:
+def read_logit_scaling(text_config: Any) -> tuple[float, float | None]:
     """(scale, soft cap) of the logits, in the configuration of a language model."""
     names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
     divisor, factor, softcap = (getattr(text_config, name, None) for name in names)
@@ -321,7 +321,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 by_entropy = by_entropy_T[rows, None] / temperature_T1[rows], entropy_T[rows, None]
             chosen_CK = chosen_TK[rows] / temperature_T1[rows]
             grad_CV = _logit_gradient(all_CV, ids_TK[rows], chosen_CK=chosen_CK, entropy=by_entropy)
-            grad_CV = times_slope(grad_CV, slope)
+            grad_CV = multiply_by_slope(grad_CV, slope)
             narrow_CV = grad_CV.to(hidden_TD.dtype)
             if hidden_grad is not None:
                 hidden_grad[rows] = narrow_CV @ weight_VD
@@ -334,6 +334,6 @@ class _HeadLogprobs(torch.autograd.Function):
         return hidden_grad, weight_grad, bias_grad, None, None, None
 
 
-def times_slope(gradient_CV: Tensor, slope: Tensor | float) -> Tensor:
+def multiply_by_slope(gradient_CV: Tensor, slope: Tensor | float) -> Tensor:
     """In place, unless the slope is 1."""
     return gradient_CV if isinstance(slope, float) and slope == 1.0 else gradient_CV.mul_(slope)

@@ -50,7 +50,7 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
     list or tuple are read in parallel; those of any other stream one by one, because it may reuse
     its memory."""
     parts = [named] if isinstance(named, list | tuple) else ([pair] for pair in named)
-    return _combine(digest for part in parts for digest in _digests(part, None))
+    return _combine(digest for part in parts for digest in _digest_tensors(part, None))
 
 
 def copy_and_fingerprint(
@@ -59,16 +59,16 @@ def copy_and_fingerprint(
     """Copy each tensor into its target, of equal dtype and shape; the sources' fingerprint. On the
     CPU both are one pass over the memory, in parallel as for `fingerprint`."""
     if isinstance(named, list | tuple):
-        return _combine(_digests(named, targets))
+        return _combine(_digest_tensors(named, targets))
     pairs = zip(named, targets, strict=True)
-    return _combine([digest for item, to in pairs for digest in _digests([item], [to])])
+    return _combine([digest for item, to in pairs for digest in _digest_tensors([item], [to])])
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A tensor as bytes, its target, and the header of its digest."""
 
-    head: bytes
+    header: bytes
     data: Tensor
     target: Tensor | None
 
@@ -84,26 +84,26 @@ class _Source:
         return self.data.numel() <= SMALL_BYTES
 
 
-def _digests(
+def _digest_tensors(
     named: Sequence[tuple[str, Tensor]], targets: Sequence[Tensor] | None
 ) -> list[tuple[str, bytes]]:
     """The digest of each tensor, with its name."""
     pairs = zip(named, [None] * len(named) if targets is None else targets, strict=True)
-    sources = [_source(tensor, target) for (_, tensor), target in pairs]
+    sources = [_prepare_source(tensor, target) for (_, tensor), target in pairs]
     gpu_sums = _sum_on_gpu([source for source in sources if source.data.is_cuda])
     cpu_sums = _sum_on_cpu([source for source in sources if not source.data.is_cuda])
     return [
-        (name, _digest(source.head, *next(gpu_sums if source.data.is_cuda else cpu_sums)))
+        (name, _digest(source.header, *next(gpu_sums if source.data.is_cuda else cpu_sums)))
         for (name, _), source in zip(named, sources, strict=True)
     ]
 
 
-def _source(tensor: Tensor, target: Tensor | None) -> _Source:
+def _prepare_source(tensor: Tensor, target: Tensor | None) -> _Source:
     if target is not None and (tensor.is_cuda or target.is_cuda):
         target.copy_(tensor)
         target = None
-    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return _Source(head, _bytes_of(tensor), None if target is None else _bytes_of(target))
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return _Source(header, _bytes_of(tensor), None if target is None else _bytes_of(target))
 
 
 def _combine(digests: Iterable[tuple[str, bytes]]) -> Fingerprint:
@@ -222,7 +222,7 @@ def _sum_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     """The sums of all pieces of tensors on one device, end to end."""
     from rollick.models.loading.fingerprint_kernels import ALIGN_BYTES, launch_sums
 
-    held = [_aligned(data, ALIGN_BYTES) for data in tensors]
+    held = [_align(data, ALIGN_BYTES) for data in tensors]
     pieces: list[tuple[int, int, int]] = []
     end = 0
     for data in held:
@@ -245,21 +245,21 @@ def _sum_by_torch(tensors: Sequence[Tensor]) -> Tensor:
         if full:
             sums += _sum_pieces(data[:full], ROWS)
         if full < data.numel():
-            filled = _aligned(data[full:], ROW_BYTES)
+            filled = _align(data[full:], ROW_BYTES)
             sums += _sum_pieces(filled, filled.numel() // ROW_BYTES)
     return _concatenate(sums)
 
 
 def _sum_pieces(data: Tensor, rows: int) -> list[Tensor]:
-    words_PRC = _aligned(data, 8).view(torch.int64).view(-1, rows, COLUMNS)
+    words_PRC = _align(data, 8).view(torch.int64).view(-1, rows, COLUMNS)
     sums = torch.cat([words_PRC.sum(2), words_PRC.sum(1)], dim=1)
     return list(sums.view(torch.uint8).unbind(0))
 
 
-def _aligned(data: Tensor, unit: int) -> Tensor:
+def _align(data: Tensor, unit: int) -> Tensor:
     """The data, copied if needed: padded with zeros to full units, and aligned."""
     missing = -data.numel() % unit
     if missing:
         return torch.nn.functional.pad(data, (0, missing))
-    begins = data.data_ptr() % min(unit, 16) == 0 and data.storage_offset() % 8 == 0
-    return data if begins else data.clone()
+    is_aligned = data.data_ptr() % min(unit, 16) == 0 and data.storage_offset() % 8 == 0
+    return data if is_aligned else data.clone()

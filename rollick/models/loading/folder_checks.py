@@ -33,7 +33,7 @@ def check_folder(folder: str) -> None:
 def _check_json(file: Path) -> None:
     size = file.stat().st_size
     if size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{file} has {size} bytes", fix=FIX)
+        raise ModelError(f"{file} has {size} bytes, over the limit of {MAX_CONFIG_BYTES}", fix=FIX)
     try:
         content: Any = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -44,17 +44,20 @@ def _check_json(file: Path) -> None:
 
 
 def check_config(config: Mapping[str, Any], name: str) -> None:
-    """Raises ModelError if it names a kernel of the hub, which is code, or has too many layers."""
+    """Raises ModelError if a configuration names a kernel of the hub, which is code, or too many
+    layers."""
     for key, value in _walk(config):
         if key.endswith("_implementation") and isinstance(value, str) and "/" in value:
             problem = f"{name} names the kernel {value!r}, which is code that the hub delivers"
             raise ModelError(problem, fix=f"remove {key} from the file if you trust the model")
         if key == "num_hidden_layers" and isinstance(value, int) and value > MAX_LAYERS:
-            raise ModelError(f"{name} asks for {value} layers", fix=FIX)
+            problem = f"{name} asks for {value} layers, over the limit of {MAX_LAYERS}"
+            raise ModelError(problem, fix=FIX)
 
 
 def forget_implementations(config: Any) -> Any:
-    """Remove the attention implementation from a configuration, because the caller chooses it."""
+    """Remove the attention and experts implementations from a configuration: the caller chooses
+    them."""
     sub_configs: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
     for part in (config, *(getattr(config, name, None) for name in sub_configs)):
         for name in ("_attn_implementation_internal", "_experts_implementation_internal"):

@@ -78,11 +78,11 @@ class _Header:
         return config
 
     def _has_tensor(self, name: str, count: int) -> bool:
-        found = False
+        is_present = False
         for _ in range(count):
-            found = self._string() == name or found
+            is_present = self._string() == name or is_present
             self._skip(8 * self._number("I") + 4 + 8)  # dimensions, type, offset
-        return found
+        return is_present
 
     def _value(self, kind: int) -> Any:
         """A number or a string; of an array only its length, as a range."""

@@ -40,7 +40,7 @@ from rollick.models.loading.locate import check_reachable, converted_folder, loc
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_BUILDING = threading.RLock()
+_BUILD_LOCK = threading.RLock()
 
 
 def load_config(config: ModelConfig) -> PretrainedConfig:
@@ -53,10 +53,10 @@ def load_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    named = config.tokenizer or config.path
-    folder = source_folder(named)
+    source = config.tokenizer or config.path
+    folder = source_folder(source)
     check_folder(folder)
-    with silence_transformers(), _raise_model_error(named):
+    with silence_transformers(), _raise_model_error(source):
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
         loaded("x")  # some damaged files fail only on use
         return loaded
@@ -71,17 +71,17 @@ def load_end_ids(config: ModelConfig) -> tuple[int, ...]:
     check_folder(folder)
     with silence_transformers(), _raise_model_error(config.path):
         try:
-            named = GenerationConfig.from_pretrained(folder).eos_token_id
+            ids = GenerationConfig.from_pretrained(folder).eos_token_id
         except OSError:  # the model comes without the file
             return ()
-        return (named,) if isinstance(named, int) else tuple(int(token) for token in named or ())
+        return (ids,) if isinstance(ids, int) else tuple(int(token) for token in ids or ())
 
 
 def load_model(config: ModelConfig, *, device: str, attention: str) -> nn.Module:
     """The decoder with its weights, in eval mode, with this attention implementation."""
     options: dict[str, Any] = {"dtype": resolve_dtype(config, device)}
     model = _from_pretrained(AutoModelForCausalLM, config, device, attention, options)
-    return _train_pad_token(_own_memory(model.to(device))).eval()
+    return _train_pad_token(_copy_parameters(model.to(device))).eval()
 
 
 def load_score_model(config: ModelConfig, *, device: str, attention: str) -> tuple[nn.Module, bool]:
@@ -93,7 +93,7 @@ def load_score_model(config: ModelConfig, *, device: str, attention: str) -> tup
         model, info = _from_pretrained(
             AutoModelForSequenceClassification, config, device, attention, options
         )
-    return _train_pad_token(_own_memory(model.to(device))).eval(), bool(info["missing_keys"])
+    return _train_pad_token(_copy_parameters(model.to(device))).eval(), bool(info["missing_keys"])
 
 
 def _from_pretrained(
@@ -102,11 +102,11 @@ def _from_pretrained(
     if options["dtype"] is torch.bfloat16 and device.startswith("cpu"):
         os.environ.update(safe_environment())
     options |= {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
-    own: Any = load_config(config)
+    loaded: Any = load_config(config)
     if "num_labels" in options:
-        own.num_labels = options.pop("num_labels")
+        loaded.num_labels = options.pop("num_labels")
     with silence_transformers(), _raise_model_error(config.path, attention=attention):
-        return auto_class.from_pretrained(source_folder(config.path), config=own, **options)
+        return auto_class.from_pretrained(source_folder(config.path), config=loaded, **options)
 
 
 def resolve_dtype(config: ModelConfig, device: str) -> torch.dtype:
@@ -120,11 +120,11 @@ def empty_model(config: ModelConfig | PretrainedConfig, *, attention: str) -> nn
     """The module tree without memory (meta device); fill it with `share_parameters`."""
     trust = config.trust_remote_code if isinstance(config, ModelConfig) else False
     # A copy: the attention is written into the configuration, which may be a learner's.
-    own = load_config(config) if isinstance(config, ModelConfig) else copy.deepcopy(config)
+    loaded = load_config(config) if isinstance(config, ModelConfig) else copy.deepcopy(config)
     path = config.path if isinstance(config, ModelConfig) else str(config.name_or_path)
     with silence_transformers(), _raise_model_error(path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            own, attn_implementation=attention, trust_remote_code=trust
+            loaded, attn_implementation=attention, trust_remote_code=trust
         )
     return _train_pad_token(model).eval()
 
@@ -133,9 +133,9 @@ def share_parameters(target: nn.Module, source: nn.Module) -> None:
     """Give `target` parameters over the storage of `source`'s; tied ones stay tied. Weights with
     adapters in `source` are copied instead, to hold the merged weights. Buffers are copied too:
     they are small, and a forward may change them."""
-    own = adapted_weights(source)
+    adapted = adapted_weights(source)
     parameters = {
-        name: parameter.detach().clone() if name in own else parameter
+        name: parameter.detach().clone() if name in adapted else parameter
         for name, parameter in base_parameters(source)
     }
     expected = {name for name, _ in target.named_parameters(remove_duplicate=False)}
@@ -225,10 +225,10 @@ def fill_parameters(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     tied: dict[int, list[str]] = {}
     for name, parameter in target.named_parameters(remove_duplicate=False):
         tied.setdefault(id(parameter), []).append(name)
-    made: dict[int, nn.Parameter] = {}
+    created: dict[int, nn.Parameter] = {}
     for names in tied.values():
         tensor = next(tensors[name] for name in names if name in tensors)
-        shared = made.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
+        shared = created.setdefault(id(tensor), nn.Parameter(tensor.detach(), requires_grad=False))
         for name in names:
             owner, _, leaf = name.rpartition(".")
             target.get_submodule(owner).register_parameter(leaf, shared)
@@ -255,7 +255,7 @@ def _train_pad_token(model: nn.Module) -> nn.Module:
     return model
 
 
-def _own_memory(model: nn.Module) -> nn.Module:
+def _copy_parameters(model: nn.Module) -> nn.Module:
     """Copy parameters that are views of the file: rewriting the file would crash the process."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
@@ -299,7 +299,7 @@ def silence_transformers() -> Generator[None]:
     """No progress bars or load reports of transformers. One thread at a time: transformers builds
     models under process-wide state, and two threads that do so at once get modules without memory.
     """
-    with _BUILDING:
+    with _BUILD_LOCK:
         verbosity = transformers_logging.get_verbosity()
         bars = transformers_logging.is_progress_bar_enabled()
         transformers_logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Finds where a model path leads: a folder, a GGUF file or the hub. Imports no torch.
+"""Resolves a model path to a folder, a GGUF file or a name on the hub. Imports no torch.
 
 model.path -- locate_model --> ModelLocation -- check_reachable --> ModelError, within seconds
 """
@@ -20,9 +20,9 @@ PACKAGE_PREFIX = "package:"
 CACHE_FORMAT = "1"
 """Part of a converted model's name; change it to convert all models again."""
 EDGE_BYTES = 1 << 20
-LOCAL = (".", "runs/", "recipes/")
+LOCAL_PREFIXES = (".", "runs/", "recipes/")
 """Beginnings of paths that are never names on the hub."""
-WRITTEN_FIRST = (
+MAY_BE_WRITTEN_LATER = (
     "if another recipe or command writes it, run that first; the top of a recipe says so"
 )
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -50,8 +50,8 @@ class ModelLocation:
 
 
 def locate_model(path: str) -> ModelLocation:
-    """Where `path` leads; ModelError if it is a local path that holds no model."""
-    source = _in_package(path) if path.startswith(PACKAGE_PREFIX) else path
+    """The location of `path`; ModelError if it is a local path that holds no model."""
+    source = _package_file(path) if path.startswith(PACKAGE_PREFIX) else path
     local = Path(source).expanduser()
     if source.endswith(".gguf"):
         _check_gguf(local)
@@ -61,11 +61,11 @@ def locate_model(path: str) -> ModelLocation:
             fix = "give a Hugging Face folder, a hub name or a .gguf file"
             raise ModelError(f"{local} holds neither config.json nor tokenizer.json", fix=fix)
         return ModelLocation("folder", str(local))
-    # A path that leads to nothing here, and cannot be meant as a name on the hub, is an error too.
-    if local.is_file() or not HUB_NAME.fullmatch(source) or source.startswith(LOCAL):
+    # A path that does not exist and cannot be a name on the hub is an error too.
+    if local.is_file() or not HUB_NAME.fullmatch(source) or source.startswith(LOCAL_PREFIXES):
         problem = "is a file, not a folder" if local.is_file() else "does not exist"
         fix = "give a Hugging Face folder, a hub name such as org/name, or a .gguf file"
-        raise ModelError(f"model {source!r} {problem}", fix=f"{fix}; {WRITTEN_FIRST}")
+        raise ModelError(f"model {source!r} {problem}", fix=f"{fix}; {MAY_BE_WRITTEN_LATER}")
     return ModelLocation("hub", source)
 
 
@@ -81,7 +81,7 @@ def check_reachable(location: ModelLocation) -> None:
         raise ModelError(message, fix=fix)
 
 
-def _in_package(path: str) -> str:
+def _package_file(path: str) -> str:
     """`package:NAME/FILE`: a file of an installed package, without importing it."""
     package, _, inside = path.removeprefix(PACKAGE_PREFIX).partition("/")
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
@@ -95,10 +95,10 @@ def _in_package(path: str) -> str:
         candidate = Path(folder) / inside
         if inside and candidate.exists():
             return str(candidate)
-    held = sorted(file.name for folder in folders for file in Path(folder).glob("*.gguf"))
+    gguf_files = sorted(file.name for folder in folders for file in Path(folder).glob("*.gguf"))
     raise ModelError(
         f"{path!r}: the package {package!r} has no file {inside!r}",
-        fix=f"it has: {', '.join(held) or 'no .gguf file'}",
+        fix=f"it has: {', '.join(gguf_files) or 'no .gguf file'}",
     )
 
 
@@ -114,13 +114,13 @@ def _check_gguf(file: Path) -> None:
 
 
 def converted_folder(file: Path) -> Path:
-    """The folder in the cache for what a GGUF file is converted to. Named by the file's size, time
-    and both ends: models are too large to hash fully."""
-    facts = file.stat()
-    text = f"{CACHE_FORMAT} {facts.st_size} {facts.st_mtime_ns}"
+    """The cache folder for the model converted from a GGUF file. Named by the file's size, time of
+    modification and both ends: models are too large to hash fully."""
+    stat = file.stat()
+    text = f"{CACHE_FORMAT} {stat.st_size} {stat.st_mtime_ns}"
     digest = hashlib.blake2b(text.encode(), digest_size=12)
     with file.open("rb") as opened:
         digest.update(opened.read(EDGE_BYTES))
-        opened.seek(max(0, facts.st_size - EDGE_BYTES))
+        opened.seek(max(0, stat.st_size - EDGE_BYTES))
         digest.update(opened.read(EDGE_BYTES))
     return cache_folder() / "models" / f"{file.stem}-{digest.hexdigest()}"

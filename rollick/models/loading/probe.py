@@ -27,7 +27,7 @@ from rollick.models.attention.options import AttendedLayer, record_layers
 from rollick.models.attention.slot_cache import ShapeStep
 from rollick.models.attention.varlen import PackedLayout
 from rollick.models.decoder.training import run_decoder
-from rollick.models.head.logprobs import head_logits, logit_changes, output_head
+from rollick.models.head.logprobs import head_logits, output_head, read_logit_scaling
 
 EXACT_FAMILIES = frozenset(
     {"gpt_oss", "granite", "llama", "ministral", "mistral", "mixtral", "olmo2", "phi3"}
@@ -70,7 +70,7 @@ def has_plain_logits(module: nn.Module) -> bool:
     """Whether no key of the configuration seems to scale or cap the logits: the family may not read
     such a key."""
     config: Any = module.config
-    return logit_changes(config.get_text_config()) == (1.0, None)
+    return read_logit_scaling(config.get_text_config()) == (1.0, None)
 
 
 def check_learner(module: nn.Module, *, max_length: int) -> None:
@@ -78,9 +78,9 @@ def check_learner(module: nn.Module, *, max_length: int) -> None:
     language-model head is compared without the head."""
     if not needs_probe(module) and has_plain_logits(module):
         return
-    sequences = _sequences(module)
+    sequences = _probe_sequences(module)
     with _explain(module, "learner"), torch.no_grad(), _narrow_windows(module, max_length):
-        own = _own_hidden(module, sequences)
+        own = _compute_own_hidden(module, sequences)
         _check_head(module, own, sequences)
         if not needs_probe(module):
             return
@@ -96,9 +96,9 @@ def check_engine(module: nn.Module, compute: EngineLogits, *, max_length: int) -
     """Raises if prefill and decode do not give the logits of the model's own forward."""
     if not needs_probe(module) and has_plain_logits(module):
         return
-    sequences = _sequences(module)
+    sequences = _probe_sequences(module)
     with _explain(module, "engine"), torch.no_grad(), _narrow_windows(module, max_length):
-        own = _own_hidden(module, sequences)
+        own = _compute_own_hidden(module, sequences)
         _check_head(module, own, sequences)
         if not needs_probe(module):
             return
@@ -130,7 +130,7 @@ def cache_shape(module: nn.Module) -> AttendedLayer:
     return shape
 
 
-def _sequences(module: nn.Module) -> list[list[int]]:
+def _probe_sequences(module: nn.Module) -> list[list[int]]:
     config: Any = module.config
     vocabulary = int(config.get_text_config().vocab_size)
     # Below all image and audio tokens, which multimodal models number last.
@@ -138,10 +138,10 @@ def _sequences(module: nn.Module) -> list[list[int]]:
     return [ids[: LENGTHS[0]], ids[LENGTHS[0] :]]
 
 
-def _own_hidden(module: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
+def _compute_own_hidden(module: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
     """[tokens, D], one sequence at a time."""
     base: Any = module.base_model
-    with _own_attention(module):
+    with _use_eager_attention(module):
         rows = [
             base(input_ids=_batch_of(module, one), use_cache=False).last_hidden_state[0]
             for one in sequences
@@ -157,7 +157,7 @@ def _check_head(module: Any, own: Tensor, sequences: Sequence[Sequence[int]]) ->
     """The same hidden states, so only the rounding of the logits may differ."""
     if module.get_output_embeddings() is None:
         return
-    with _own_attention(module):
+    with _use_eager_attention(module):
         logits = [
             module(input_ids=_batch_of(module, one), use_cache=False).logits[0] for one in sequences
         ]
@@ -230,10 +230,10 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _own_attention(module: nn.Module) -> Generator[None]:
+def _use_eager_attention(module: nn.Module) -> Generator[None]:
     """Inside the context, the model uses transformers' reference attention instead of ours."""
     configs = [(config, "_attn_implementation") for config in _configs(module)]
-    with _changed(configs, lambda _: "eager"):
+    with _change_attributes(configs, lambda _: "eager"):
         yield
 
 
@@ -247,18 +247,18 @@ def _narrow_windows(module: nn.Module, max_length: int) -> Generator[None]:
         for name, value in vars(holder).items()
         if "window" in name and type(value) is int and value < max_length
     ]
-    with _changed(windows, lambda window: min(window, _WINDOW)):
+    with _change_attributes(windows, lambda window: min(window, _WINDOW)):
         yield
 
 
 def _configs(module: nn.Module) -> list[Any]:
-    """Of the model and its parts, each once."""
+    """The configurations of the model and its parts, each once."""
     own: list[Any] = [getattr(part, "config", None) for part in module.modules()]
     return list({id(config): config for config in own if hasattr(config, "model_type")}.values())
 
 
 @contextmanager
-def _changed(
+def _change_attributes(
     attributes: Sequence[tuple[Any, str]], change: Callable[[Any], Any]
 ) -> Generator[None]:
     """Change attributes inside the context."""

@@ -23,16 +23,16 @@ _FIXED = "default"
 def fix_rope(module: nn.Module, max_length: int) -> None:
     """Set the frequencies for sequences of `max_length` tokens, in place."""
     for part in module.modules():
-        kinds: Any = getattr(part, "rope_type", None)
-        if isinstance(kinds, str) and kinds in _BY_LENGTH:
-            _fix(part, max_length, layer_type=None)
+        rope_type: Any = getattr(part, "rope_type", None)
+        if isinstance(rope_type, str) and rope_type in _BY_LENGTH:
+            _set_frequencies(part, max_length, layer_type=None)
             part.__dict__["rope_type"] = _FIXED
-        elif isinstance(kinds, dict):
-            kinds_by_layer: dict[str, str] = kinds
-            for layer_type, kind in list(kinds_by_layer.items()):
-                if kind in _BY_LENGTH:
-                    _fix(part, max_length, layer_type=layer_type)
-                    kinds_by_layer[layer_type] = _FIXED
+        elif isinstance(rope_type, dict):
+            rope_types: dict[str, str] = rope_type
+            for layer_type, name in list(rope_types.items()):
+                if name in _BY_LENGTH:
+                    _set_frequencies(part, max_length, layer_type=layer_type)
+                    rope_types[layer_type] = _FIXED
 
 
 def check_lengths(module: nn.Module, lengths: Sequence[int]) -> None:
@@ -47,16 +47,16 @@ def check_lengths(module: nn.Module, lengths: Sequence[int]) -> None:
         )
 
 
-def _fix(part: Any, max_length: int, *, layer_type: str | None) -> None:
-    """The embedding's own code computes its frequencies when it sees the last position: those of
-    some families are not what their type is elsewhere."""
+def _set_frequencies(part: Any, max_length: int, *, layer_type: str | None) -> None:
+    """Call the embedding with the last position, so that its own code computes the frequencies:
+    families compute the same type differently."""
     options = {} if layer_type is None else {"layer_type": layer_type}
     try:
         device = next(part.buffers()).device
         last = torch.tensor([[max_length - 1]], device=device)
         with torch.no_grad():
             part(torch.zeros(1, device=device), last, **options)
-    except Exception as error:  # whatever code of another kind raises
+    except Exception as error:  # code of a model may raise anything
         raise ModelError(
             f"the rotary embedding {type(part).__name__} depends on the length and cannot be set "
             f"for sequences of {max_length} tokens ({type(error).__name__}: {error})",

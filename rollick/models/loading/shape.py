@@ -101,24 +101,24 @@ class ModelShape:
         return self.layers * self.experts * self.hidden * (3 * self.inner + 1)
 
     @property
-    def embeddings(self) -> int:
+    def embedding_parameters(self) -> int:
         """Parameters of the embedding and the head."""
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        return self.embeddings + self.adapted() + self.expert_parameters
+        return self.embedding_parameters + self.matrix_parameters() + self.expert_parameters
 
     def adapter_parameters(self, rank: int, targets: Sequence[str] = ()) -> int:
         """Parameters of adapters of this rank on these layers; by default all linear ones."""
-        return sum(count * rank * (rows + columns) for count, rows, columns in self._of(targets))
+        return sum(n * rank * (rows + columns) for n, rows, columns in self._shapes(targets))
 
-    def adapted(self, targets: Sequence[str] = ()) -> int:
-        """Parameters of the weights that those adapters are added to."""
-        return sum(count * rows * columns for count, rows, columns in self._of(targets))
+    def matrix_parameters(self, targets: Sequence[str] = ()) -> int:
+        """Parameters of the weights of these layers; by default of all linear ones."""
+        return sum(n * rows * columns for n, rows, columns in self._shapes(targets))
 
-    def _of(self, targets: Sequence[str]) -> list[tuple[int, int, int]]:
-        """The shapes of the named matrices; by default of all."""
+    def _shapes(self, targets: Sequence[str]) -> list[tuple[int, int, int]]:
+        """(count, rows, columns) of the named matrices; by default of all."""
         return [shape for name, shape in self.matrices.items() if not targets or name in targets]
 
     @property

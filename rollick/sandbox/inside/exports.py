@@ -105,13 +105,13 @@ class Exports:
             args, kwargs = self.unpack(packed), self.unpack(packed_kwargs)
             if operation == "lookup":
                 (name,) = args
-                found = name in self.namespace
-                return ["value", [True, self.pack(self.namespace[name])] if found else [False]]
+                is_defined = name in self.namespace
+                return ["value", [True, self.pack(self.namespace[name])] if is_defined else [False]]
             if operation == "run":
                 return ["value", self.pack(self.run(*args))]
             value = OPERATIONS[operation](*args, **kwargs)
             if operation == "call" and value is None:
-                return ["value", None, self.changes(packed, args)]
+                return ["value", None, self.find_changes(packed, args)]
             return ["value", self.pack(value)]
         except BaseException as error:
             return ["raise", *self.describe_error(error)]
@@ -124,7 +124,7 @@ class Exports:
             self.loop = asyncio.new_event_loop()
         return self.loop.run_until_complete(coroutine)
 
-    def changes(self, packed: list[Any], args: list[Any]) -> list[Any]:
+    def find_changes(self, packed: list[Any], args: list[Any]) -> list[Any]:
         """[position, new content] of each list, dict or set that a call has changed in place."""
         changed: list[Any] = []
         for position, (before, argument) in enumerate(zip(packed, args, strict=True)):
@@ -249,13 +249,13 @@ class Exports:
             return self.callbacks[number]
         required = [each for each, has_default in parameters or () if not has_default]
         optional = [each for each, has_default in parameters or () if has_default]
-        given = ", ".join([*required, *(f"{each}=MISSING" for each in optional)])
+        signature = ", ".join([*required, *(f"{each}=MISSING" for each in optional)])
         args = f"[{', '.join(required)}]"
         kwargs = f"{{{', '.join(f'{each!r}: {each}' for each in optional)}}}"
         if parameters is None:
-            given, args, kwargs = "*args, **kwargs", "list(args)", "kwargs"
+            signature, args, kwargs = "*args, **kwargs", "list(args)", "kwargs"
         scope = {"MISSING": MISSING, "call_tests": self.call_tests}
-        source = f"def callback({given}):\n return call_tests({number}, {args}, {kwargs})\n"
+        source = f"def callback({signature}):\n return call_tests({number}, {args}, {kwargs})\n"
         exec(f"async {source}" if is_async else source, scope)
         callback: Any = scope["callback"]
         callback.__name__ = callback.__qualname__ = name

@@ -7,8 +7,8 @@ side): an object as its number and a description of its class. A function of the
 passed to the candidate stays here, and is called here when the candidate asks for it.
 
 What the tests pass that is neither data nor an object nor a function needs one box for both:
-`share` ends this run. It must not depend on the candidate, so nothing that the candidate returns
-may lead to it.
+`share_box` ends this run. It must not depend on the candidate, so nothing that the candidate
+returns may lead to it.
 
 Runs inside boxes: see inside/__init__.py.
 """
@@ -41,17 +41,17 @@ class ObjectCandidate(tests.Candidate):
     """The candidate's box as a pytest file sees it."""
 
     def __init__(
-        self, requests: int, replies: int, share: Callable[[str], Any], source: str = ""
+        self, requests: int, replies: int, share_box: Callable[[str], Any], source: str = ""
     ) -> None:
         super().__init__(requests, replies)
-        self.share = share
+        self.share_box = share_box
         self.source = source
         self.classes: dict[int, type[Any]] = {}
-        self.named: set[int] = set()
-        """Classes that the tests use by their names, with a capital: they expect objects of it."""
+        self.named_classes: set[int] = set()
+        """Classes that the tests use by a name with a capital: the tests expect objects of them."""
         self.proxies: dict[tuple[int, bool], Any] = {}
-        self.highest = -1
-        """The highest number of an object so far."""
+        self.highest_number = -1
+        """Of an object so far."""
         self.functions: list[Any] = []
         """Functions of the tests that the candidate may call."""
         self.numbers: dict[int, int] = {}
@@ -60,6 +60,7 @@ class ObjectCandidate(tests.Candidate):
         """Coroutines that stand for the candidate's, with their numbers, by `id`."""
         self.errors: list[BaseException] = []
         self.changed: list[Any] = []
+        """[position, new content] of each argument that the last call has changed in place."""
 
     def bind(self, names: list[str]) -> dict[str, Any]:
         return {name: self.look_up(name) for name in names}
@@ -67,11 +68,11 @@ class ObjectCandidate(tests.Candidate):
     def look_up(self, name: str) -> Any:
         """The candidate's value of this name. One that it does not define raises on use."""
         try:
-            found = self.use("lookup", name)
+            reply = self.use("lookup", name)
         except Exception as error:
             return tests.StandIn(tests.make_raiser(error))
-        if type(found) is list and len(found) == 2:
-            return self.name_class(name, found[1])
+        if type(reply) is list and len(reply) == 2:
+            return self.name_class(name, reply[1])
         error = NameError(f"the candidate does not define {name!r}")
         return tests.StandIn(tests.make_raiser(error))
 
@@ -83,7 +84,7 @@ class ObjectCandidate(tests.Candidate):
         number = value.rollick_class
         if not name[:1].isupper():
             return self.proxy(number, objects.RemoteObject)
-        self.named.add(number)
+        self.named_classes.add(number)
         return value
 
     def use(self, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -91,9 +92,9 @@ class ObjectCandidate(tests.Candidate):
 
     def build(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a class. What it returns counts as built unless it is known from elsewhere."""
-        highest = self.highest
+        highest = self.highest_number
         value = self.use("call", cls, *args, **kwargs)
-        builds = cls.rollick_builds and cls.rollick_class in self.named
+        builds = cls.rollick_builds and cls.rollick_class in self.named_classes
         if builds and isinstance(value, objects.RemoteObject):
             number = value.rollick_number
             if number > highest or (number, True) in self.proxies:
@@ -102,7 +103,7 @@ class ObjectCandidate(tests.Candidate):
 
     def proxy(self, number: int, cls: type[Any], *, built: bool = False) -> Any:
         """The same proxy for the same object, so that `is` works."""
-        self.highest = max(self.highest, number)
+        self.highest_number = max(self.highest_number, number)
         if (number, built) not in self.proxies:
             proxy: Any = object.__new__(cls)
             proxy.__init__(self, number, built)
@@ -114,14 +115,14 @@ class ObjectCandidate(tests.Candidate):
         failure: BaseException | None = None
         reply = self.exchange(list(request), max_bytes)
         while type(reply) is list and len(reply) == 4 and reply[0] == "callback":
-            answer, failed = self.call_back(*reply[1:])
+            answer, failed = self.run_callback(*reply[1:])
             failure = failure or failed
             reply = self.exchange(answer, max_bytes)
         if failure is not None:
             raise failure
         return self.read_reply(reply)
 
-    def call_back(
+    def run_callback(
         self, number: Any, args: Any, kwargs: Any
     ) -> tuple[list[Any], BaseException | None]:
         """(answer, failed check). A failed check fails the test, even if the candidate catches the
@@ -133,7 +134,7 @@ class ObjectCandidate(tests.Candidate):
                 value = run_coroutine(value)
             return ["returned", self.pack(value)], None
         except BaseException as error:
-            return ["raised", self.pack(error)], error if objects.is_check(error) else None
+            return ["raised", self.pack(error)], error if objects.is_failed_check(error) else None
 
     def read_reply(self, reply: Any) -> Any:
         if type(reply) is list and len(reply) == 2 and reply[0] == "value":
@@ -207,7 +208,7 @@ class ObjectCandidate(tests.Candidate):
         if kind == "class":
             number = parts[0]
             if number not in self.classes:
-                self.highest = max(self.highest, number)
+                self.highest_number = max(self.highest_number, number)
                 self.classes[number] = self.make_class(*parts)
             return self.classes[number]
         if kind == "import" and parts[0] == "builtins":
@@ -285,7 +286,7 @@ class ObjectCandidate(tests.Candidate):
             return (MARK, "import", *name)
         if isinstance(value, type):
             if value.__module__ == TEST_MODULE:
-                return self.share(f"the tests pass the class {value.__name__} to the candidate")
+                return self.share_box(f"the tests pass the class {value.__name__} to the candidate")
             raise TypeError(f"the class {value.__name__} cannot be passed to the candidate")
         if kind.__module__ in CALLABLE_MODULES and callable(value):
             return self.pack_function(value)
@@ -294,20 +295,20 @@ class ObjectCandidate(tests.Candidate):
                 items = list(islice(value, wire.MAX_ITEMS + 1))
                 if len(items) <= wire.MAX_ITEMS:
                     return iter([self.pack(item) for item in items])
-                return self.share("the tests pass an endless iterator to the candidate")
+                return self.share_box("the tests pass an endless iterator to the candidate")
             if isinstance(value, PLAIN):
                 return value
             for base in (dict, *CONTAINERS):
                 if isinstance(value, base):
                     return self.pack(base(value))
-        return self.share(f"the tests pass a {kind.__name__} to the candidate")
+        return self.share_box(f"the tests pass a {kind.__name__} to the candidate")
 
     def pack_error(self, error: BaseException) -> Any:
         """An exception of the tests, by the name of its builtin class. The message of a failed
         check, which may have what the tests expect, is not sent."""
         self.errors.append(error)
         number = len(self.errors) - 1
-        if objects.is_check(error):
+        if objects.is_failed_check(error):
             return (MARK, "error", "AssertionError", "AssertionError", (), number)
         builtin = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
         plain = all(arg is None or type(arg) in PLAIN for arg in error.args)
@@ -370,11 +371,11 @@ def importable_name(value: Any) -> tuple[str, str] | None:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
         return None
-    found: Any = sys.modules.get(module)
+    importable: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        importable = getattr(importable, part, None)
     is_standard = module.partition(".")[0] in sys.stdlib_module_names
-    return (module, name) if is_standard and found is value else None
+    return (module, name) if is_standard and importable is value else None
 
 
 def parameters_of(function: Any) -> list[Any] | None:

@@ -49,7 +49,7 @@ def number_of(value: Any) -> int | None:
     return None
 
 
-def is_check(error: BaseException) -> bool:
+def is_failed_check(error: BaseException) -> bool:
     """Whether an exception is a failed check of the tests: an assert, or pytest's own."""
     return isinstance(error, AssertionError) or not isinstance(error, Exception)
 
@@ -82,7 +82,7 @@ def may_suppress(candidate: Any, error: BaseException, traceback: Any) -> bool:
     depend on the candidate is suppressed: of a `raise`, or of a statement without names (`1 / 0`),
     directly in the block.
     """
-    if is_check(error) or traceback is None or traceback.tb_next is not None:
+    if is_failed_check(error) or traceback is None or traceback.tb_next is not None:
         return False
     ast = __import__("ast")
     blocks = (node for node in ast.walk(ast.parse(candidate.source)) if isinstance(node, ast.With))
@@ -144,7 +144,7 @@ class RemoteObject:
         return str(use(self, "format", spec))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return same_standing(self, use(self, "deepcopy"))
+        return copy_built_mark(self, use(self, "deepcopy"))
 
     def __hash__(self) -> int:
         if is_comparable(self):
@@ -213,7 +213,7 @@ class RemoteMeta(type):
     ) -> Any:
         """For a class of the tests; `make_class` does not call this."""
         base = next(base for base in bases if type(base) is RemoteMeta)
-        return base.rollick_owner.share(f"a class of the tests derives from {base.__name__}")
+        return base.rollick_owner.share_box(f"a class of the tests derives from {base.__name__}")
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.rollick_owner.build(cls, args, kwargs)
@@ -255,11 +255,12 @@ def use(proxy: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
 def is_comparable(proxy: RemoteObject) -> bool:
     """Whether the tests expect such an object: they have built it, or named its class."""
     candidate = proxy.rollick_candidate
-    return proxy.rollick_built or type(proxy).rollick_class in candidate.named
+    return proxy.rollick_built or type(proxy).rollick_class in candidate.named_classes
 
 
-def same_standing(proxy: RemoteObject, value: Any) -> Any:
-    """A result of an operation with an object that counts as built counts as built too."""
+def copy_built_mark(proxy: RemoteObject, value: Any) -> Any:
+    """The value, counted as built by the tests if the proxy is: it is the result of an operation
+    with the proxy."""
     if not (isinstance(value, RemoteObject) and proxy.rollick_built):
         return value
     if value.rollick_number == proxy.rollick_number:
@@ -285,14 +286,14 @@ def _operator(operation: str, *, is_reflected: bool = False) -> Any:
         if not allows_operators(self, others):
             return NotImplemented
         args = (*others, self) if is_reflected else (self, *others)
-        return same_standing(self, self.rollick_candidate.use(operation, *args))
+        return copy_built_mark(self, self.rollick_candidate.use(operation, *args))
 
     return operate
 
 
 def _unary(operation: str) -> Any:
     def operate(self: RemoteObject, *options: Any) -> Any:
-        return same_standing(self, use(self, operation, *options))
+        return copy_built_mark(self, use(self, operation, *options))
 
     return operate
 

@@ -1,7 +1,7 @@
 """In the test box: runs a pytest file.
 
-    tests_file -> pytest -> RemoteModule -> proxies (objects.py) -> the candidate's box
-                         -> Recorder -> one outcome for each test
+    pytest file -> pytest -> RemoteModule -> proxies (objects.py) -> the candidate's box
+                          -> Recorder -> one outcome for each test
 
 With the message's `code` the candidate is a module in this box instead, for files that need more of
 it than proxies give. Without pipes there is no candidate: the file is only collected, to find out
@@ -105,11 +105,11 @@ def run(message: dict[str, Any], pipes: list[int], reporter: Any) -> None:
 def connect(source: str, pipes: list[int], reporter: Any) -> Any:
     replies, requests = pipes
 
-    def share(reason: str) -> None:
+    def share_box(reason: str) -> None:
         reporter.send("share", message=reason)
         os._exit(0)
 
-    return sys.modules["rollick_imports"].ObjectCandidate(requests, replies, share, source)
+    return sys.modules["rollick_imports"].ObjectCandidate(requests, replies, share_box, source)
 
 
 def load_candidate(message: dict[str, Any]) -> Any:

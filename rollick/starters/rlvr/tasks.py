@@ -13,7 +13,7 @@ from typing import Any
 Row = dict[str, Any]
 Rows = list[Row]
 
-HELD_OUT_OF = 5
+HELD_OUT_EVERY = 5
 TOPICS = (
     "the sea", "bread", "winter", "a bicycle", "the moon", "tea", "a garden", "trains", "music",
     "a cat", "rain", "chess", "the desert", "honey", "a library", "mountains", "coffee", "birds",
@@ -95,11 +95,11 @@ FUNCTIONS: tuple[tuple[str, Callable[[Any, int], Any], tuple[Any, ...]], ...] = 
 
 
 def _code() -> Iterator[Row]:
-    tasks = [(what, fn, given, k) for what, fn, given in FUNCTIONS for k in range(2, 62)]
+    tasks = [(*function, k) for function in FUNCTIONS for k in range(2, 62)]
     random.Random(2).shuffle(tasks)
-    for what, fn, given, k in tasks:
-        prompt = f"Write a Python function f(x) that returns {what.format(k=k)}."
-        calls = [{"entry": "f", "args": [x], "expected": fn(x, k)} for x in given]
+    for description, solve, inputs, k in tasks:
+        prompt = f"Write a Python function f(x) that returns {description.format(k=k)}."
+        calls = [{"entry": "f", "args": [x], "expected": solve(x, k)} for x in inputs]
         yield {"prompt": f"{prompt} Reply with the code only.", "calls": calls}
 
 
@@ -115,8 +115,8 @@ def _instructions() -> Iterator[Row]:
 
 
 def _training(rows: Iterator[Row]) -> Rows:
-    return [row for number, row in enumerate(rows) if number % HELD_OUT_OF]
+    return [row for number, row in enumerate(rows) if number % HELD_OUT_EVERY]
 
 
 def _held_out(rows: Iterator[Row]) -> Rows:
-    return [row for number, row in enumerate(rows) if not number % HELD_OUT_OF]
+    return [row for number, row in enumerate(rows) if not number % HELD_OUT_EVERY]

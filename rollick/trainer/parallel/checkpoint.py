@@ -41,8 +41,8 @@ MASTER = "master."
 def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None:
     """Write the state. A collective: all ranks must call it."""
     path.mkdir(parents=True, exist_ok=True)
-    random = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
-    dcp.save({**tensors, **random}, storage_writer=FileSystemWriter(path / FOLDER))
+    rng_state = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
+    dcp.save({**tensors, **rng_state}, storage_writer=FileSystemWriter(path / FOLDER))
     if dist.get_rank() == 0:
         (path / COUNTERS).write_text(json.dumps({"steps": steps}))
 
@@ -53,17 +53,17 @@ def load_state(path: Path, tensors: Mapping[str, Tensor]) -> int:
     saved = _metadata(path)
     try:
         steps = int(json.loads((path / COUNTERS).read_text())["steps"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise _unreadable(path, error) from error
     check_same_model(
         {name: tuple(value.shape) for name, value in tensors.items()},
         {name: tuple(meta.size) for name, meta in saved.items() if not name.startswith("rng.")},
     )
     own = f"rng.{dist.get_rank()}"
-    random = {own: torch.get_rng_state()} if own in saved else {}
-    state: dict[str, Any] = {**tensors, **random}
+    rng_state = {own: torch.get_rng_state()} if own in saved else {}
+    state: dict[str, Any] = {**tensors, **rng_state}
     dcp.load(state, storage_reader=FileSystemReader(path / FOLDER))
-    if random:
+    if rng_state:
         torch.set_rng_state(state[own])
     return steps
 

@@ -29,8 +29,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _DIST.reduce_s
 def gather_rows(
     rows: Tensor, sizes: Sequence[int], group: ProcessGroup, *, summed: bool = False
 ) -> Tensor:
-    """[N, ...] of [n, ...]; `sizes`: rows of each rank. Unless the gradient of a row is summed over
-    the ranks, all must do the same work next."""
+    """[N, ...] of [n, ...]; `sizes`: rows of each rank. `summed`: sum the gradient of each row over
+    the ranks; without it, all ranks must do the same work next."""
     result: Any = _GatherRows.apply(rows, tuple(sizes), group, summed)
     return result
 

@@ -6,7 +6,7 @@
 Works on the experts module of transformers: parameters whose first axis is the expert, called with
 (rows, chosen experts, weights). The router is on every rank.
 
-Legend: n rows of this rank, k experts of a row, P = n * k pairs, D hidden size.
+Legend: n rows of this rank, k experts of a row, P = n * k pairs, Q pairs received, D hidden size.
 """
 
 from __future__ import annotations

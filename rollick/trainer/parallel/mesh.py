@@ -89,11 +89,11 @@ class GridShape:
     def of(cls, parallel: ParallelConfig, ranks: int) -> GridShape:
         """`data` is by default what the other axes leave."""
         data = parallel.data_of(ranks)
-        if data * parallel.others != ranks:
+        if data * parallel.non_data_ranks != ranks:
             raise ConfigError(
                 f"train.parallel makes {data} x {parallel.tensor} x {parallel.context} x "
-                f"{parallel.expert} = {data * parallel.others} ranks (data, tensor, context, "
-                f"expert), and the policy has {ranks} devices",
+                f"{parallel.expert} = {data * parallel.non_data_ranks} ranks "
+                f"(data, tensor, context, expert), and the policy has {ranks} devices",
                 fix="change a factor, or give devices.policy as many devices",
             )
         return cls(parallel.expert, data, parallel.context, parallel.tensor)
@@ -138,10 +138,10 @@ class Grid:
 
     @property
     def replica(self) -> int:
-        """The index of this rank's set."""
+        """The index of this rank's replica."""
         return self.expert * self.shape.data + self.data
 
     @property
     def copy(self) -> int:
-        """The index of this rank in its set."""
+        """The index of this rank in its replica."""
         return self.context * self.shape.tensor + self.tensor

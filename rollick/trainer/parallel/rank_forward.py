@@ -71,12 +71,12 @@ class RankForward(nn.Module):
         self.model = model
         self.grid = grid
         self.chunk = chunk
-        self.log = RouterLog(model) if routers else None
+        self.router_log = RouterLog(model) if routers else None
 
     def forward(self, share: PackShare, entropy_in_loss: bool) -> tuple[Tensor | None, ...]:
         """(log-probs, entropy, student, expert counts, expert sums); the last three may be None."""
         hidden_nD = self._hidden(share)
-        routing = None if self.log is None else self.log.of_rows(share.trained_n)
+        routing = None if self.router_log is None else self.router_log.of_rows(share.trained_n)
         if self.grid.shape.tensor > 1:
             hidden_nD = shared_input(hidden_nD, self.grid.tensors.get_group())
         head: dict[str, Any] = {"head": output_head(self.model), "chunk": self.chunk}
@@ -94,7 +94,7 @@ class RankForward(nn.Module):
         return *gathered, *(routing or (None, None))
 
     def _hidden(self, share: PackShare) -> Tensor:
-        with nullcontext() if self.log is None else self.log.recording():
+        with nullcontext() if self.router_log is None else self.router_log.recording():
             return run_decoder(self.model.base_model, share.token_ids_n, share.layout)
 
     def _gather(self, values_t: Tensor | None, share: PackShare) -> Tensor | None:
@@ -103,8 +103,8 @@ class RankForward(nn.Module):
             return None
         if share.inverse_T is None:
             return values_t.clone()  # On a view, FSDP's backward hook would be lost.
-        every = gather_rows(values_t, share.sizes, self.grid.copies.get_group())
-        return every.index_select(0, share.inverse_T)
+        gathered = gather_rows(values_t, share.sizes, self.grid.copies.get_group())
+        return gathered.index_select(0, share.inverse_T)
 
 
 def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -> PackShare:
@@ -130,7 +130,7 @@ def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -
     rows_T = packed.rows_T.cpu().numpy()
     owner_T = np.searchsorted(np.asarray(cuts), rows_T, side="right") - 1
     here = [np.flatnonzero(owner_T == context) for context in range(grid.shape.context)]
-    shares = [some for each in here for some in np.array_split(each, grid.shape.tensor)]
+    shares = [part for own in here for part in np.array_split(own, grid.shape.tensor)]
     device = packed.rows_T.device
     start, stop = cuts[grid.context], cuts[grid.context + 1]
     own = torch.as_tensor(shares[grid.copy]).to(device)

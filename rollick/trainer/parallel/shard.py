@@ -129,19 +129,19 @@ def shard(
 
 
 def load_first(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
-    """The complete model on the first rank, None on others. A model that cannot be computed is
-    refused on all ranks: the others would wait for its parameters."""
+    """The complete model on the first rank, None on others. If it cannot be loaded, all ranks
+    raise: the others would wait for its parameters."""
     source: nn.Module | None = None
-    refusal: list[RollickError | None] = [None]
+    load_error: list[RollickError | None] = [None]
     if grid.rank == 0:
         try:
             source = load_packed_model(config, device="cpu", max_length=max_length)
         except RollickError as error:
-            refusal = [error]
+            load_error = [error]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise refusal[0]
+        dist.broadcast_object_list(load_error, src=0)
+    if load_error[0] is not None:
+        raise load_error[0]
     return source
 
 
@@ -184,7 +184,7 @@ def local_tensor(parameter: Tensor) -> Tensor:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def like(parameter: Tensor, local: Tensor) -> Tensor:
+def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
     """A tensor sharded like the parameter; `local` is this rank's shard."""
     if not isinstance(parameter, DTensor):
         return local
@@ -265,10 +265,10 @@ class ShardedOptimizer:
         self._summed = summed_parameters(tree, self.parameters) if divided else set[str]()
         named = self.parameters.items()
         shards = ((name, nn.Parameter(local_tensor(value))) for name, value in named)
-        self.parts = policy_optimizer(shards, recipe, total_norm=self._total_norm)
+        self.local_optimizer = policy_optimizer(shards, recipe, total_norm=self._total_norm)
         # Allocated at the start, so that a checkpoint can be read into it.
-        for master in self.parts.masters.values():
-            self.parts.adamw.state[master] = {
+        for master in self.local_optimizer.masters.values():
+            self.local_optimizer.adamw.state[master] = {
                 "step": torch.zeros((), device=master.device),
                 "exp_avg": torch.zeros_like(master),
                 "exp_avg_sq": torch.zeros_like(master),
@@ -276,9 +276,9 @@ class ShardedOptimizer:
 
     def step(self) -> OptimReport:
         """One update, clipped by the norm over all ranks; skipped by all ranks or none."""
-        for name, master in self.parts.masters.items():
+        for name, master in self.local_optimizer.masters.items():
             master.grad = self.gradient(name)
-        report = self.parts.step()
+        report = self.local_optimizer.step()
         self.drop_gradients()
         return report
 
@@ -289,16 +289,16 @@ class ShardedOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Masters and moments as sharded tensors over their live memory."""
         state: dict[str, Tensor] = {}
-        for name, local in self.parts.tensors().items():
+        for name, local in self.local_optimizer.tensors().items():
             kind, _, parameter = name.partition(".")
             if kind != "step":
-                state[name] = like(self.parameters[parameter].detach(), local)
+                state[name] = shard_like(self.parameters[parameter].detach(), local)
         return state
 
     def resume(self, steps: int) -> None:
         """Continue after this many steps, with values read into the tensors of `state`."""
-        self.parts.steps = steps
-        for held in self.parts.adamw.state.values():
+        self.local_optimizer.steps = steps
+        for held in self.local_optimizer.adamw.state.values():
             held["step"].fill_(steps)
         self.drop_gradients()
 
@@ -326,5 +326,5 @@ class ShardedOptimizer:
             squares += square.to(self.device)
         dist.all_reduce(squares)
         # On the masters' device: they may be offloaded.
-        some = next(iter(self.parts.masters.values()))
-        return squares.sqrt().to(some.device, some.dtype)
+        master = next(iter(self.local_optimizer.masters.values()))
+        return squares.sqrt().to(master.device, master.dtype)

@@ -77,7 +77,7 @@ class BatchSplit:
     """Rows of a group with a common prefix stay together, unless that is too unequal."""
     cost: RowCost = PER_TOKEN
     speeds: tuple[float, ...] = ()
-    """Of the ranks, compared with each other; none: all are as fast."""
+    """Relative speed of each rank; empty: all are equal."""
 
     @classmethod
     def of(cls, recipe: Recipe, cost: RowCost = PER_TOKEN) -> BatchSplit:
@@ -97,7 +97,7 @@ class BatchSplit:
         keep_groups = self.keep_groups
         for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
-                replica.append(part if len(rows) == part.samples else part.take(rows))
+                replica.append(part if len(rows) == part.rows else part.take(rows))
         shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
         return [shares[rank // self.copies] for rank in range(ranks)]
 
@@ -105,7 +105,7 @@ class BatchSplit:
         """Balanced by cost. The first replica has all rows without a trained token."""
         replicas = ranks // self.copies
         if replicas == 1:
-            return (tuple(range(batch.samples)),)
+            return (tuple(range(batch.rows)),)
         useful: list[int] = np.unique(trained_tokens(batch)[1]).tolist()
         part = batch.take(useful)
         planned = plan_ranks(
@@ -113,17 +113,17 @@ class BatchSplit:
             ranks=replicas,
             cost=self.cost,
             groups_B=part.group_B.tolist(),
-            shared_B=sample_prefixes(part).tolist() if self.share_prefix else [0] * part.samples,
+            shared_B=sample_prefixes(part).tolist() if self.share_prefix else [0] * part.rows,
             keep_groups=self.keep_groups,
-            shares=self._replica_speeds(ranks),
+            speeds=self._replica_speeds(ranks),
         )
         first, *others = ([useful[index] for index in rows] for rows in planned)
-        first = sorted({*first, *range(batch.samples)}.difference(*others))
+        first = sorted({*first, *range(batch.rows)}.difference(*others))
         return tuple(map(tuple, (first, *others)))
 
     def _replica_speeds(self, ranks: int) -> Sequence[float]:
-        """That of the slowest rank of each replica. Those of another number of ranks say nothing
-        about these."""
+        """The speed of the slowest rank of each replica; none if `speeds` was measured with another
+        number of ranks."""
         if len(self.speeds) != ranks:
             return ()
         starts = range(0, ranks, self.copies)
@@ -138,10 +138,10 @@ def plan_ranks(
     groups_B: Sequence[int],
     shared_B: Sequence[int],
     keep_groups: bool = False,
-    shares: Sequence[float] = (),
+    speeds: Sequence[float] = (),
 ) -> list[list[int]]:
     """The samples of each rank, in ascending order; some ranks have none if there are too few.
-    `shares`: how much of the work each rank gets, compared with the others; none: equal parts.
+    `speeds`: relative speed of each rank; empty: all are equal.
 
     `shared_B` is the length of the prefix that a sample shares with its group. A group that costs
     more than a rank's part is divided, but never with `keep_groups`.
@@ -164,15 +164,15 @@ def plan_ranks(
         ordered = sorted(members, key=lambda b: (-lengths_B[b], b))
         pieces = [ordered[number::parts] for number in range(max(1, parts))]
         units += [(cost_of(piece), piece) for piece in pieces]
-    return _assign(units, shares or [1.0] * ranks)
+    return _assign(units, speeds or [1.0] * ranks)
 
 
-def _assign(units: Sequence[tuple[float, list[int]]], shares: Sequence[float]) -> list[list[int]]:
+def _assign(units: Sequence[tuple[float, list[int]]], speeds: Sequence[float]) -> list[list[int]]:
     """The most expensive unit first, each to the rank that would be done with it first."""
-    parts: list[list[int]] = [[] for _ in shares]
-    loads = [0.0 for _ in shares]
+    parts: list[list[int]] = [[] for _ in speeds]
+    loads = [0.0 for _ in speeds]
     for size, unit in sorted(units, key=lambda each: (-each[0], each[1])):
-        ends = [(load + size) / share for load, share in zip(loads, shares, strict=True)]
+        ends = [(load + size) / speed for load, speed in zip(loads, speeds, strict=True)]
         rank = ends.index(min(ends))
         parts[rank] += unit
         loads[rank] += size
@@ -183,7 +183,7 @@ def minibatches(batch: Batch, *, count: int, keep_groups: bool) -> Iterator[Batc
     """Split a batch into at most `count` mini-batches. Weights are those of the full batch, so
     those of 1/M of it are scaled by M."""
     _, group_B = np.unique(batch.group_B, return_inverse=True)
-    number_B = group_B if keep_groups else np.arange(batch.samples)
+    number_B = group_B if keep_groups else np.arange(batch.rows)
     parts = min(count, int(number_B.max()) + 1)
     if parts == 1:
         yield batch
@@ -199,10 +199,10 @@ def gather_tokens(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.N
     dtype = np.result_type(*arrays) if arrays else np.dtype(np.float32)
     gathered_N = np.empty((batch.tokens, *(arrays[0].shape[1:] if arrays else ())), dtype)
     for part, samples in zip(parts, plan, strict=True):
-        own_N = np.repeat(np.isin(np.arange(batch.samples), samples), batch.lengths_B)
-        found, expected = 0 if part is None else len(part), int(own_N.sum())
-        if found != expected:
-            raise ValueError(f"a rank returned {found} values for its {expected} tokens")
+        own_N = np.repeat(np.isin(np.arange(batch.rows), samples), batch.lengths_B)
+        returned, expected = 0 if part is None else len(part), int(own_N.sum())
+        if returned != expected:
+            raise ValueError(f"a rank returned {returned} values for its {expected} tokens")
         if part is not None:
             gathered_N[own_N] = part
     return gathered_N
@@ -210,7 +210,7 @@ def gather_tokens(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.N
 
 def gather_samples(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.NDArray[np.float64]:
     """[B]: one number a sample from the ranks, in the order of the batch."""
-    gathered_B = np.empty(batch.samples)
+    gathered_B = np.empty(batch.rows)
     for part, samples in zip(parts, plan, strict=True):
         if part is not None:
             gathered_B[list(samples)] = part

@@ -52,10 +52,10 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
             f"{type(model).__name__} has no tensor-parallel plan",
             fix="use train.parallel.tensor=1 and shard with data or context",
         )
-    return {f"{prefix}{pattern}": word for pattern, word in inner.items()}
+    return {f"{prefix}{pattern}": style for pattern, style in inner.items()}
 
 
-def word_of(name: str, plan: Mapping[str, str]) -> str | None:
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """The plan's style of a module or parameter; `*` in a pattern is a number."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
@@ -66,9 +66,9 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     plan = tensor_plan(model)
     styles: dict[str, ParallelStyle] = {}
     for name, part in model.named_modules():
-        word = word_of(name, plan)
-        if isinstance(part, nn.Linear) and word is not None and word not in NOT_SPLIT:
-            styles[name] = _style(word, name)
+        style = style_of(name, plan)
+        if isinstance(part, nn.Linear) and style is not None and style not in NOT_SPLIT:
+            styles[name] = _style(style, name)
     parallelize_module(model, mesh, styles, src_data_rank=None)
 
 
@@ -86,11 +86,11 @@ def _check_divisible(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _style(word: str, name: str) -> ParallelStyle:
-    if word in ("colwise", "rowwise"):
-        return ColwiseParallel() if word == "colwise" else RowwiseParallel()
+def _style(style: str, name: str) -> ParallelStyle:
+    if style in ("colwise", "rowwise"):
+        return ColwiseParallel() if style == "colwise" else RowwiseParallel()
     raise ModelError(
-        f"the model's plan shards {name} as {word!r}, which is not supported",
+        f"the model's plan shards {name} as {style!r}, which is not supported",
         fix="use train.parallel.tensor=1 and shard with data or context",
     )
 
@@ -98,4 +98,4 @@ def _style(word: str, name: str) -> ParallelStyle:
 def summed_parameters(model: nn.Module, names: Iterable[str]) -> set[str]:
     """Replicated parameters with a partial gradient on each rank of `tensor`."""
     plan = tensor_plan(model)
-    return {name for name in names if word_of(name.rpartition(".")[0], plan) == SUMMED}
+    return {name for name in names if style_of(name.rpartition(".")[0], plan) == SUMMED}

@@ -26,7 +26,7 @@ class PublishOutcome:
     """How a publish ended. `committed` is None if only some engines may have committed."""
 
     committed: bool | None
-    held: Mapping[int, bool] = field(default_factory=dict[int, bool])
+    adopted: Mapping[int, bool] = field(default_factory=dict[int, bool])
     """By rank: whether the engine now uses the offered memory itself. The engines of all other
     ranks use the memory that they used before the publish."""
 

@@ -28,7 +28,7 @@ from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_layout, views_of
 
 BUCKET_BYTES = 64 << 20
-JOIN_S = 60.0
+TIMEOUT_S = 60.0
 """Timeout for all members to join, and for each bucket."""
 PRIVATE_ADDRESSES = ("10.255.255.254", "172.31.255.254", "192.168.255.254")
 """One in each private network, for machines without a default route. None is a broadcast address:
@@ -50,7 +50,7 @@ class BroadcastSource:
 class BroadcastSender:
     """Rank 0 of the process group."""
 
-    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = JOIN_S) -> None:
+    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES, timeout_s: float = TIMEOUT_S) -> None:
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
         self.store: Any = None
@@ -108,7 +108,7 @@ class BroadcastReceiver:
 
     persistent = False  # the next offer overwrites the buffer
 
-    def __init__(self, *, timeout_s: float = JOIN_S) -> None:
+    def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
         self.timeout_s = timeout_s
         self.group: Any = None
         self.key = ""

@@ -45,7 +45,7 @@ class IpcSender:
         addresses = tuple(tensor.data_ptr() for _, tensor in pairs)
         if self.source is None or self.exported != (addresses, ranks):
             handles = {rank: tuple(_export(tensor) for _, tensor in pairs) for rank in ranks}
-            self.source = IpcSource(next(_NUMBERS), handles)
+            self.source = IpcSource(next(_EXPORT_NUMBERS), handles)
             self.exported = (addresses, ranks)
         digest = fingerprint(list(pairs))
         torch.cuda.synchronize()
@@ -86,7 +86,7 @@ class IpcReceiver:
         torch.cuda.ipc_collect()
 
 
-_NUMBERS = count()
+_EXPORT_NUMBERS = count()
 
 
 def _check_mappable(name: str, tensor: Tensor) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollick.children.process_tree import process_exists
 from rollick.errors import WeightError
 from rollick.models.loading.fingerprint import copy_and_fingerprint
 from rollick.trainer.strategy import ShardedWeights
@@ -34,7 +35,7 @@ from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_l
 LOG = logging.getLogger("rollick")
 
 PREFIX = "rollick-weights-"
-_NUMBERS = count()
+_BUFFER_NUMBERS = count()
 LARGE_PAGE = 2 << 20
 """Fingerprints are about 1.5 times as fast on pages of this size as on small ones."""
 MADV_POPULATE_READ, MADV_COLLAPSE = 22, 25
@@ -87,7 +88,7 @@ class SharedBuffer:
     @classmethod
     def _create(cls, size: int, *, in_memory: bool) -> SharedBuffer:
         if in_memory:
-            descriptor = os.memfd_create(f"{PREFIX}{next(_NUMBERS)}")
+            descriptor = os.memfd_create(f"{PREFIX}{next(_BUFFER_NUMBERS)}")
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
             remove_stale_files()
@@ -140,8 +141,8 @@ class HostSender:
         if offered is None:
             return
         if outcome.committed:
-            for rank, holds in outcome.held.items():
-                self.held[rank] = [offered] if holds else []
+            for rank, has_adopted in outcome.adopted.items():
+                self.held[rank] = [offered] if has_adopted else []
             used, free = self._used_and_free()
             self._keep([*used, *free[:1]])
         elif outcome.committed is None:
@@ -185,12 +186,12 @@ class HostReceiver:
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: HostSource = manifest.source
-        key = source.identity
         self.mapped = {key: entry for key, entry in self.mapped.items() if key in source.live}
-        memory, layout, pairs = self.mapped.get(key) or (_map(source, manifest.version), (), ())
+        cached = self.mapped.get(source.identity)
+        memory, layout, pairs = cached or (_map(source, manifest.version), (), ())
         if layout != manifest.layout:
             pairs = views_of(memory, manifest.layout)
-        self.mapped[key] = (memory, manifest.layout, pairs)
+        self.mapped[source.identity] = (memory, manifest.layout, pairs)
         return pairs
 
     def forget(self) -> None:
@@ -201,7 +202,7 @@ def remove_stale_files() -> None:
     """Remove the files of senders whose process has ended."""
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         process = file.name.removeprefix(PREFIX).split("-")[0]
-        if process.isdigit() and not _is_alive(int(process)):
+        if process.isdigit() and not process_exists(int(process)):
             file.unlink(missing_ok=True)
 
 
@@ -273,13 +274,3 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _tensor_of(mapped: mmap.mmap, start: int, size: int) -> Tensor:
     """A uint8 tensor view of the map; it keeps the map alive."""
     return torch.from_numpy(np.frombuffer(mapped, np.uint8, size, start))
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # The process of another user.
-        pass
-    return True

@@ -85,6 +85,7 @@ class PendingStep:
     """RowProgress.epoch at the launch: shows later whether a row still has the same sequence."""
     sampled: Tensor
     copied: Any
+    """The CUDA event of that copy; None on the CPU."""
 
     @classmethod
     def start(
@@ -108,35 +109,35 @@ class PendingStep:
 
 
 def sample_on_device(
-    logits_RV: Tensor, rows: DeviceState, *, truncate: bool, kernels: bool
+    logits_RV: Tensor, device_state: DeviceState, *, truncate: bool, kernels: bool
 ) -> None:
     """One token for each of the rows 0..R-1. Without `truncate`, ignores top-k, top-p and min-p."""
     if not kernels:
-        _sample_reference(logits_RV, rows, truncate=truncate)
+        _sample_reference(logits_RV, device_state, truncate=truncate)
         return
     from rollick.infer.native.gpu.sampling_kernels import launch_logit_floors, launch_sampling
 
     floor_R = None
     if truncate:
         # For all rows, because only the device knows which ones need it.
-        top_k_R = rows.state[StateField.TOP_K]
-        floor_R = launch_logit_floors(logits_RV, top_k=top_k_R, sampling=rows.sampling)
+        top_k_R = device_state.state[StateField.TOP_K]
+        floor_R = launch_logit_floors(logits_RV, top_k=top_k_R, sampling=device_state.sampling)
     launch_sampling(
         logits_RV,
-        state=rows.state,
-        temperature=rows.sampling[SamplingField.TEMPERATURE],
-        stop_ids=rows.stop_ids,
-        sampled=rows.sampled[0],
-        logprobs=rows.logprobs,
+        state=device_state.state,
+        temperature=device_state.sampling[SamplingField.TEMPERATURE],
+        stop_ids=device_state.stop_ids,
+        sampled=device_state.sampled[0],
+        logprobs=device_state.logprobs,
         floor=floor_R,
     )
 
 
-def _sample_reference(logits_RV: Tensor, rows: DeviceState, *, truncate: bool) -> None:
+def _sample_reference(logits_RV: Tensor, device_state: DeviceState, *, truncate: bool) -> None:
     """The same with the CPU's sampler."""
     count = len(logits_RV)
-    state, host = rows.state[:, :count], rows.state[:, :count].cpu().numpy()
-    temperature_R, top_p_R, min_p_R = rows.sampling[:, :count].double().cpu().numpy()
+    state, host = device_state.state[:, :count], device_state.state[:, :count].cpu().numpy()
+    temperature_R, top_p_R, min_p_R = device_state.sampling[:, :count].double().cpu().numpy()
     metadata = SamplingMetadata(temperature_R, host[StateField.TOP_K], top_p_R, min_p_R)
     if not truncate:
         metadata = replace(
@@ -146,11 +147,11 @@ def _sample_reference(logits_RV: Tensor, rows: DeviceState, *, truncate: bool) -
     uniform_R = uniforms(host[StateField.STREAM].view(np.uint64), generated_R)
     result = sample(logits_RV, metadata, uniform_R=uniform_R)
     token_R = torch.from_numpy(result.tokens_R).to(state.device)
-    rows.sampled[0, :count] = token_R.int()
-    rows.logprobs[:count] = torch.from_numpy(result.logprobs_R).float()
+    device_state.sampled[0, :count] = token_R.int()
+    device_state.logprobs[:count] = torch.from_numpy(result.logprobs_R).float()
     active_R = state[StateField.ACTIVE] == 1
     state[StateField.TOKEN] = torch.where(active_R, token_R, state[StateField.TOKEN])
     state[StateField.LENGTH] += active_R
     at_limit_R = state[StateField.LENGTH] >= state[StateField.LIMIT]
-    ends_R = torch.isin(token_R, rows.stop_ids) | at_limit_R
+    ends_R = torch.isin(token_R, device_state.stop_ids) | at_limit_R
     state[StateField.ACTIVE] = (active_R & ~ends_R).long()

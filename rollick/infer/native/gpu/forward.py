@@ -193,15 +193,15 @@ class PagedForward:
             self.cache[:, :, target] = self.cache[:, :, source]
 
     def decode(
-        self, rows: DeviceState, *, bucket: int, truncate: bool, bias: LogitBias | None
+        self, device_state: DeviceState, *, bucket: int, truncate: bool, bias: LogitBias | None
     ) -> None:
         """Sample one more token for the rows below `bucket`."""
         use = LogitUse.TRUNCATE if truncate else LogitUse.SAMPLE
         if bias is not None:
             use = LogitUse.RETURN
-        graph = self._graph(rows, bucket, use) if self._on_gpu else None
+        graph = self._graph(device_state, bucket, use) if self._on_gpu else None
         if graph is None:
-            logits_RV = self._decode(rows, bucket, use)
+            logits_RV = self._decode(device_state, bucket, use)
         else:
             graph[0].replay()
             logits_RV = graph[1]
@@ -209,36 +209,37 @@ class PagedForward:
             index = (to_device(bias.row_B, self._device), to_device(bias.token_B, self._device))
             value_B = to_device(bias.value_B, self._device)
             logits_RV.index_put_(index, value_B, accumulate=True)
-            self._sample(logits_RV, rows, truncate=truncate)
+            self._sample(logits_RV, device_state, truncate=truncate)
 
     def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
         """As SlotRunner.probe_logits. One page for each sequence, and an unused row beside them."""
         logits: list[list[Tensor]] = [[] for _ in sequences]
         count = len(sequences)
-        rows = DeviceState.empty(rows=count + 1, pages=1, stop_ids=[], device=self._device)
-        rows.page_table[:count, 0] = torch.arange(1, count + 1)
+        device_state = DeviceState.empty(rows=count + 1, pages=1, stop_ids=[], device=self._device)
+        device_state.page_table[:count, 0] = torch.arange(1, count + 1)
         with torch.inference_mode():
             self.reserve(count + 1)
             beginnings = [np.asarray(ids[:prefilled], np.int32) for ids in sequences]
             self.prefill([PagedChunk([row + 1], ids, 0) for row, ids in enumerate(beginnings)])
             for position in range(prefilled, len(sequences[0])):
-                tokens = [ids[position] for ids in sequences if len(ids) > position]
-                rows.state.zero_()
-                rows.state[StateField.TOKEN, : len(tokens)] = torch.tensor(tokens).to(self._device)
-                rows.state[StateField.LENGTH, : len(tokens)] = position + 1
-                logits_RV = self._decode(rows, len(tokens) + 1, LogitUse.RETURN)
-                for row, logits_V in enumerate(logits_RV[: len(tokens)]):
+                token_R = torch.tensor([ids[position] for ids in sequences if len(ids) > position])
+                device_state.state.zero_()
+                device_state.state[StateField.TOKEN, : len(token_R)] = token_R.to(self._device)
+                device_state.state[StateField.LENGTH, : len(token_R)] = position + 1
+                logits_RV = self._decode(device_state, len(token_R) + 1, LogitUse.RETURN)
+                for row, logits_V in enumerate(logits_RV[: len(token_R)]):
                     logits[row].append(logits_V)
             self.free()
         return torch.stack([logits_V for of_row in logits for logits_V in of_row])
 
-    def _sample(self, logits_RV: Tensor, rows: DeviceState, *, truncate: bool) -> None:
-        sample_on_device(logits_RV, rows, truncate=truncate, kernels=self.options.triton_kernels)
+    def _sample(self, logits_RV: Tensor, device_state: DeviceState, *, truncate: bool) -> None:
+        kernels = self.options.triton_kernels
+        sample_on_device(logits_RV, device_state, truncate=truncate, kernels=kernels)
 
-    def _decode(self, rows: DeviceState, bucket: int, use: LogitUse) -> Tensor:
-        length_R = rows.state[StateField.LENGTH, :bucket]
+    def _decode(self, device_state: DeviceState, bucket: int, use: LogitUse) -> Tensor:
+        length_R = device_state.state[StateField.LENGTH, :bucket]
         step = PagedDecode(
-            rows.page_table[:bucket],
+            device_state.page_table[:bucket],
             length_R,
             splits=self._splits(bucket),
             kernels=self.options.triton_kernels,
@@ -246,12 +247,12 @@ class PagedForward:
         )
         # An unused row has no last token; its position only has to exist.
         position_R = (length_R - 1).clamp(min=0)
-        hidden_RD = self._hidden(rows.state[StateField.TOKEN, :bucket], position_R, step)
+        hidden_RD = self._hidden(device_state.state[StateField.TOKEN, :bucket], position_R, step)
         logits_RV = head_logits(
             hidden_RD, output_head(self._module), batch_invariant=self.options.batch_invariant
         )
         if use is not LogitUse.RETURN:
-            self._sample(logits_RV, rows, truncate=use is LogitUse.TRUNCATE)
+            self._sample(logits_RV, device_state, truncate=use is LogitUse.TRUNCATE)
         return logits_RV
 
     def _hidden(self, token_N: Tensor, position_N: Tensor, step: PagedStep) -> Tensor:
@@ -269,13 +270,13 @@ class PagedForward:
         return 1 if programs >= 256 else min(8, 1 << (256 // programs).bit_length() - 1)
 
     def _graph(
-        self, rows: DeviceState, bucket: int, use: LogitUse
+        self, device_state: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """The captured decode; None if the module cannot be captured."""
         key = bucket, use
         while self.options.cuda_graphs and key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(rows, bucket, use)
+                self._graphs[key] = self._capture(device_state, bucket, use)
             except torch.OutOfMemoryError:
                 raise
             except _UNSUPPORTED as error:
@@ -304,7 +305,7 @@ class PagedForward:
     def _decoder_layers(self) -> Sequence[Any]:
         return decoder_layers(self._module, self._layers)
 
-    def _warm(self, rows: DeviceState, bucket: int, use: LogitUse) -> None:
+    def _warm(self, device_state: DeviceState, bucket: int, use: LogitUse) -> None:
         """Run twice to compile. The first bucket also runs with another number of rows, so that
         nothing is compiled later."""
         sizes = [bucket, bucket]
@@ -317,24 +318,24 @@ class PagedForward:
             # The compiler recommends TF32 with a warning, which some users turn into an error.
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             for size in sizes:
-                self._decode(rows, size, use)
+                self._decode(device_state, size, use)
 
     def _capture(
-        self, rows: DeviceState, bucket: int, use: LogitUse
+        self, device_state: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Restores the rows' state, which warming up changes."""
-        before = rows.state.clone()
+        before = device_state.state.clone()
         side: Any = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
-                self._warm(rows, bucket, use)
+                self._warm(device_state, bucket, use)
         finally:
             torch.cuda.current_stream().wait_stream(side)
-            rows.state.copy_(before)
+            device_state.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         # Another thread, such as the learner's, may use the device at the same time.
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            logits_RV = self._decode(rows, bucket, use)
+            logits_RV = self._decode(device_state, bucket, use)
         self._graph_pool = graph.pool()
         return graph, logits_RV

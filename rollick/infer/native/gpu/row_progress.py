@@ -48,7 +48,7 @@ class RowProgress:
         self.active[row] = True
         self._changed.add(row)
 
-    def empty(self, row: int) -> list[int]:
+    def reset(self, row: int) -> list[int]:
         """Reset the row; returns the pages that it held."""
         pages = self.pages[row]
         if pages:
@@ -72,7 +72,7 @@ class RowProgress:
 
     def clear(self) -> None:
         for row in range(len(self.pages)):
-            self.empty(row)
+            self.reset(row)
         self._changed.clear()
         self._pages_changed = False
 

@@ -111,8 +111,8 @@ class PagedRunner:
         """With `keep_cache`, rows keep a complete cache; others are recomputed."""
         self._read_all()
         self.version = version
-        active = self._progress.active
-        self._recompute([row for row in self.table.used if not (keep_cache and active[row])])
+        active, rows = self._progress.active, self.table.running_rows
+        self._recompute([row for row in rows if not (keep_cache and active[row])])
 
     def forget_prefixes(self) -> None:
         if self._pool is not None:
@@ -120,7 +120,7 @@ class PagedRunner:
 
     def free(self) -> None:
         self._read_all()
-        self._recompute(self.table.used)
+        self._recompute(self.table.running_rows)
         self._free_memory()
 
     def clear(self) -> None:
@@ -171,7 +171,7 @@ class PagedRunner:
         """Queue these rows for prefill with an empty cache, and forget all cached prefixes."""
         self.forget_prefixes()
         for row in rows:
-            self._empty(row)
+            self._reset_row(row)
         # In table order, so that the samples of a group share pages.
         self._prefills.rows = deque(rows)
 
@@ -191,7 +191,7 @@ class PagedRunner:
             else:
                 row, self.table.count = self.table.count, self.table.count + 1
             self.table.start(row, request, version=self.version)
-            self._empty(row)
+            self._reset_row(row)
             self._prefills.rows.append(row)
 
     def _allocate_memory(self) -> None:
@@ -264,7 +264,7 @@ class PagedRunner:
             return
         generated = self.table.length[candidates] - self.table.prompt[candidates]
         row = int(candidates[np.argmin(generated)])
-        self._empty(row)
+        self._reset_row(row)
         self._prefills.rows.append(row)
         self.stats.preempted += 1
 
@@ -294,7 +294,7 @@ class PagedRunner:
             self._prefills.index_prefix(row, self._page_pool)
         if not active and row in self._prefills.rows:
             self._prefills.rows.remove(row)
-        self._empty(row)
+        self._reset_row(row)
         finished = table.finish(row, reason)
         # Prefixes are retained in pages here, not in rows.
         table.retained[row] = 0
@@ -310,10 +310,10 @@ class PagedRunner:
             self._progress.move(source, target)
         self._prefills.rows = deque(moves.get(row, row) for row in self._prefills.rows)
 
-    def _empty(self, row: int) -> None:
+    def _reset_row(self, row: int) -> None:
         """Release the row's pages; its next cache is computed with the current version."""
         self.table.cache_version[row] = self.version
-        pages = self._progress.empty(row)
+        pages = self._progress.reset(row)
         if self._pool is not None:
             self._pool.release(pages)
 
