@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollick.config.rules.run import PROGRAM_SECONDS, ROUNDS
+from rollick.config.rules.run import PROGRAM_SECONDS, SEQUENTIAL_PROGRAMS
 from rollick.config.schema import RewardSpec
 from rollick.envs.tools.env import ToolEnv
 from rollick.rewards import code as module
@@ -107,9 +107,11 @@ async def test_programs_that_hang_score_zero_in_the_time_that_a_recipe_must_give
     assert defaults == PROGRAM_SECONDS
     tests = {"test_list": MBPP_ROW["test_list"]}
     batch = declaration_of(module.code).batch
-    assert batch == ROUNDS * LocalSandbox().concurrency
+    assert batch == SEQUENTIAL_PROGRAMS * LocalSandbox().concurrency
     spec = RewardSpec(name="code", options={"timeout_s": 0.4})
-    async with RewardPool.open({"code": "code"}, processes=1, timeout_s=ROUNDS * 0.4 + 3) as pool:
+    async with RewardPool.open(
+        {"code": "code"}, processes=1, timeout_s=SEQUENTIAL_PROGRAMS * 0.4 + 3
+    ) as pool:
         code = "```python\ndef add(a, b):\n  while True: pass\n# {}\n```"
         hanging = [code.format(number) for number in range(batch)]
         scores = await asyncio.gather(

@@ -36,9 +36,9 @@ class WatchedCodec(ChatCodec):
         super().__init__(tiny_tokenizer(), "chat")
         self.threads: list[threading.Thread] = []
 
-    def _tokenized(self, text: str) -> IntArray:
+    def _tokenize(self, text: str) -> IntArray:
         self.threads.append(threading.current_thread())
-        return super()._tokenized(text)
+        return super()._tokenize(text)
 
 
 def gateway_of(
