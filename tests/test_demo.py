@@ -12,10 +12,10 @@ from rollick.testing.demo import (
     DOMAINS,
     HELD_OUT,
     WARM_UP,
+    dr_grpo_on_shuffled_scores,
     largest_first,
     letters_in_order,
     make_tasks,
-    shuffled_scores,
 )
 from rollick.testing.fakes import group
 
@@ -51,10 +51,10 @@ def test_only_the_full_answer_scores_one(reward: Any, completion: str, score: fl
 
 def test_the_control_shuffles_the_scores_among_samples() -> None:
     groups = [group(scores=[0, 0, 0, 0]), group(scores=[1, 1, 1, 1])]
-    advantages = shuffled_scores(groups, {})
+    advantages = dr_grpo_on_shuffled_scores(groups, {})
     assert sum(len(members) for members in advantages) == 8
     assert any(value != 0 for members in advantages for value in members)
-    assert advantages == shuffled_scores(groups, {})
+    assert advantages == dr_grpo_on_shuffled_scores(groups, {})
 
 
 def _demo(folder: Path, *options: str) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def examine(run: Path) -> Diagnosis:
         fix = "give a folder with recipe.yaml, such as runs/NAME"
         raise ConfigError(f"{run} is not a run's folder", fix=fix)
     snapshot = read_run_snapshot(run)
-    finding = inspect_folder(run, alive=_is_alive(run, snapshot))
-    diagnosis = diagnose(snapshot, finding, now=time.time())
+    evidence = inspect_folder(run, alive=_is_alive(run, snapshot))
+    diagnosis = diagnose(snapshot, evidence, now=time.time())
     return replace(
         diagnosis,
         environment=environment_facts(),

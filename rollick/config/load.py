@@ -154,28 +154,31 @@ def _validate(source: Node, problems: list[Problem], unsound: set[KeyPath]) -> R
     try:
         return parse_recipe(data)
     except ValidationError as error:
-        wording = ErrorTranslator(recipe_type(data), source)
-        wrong = _report(error, wording, problems, unsound)
+        translator = ErrorTranslator(recipe_type(data), source)
+        wrong = _report(error, translator, problems, unsound)
         return _parse_valid_parts(data, wrong | unsound)
 
 
 def _report(
-    error: ValidationError, wording: ErrorTranslator, problems: list[Problem], unsound: set[KeyPath]
+    error: ValidationError,
+    translator: ErrorTranslator,
+    problems: list[Problem],
+    unsound: set[KeyPath],
 ) -> set[KeyPath]:
     """Adds pydantic's errors to `problems` and `unsound`; returns the paths to drop."""
     reported = {problem.path for problem in problems}
     errors = error.errors(include_url=False)
     unknown = [item["loc"] for item in errors if item["type"] == "extra_forbidden"]
-    misspelt = {(*loc[:-1], wording.nearest_key(loc)) for loc in unknown}
+    misspelt = {(*loc[:-1], translator.nearest_key(loc)) for loc in unknown}
     wrong: set[KeyPath] = set()
     for item in errors:
-        path, problem = wording.problem_of(item)
+        path, problem = translator.problem_of(item)
         # Overrides of an unknown preset cannot be checked, so the whole section is wrong.
         unknown_preset = item["type"] == "unknown_preset"
-        bad = path_of(item["loc"][:-1], wording.source) if unknown_preset else path
+        bad = path_of(item["loc"][:-1], translator.source) if unknown_preset else path
         wrong.add(bad)
         if item["type"] == "extra_forbidden":
-            if meant := wording.nearest_key(item["loc"]):
+            if meant := translator.nearest_key(item["loc"]):
                 unsound.add((*path[:-1], meant))
         else:
             unsound.add(bad)

@@ -103,6 +103,7 @@ _OPEN: Mapping[str, Mapping[str, str]] = {
         "trackio": "rollick.observe.sinks:open_trackio",
     },
 }
+"""Kinds to which other packages can add names."""
 
 _GYM_TASKS = """
     ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf

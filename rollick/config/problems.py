@@ -70,8 +70,16 @@ def show(value: Any) -> str:
         case list() | tuple():
             return "a list"
         case _:
-            text = repr(value)
-            return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+            return _shorten(repr(value))
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+def describe_value(value: object) -> str:
+    """Type and start of a value of Python or JSON, for messages."""
+    return f"{type(value).__name__} {_shorten(repr(value))}"
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:

@@ -103,7 +103,7 @@ class Curriculum:
         self._outcomes: list[GroupOutcome] = []
         self._revived = 0
         self.in_flight: Counter[str] = Counter()
-        """How often each prompt was drawn without an outcome that `update` has seen."""
+        """Draws of each prompt whose outcome `update` has not applied yet."""
 
     def retired(self, domain: str) -> Set[str]:
         """The retired prompts; never all. Changes only in `update` and `restore`."""

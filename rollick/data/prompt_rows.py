@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
-from rollick.config.problems import did_you_mean
+from rollick.config.problems import describe_value, did_you_mean
 from rollick.config.schema import DistillDomain, Domain, DpoDomain, SftDomain
-from rollick.data.sources import RawRow, describe_value
+from rollick.data.sources import RawRow
 from rollick.errors import DataError
 from rollick.types import Prompt, Row, Turn
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollick.config.names import is_reference, load_reference
+from rollick.config.problems import describe_value
 from rollick.config.schema import Domain, EnvironmentSpec, environment_of
 from rollick.data.reasoning_gym_source import gym_rows
 from rollick.errors import DataError, MissingExtra
@@ -49,12 +50,6 @@ class RawRow:
     problem: str = ""
 
 
-def describe_value(value: Any) -> str:
-    """Type and start of a value, for messages."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
 def task_seed(seed: int, purpose: str, environment: str, task: int) -> int:
     """The seed of a task: equal for all samples of its group, in every process and run."""
     return stable_hash("task", seed, purpose, environment, task)
@@ -71,8 +66,8 @@ def read_rows(
     source, environment = config.source, environment_of(config)
     if not source and environment is not None:
         return _task_rows(environment, purpose, tasks=config.limit or TASKS)
-    kind, _, name = source.partition(":")
-    if kind == "object":
+    prefix, _, name = source.partition(":")
+    if prefix == "object":
         if name not in objects:
             known = ", ".join(objects) or "none"
             raise DataError(
@@ -80,12 +75,12 @@ def read_rows(
                 fix="pass the object to the run in Python, or name a file instead",
             )
         rows = _python_rows(objects[name], source, limited=config.limit > 0)
-    elif kind == "hub":
+    elif prefix == "hub":
         rows = _hub_rows(name, source)
-    elif kind == "reasoning_gym":
+    elif prefix == "reasoning_gym":
         rows = _numbered(gym_rows(name, limit=config.limit), source, "puzzle")
     elif is_reference(source):
-        folder = base if (base / kind).is_file() else Path.cwd()
+        folder = base if (base / prefix).is_file() else Path.cwd()
         function = load_reference(source, base=folder)
         rows = _python_rows(function, source, limited=config.limit > 0)
     else:

@@ -45,7 +45,7 @@ TOKEN_FIELDS = ("token_ids", "logprobs", "versions", "loss_mask")
 DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
 """What numpy and zipfile raise for a damaged file."""
 
-log = logging.getLogger("rollick")
+LOG = logging.getLogger("rollick")
 
 
 def save_groups(path: Path, groups: Sequence[Group]) -> None:
@@ -156,7 +156,7 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     row = {name: _as_json(value, name, stringified) for name, value in prompt.row.items()}
     if stringified:
         names = ", ".join(stringified)
-        log.warning("row of prompt %s: saved %s as text: not a JSON type", prompt.uid, names)
+        LOG.warning("row of prompt %s: saved %s as text: not a JSON type", prompt.uid, names)
     return {
         "uid": prompt.uid,
         "domain": prompt.domain,

@@ -25,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from rollick.config.names import resolve
+from rollick.config.problems import describe_value
 from rollick.errors import EnvError
 from rollick.types import Turn, stable_hash
 
@@ -150,10 +151,12 @@ def read_step(value: Any) -> EnvResponse:
     names = "observation, reward, terminated, truncated, info"
     observation, reward, terminated, truncated, info = _unpack(value, "step", names)
     if isinstance(reward, bool | np.bool_) or not isinstance(reward, Real) or not isfinite(reward):
-        raise InvalidEnvResponse(f"the reward must be a finite number, not {_describe(reward)}")
+        raise InvalidEnvResponse(
+            f"the reward must be a finite number, not {describe_value(reward)}"
+        )
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool | np.bool_):
-            raise InvalidEnvResponse(f"{name} must be True or False, not {_describe(flag)}")
+            raise InvalidEnvResponse(f"{name} must be True or False, not {describe_value(flag)}")
     text, flags = _read_observation(observation), (bool(terminated), bool(truncated))
     return EnvResponse(text, float(reward), *flags, _read_info(info))
 
@@ -161,7 +164,7 @@ def read_step(value: Any) -> EnvResponse:
 def _unpack(value: Any, method: str, names: str) -> tuple[Any, ...]:
     if isinstance(value, tuple) and len(value) == len(names.split(", ")):
         return value
-    returned = f"{len(value)} values" if isinstance(value, tuple) else _describe(value)
+    returned = f"{len(value)} values" if isinstance(value, tuple) else describe_value(value)
     raise InvalidEnvResponse(f"{method}() must return ({names}), not {returned}")
 
 
@@ -171,7 +174,7 @@ def _read_observation(observation: Any) -> str | tuple[Turn, ...]:
     if isinstance(observation, Sequence) and observation:
         return tuple(_read_turn(turn) for turn in observation)
     raise InvalidEnvResponse(
-        f"the observation must be text or messages, not {_describe(observation)}"
+        f"the observation must be text or messages, not {describe_value(observation)}"
     )
 
 
@@ -183,7 +186,7 @@ def _read_turn(turn: Any) -> Turn:
             return Turn(role, _replace_surrogates(content))
         case _:
             problem = "a message must have role and content, both text, not"
-            raise InvalidEnvResponse(f"{problem} {_describe(turn)}")
+            raise InvalidEnvResponse(f"{problem} {describe_value(turn)}")
 
 
 def _replace_surrogates(text: str) -> str:
@@ -194,7 +197,7 @@ def _replace_surrogates(text: str) -> str:
 
 def _read_info(info: Any) -> Info:
     if not isinstance(info, Mapping):
-        raise InvalidEnvResponse(f"info must be a mapping, not {_describe(info)}")
+        raise InvalidEnvResponse(f"info must be a mapping, not {describe_value(info)}")
     # Fast path for every step: most infos are already flat JSON.
     if all(type(value) in _JSON_SCALARS and type(key) is str for key, value in info.items()):
         return info
@@ -217,8 +220,3 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json_value(item) for item in value]
     return repr(value)[:200]
-
-
-def _describe(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

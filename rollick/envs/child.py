@@ -144,6 +144,8 @@ def solve_episode(env: TextEnv, seed: int) -> EnvResponse:
 
 @dataclass(slots=True)
 class EnvLoop:
+    """The environments and episodes of a child; `run_program` passes it the frames of the pool."""
+
     writer: FrameWriter
     makers: dict[str, MakeEnv] = field(default_factory=dict[str, MakeEnv])
     episodes: dict[int, TextEnv] = field(default_factory=dict[int, TextEnv])

@@ -61,6 +61,7 @@ class FrozenLake(GridGame):
         self.goal = self.size * self.width + self.size
         self.player = self.start
         self.policy: dict[int, int] = {}
+        """The solver's direction in each cell, on slippery ice."""
 
     def build(self, seed: int) -> None:
         random = random_of("frozen_lake", seed, self.size, str(self.holes))

@@ -342,7 +342,7 @@ class EnvPool:
             session.pending.set_result(result)
 
     def drop(self, session: EnvSession) -> None:
-        """Free the slot of an episode that is over."""
+        """Mark an episode as over and free its slot; does not tell its process."""
         session.over = True
         del session.worker.sessions[session.number]
         self._slots.release()

@@ -62,7 +62,7 @@ class WebShop(TextEnv):
     """One purchase. Actions: `search[words]` on the search page, `click[button]`."""
 
     products: str = PRODUCTS
-    """The product file."""
+    """The product file; a relative path starts at the working directory."""
     split: Split = "train"
     goals: Literal["made", "human"] = "made"
     """Generated from products, or written by people."""

@@ -31,7 +31,7 @@ TITLES = {
     TRAINING_SCORE: "training, mean score",
 }
 SMOOTHED_PARTS = 20
-"""A thick line averages over this part of a training curve."""
+"""The thick line of a training curve is a moving average over 1/20 of its steps."""
 
 
 @dataclass(frozen=True, slots=True)

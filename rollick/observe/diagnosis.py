@@ -26,7 +26,7 @@ QUIET_AFTER_S = 60.0
 """A run is quiet if no sample made progress for this long."""
 SHOWN_ENGINES = 16
 
-State = Literal[
+RunStatus = Literal[
     "starting", "running", "quiet", "silent", "finished", "interrupted", "failed", "died", "unknown"
 ]
 GREEN, YELLOW = ("running", "finished"), ("interrupted", "quiet")
@@ -124,7 +124,7 @@ class RunEvidence:
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     run: str
-    state: State
+    state: RunStatus
     headline: str
     waits: str
     advice: str
@@ -184,11 +184,11 @@ def diagnose(snapshot: RunSnapshot | None, evidence: RunEvidence, *, now: float)
     )
 
 
-def _state(snapshot: RunSnapshot | None, evidence: RunEvidence, now: float) -> State:
+def _state(snapshot: RunSnapshot | None, evidence: RunEvidence, now: float) -> RunStatus:
     if snapshot is None:
         return "starting" if evidence.alive else "unknown"
     if snapshot.outcome:
-        return cast("State", snapshot.outcome)
+        return cast("RunStatus", snapshot.outcome)
     if evidence.alive is False:
         return "died"
     if now - snapshot.written_at > SILENT_AFTER_S:
@@ -198,7 +198,9 @@ def _state(snapshot: RunSnapshot | None, evidence: RunEvidence, now: float) -> S
     return "quiet" if snapshot.quiet_s > QUIET_AFTER_S else "running"
 
 
-def _headline(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence, now: float) -> str:
+def _headline(
+    state: RunStatus, snapshot: RunSnapshot | None, evidence: RunEvidence, now: float
+) -> str:
     if snapshot is None:
         logged = "" if evidence.step is None else f"; step {evidence.step} was logged"
         return "starting" if state == "starting" else f"no snapshot of the run{logged}"
@@ -206,7 +208,7 @@ def _headline(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence,
     process = f"process {snapshot.pid} on {snapshot.host}"
     quiet = duration(snapshot.quiet_s)
     done = f"step {snapshot.step} of {snapshot.steps} done, version {snapshot.version}"
-    headlines: Mapping[State, str] = {
+    headlines: Mapping[RunStatus, str] = {
         "starting": f"starting ({process})",
         "running": f"running ({process}), {done}",
         "quiet": f"running ({process}), {done}, but no sample made progress for {quiet}",
@@ -219,13 +221,13 @@ def _headline(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence,
     return headlines[state]
 
 
-def _advice(state: State, snapshot: RunSnapshot | None, evidence: RunEvidence) -> str:
+def _advice(state: RunStatus, snapshot: RunSnapshot | None, evidence: RunEvidence) -> str:
     begin = "that checkpoint" if evidence.checkpoint is not None else "the beginning"
     resume = f"run the same command with --resume to continue from {begin}"
     stacks = f"; stacks are in {evidence.stuck}" if evidence.stuck else ""
     if state == "finished" and snapshot is not None and 0 < snapshot.step < snapshot.steps:
         return f"the run ended before its last step (run.max_minutes); {resume}"
-    advice: Mapping[State, str] = {
+    advice: Mapping[RunStatus, str] = {
         "finished": "nothing to do; `rollick export` writes the policy",
         "interrupted": resume,
         "failed": f"fix the cause, then {resume}{stacks}",

@@ -54,10 +54,10 @@ PHASE_STATES: Mapping[str, State] = {
 """The state of a phase; `train` for all others."""
 
 Clock = Callable[[], float]
-Seconds = dict[State, float]
+TimeByState = dict[State, float]
 
 
-def no_time() -> Seconds:
+def no_time() -> TimeByState:
     return dict.fromkeys(STATES, 0.0)
 
 
@@ -72,19 +72,20 @@ class TimeRow:
     """The step that the time was spent for; None if it cannot be lost with a step."""
     seconds: Mapping[State, float] = field(default_factory=no_time)
     event: Event = "step"
-    """`restored`: the steps after `step` were lost. The last two end a process; after a crash they
-    are missing."""
+    """opened: a process started. begun: its first step began. step: a step ended. restored: the
+    steps after `step` were lost. stopped, failed: the process ended; after a crash both are
+    missing."""
 
 
 @dataclass(slots=True)
 class Goodput:
     """The time of a run by state, over all its processes."""
 
-    seconds: Seconds = field(default_factory=no_time)
+    seconds: TimeByState = field(default_factory=no_time)
     processes: int = 0
     redone_steps: int = 0
     last: TimeRow | None = None
-    _by_step: dict[int, Seconds] = field(default_factory=dict[int, Seconds])
+    _by_step: dict[int, TimeByState] = field(default_factory=dict[int, TimeByState])
     _finished: set[int] = field(default_factory=set[int])
 
     @property
@@ -247,7 +248,8 @@ class TimeAccount:
         return metrics | {"time/goodput/redone_steps": float(self.totals.redone_steps)}
 
     def drop_rows_after(self, step: int) -> None:
-        """The steps after `step` were lost: the run does them again."""
+        """Record that the steps after `step` were lost, because the run does them again. Removes no
+        row: their time becomes `redo`."""
         self._append(TimeRow(self.at, step, event="restored"))
 
     def close(self, step: int, *, failed: bool = False) -> None:
@@ -258,7 +260,7 @@ class TimeAccount:
 
     def _write(self, step: int | None, event: Event) -> None:
         self.refresh()
-        seconds: Seconds = {state: spent for state, spent in self._unwritten.items() if spent}
+        seconds: TimeByState = {state: spent for state, spent in self._unwritten.items() if spent}
         self._unwritten = no_time()
         self._append(TimeRow(self.at, step, seconds, event))
 

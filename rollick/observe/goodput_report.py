@@ -53,8 +53,8 @@ class Reliability:
             *(f"faults of {role.role}: {describe_faults(role)}" for role in self.faults),
         ]
 
-    def page(self) -> str:
-        """The section of report.html."""
+    def html_section(self) -> str:
+        """The section of report.html; empty if the run has recorded no time."""
         if not self.goodput.wall_s:
             return ""
         image = base64.b64encode(draw_time_bar(self.goodput)).decode()

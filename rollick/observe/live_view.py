@@ -1,6 +1,8 @@
-"""The live view of a run: one line per role, progress, score, speed. Without a
-terminal, and in notebooks, it prints plain lines: one per step, and one every PROGRESS_EVERY_S
-during long steps."""
+"""The live view of a run: one line per role, progress, score, speed.
+
+Without a terminal, and in notebooks, it prints plain lines: one per step, and one every
+PROGRESS_EVERY_S during long steps.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ STEP_LINE: Mapping[str, tuple[str, ...]] = {
     "tok/s": ("speed/tokens_per_s",),
     "s": ("time/step",),
 }
-"""Labels of the step line, and their metrics in order of preference. The second metric covers the
-trained samples: in an asynchronous run no sample may end during a step."""
+"""Labels of the step line, and their metrics in order of preference. A step of an asynchronous run
+can end without a finished sample: the second metric covers the trained samples instead."""
 
 
 def sparkline(values: Sequence[float], *, width: int = 40) -> str:

@@ -27,9 +27,7 @@ pre{white-space:pre-wrap;margin:0}img{max-width:100%}.good{color:#18794e}.bad{co
 """
 COLORS = {"generate": "#d9d9d9", "train": "#4c78a8", "publish": "#f58518"}
 """Colours of the trainer's phases in a timeline; grey is waiting for a batch."""
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
+CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 MAX_TEXT = 1500
 """Characters of a prompt or an answer on the page."""
 
@@ -140,14 +138,14 @@ def write_report(
     image = base64.b64encode(picture.read_bytes()).decode()
     page = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        f"<meta http-equiv='Content-Security-Policy' content=\"{POLICY}\">",
+        f"<meta http-equiv='Content-Security-Policy' content=\"{CONTENT_SECURITY_POLICY}\">",
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
         _name_table(facts),
         _results(summarise_curves(rows)),
         f"<img alt='learning curves' src='data:image/png;base64,{image}'>",
         f"<h2>What to try</h2>{_name_table(advice)}" if advice else "",
-        reliability.page(),
+        reliability.html_section(),
         _samples(exchanges),
         "</body></html>",
     ]

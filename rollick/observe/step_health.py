@@ -1,4 +1,4 @@
-"""Whether a training step shows that the policy explodes or is dead. Pure.
+"""Whether a training step shows that the policy explodes or has collapsed. Pure.
 
     StepSignals of a step -> StepHealth.examine -> what is wrong, or "" -> pipelines/step_guard.py
 
@@ -19,13 +19,14 @@ WINDOW = 20
 MIN_STEPS = 3
 """Healthy steps before a large gradient is called an explosion: the first ones may be small."""
 LARGE = 30.0
-"""A gradient of more times the median explodes."""
+"""A gradient above this multiple of the median explodes."""
 VANISHED = 1e-6
 """A gradient below this share of the median is 0: the model's outputs are saturated."""
-DEAD_ENTROPY = 1e-5
+COLLAPSED_ENTROPY = 1e-5
 """Mean entropy per token, in nats, at which a policy gives only one answer."""
-DEAD_SHARE = 1e-3
-"""Share of the median entropy that a dead policy has at most: learning takes more steps."""
+COLLAPSED_SHARE = 1e-3
+"""The entropy of a collapsed policy is also below this share of the median: learning lowers it more
+slowly."""
 LARGE_MISMATCH = 3.0
 """KL divergence per token, in nats, of the policy from the one that sampled the tokens."""
 
@@ -39,15 +40,16 @@ class StepSignals:
     has_signal: bool = True
     """Whether a token has an advantage. Without one, a gradient of 0 is right."""
     changed: bool = True
+    """Whether the optimizer stepped. False: it skipped a gradient that was not finite."""
     entropy: float | None = None
     mismatch_kl: float | None = None
     may_vanish: bool = False
-    """Whether a gradient of 0 is right also with a signal: values may be exact."""
+    """Whether a gradient of 0 is right also with a signal: the values of a critic may be exact."""
 
     @property
     def is_evidence(self) -> bool:
-        """Whether a step without trouble shows that the model is healthy: without a signal, a dead
-        one looks the same."""
+        """Whether a step without trouble shows that the model is healthy: without a signal, a
+        broken model looks the same."""
         return self.has_signal and self.changed
 
 
@@ -88,14 +90,16 @@ class StepHealth:
             return f"its gradient of {step.grad_norm:.3g} is {times}"
         if step.has_signal and not step.may_vanish and step.grad_norm < VANISHED * usual:
             return f"its gradient fell from {usual:.3g} to {step.grad_norm:.3g}"
-        return self._dead_policy(step)
+        return self._describe_collapse(step)
 
-    def _dead_policy(self, step: StepSignals) -> str:
+    def _describe_collapse(self, step: StepSignals) -> str:
         usual = median(self.entropies) if self.entropies else 0.0
-        if step.entropy is not None and step.entropy < min(DEAD_ENTROPY, DEAD_SHARE * usual):
+        limit = min(COLLAPSED_ENTROPY, COLLAPSED_SHARE * usual)
+        if step.entropy is not None and step.entropy < limit:
             return f"the policy's entropy fell from {usual:.3g} to {step.entropy:.3g}"
         if step.mismatch_kl is not None and step.mismatch_kl > LARGE_MISMATCH:
             return (
-                f"the policy is {step.mismatch_kl:.3g} nats per token from what sampled the tokens"
+                f"the policy is {step.mismatch_kl:.3g} nats per token away from the one that "
+                "sampled the tokens"
             )
         return ""

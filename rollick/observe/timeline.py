@@ -25,7 +25,7 @@ from rollick.observe.sample_stage import SampleActivity, SampleStage
 from rollick.observe.trace import read_trace
 from rollick.types import SampleId
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 TRAINER, SAMPLES, ENGINES = 1, 2, 100
 """Process numbers; engine n is ENGINES + n."""
@@ -176,7 +176,7 @@ def assign_lanes(intervals: Iterable[tuple[int, int]]) -> list[int]:
     return lanes
 
 
-def trace_events(timeline: RunTimeline) -> Iterator[Event]:
+def trace_events(timeline: RunTimeline) -> Iterator[TraceEvent]:
     """All events, after the names of the tracks."""
     spans = [span for sample in timeline.samples for span in sample.spans]
     engines = sorted({span.engine for span in spans if span.engine is not None})
@@ -195,7 +195,7 @@ def trace_events(timeline: RunTimeline) -> Iterator[Event]:
     yield from _engine_events(timeline)
 
 
-def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[Event]:
+def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[TraceEvent]:
     steps = {phase.step: phase for phase in timeline.phases if phase.name == TRAINING}
     lanes = assign_lanes((sample.begin, sample.end) for sample in timeline.samples)
     for flow, (sample, lane) in enumerate(zip(timeline.samples, lanes, strict=True), start=1):
@@ -210,7 +210,7 @@ def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[Event]:
             yield at | flow_event
 
 
-def _engine_events(timeline: RunTimeline) -> Iterator[Event]:
+def _engine_events(timeline: RunTimeline) -> Iterator[TraceEvent]:
     by_engine: defaultdict[int, list[tuple[StageSpan, SampleTimeline]]] = defaultdict(list)
     for sample in timeline.samples:
         for span in sample.spans:
@@ -223,18 +223,18 @@ def _engine_events(timeline: RunTimeline) -> Iterator[Event]:
             yield _span_event(sample, span) | {"pid": ENGINES + engine, "tid": lane}
 
 
-def _span_event(sample: SampleTimeline, span: StageSpan) -> Event:
+def _span_event(sample: SampleTimeline, span: StageSpan) -> TraceEvent:
     event = _complete_event(f"{span.stage} {sample.uid}", span.stage, span.begin, span.end)
     optional = {"what": span.detail or None, "engine": span.engine, "step": sample.step}
     known = {key: value for key, value in optional.items() if value is not None}
     return event | {"args": {"sample": str(sample.uid), "group": sample.uid.group, **known}}
 
 
-def _complete_event(name: str, category: str, begin: int, end: int) -> Event:
+def _complete_event(name: str, category: str, begin: int, end: int) -> TraceEvent:
     return {"ph": "X", "name": name, "cat": category, "ts": begin, "dur": end - begin}
 
 
-def _metadata_event(kind: str, process: int, thread: int, **arguments: Any) -> Event:
+def _metadata_event(kind: str, process: int, thread: int, **arguments: Any) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
 
 

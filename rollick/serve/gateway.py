@@ -129,7 +129,7 @@ class Gateway:
         """The choices, those of one prompt after another. Runs all concurrently and emits chunks as
         they arrive. Cancelling aborts them."""
         self._check(request, session)
-        choices = request.prompt_count * request.choices
+        choices = request.prompt_count * request.choices_per_prompt
         if self.running + choices > self.max_requests:
             text = f"{self.running} requests are running; the limit is {self.max_requests}"
             code = "rate_limit_exceeded"
@@ -172,7 +172,7 @@ class Gateway:
         async def generate(prompt: int, group: int, choice: int) -> ChoiceChunk:
             uid, stream = SampleId(group, choice), stable_hash("serve", seed, prompt, choice)
             engine_request = Request(uid, prompts[prompt], samplings[prompt], stream, group=group)
-            index = prompt * request.choices + choice
+            index = prompt * request.choices_per_prompt + choice
             parser = self._parser(request)
             return await generate_choice(
                 access, engine_request, self.codec, emit, index=index, parser=parser
@@ -182,17 +182,18 @@ class Gateway:
         return await gather_choices(
             generate(prompt, group, choice)
             for prompt, group in enumerate(groups)
-            for choice in range(request.choices)
+            for choice in range(request.choices_per_prompt)
         )
 
     async def _respond_in_session(
         self, request: ApiRequest, emit: Emit, session: AgentSession
     ) -> ChoiceChunk:
         """One request at a time: a sample has one slot in the rollout."""
-        if request.choices > 1 or request.prompt_count > 1:
-            counts = f"{request.choices} for {request.prompt_count}"
+        if request.choices_per_prompt > 1 or request.prompt_count > 1:
+            counts = f"{request.choices_per_prompt} for {request.prompt_count}"
             text = f"a session records one choice for one prompt, not {counts}"
-            fix, param = "send one request after another", "n" if request.choices > 1 else "prompt"
+            fix = "send one request after another"
+            param = "n" if request.choices_per_prompt > 1 else "prompt"
             raise BadRequest(text, fix=fix, param=param, code=UNSUPPORTED)
         async with session.lock:
             if session.closed:

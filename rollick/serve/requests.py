@@ -52,7 +52,7 @@ class ApiRequest:
 
     prompt: AnyPrompt
     model: str | None
-    choices: int
+    choices_per_prompt: int
     temperature: float
     top_p: float
     top_k: int
@@ -61,8 +61,8 @@ class ApiRequest:
     seed: int | None
     stream: bool
     stream_usage: bool
-    logprobs: bool
-    token_ids: bool
+    return_logprobs: bool
+    return_token_ids: bool
 
     @property
     def is_chat(self) -> bool:
@@ -111,7 +111,7 @@ def _read_common(
     request = ApiRequest(
         prompt=prompt,
         model=fields.read("model", str, None),
-        choices=fields.number("n", int, 1, low=1, high=MAX_CHOICES),
+        choices_per_prompt=fields.number("n", int, 1, low=1, high=MAX_CHOICES),
         temperature=float(fields.number("temperature", float, 1, low=0, high=MAX_TEMPERATURE)),
         top_p=float(fields.number("top_p", float, 1, low=0, high=1)),
         top_k=max(fields.number("top_k", int, 0, low=-1), 0),
@@ -120,8 +120,8 @@ def _read_common(
         seed=fields.read("seed", int, None),
         stream=fields.read("stream", bool, False),
         stream_usage=options.get("include_usage") is True,
-        logprobs=logprobs,
-        token_ids=fields.read("return_token_ids", bool, False),
+        return_logprobs=logprobs,
+        return_token_ids=fields.read("return_token_ids", bool, False),
     )
     if 0 < request.temperature < MIN_TEMPERATURE:
         fix = f"send 0, which is greedy, or at least {MIN_TEMPERATURE:g}"

@@ -32,13 +32,13 @@ class ResponseBuilder:
 
     def full(self, choices: Sequence[ChoiceChunk]) -> Json:
         body = self._body("chat.completion", [self._choice(choice) for choice in choices])
-        if self.request.is_chat and self.request.token_ids:
+        if self.request.is_chat and self.request.return_token_ids:
             body["prompt_token_ids"] = choices[0].prompt_ids.tolist()
         return body | {"usage": self._usage(choices)}
 
     def chunk(self, chunk: ChoiceChunk, *, first: bool) -> Json | None:
         """One event of a stream; None if the chunk has no content."""
-        with_tokens = self.request.logprobs or self.request.token_ids
+        with_tokens = self.request.return_logprobs or self.request.return_token_ids
         if not (chunk.content or chunk.calls or chunk.stop or first or with_tokens):
             return None
         choice = self._choice(chunk)
@@ -46,7 +46,7 @@ class ResponseBuilder:
             del choice["message"]
             choice["delta"] = _delta(chunk, first=first)
         body = self._body("chat.completion.chunk", [choice])
-        if first and self.request.is_chat and self.request.token_ids:
+        if first and self.request.is_chat and self.request.return_token_ids:
             body["prompt_token_ids"] = chunk.prompt_ids.tolist()
         return body
 
@@ -69,9 +69,9 @@ class ResponseBuilder:
             choice["message"] = _message(chunk)
         else:
             choice["text"] = chunk.text
-        choice["logprobs"] = self._logprobs(chunk) if self.request.logprobs else None
+        choice["logprobs"] = self._logprobs(chunk) if self.request.return_logprobs else None
         choice["finish_reason"] = chunk.finish_reason
-        if self.request.token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = chunk.token_ids.tolist()
             choice["token_logprobs"] = chunk.logprobs.tolist()
             choice["token_versions"] = chunk.versions.tolist()
@@ -92,7 +92,7 @@ class ResponseBuilder:
 
     def _usage(self, choices: Sequence[ChoiceChunk]) -> Json:
         """Every sampled token counts, including the stop token; each prompt counts once."""
-        prompt = sum(len(first.prompt_ids) for first in choices[:: self.request.choices])
+        prompt = sum(len(first.prompt_ids) for first in choices[:: self.request.choices_per_prompt])
         sampled = sum(len(choice.token_ids) for choice in choices)
         total = prompt + sampled
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}

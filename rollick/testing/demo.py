@@ -84,7 +84,7 @@ def largest_first(completion: str, answer: str) -> float:
     return letters_in_order(completion, answer)
 
 
-def shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
+def dr_grpo_on_shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
     """The control: dr_grpo on shuffled scores, which carry no signal."""
     mixed = shuffle_scores(groups, seed=groups[0].uid)
     return dr_grpo(mixed, BaselineAdvantage())
@@ -164,6 +164,7 @@ def warm_up_recipe(model: Path, home: Path, seed: int) -> dict[str, Any]:
 
 def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]:
     """RL on both domains, from the warmed-up policy."""
+    advantage = f"{__name__}:dr_grpo_on_shuffled_scores" if control else "dr_grpo"
     rewards = {"letters": ["object:letters_in_order"], "digits": ["object:largest_first"]}
     return {
         "run": {"name": "rl", "folder": str(home), "steps": 120, "seed": seed, "threads": 1},
@@ -177,7 +178,7 @@ def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str
         "sampling": {"max_tokens": 6},
         # Shuffled scores differ in every group, so a control has no group without signal.
         "rollout": {"groups_per_step": 64, "group_size": 8, "drop_no_signal": not control},
-        "algorithm": {"advantage": f"{__name__}:shuffled_scores" if control else "dr_grpo"},
+        "algorithm": {"advantage": advantage},
         "train": {
             "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]},
             "schedule": {"shape": "linear", "warmup_steps": 5, "final": 0.2},

@@ -348,13 +348,13 @@ def test_time_and_faults_in_a_few_lines() -> None:
 
 
 def test_the_page_has_a_bar_and_tables_of_time_and_faults() -> None:
-    page = RELIABILITY.page()
+    page = RELIABILITY.html_section()
     assert page.count("<img alt='time by state' src='data:image/png;base64,") == 1
     assert "<tr><td>train</td><td>300 s</td><td>50.0%</td></tr>" in page
     assert "<tr><td>ETTR</td><td></td><td>50.0%</td></tr>" in page
     assert "<td>3</td><td>2 killed, 1 hung</td><td>19 s</td><td>25 s</td><td></td>" in page
     assert "<td>&lt;b&gt;policy</td>" in page
-    assert Reliability(Goodput()).page() == ""
+    assert Reliability(Goodput()).html_section() == ""
 
 
 def test_a_run_without_faults_has_no_metrics_of_them(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_with_an_error(toy: Toy, stal
     assert saved == ["step-000001"]
 
 
-def test_a_dead_policy_without_signal_ends_the_run_with_a_hint(toy: Toy) -> None:
+def test_a_collapsed_policy_without_signal_ends_the_run_with_a_hint(toy: Toy) -> None:
     with pytest.raises(NoSignalError, match="the policy may be dead"):
         run_recipe(toy("train.optimizer.lr=1e3", steps=20))
 
@@ -59,7 +59,7 @@ def test_a_run_that_is_over_before_it_may_stop_does_not_end_as_if_all_were_well(
         run_recipe(toy(*HUGE, steps=3))
 
 
-def test_a_dead_policy_is_found_after_a_resume_too(toy: Toy) -> None:
+def test_a_collapsed_policy_is_found_after_a_resume_too(toy: Toy) -> None:
     loaded = toy(*HUGE, "checkpoint.every=1", steps=2)
     run_recipe(loaded)
     again = toy(*HUGE, "checkpoint.every=1", name=loaded.recipe.run.name, steps=20)

@@ -28,7 +28,8 @@ def messages_of(*messages: dict[str, Any]) -> tuple[Any, ...]:
 
 def test_a_request_with_only_messages_has_openais_defaults():
     ask = chat()
-    assert (ask.choices, ask.stream, ask.logprobs, ask.token_ids) == (1, False, False, False)
+    assert ask.choices_per_prompt == 1
+    assert (ask.stream, ask.return_logprobs, ask.return_token_ids) == (False, False, False)
     assert ask.sampling(available=7) == Sampling(temperature=1.0, max_tokens=7)
 
 
@@ -47,7 +48,7 @@ def test_max_completion_tokens_overrides_max_tokens():
 
 
 def test_null_is_the_same_as_absent():
-    assert chat(temperature=None, stop=None, logit_bias=None, n=None).choices == 1
+    assert chat(temperature=None, stop=None, logit_bias=None, n=None).choices_per_prompt == 1
 
 
 def test_one_stop_string_need_not_be_a_list():
@@ -92,7 +93,7 @@ def test_a_completion_has_sixteen_tokens_by_default():
 
 
 def test_logprobs_zero_of_a_completion_gives_those_of_the_sampled_tokens():
-    assert read_completion({"prompt": "a", "logprobs": 0}).logprobs
+    assert read_completion({"prompt": "a", "logprobs": 0}).return_logprobs
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [

@@ -75,9 +75,9 @@ def _check_old_policy_ratio(context: Context) -> Problems:
         bounds_old = loss in ON_OLD_RATIO or loss == "kimi"
         uses_old = "old" in algorithm.needs and not algorithm.old_is_behaviour
         if is_builtin and bounds_old and uses_old:
-            message = f"{correction} uses the learner's old policy, which one optimizer step per "
-            message += f"batch never leaves: at staleness {recipe.max_staleness:g} the loss {loss} "
-            message += "has no trust region"
+            message = f"with {correction}, ratios are relative to the learner's old policy, which "
+            message += "with one optimizer step per batch is the trained policy itself: at "
+            message += f"staleness {recipe.max_staleness:g} the loss {loss} has no trust region"
             yield context.problem((*path, "correction"), message, fix)
 
 
@@ -89,7 +89,7 @@ def _check_group_settings(context: Context) -> Problems:
         advantage, is_single = algorithm.advantage.name, context.rl.rollout.group_size == 1
         if is_single and advantage in GROUP_ADVANTAGES and reads_scores(algorithm):
             what = f"advantage {advantage} compares the samples of a group"
-            problem = f"{what}, and 1 gives it no other"
+            problem = f"{what}, and a group of 1 has nothing to compare"
             yield context.problem("rollout.group_size", problem, "use 2 or more")
             continue
         message = _find_drop_conflict(algorithm, is_single=is_single)
@@ -120,7 +120,7 @@ def _find_drop_conflict(algorithm: AlgorithmConfig, *, is_single: bool) -> str:
     if name in NAMES["advantages"] and not algorithm.needs_different_scores:
         return f"{equal}, and advantage {name} learns from them"
     if is_single:
-        return "true drops every group: the score of a single sample differs from no other"
+        return "true drops every group: with one sample per group, no two scores differ"
     return ""
 
 

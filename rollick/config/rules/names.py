@@ -231,6 +231,7 @@ def _format_problem(text: str) -> str:
 
 
 def import_everything(context: Context) -> Problems:
+    """Imports everything that the recipe names; a problem for each import that fails."""
     for path, kind, name in _all_names(context):
         try:
             resolve(kind, name, base=context.base)
@@ -247,6 +248,7 @@ def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
     for path, domain in context.domains():
         kind = domain.source.partition(":")[0]
         if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
+            # Sources have no kind of names. `resolve` ignores the kind of a reference.
             yield (*path, "source"), "rewards", domain.source
     for path, environment in context.environments():
         yield path, "environments", environment.name

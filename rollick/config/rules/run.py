@@ -25,16 +25,21 @@ def _check_has_domain(context: Context) -> Problems:
 
 
 @rule("sampling")
-def _check_sampling_support(context: Context) -> Problems:
+def _check_sampled_distribution(context: Context) -> Problems:
     if context.rl is None:
         return
-    yield from _check_support(context, ("sampling",), context.rl.sampling)
+    yield from _check_distribution(context, ("sampling",), context.rl.sampling)
     for path, domain in context.domains_of(schema.RlvrDomain):
-        yield from _check_support(context, (*path, "sampling"), domain.sampling)
+        yield from _check_distribution(context, (*path, "sampling"), domain.sampling)
 
 
-def _check_support(context: Context, path: KeyPath, sampling: schema.SamplingConfig) -> Problems:
-    reason = "cuts the support, so the learner's log-probs would not be those of the samples"
+def _check_distribution(
+    context: Context, path: KeyPath, sampling: schema.SamplingConfig
+) -> Problems:
+    """The learner computes log-probs of the softmax at the temperature, without other changes."""
+    reason = (
+        "changes the distribution, so the learner's log-probs would not be those of the samples"
+    )
     for key, off in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("min_tokens", 0)):
         value = getattr(sampling, key)
         if value not in (None, off):

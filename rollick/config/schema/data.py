@@ -178,8 +178,8 @@ class FilterConfig(Section):
     """Which groups of a domain are trained on, where that differs from `rollout`."""
 
     scores: tuple[float, float] | None = None
-    """Groups whose mean score is outside this range are dropped and refilled (too_easy,
-    too_hard)."""
+    """Groups whose mean score is outside this range are dropped and refilled; the reasons are
+    too_hard (below) and too_easy (above)."""
     drop_no_signal: bool | None = None
     """Overrides rollout.drop_no_signal."""
     min_spread: Annotated[float, Field(ge=0)] | None = None
@@ -299,8 +299,7 @@ class RlDataConfig(DataConfig[R], Generic[R]):
     """Prompts to sample answers to."""
 
     shares_of: Literal["drawn", "trained"] = "drawn"
-    """What the shares of domains are shares of: the prompts drawn, or the groups trained on. With
-    trained, a domain whose groups are often dropped (no signal) is drawn more often, up to five
-    times."""
+    """What the share of a domain counts: prompts drawn, or groups trained on. With trained, a
+    domain whose groups are often dropped (no signal) is drawn more often, up to five times."""
     selection: PromptSelectionConfig = PromptSelectionConfig()
     """Which prompts are drawn more often, and which are retired."""

@@ -62,7 +62,6 @@ from rollick.config.schema.train import (
 from rollick.errors import ConfigError
 from rollick.types import Sampling
 
-# Section is frozen by its model_config, which pyright does not read.
 _PICKLABLE = (
     *(RlDataConfig[RlvrDomain], RlDataConfig[AgenticDomain], DataConfig[TrainingDomain]),
     *(DataConfig[SftDomain], DataConfig[DpoDomain], DataConfig[DistillDomain]),
@@ -70,6 +69,7 @@ _PICKLABLE = (
 """Specialised at module level, where pydantic registers the classes: recipes are pickled."""
 
 
+# `frozen=True` repeats Section's model_config, which pyright does not read.
 class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     """The sections that every pipeline has."""
 
@@ -241,7 +241,7 @@ class RlRecipe(Recipe, frozen=True):
 
 
 class RlvrRecipe(RlRecipe, frozen=True):
-    """Samples that answer once, scored by rewards."""
+    """The policy answers each prompt once; rewards score the answers."""
 
     pipeline: Literal["rlvr"] = "rlvr"
     """Reinforcement learning from verifiable rewards."""
@@ -255,7 +255,7 @@ class PluginRecipe(RlRecipe, frozen=True):
 
 
 class AgenticRecipe(PluginRecipe, frozen=True):
-    """Samples that act in environments, turn by turn, or run an agent."""
+    """The policy acts in environments, turn by turn, or serves an agent."""
 
     pipeline: Literal["agentic"]
     """Reinforcement learning in environments."""

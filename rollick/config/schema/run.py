@@ -190,7 +190,7 @@ class ClusterConfig(Section):
     backend: Literal["ray", "inline"] = "ray"
     """ray: worker processes on a Ray cluster. inline: everything in this process."""
     address: Annotated[str | None, IgnoredWith("backend", ("inline",))] = None
-    """Address of an existing Ray cluster; none starts one on this machine."""
+    """Address of an existing Ray cluster; not set: a new one on this machine."""
     cpus_per_worker: Annotated[float, Field(ge=0)] = 0
     """CPUs that Ray reserves for each worker process."""
     place_timeout_s: Seconds = 60

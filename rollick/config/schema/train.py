@@ -61,7 +61,7 @@ class ParallelConfig(Section):
         return self.tensor * self.context * self.expert
 
     @property
-    def copies(self) -> int:
+    def ranks_per_replica(self) -> int:
         """Ranks that compute the same samples together."""
         return self.tensor * self.context
 
@@ -78,8 +78,8 @@ class LoraConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The adapter's product is added to the weight times alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Linear layers with adapters, by the end of their names, such as q_proj; none: all but the
-    head."""
+    """Linear layers with adapters, by the end of their names, such as q_proj; empty: all except
+    the head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of an adapter's inputs."""
 
@@ -116,7 +116,7 @@ class TrainConfig(Section):
     """Passes over each batch."""
     max_skipped_steps: Positive = 5
     """After this many steps in a row with a gradient that is not finite, an exploding gradient or a
-    dead policy, the run rolls back."""
+    collapsed policy (see docs/reliability.md), the run rolls back."""
     rollbacks: NonNegative = 2
     """How often a run may go back to the snapshot from before such steps; then they end it."""
 

@@ -51,11 +51,11 @@ class ObjectCandidate(tests.Candidate):
         """Classes that the tests use by a name with a capital: the tests expect objects of them."""
         self.proxies: dict[tuple[int, bool], Any] = {}
         self.highest_number = -1
-        """Of an object so far."""
+        """The highest number of an object so far."""
         self.functions: list[Any] = []
         """Functions of the tests that the candidate may call."""
         self.numbers: dict[int, int] = {}
-        """Of these functions, by `id`."""
+        """The numbers of these functions, by `id`."""
         self.coroutines: dict[int, tuple[Any, int]] = {}
         """Coroutines that stand for the candidate's, with their numbers, by `id`."""
         self.errors: list[BaseException] = []
