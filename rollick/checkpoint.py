@@ -75,7 +75,7 @@ class CheckpointStore:
     def save(
         self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
     ) -> Path:
-        """`begin` and finish a checkpoint."""
+        """Write a checkpoint at once: `begin`, then the function that it returns."""
         return self.begin(step, write, meta=meta, score=score)()
 
     def begin(
@@ -306,9 +306,9 @@ def _by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints with a score, best first; ties: higher TIE_BREAK, then newer first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[float, float, int]:
-        second: JSON = checkpoint.meta.get(TIE_BREAK)
-        is_number = isinstance(second, int | float) and isfinite(second)
-        return checkpoint.score or 0.0, second if is_number else 0.0, checkpoint.step
+        tie_break: JSON = checkpoint.meta.get(TIE_BREAK)
+        is_number = isinstance(tie_break, int | float) and isfinite(tie_break)
+        return checkpoint.score or 0.0, tie_break if is_number else 0.0, checkpoint.step
 
     return sorted((c for c in checkpoints if c.score is not None), key=rank, reverse=True)
 
@@ -358,7 +358,7 @@ def _read_manifest(path: Path) -> dict[str, JSON]:
     if not is_unchanged:
         raise _Damaged(f"{MANIFEST} was changed")
     if not _is_manifest(manifest):
-        raise _Damaged(f"{MANIFEST} has other contents than a manifest")
+        raise _Damaged(f"{MANIFEST} is not the manifest of a checkpoint")
     return manifest
 
 

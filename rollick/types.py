@@ -290,7 +290,7 @@ class EpisodeRecord:
     effective: tuple[bool, ...] = ()
     """Whether each reply changed the state; only turns whose environment reports it."""
     summaries: tuple[tuple[int, str], ...] = ()
-    """Summaries of turns that left the context: number of turns before, and text."""
+    """Summaries of turns that left the context: (number of replies before it, text)."""
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -399,7 +399,7 @@ def test_a_file_that_is_a_link_to_a_device_is_damage(tmp_path: Path, name: str):
 def test_a_manifest_with_other_contents_is_damage(tmp_path: Path, changes: dict[str, object]):
     path = save(store_of(tmp_path), 1)
     rewrite_manifest(path, **changes)
-    with pytest.raises(CheckpointError, match="has other contents than a manifest"):
+    with pytest.raises(CheckpointError, match="is not the manifest of a checkpoint"):
         store_of(tmp_path).latest()
 
 

@@ -44,7 +44,8 @@ FLOORS_S = {
     "progress": 120.0,
     **dict.fromkeys((*_WAIT_FOR_STEP, *_WAIT_FOR_OTHERS), 300.0),
 }
-"""By method. `progress` is no call: how long an engine with requests may make no token."""
+"""By method. `progress` is not a method: it is how long an engine that has requests may go without
+a new token."""
 GPU_FACTOR = 4.0
 GRACE_S = 1.0
 """Extra time after a deadline to read replies that arrived while the event loop was blocked."""

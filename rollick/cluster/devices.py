@@ -119,8 +119,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What to do before a phase begins. `pauses` are generator ranks. All others are awake. So a
-    plan does not depend on the previous phase: phases may be skipped or reordered."""
+    """What to do before a phase begins: pause these generator ranks and put these role ranks to
+    sleep; resume and wake all others. So a plan does not depend on the previous phase: phases may
+    be skipped or reordered."""
 
     phase: Phase
     pauses: tuple[int, ...] = ()
@@ -131,21 +132,21 @@ def plan_phases(recipe: Recipe) -> tuple[Phase, ...]:
     validates = bool(recipe.data.validation)
     device_map = DeviceMap.of(recipe)
     scoring: list[RoleName] = [role for role in SCORING if device_map.ranks(role)]
-    drawing: tuple[RoleName, ...] = ("generators", *scoring)
+    sampling: tuple[RoleName, ...] = ("generators", *scoring)
     if isinstance(recipe, SupervisedRecipe):
         phases = [Phase("annotate", _annotators(recipe)), Phase("train", ("policy",))]
         if validates:
             phases.append(Phase("publish", ("policy", "generators")))
     else:
         phases = [
-            Phase("generate", drawing),
+            Phase("generate", sampling),
             Phase("annotate", _annotators(recipe)),
             Phase("train_critic", ("critic",) if recipe.needs("values") else ()),
             Phase("train", ("policy",)),
             Phase("publish", ("policy", "generators")),
         ]
     if validates:
-        phases.append(Phase("validate", drawing))
+        phases.append(Phase("validate", sampling))
     return tuple(phase for phase in phases if phase.uses)
 
 

@@ -22,8 +22,15 @@ from rollick.cluster.devices import HostSpec, RoleRank
 from rollick.errors import RollickError, WorkerError, WorkerOutOfMemory, is_out_of_memory
 from rollick.types import RoleName
 
-_ANNOTATORS: tuple[RoleName, ...] = ("reference", "critic", "reward_model", "teacher", "judge")
-BUILD_ORDER: tuple[RoleName, ...] = ("policy", *_ANNOTATORS, "generators")
+BUILD_ORDER: tuple[RoleName, ...] = (
+    "policy",
+    "reference",
+    "critic",
+    "reward_model",
+    "teacher",
+    "judge",
+    "generators",
+)
 """Generators come last: they may share the parameters of what is there already."""
 
 CLOSE_TIMEOUT_S = 5.0

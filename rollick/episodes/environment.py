@@ -53,7 +53,7 @@ LOG = logging.getLogger("rollick")
 TaskFor = Callable[[Prompt], EnvTask]
 
 MAX_EPISODE_ATTEMPTS = 3
-"""An episode whose process or connection was lost this often fails: it may be what kills it."""
+"""An episode whose process or connection was lost this often fails: it may be the cause itself."""
 RESTARTED = (EnvStatus.LOST, EnvStatus.UNAVAILABLE)
 OUTAGE_PAUSE_S = 2.0
 """Mean time between two attempts to reach a server."""

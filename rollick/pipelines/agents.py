@@ -43,9 +43,9 @@ from rollick.types import (
     frozen_array,
 )
 
-KEPT = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
+INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR")
 """Environment variables that an agent inherits: no secrets."""
-MOST_WORDS = 100_000
+MAX_OUTPUT_CHARACTERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Agents:
         return replace(sample, episode=EpisodeRecord("agent", {}, 0, (), score))
 
     async def _run(self, script: str, prompt: Prompt, session: AgentSession) -> _ScriptResult:
-        inherited = {name: os.environ[name] for name in KEPT if name in os.environ}
+        inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
         task = {"prompt": prompt.text, **{str(key): value for key, value in prompt.row.items()}}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -125,7 +125,7 @@ class Agents:
         if process.returncode:
             last = errors.decode(errors="replace").strip().splitlines()[-1:]
             return _ScriptResult("", f"it exited with code {process.returncode}: {''.join(last)}")
-        return _ScriptResult(out.decode(errors="replace").strip()[:MOST_WORDS])
+        return _ScriptResult(out.decode(errors="replace").strip()[:MAX_OUTPUT_CHARACTERS])
 
 
 def _join(segments: tuple[Segment, ...], uid: SampleId, prompt: Prompt, text: str) -> Sample:

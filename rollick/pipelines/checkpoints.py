@@ -94,7 +94,7 @@ class RunCheckpoints:
             await saving
 
     def _role_writer(self) -> Writer:
-        """Lets the workers write their files."""
+        """The Writer that calls the workers to write their files."""
         loop = asyncio.get_running_loop()
 
         def write(path: Path) -> None:
@@ -104,8 +104,8 @@ class RunCheckpoints:
         return write
 
     async def _hold_snapshots(self, stack: AsyncExitStack) -> Writer | None:
-        """Writes the snapshots of all trained roles, which do not change until the stack is closed.
-        None if a role has no snapshot of its current state."""
+        """The Writer of the newest snapshots of all trained roles, which do not change until the
+        stack is closed. None if a role has no snapshot of its current state."""
         await self.recovery.settle()
         held: dict[str, tuple[SnapshotMemory, SnapshotRecord]] = {}
         for role, name in self._trained_roles:

@@ -38,8 +38,8 @@ LOG = logging.getLogger("rollick")
 class EngineRestarter(ABC):
     """Restarts the lost engines of a role."""
 
-    limit: ClassVar[str]
-    """The setting with the budget."""
+    budget_setting: ClassVar[str]
+    """The setting that gives the budget, for messages."""
     group: EngineGroup
     recovery: WorkerRecovery
     faults: FaultLog
@@ -88,7 +88,7 @@ class EngineRestarter(ABC):
                 self.group.role, rank, kind=kind, cause=failure.message
             )
             if not self._may_restart(rank):
-                fault.give_up(f"the restarts are used up ({self.limit})")
+                fault.give_up(f"the restarts are used up ({self.budget_setting})")
                 self.on_given_up(rank)
                 return
             self.in_progress += 1
@@ -117,7 +117,7 @@ class EngineRestarter(ABC):
 
 @dataclass(slots=True)
 class GeneratorRestarter(EngineRestarter):
-    limit = "rollout.engine_restarts"
+    budget_setting = "rollout.engine_restarts"
     publisher: Publisher
     state: RunState
     rollout: Rollout

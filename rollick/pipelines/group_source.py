@@ -81,22 +81,28 @@ async def open_group_source(
     ) as journal:
         # Models that run in this process block its event loop: do not warn about it.
         warn = run.recipe.cluster.backend != "inline"
-        budget = rl_recipe(run.recipe).rollout.engine_restarts
-        watched = (run.roles.generators, run.recovery, run.telemetry.faults, budget)
         async with (
             LagMeter.open(lambda: state.phase, warn=warn) as lag,
             _open_rollout(run, prompts, journal, restored) as rollout,
             GeneratorRestarter(
-                *watched, run.publisher, state, rollout, run.phases.residency
+                group=run.roles.generators,
+                recovery=run.recovery,
+                faults=run.telemetry.faults,
+                budget=rl_recipe(run.recipe).rollout.engine_restarts,
+                publisher=run.publisher,
+                state=state,
+                rollout=rollout,
+                residency=run.phases.residency,
             ).watch() as restarter,
         ):
-            book_waits(run.telemetry.goodput, rollout.fleet)
+            attribute_waits(run.telemetry.goodput, rollout.fleet)
             with run.status.follow(rollout, run.scoring.rewards):
                 yield GroupSource(rollout, prompts, journal, lag, restarter)
 
 
-def book_waits(goodput: TimeAccount, fleet: Fleet) -> None:
-    """Book the time in which a step waits for groups by what the engines do."""
+def attribute_waits(goodput: TimeAccount, fleet: Fleet) -> None:
+    """Count the time in which a step waits for groups as `recover`, `generate` or `wait`, by what
+    the engines do."""
 
     def waiting_state() -> State:
         if not fleet.engines and fleet.may_gain_engine():

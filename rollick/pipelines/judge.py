@@ -47,7 +47,7 @@ class JudgeEndpoint:
 class JudgeRestarter(EngineRestarter):
     """Gives the gateway access to the judge's engines."""
 
-    limit = "cluster.restarts"
+    budget_setting = "cluster.restarts"
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an engine was restarted, or when that was given up."""
 

@@ -40,13 +40,14 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class RankSpeeds:
-    """Names the slow ranks of a sharded policy, for which all ranks wait, and gives them less work.
-    In deterministic mode they are only named: the division of a batch decides how its sums are
-    rounded."""
+    """Reports the slow ranks of a sharded policy, for which all ranks wait, and gives them less
+    work."""
 
     policy: Policy
     faults: FaultLog
     adapts: bool
+    """Whether slow ranks get less work. Not in deterministic mode: the division of a batch decides
+    how its sums are rounded."""
     speeds: EngineSpeeds = field(default_factory=EngineSpeeds)
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class RankSpeeds:
         """Compare the ranks after a step. The batches from now on are divided by their speeds."""
         if self.policy.ranks < 2:
             return
-        for rank, seconds in enumerate(await self.policy.measure_speeds()):
+        for rank, seconds in enumerate(await self.policy.time_fixed_work()):
             # The same work on each rank counts like the same number of tokens.
             self.speeds.observe(rank, tokens=MIN_TOKENS, seconds=seconds)
         for rank in self.speeds.end_step():
@@ -67,7 +68,7 @@ class RankSpeeds:
             work = "; it gets less work" if self.adapts else ""
             LOG.warning("rank %d of the policy %s%s", rank, cause, work)
         if self.adapts:
-            self.policy.divide_by([self.speeds.weight(r) for r in range(self.policy.ranks)])
+            self.policy.set_rank_speeds([self.speeds.weight(r) for r in range(self.policy.ranks)])
 
     def metrics(self) -> dict[str, float]:
         if self.policy.ranks < 2:
@@ -79,7 +80,7 @@ class Pipeline(ABC, Generic[R]):
     """The part of the loop that depends on the kind of training. R: type of a step's report."""
 
     generates: ClassVar[bool] = True
-    """Whether engines sample between two updates, so that snapshots cost no time."""
+    """Whether a step waits for samples: snapshots are written meanwhile and cost no time."""
 
     def __init__(self, run: OpenRun) -> None:
         self.run = run
@@ -186,17 +187,17 @@ class RunLoop(Generic[R]):
             report = await state.until_stopped(self.pipeline.step(), timeout_s=self._time_left())
             if report is None:
                 if not state.stop.is_set():  # The samples of a cut step would delay a validation.
-                    self._end_in_time()
+                    self._end_for_time_limit()
                 break
             state.step += 1
-            # Before anything is awaited: the next step's samples are being scored.
+            # Before anything is awaited: then samples of the next step would be counted too.
             measured = self.pipeline.measure(report)
             await self.pipeline.ranks.measure()
             self.checkpoints.recovery.finish_step(
                 amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
             )
             if self._time_left(after_s=time.time() - began) == 0:
-                self._end_in_time()
+                self._end_for_time_limit()
             metrics = await self._record(measured)
             await self.pipeline.write_outputs(report)
             if self._checkpoint_is_due() and not self.pipeline.guard.is_troubled:
@@ -222,7 +223,7 @@ class RunLoop(Generic[R]):
             return None
         return max(0.0, state.started_at + 60 * run.max_minutes - time.time() - after_s)
 
-    def _end_in_time(self) -> None:
+    def _end_for_time_limit(self) -> None:
         run, state = self.recipe.run, self.state
         self.time_is_up = True
         LOG.warning(

@@ -91,6 +91,7 @@ class PhaseMemory:
 def measure_models(
     recipe: Recipe, shape_of: Callable[[ModelConfig], ModelShape | None]
 ) -> Shapes | None:
+    """Sizes of all models of the run; None if `shape_of` does not know one."""
     critic = rl_recipe(recipe).critic.model if recipe.needs("values") else None
     models = (recipe.model, critic, teacher_of(recipe), recipe.reward_model, recipe.judge)
     shapes = {model.path: shape_of(model) for model in models if model is not None}
@@ -221,7 +222,7 @@ def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -
 
 
 def _snapshot_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec) -> int:
-    """Two copies of masters and moments of each trained role."""
+    """Two copies of the float32 weights and the optimizer's moments of each trained role."""
     if recipe.cluster.backend == "inline" or not recipe.checkpoint.snapshot:
         return 0
     size = 0

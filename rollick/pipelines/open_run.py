@@ -132,8 +132,16 @@ async def open_run(
         publisher = Publisher(roles, recipe.weights)
         residency = Residency(roles, {plan.phase.name: plan for plan in plan_run(recipe)})
         recovery.on_replaced = partial(_reconnect_host, publisher=publisher, residency=residency)
-        tokenizer, parts = codec.fingerprint, (roles, publisher, residency, recovery)
-        checkpoints = RunCheckpoints(loaded, tokenizer, state, telemetry, *parts)
+        checkpoints = RunCheckpoints(
+            loaded=loaded,
+            tokenizer=codec.fingerprint,
+            state=state,
+            telemetry=telemetry,
+            roles=roles,
+            publisher=publisher,
+            residency=residency,
+            recovery=recovery,
+        )
         stack.push_async_callback(checkpoints.settle)
         if resume and checkpoints.latest() is None:
             checkpoints.drop_rows_after(-1)
@@ -203,7 +211,7 @@ def _open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
 
 @contextmanager
 def _close_account(goodput: TimeAccount, state: RunState) -> Generator[None]:
-    """Close the account when the block ends. It does not book the end of the workers."""
+    """Close the account when the block ends, before the workers end: their time is not counted."""
     try:
         yield
     except BaseException:
@@ -245,15 +253,21 @@ async def _open_roles(
         is_inline, restarts = recipe.cluster.backend == "inline", recipe.cluster.restarts
         cost = RowCost.of(load_config(recipe.model).get_text_config())
         split = BatchSplit.of(recipe, cost)
-        options = {"restarts": restarts, "replica": recipe.train.parallel.non_data_ranks}
-        direct = Roles(group, batch_split=split)
-        recovery = WorkerRecovery(direct, specs, faults=faults, goodput=goodput, **options)
+        recovery = WorkerRecovery(
+            Roles(group, batch_split=split),
+            specs,
+            faults=faults,
+            goodput=goodput,
+            restarts=restarts,
+            replica_ranks=recipe.train.parallel.non_data_ranks,
+        )
         async with recovery.open(snapshots=recipe.checkpoint.snapshot and not is_inline):
             yield Roles(group, None if is_inline else recovery, batch_split=split), recovery
 
 
 async def _reconnect_host(host: HostSpec, *, publisher: Publisher, residency: Residency) -> None:
-    """Use the new process of a host: ask it where it is, and give its roles their memory state."""
+    """Use the new process of a host: forget where its roles were, and put them to sleep if the
+    phase requires it."""
     if "policy" in host.roles:
         publisher.forget_policy()
     if "generators" in host.roles:
@@ -302,7 +316,7 @@ def role_specs(
 
 
 def _fit_parallel(recipe: Recipe) -> Recipe:
-    """The recipe for a policy that lost ranks: `data` is what they allow."""
+    """The recipe for a policy that lost ranks: data=0 derives `data` from the number of ranks."""
     train = recipe.train
     parallel = train.parallel.model_copy(update={"data": 0})
     return recipe.model_copy(update={"train": train.model_copy(update={"parallel": parallel})})

@@ -37,7 +37,7 @@ from rollick.types import Group, PolicyVersion
 LOG = logging.getLogger("rollick")
 
 ROLLED_BACK = "rolled_back"
-"""Why groups are dropped that a broken policy has generated."""
+"""Drop reason of groups that a policy generated before it was rolled back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ class RLPipeline(Pipeline[StepReport]):
             report = await self.train(batch)
             rolled_back = await self.guard.roll_back_if_due(self.state.step + 1)
             changed = rolled_back or (report is not None and report.changed)
-            await self.publish(groups, changed=changed, drop_older=ROLLED_BACK * rolled_back)
+            drop_older = ROLLED_BACK if rolled_back else ""
+            await self.publish(groups, changed=changed, drop_older=drop_older)
         return StepReport(groups, batch, report, critic)
 
     @phase("generate")
@@ -110,7 +111,8 @@ class RLPipeline(Pipeline[StepReport]):
     async def publish(
         self, groups: Sequence[Group], *, changed: bool, drop_older: str = ""
     ) -> None:
-        """Send the new weights to the engines, unless the step changed none."""
+        """Send the new weights to the engines, unless the step changed none. `drop_older`: why
+        groups of earlier versions are dropped; empty: they are not."""
         state, rollout, at_publish = self.state, self.source.rollout, self.recipe.rollout.at_publish
         moves = False
         if changed:

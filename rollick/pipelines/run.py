@@ -71,13 +71,13 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` and return its result, even inside a running event loop (a notebook)."""
     if not _in_event_loop():
         return asyncio.run(work)
-    begun: Future[Callable[[], Any]] = Future()
+    cancel: Future[Callable[[], Any]] = Future()  # Has a result when the work has begun.
     outcome: Future[T] = Future()
 
     async def start() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        cancel.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
         return await work
 
     def run() -> None:
@@ -95,8 +95,9 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         if not outcome.done():
             # The thread may not have started yet, or may have just ended.
             with suppress(TimeoutError, RuntimeError):
-                begun.result(BEGIN_S)()
-            if begun.done():
+                cancel_work = cancel.result(BEGIN_S)
+                cancel_work()
+            if cancel.done():
                 wait([outcome])
         raise
 
@@ -198,7 +199,7 @@ def add_default_sizes(recipe: Mapping[str, Any], *, has_gpu: bool) -> dict[str, 
 
 
 def _section(recipe: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A section that is not one, which the checks of the recipe report, counts as empty."""
+    """A section of the recipe; empty if it is not a mapping (the recipe is checked later)."""
     section = recipe.get(name)
     return section if isinstance(section, Mapping) else {}
 

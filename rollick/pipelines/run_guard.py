@@ -40,6 +40,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RAY_PROGRAMS = ("raylet", "gcs_server")
 RAY_FOLDER = f"{os.sep}ray{os.sep}"
 LOOK_S = 1.0
+"""How often the guard looks for a reason to end the run."""
 STOPPED_S = 10.0
 """How long a process of Ray may be stopped before the run ends."""
 KILL_TIMEOUT_S = 10.0
@@ -63,7 +64,7 @@ class RunGuard:
     _earlier: set[ProcessId] = field(default_factory=lambda: find_descendants() - PREPARED)
     """Processes that do not belong to the run."""
 
-    def look(self) -> None:
+    def end_if_stuck(self) -> None:
         """End the run if it cannot end itself."""
         reason = self._find_reason()
         if reason is None:
@@ -80,8 +81,8 @@ class RunGuard:
         self.end(code)
 
     def _find_others(self) -> list[ProcessId]:
-        """The processes of the run except Ray's own: Ray ends this one when they are gone, with an
-        exit code that says nothing."""
+        """The processes of the run except Ray's own. Those are killed last: when they die, Ray ends
+        this process with an exit code that says nothing."""
         run = find_descendants() - self._earlier
         return [process for process in run if read_name(process.pid) not in RAY_PROGRAMS]
 
@@ -151,7 +152,7 @@ def _watch(
     poll.register(reader, select.POLLIN)
     while not ended.is_set():
         if poll.poll(1000 * LOOK_S):
-            numbers = os.read(reader, 4096)
+            numbers = os.read(reader, 4096)  # Python writes each signal's number as a byte.
             if guard.signalled_at is None and any(number in STOP_SIGNALS for number in numbers):
                 guard.signalled_at = guard.clock()
             if asyncio_fd >= 0 and not ended.is_set():
@@ -160,7 +161,7 @@ def _watch(
             continue
         with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(see_loop)
-        guard.look()
+        guard.end_if_stuck()
 
 
 def _ray_call_of_main_thread() -> str | None:

@@ -1,10 +1,10 @@
-"""Guards a run against steps that break the model: not finite, exploding, or of a dead policy.
+"""Guards a run against steps that break the model: not finite, exploding, or of a collapsed policy.
 
     check(report, batch) after each training -> N troubled steps in a row -> roll back, at most
     train.rollbacks times -> go on with new batches; else the run ends with an error
 
-While steps are troubled, no snapshot is taken. So the snapshot before the newest one is from before
-the first troubled step: that step was computed with the weights of the newest, which may be broken.
+While steps are troubled, no snapshot is taken. The first troubled step was computed with the
+weights of the newest snapshot, which may be broken already: a rollback restores the one before it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOG = logging.getLogger("rollick")
 
 MIN_SIGNAL = 1e-6
 """Smallest advantage that is a reason to learn."""
-MAX_TROUBLED_AT_END = 2
-"""Exploding steps in a row with which a run may not end as if all were well."""
+MIN_TROUBLED_AT_END = 2
+"""A run whose last steps, at least so many in a row, were troubled ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class StepGuard:
         """Steps since each role's last troubled one."""
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Take the steps of a resumed run as the usual ones; `rows`: their metrics."""
+        """Learn from a resumed run's earlier steps what is usual; `rows`: their metrics."""
         self._health["policy"].recall(rows)
 
     @property
@@ -118,7 +118,7 @@ class StepGuard:
     def check_end(self) -> None:
         """Raises if the run would end with a model that its last steps broke."""
         for role, troubled in self._troubled.items():
-            if len(troubled) >= min(MAX_TROUBLED_AT_END, self._train.max_skipped_steps):
+            if len(troubled) >= min(MIN_TROUBLED_AT_END, self._train.max_skipped_steps):
                 raise self._error(role, "the run is over")
 
     def _cannot_roll_back(self) -> str:

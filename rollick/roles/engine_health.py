@@ -65,7 +65,6 @@ class EngineHealth:
             limit_s = self.deadlines.limit(self.role, "progress")
         if stood_still_s > limit_s:
             requests = f"{load.running} running and {load.waiting} waiting requests"
-            text = (
-                f"{self.role} {self.rank} made no token for {stood_still_s:.0f} s with {requests}"
-            )
+            who = f"{self.role} {self.rank}"
+            text = f"{who} generated no token for {stood_still_s:.0f} s with {requests}"
             raise WorkerHung(text, fix="see the worker's log")

@@ -179,7 +179,7 @@ class RemoteEngine:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.fail(WorkerError(f"the connection to generator {self.rank} was closed"))
+        self.fail(WorkerError(f"the connection to {self.name} was closed"))
 
     def fail(self, error: RollickError) -> None:
         """Fail all pending and later requests with the error. Only the first failure is kept."""

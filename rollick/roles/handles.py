@@ -70,8 +70,8 @@ class TrainedHandle(RoleHandle[Trained]):
     async def restore_snapshots(
         self, records: Sequence[SnapshotRecord], memories: Sequence[SnapshotMemory]
     ) -> None:
-        """Each rank takes over the state of its snapshot. If there were another number of ranks,
-        each reads its shards from the snapshots of all."""
+        """Each rank takes over the state of its snapshot. If the snapshots are of another number of
+        ranks, each rank reads its shards from all of them."""
         pairs = list(zip(records, memories, strict=True))
         of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
         sent: list[Sequence[SnapshotRecord]] = []
@@ -92,8 +92,8 @@ class TrainedHandle(RoleHandle[Trained]):
             return record
         memory.truncate(record.bytes)
         for offset in range(0, record.bytes, PART_BYTES):
-            place = (record.path, offset, PART_BYTES)
-            part = await self.call_rank(rank, TrainedRole.read_snapshot_part, *place)
+            read = TrainedRole.read_snapshot_part
+            part = await self.call_rank(rank, read, record.path, offset, PART_BYTES)
             try:
                 await asyncio.to_thread(memory.write, offset, part)
             except OSError as error:
@@ -151,12 +151,12 @@ class Policy(TrainedHandle[PolicyRole]):
         results, plan = await self.retry(lambda: self.split_collective(method, batch))
         return gather_tokens(results, batch, plan)
 
-    async def measure_speeds(self) -> list[float]:
-        """The seconds of each rank for the same work."""
-        return await self.retry(lambda: self.call_all(PolicyRole.measure_speed))
+    async def time_fixed_work(self) -> list[float]:
+        """The seconds that each rank takes for the same work."""
+        return await self.retry(lambda: self.call_all(PolicyRole.time_fixed_work))
 
-    def divide_by(self, speeds: Sequence[float]) -> None:
-        """Divide batches by the speeds of the ranks from now on."""
+    def set_rank_speeds(self, speeds: Sequence[float]) -> None:
+        """From now on, divide batches by these relative speeds of the ranks."""
         self.batch_split = replace(self.batch_split, speeds=tuple(speeds))
 
     async def process_location(self) -> ProcessLocation:

@@ -119,8 +119,8 @@ class Publisher:
             if any(route.adapters for route in routes):
                 message = "version %d: sending all weights instead of adapters; reason: %s"
                 LOG.warning(message, version, error.message)
-            # Such as a receiver without the version that the delta is to, or without the model
-            # that the adapters are for. All weights always fit.
+            # For example, a receiver lacks the version that the delta is relative to, or the model
+            # that the adapters belong to. Full weights need neither.
             await self._copy_once(full, version, keep_cache)
 
     async def _copy_once(
@@ -131,7 +131,7 @@ class Publisher:
             self.transferred_bytes = 0
             for route in routes:
                 await self._transfer(route, version)
-            committed = None
+            committed = None  # From here on, only some engines may have committed.
             ranks = [rank for route in routes for rank in route.ranks]
             results = await self._generators.commit_weights(ranks, version, keep_cache=keep_cache)
         except BaseException:

@@ -1,7 +1,7 @@
 """The snapshots of a trained role, and the batches that it was trained on since the newest one.
 
-    train -> untaken -> take() -> restore() in a new process:
-                                  the newest snapshot, then the later batches again
+    train -> later_batches -> take() -> restore() in a new process:
+                                        the newest snapshot, then the later batches again
 
 Two memories alternate, so that one complete snapshot exists while the next is written. A snapshot
 counts when all ranks have written it.
@@ -38,18 +38,19 @@ class _Slot:
 
 
 class RoleSnapshots:
-    """`handle` must not repair the role itself: `restore` is a part of its repair."""
+    """The snapshots of one trained role. `handle` must not repair the role itself: `restore` is a
+    part of its repair."""
 
     def __init__(self, handle: Policy | Critic) -> None:
         self.handle = handle
-        self.untaken: list[Batch] = []
-        """Batches that the newest snapshot does not contain."""
+        self.later_batches: list[Batch] = []
+        """Batches that the role was trained on after the newest snapshot."""
         self.seconds = 0.0
-        """Time of the newest snapshot."""
+        """How long it took to write the newest snapshot."""
         self.is_enabled = True
         self.loaded_from: Path | None = None
-        """The checkpoint that the role was loaded from. It is its state until the first snapshot;
-        without one, that is the state of a new process."""
+        """The checkpoint that the role was loaded from: `restore` uses it until there is a
+        snapshot. None: the role began as a new process builds it."""
         self._slots = [self._new_slot(), self._new_slot()]
         self._newest: _Slot | None = None
 
@@ -65,17 +66,17 @@ class RoleSnapshots:
         now = asyncio.get_running_loop().time
         slot = self._free_slot()
         async with slot.in_use:
-            begun, contained = now(), len(self.untaken)
+            begun, contained = now(), len(self.later_batches)
             try:
                 slot.records = await self.handle.write_snapshots(slot.memories)
             except CheckpointError as error:
                 text = "no snapshots from now on, so the loss of the %s ends the run: %s"
                 LOG.warning(text, self.handle.role, error)
                 self.is_enabled, self._newest = False, None
-                self.untaken.clear()
+                self.later_batches.clear()
                 return
             self._newest, self.seconds = slot, now() - begun
-            del self.untaken[:contained]
+            del self.later_batches[:contained]
 
     def _free_slot(self) -> _Slot:
         """The one without the newest snapshot, with memory for each rank: there may be fewer."""
@@ -92,9 +93,9 @@ class RoleSnapshots:
             await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
         elif self.loaded_from is not None:
             await self.handle.load(self.loaded_from)
-        for batch in self.untaken:
+        for batch in self.later_batches:
             await self.handle.train(batch)
-        return len(self.untaken)
+        return len(self.later_batches)
 
     @property
     def can_roll_back(self) -> bool:
@@ -112,10 +113,10 @@ class RoleSnapshots:
         older = self._older
         async with older.in_use:
             await self.handle.restore_snapshots(older.records, older.memories)
-        undone = len(self.untaken) + 1
+        undone = len(self.later_batches) + 1
         self._newest = older
         self._older.records = []
-        self.untaken.clear()
+        self.later_batches.clear()
         return undone
 
     @asynccontextmanager
@@ -123,7 +124,7 @@ class RoleSnapshots:
         """The newest snapshot, which does not change while the block runs. None if it does not
         contain all training, or if the role has several ranks."""
         slot = self._newest
-        if slot is None or self.untaken or len(slot.records) > 1:
+        if slot is None or self.later_batches or len(slot.records) > 1:
             yield None
             return
         async with slot.in_use:

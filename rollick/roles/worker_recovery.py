@@ -55,7 +55,7 @@ class WorkerRecovery:
         faults: FaultLog,
         goodput: TimeAccount,
         restarts: int,
-        replica: int = 1,
+        replica_ranks: int = 1,
     ) -> None:
         """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
@@ -63,7 +63,7 @@ class WorkerRecovery:
         """Called for each new host, when its roles have their state."""
         self._direct = direct
         self._group = direct.group
-        self._replica = replica
+        self._replica_ranks = replica_ranks
         """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
         self._faults = faults
@@ -74,7 +74,7 @@ class WorkerRecovery:
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
         self._failures: dict[RoleName, RollickError] = {}
-        """Of roles that cannot be repaired, such as for want of room. They end the run."""
+        """Why roles cannot be repaired, such as a lack of room. These errors end the run."""
         self._lock = asyncio.Lock()
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
@@ -85,8 +85,8 @@ class WorkerRecovery:
         async with AsyncExitStack() as stack:
             for handle in (self._direct.policy, self._direct.critic) if snapshots else ():
                 if handle.ranks:
-                    taken = stack.enter_context(closing(RoleSnapshots(handle)))
-                    self.snapshots[handle.role] = taken
+                    role_snapshots = stack.enter_context(closing(RoleSnapshots(handle)))
+                    self.snapshots[handle.role] = role_snapshots
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
             tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
             stack.push_async_callback(cancel_tasks, tasks)
@@ -96,6 +96,7 @@ class WorkerRecovery:
     async def run(
         self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
     ) -> T:
+        """Make a call to the role; make it again after each repair. See RoleHandle.retry."""
         now, raised = asyncio.get_running_loop().time, 0
         while True:
             begun, before = now(), self._repaired(self._hosts_of(role))
@@ -106,7 +107,7 @@ class WorkerRecovery:
                     raise
                 error = await self._root_cause(role, error)
                 raised += not isinstance(error, WorkerLost)
-                if raised > 1:  # It is not the process that fails, but what it is given.
+                if raised > 1:  # A new process raised too: its input is the cause.
                     raise
                 is_waiting = role in BLOCKS_STEP
                 lost_s = now() - begun
@@ -114,8 +115,9 @@ class WorkerRecovery:
                     await self._repair(role, error, before)
 
     def trained(self, role: RoleName, batch: Batch) -> None:
+        """Keep a batch that the role was trained on: a repair may have to train on it again."""
         if role in self.snapshots and self.snapshots[role].is_enabled:
-            self.snapshots[role].untaken.append(batch)
+            self.snapshots[role].later_batches.append(batch)
 
     async def take_snapshots(self) -> None:
         """Write a snapshot of each trained role. A loss meanwhile is repaired."""
@@ -134,17 +136,17 @@ class WorkerRecovery:
         """Restore the trained roles from the snapshots before the newest ones. Returns how many
         batches this undoes."""
         await self.settle()
-        undone = [await self.run(role, taken.roll_back) for role, taken in self.snapshots.items()]
-        return max(undone)
+        snapshots = self.snapshots.items()
+        return max([await self.run(role, of_role.roll_back) for role, of_role in snapshots])
 
     def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
-        """Refill the budget, and take snapshots in the background. With `amortise`, only if they
-        take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for them. With
-        `hold`, keep those that there are."""
+        """Refill the budget of repairs, and take snapshots in the background. With `amortise`, only
+        if they take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for
+        them. With `hold`, take none and keep the existing ones."""
         self._spent.clear()
         if not self.snapshots or hold:
             return
-        now, took_s = time.monotonic(), sum(taken.seconds for taken in self.snapshots.values())
+        now, took_s = time.monotonic(), sum(each.seconds for each in self.snapshots.values())
         if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:
             return
         self._taken_at = now
@@ -282,9 +284,11 @@ class WorkerRecovery:
     ) -> list[HostSpec]:
         """Leave out the policy's ranks on hosts for which there is no room. Returns the hosts that
         remain. Raises ClusterUnavailable if the policy cannot train without them."""
-        placed = [host.roles["policy"] for host in hosts if is_rank(host) and host not in missing]
-        kept = kept_ranks(placed, unit=self._replica)
-        if not kept or not all(map(is_rank, missing)):
+        placed = [
+            host.roles["policy"] for host in hosts if has_only_policy(host) and host not in missing
+        ]
+        kept = kept_ranks(placed, unit=self._replica_ranks)
+        if not kept or not all(map(has_only_policy, missing)):
             raise self._group.no_room(missing)
         ranks = self._group.device_map.ranks("policy")
         self._group.shrink("policy", kept)
@@ -317,8 +321,8 @@ def main_role(host: HostSpec) -> RoleName | None:
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
-def is_rank(host: HostSpec) -> bool:
-    """Whether the host has nothing but a rank of the policy and engines."""
+def has_only_policy(host: HostSpec) -> bool:
+    """Whether the host has a rank of the policy and, besides engines, no other role."""
     return "policy" in host.roles and {*host.roles} <= {"policy", "generators"}
 
 

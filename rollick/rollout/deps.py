@@ -27,7 +27,7 @@ class RolloutDeps:
     score: Callable[[Sample], Awaitable[Score]]
     stuck_after_s: float
     score_limit_s: float = 0.0
-    """Time limit of one reward; a sample may wait for those of others."""
+    """Time limit of one reward. A wait for samples being scored counts as stuck that much later."""
     drop_reason: Callable[[Group], str | None] | None = None
     """Returns why a group is not trained on, or None to keep it."""
     on_group_scored: Callable[[Group], None] | None = None

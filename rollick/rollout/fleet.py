@@ -32,12 +32,12 @@ class Fleet:
         engines: Iterable[InferenceClient],
         launch: Callable[[SampleId, int], None],
         *,
-        queue: float = 1.0,
+        engine_queue: float = 1.0,
         order: QueueOrder = "oldest",
         checks: bool = True,
     ) -> None:
-        """`launch(uid, engine)` starts a submitted sample. `queue`: see Router. `checks`: whether
-        samples are noted for `check_engines`."""
+        """`launch(uid, engine)` starts a submitted sample. `engine_queue`: see Router. `checks`:
+        whether samples are noted for `check_engines`."""
         self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
         self.may_gain_engine: Callable[[], bool] = lambda: False
@@ -46,7 +46,7 @@ class Fleet:
         """Called when the first engine joins or the last leaves, and when the first request gets an
         engine or the last one ends."""
         self._activity = (False, False)
-        self.router = Router(queue=queue)
+        self.router = Router(engine_queue=engine_queue)
         self.speeds = EngineSpeeds()
         self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
@@ -122,7 +122,8 @@ class Fleet:
         self.dispatch()
 
     def completed(self, number: int, request: Request, completion: Completion) -> None:
-        """A request ended with tokens; its time counts for the speed of its engine."""
+        """A request ended with tokens: notes that its sample is unchecked, and counts its time for
+        the speed of its engine."""
         self.unchecked.record(number, request.uid)
         earlier = request.continue_from
         # The first token is that of the prefill.

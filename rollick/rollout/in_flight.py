@@ -68,7 +68,7 @@ class InFlightSample:
 
     def set_activity(self, activity: SampleActivity, ends_by: float = 0.0) -> None:
         """`ends_by`: the time of the event loop by which the activity ends by itself."""
-        now, record_span = self._samples.now(), self._samples.record_span
+        now, record_span = self._samples.record_progress(), self._samples.record_span
         if self.activity.stage is SampleStage.GENERATING:
             self.generate_s += now - self.since
         if record_span is not None:
@@ -206,13 +206,13 @@ class InFlightSamples:
         # Deferred samples of each group whose task has not ended.
         self._stopping: Counter[int] = Counter()
         self._deferred_since: dict[SampleId, float] = {}
-        self.now()
+        self.record_progress()
 
     def __getitem__(self, uid: SampleId) -> InFlightSample:
         return self._samples[uid]
 
-    def now(self) -> float:
-        """Returns the current time, which becomes that of the last progress."""
+    def record_progress(self) -> float:
+        """Note that there is progress now; returns the current time."""
         self._progress_at = self._clock()
         return self._progress_at
 
@@ -223,7 +223,7 @@ class InFlightSamples:
         tokens = sum(engine.load().generated_tokens for engine in engines)
         if tokens != self._generated_tokens:
             self._generated_tokens = tokens
-            self.now()
+            self.record_progress()
         return self._progress_at
 
     def stuck_at(
@@ -241,7 +241,7 @@ class InFlightSamples:
 
     def submit(self, uids: Iterable[SampleId], prompt: Prompt) -> None:
         tokens = self.predict(prompt)
-        now = self.now()
+        now = self.record_progress()
         for uid in uids:
             self._samples[uid] = InFlightSample(uid, prompt, self, now)
             since = self._deferred_since.pop(uid, None)

@@ -20,12 +20,12 @@ from rollick.types import Group, PolicyVersion, SampleId
 
 
 def check_step(
-    window: StepWindow, config: RolloutConfig, step: int, *, has_batch: bool, no_batch: bool
+    window: StepWindow, config: RolloutConfig, step: int, *, has_batch: bool, exhausted: bool
 ) -> None:
-    """Raises if too many scores of a step failed, or if no batch can come (`no_batch`)."""
+    """Raises if too many scores of a step failed, or if no batch can ever come (`exhausted`)."""
     full_step = config.groups_per_step * config.group_size
     # Failed scores are counted when the step ends; earlier only if a full step's all failed.
-    is_counted = has_batch or no_batch or window.failed == window.scored >= full_step
+    is_counted = has_batch or exhausted or window.failed == window.scored >= full_step
     # A step that only finishes samples of earlier steps is compared with a full step.
     allowed = config.max_failed_scores * max(window.scored, full_step)
     if is_counted and window.failed > allowed:
@@ -37,7 +37,7 @@ def check_step(
             raise ServiceUnavailable(message + window.first_unavailable, fix=UNAVAILABLE_FIX)
         fix = "fix the reward, or raise rollout.max_failed_scores"
         raise RewardError(message + window.first_failure, fix=fix)
-    if no_batch:
+    if exhausted:
         raise _no_signal_error(window)
 
 

@@ -55,26 +55,33 @@ class RouterError(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class _EngineState:
-    """`others` are the requests of its last snapshot that are not ours; `ended` and `ended_tokens`
-    ended since then, and `peak` is the most it held since then. `grown` is how far the limit grew
-    before the cache was nearly full (`was_full`) for the first time; `shrunk`: nothing has ended
-    since the limit shrank."""
+    """An engine, its last load snapshot, and what has changed since."""
 
     number: int
     load: EngineLoad
+    """The last snapshot."""
     limit: float = inf
     weight: float = 1.0
     held: dict[SampleId, int] = field(default_factory=dict[SampleId, int])
+    """Our requests on the engine, with the tokens reserved for each."""
     tokens: int = 0
+    """The sum of `held`."""
     others: int = 0
+    """Requests of the last snapshot that are not ours."""
     ended: int = 0
+    """Our requests that ended since the last snapshot."""
     ended_tokens: int = 0
     peak: int = 0
+    """The most requests held at once since the last snapshot."""
     grown: float = 0.0
+    """How far the limit grew before `was_full`."""
     was_full: bool = False
+    """Whether the cache has ever been nearly full."""
     shrunk: bool = False
+    """Whether nothing has ended since the limit shrank."""
     alive: bool = True
     entry: int = -1
+    """Number of its current heap entry; older entries are outdated."""
 
     @property
     def whole_limit(self) -> float:
@@ -82,7 +89,7 @@ class _EngineState:
         return self.limit if self.limit == inf else int(self.limit)
 
     @property
-    def queues(self) -> bool:
+    def would_queue(self) -> bool:
         """Whether one request more would wait inside the engine."""
         return len(self.held) >= self.whole_limit
 
@@ -94,10 +101,10 @@ class _EngineState:
             cached = load.kv_capacity / mean if load.kv_capacity and mean else inf
             self.limit = max(1.0, min(float(load.slots) or inf, cached), self.grown)
 
-    def room(self, queue: float) -> float:
+    def room(self, engine_queue: float) -> float:
         """How many of our requests it may hold. A stale snapshot must not block it."""
-        slots, queue = self.load.slots, queue * self.weight
-        return slots + int(queue * slots) if slots and self.limit >= slots else self.whole_limit
+        slots, extra = self.load.slots, engine_queue * self.weight
+        return slots + int(extra * slots) if slots and self.limit >= slots else self.whole_limit
 
     def fill(self, mean: float) -> float:
         """Expected KV tokens relative to the capacity of an engine with its weight; requests of
@@ -113,21 +120,22 @@ class Router:
     def __init__(
         self,
         *,
-        queue: float = 1.0,
+        engine_queue: float = 1.0,
         margin: float = 0.25,
         mean_tokens: float = 0.0,
         remembered: int = 1 << 20,
     ) -> None:
-        """`queue` times its slots is what an engine is sent beyond its slots; a group stays
+        """`engine_queue` times its slots is what an engine is sent beyond its slots; a group stays
         together while its engine is at most `margin` (of a capacity) fuller than the emptiest.
         `mean_tokens` is the expected length of a request before any was seen (0: unknown), and
         `remembered` the number of sessions, and of groups, whose engine is remembered."""
-        self._queue = queue
+        self._engine_queue = engine_queue
         self._margin = margin
         self._remembered = remembered
         self._mean = mean_tokens
         self._seen = MEAN_OVER if mean_tokens else 0
-        self._unit = mean_tokens or 1.0
+        self._loads_mean = mean_tokens or 1.0
+        """The mean length with which the loads in the heap were computed (see DRIFT)."""
         self._engines: dict[int, _EngineState] = {}
         self._engine_of: dict[SampleId, _EngineState] = {}
         self._sessions: OrderedDict[str, _EngineState] = OrderedDict()
@@ -232,13 +240,13 @@ class Router:
         least, home = self._least(), self._homes.get(group)
         if least is None or home is None or not self._has_room(home):
             return least
-        if home.queues and not least.queues:
+        if home.would_queue and not least.would_queue:
             return least
-        difference = home.fill(self._unit) - least.fill(self._unit)
+        difference = home.fill(self._loads_mean) - least.fill(self._loads_mean)
         return home if difference <= self._margin else least
 
     def _has_room(self, state: _EngineState) -> bool:
-        return state.alive and len(state.held) < state.room(self._queue)
+        return state.alive and len(state.held) < state.room(self._engine_queue)
 
     def _least(self) -> _EngineState | None:
         heap = self._heap
@@ -254,8 +262,8 @@ class Router:
         state.entry = next(self._entries)
         if not self._has_room(state):
             return
-        fill = state.fill(self._unit)
-        heappush(self._heap, (state.queues, fill, state.number, state.entry, state))
+        fill = state.fill(self._loads_mean)
+        heappush(self._heap, (state.would_queue, fill, state.number, state.entry, state))
         # Old entries of loaded engines never come up: remove them before they are many.
         if len(self._heap) > 64 + 4 * len(self._engines):
             self._heap = [item for item in self._heap if item[4].alive and item[3] == item[4].entry]
@@ -265,9 +273,9 @@ class Router:
         self._seen = min(self._seen + 1, MEAN_OVER)
         counted = min(tokens, OUTLIER * self._mean) if self._mean else tokens
         self._mean += (counted - self._mean) / self._seen
-        if self._unit / DRIFT <= self._mean <= self._unit * DRIFT and self._seen > 1:
+        if self._loads_mean / DRIFT <= self._mean <= self._loads_mean * DRIFT and self._seen > 1:
             return
-        self._unit = self._mean
+        self._loads_mean = self._mean
         for state in self._engines.values():
             state.start_limit(self._mean)
             self._rank(state)
@@ -278,7 +286,7 @@ class Router:
         preempted = load.preempted > old.preempted
         state.shrunk = state.shrunk and not state.ended
         # A smaller limit takes effect only when requests have ended: until then it is kept.
-        is_effective = len(state.held) <= state.room(self._queue)
+        is_effective = len(state.held) <= state.room(self._engine_queue)
         if preempted or fill > HIGH_CACHE:
             if is_effective and (preempted or not state.shrunk):
                 state.limit = max(1.0, min(state.limit, max_limit) * SHRINK)

@@ -54,8 +54,13 @@ class Rollout:
     ) -> None:
         self.ledger = make_ledger(deps)
         order: QueueOrder = "longest" if deps.config.longest_first else "oldest"
-        queue, checks = deps.config.engine_queue, deps.is_training
-        self.fleet = Fleet(engines, self._launch, queue=queue, order=order, checks=checks)
+        self.fleet = Fleet(
+            engines,
+            self._launch,
+            engine_queue=deps.config.engine_queue,
+            order=order,
+            checks=deps.is_training,
+        )
         self.lengths = LengthPredictor(initial=256)
         self.version = version
         self.step = 0
@@ -110,7 +115,7 @@ class Rollout:
     async def take(self, count: int | None = None) -> list[Group]:
         """Waits for the next batch; ordered by id. Raises the first exception of a sample's task.
         With max_staleness 0 no sample is in flight afterwards, until `trained` and `published`."""
-        started = self._samples.now()
+        started = self._samples.record_progress()
         while (taken := await self._take_checked(count)) is None:
             await self._wait_for_change(count)
         self._remove(taken.removed)
@@ -143,7 +148,7 @@ class Rollout:
         self.version = PolicyVersion(version)
         self._remove(self.ledger.published(self.version))
         if drop_older:
-            older = [g.uid for g in self.ledger.active_groups() if g.started < self.version]
+            older = [g.uid for g in self.ledger.active_groups() if g.start_version < self.version]
             self._remove(self.ledger.drop_groups(older, drop_older))
         self._admit()
 
@@ -376,7 +381,8 @@ class Rollout:
             self._failure_raised = True
             raise self._failure
         has_batch = bool(self.ledger.next_batch(self.version, count))
-        flags = {"has_batch": has_batch, "no_batch": not has_batch and self.ledger.exhausted}
+        exhausted = not has_batch and self.ledger.exhausted
+        flags = {"has_batch": has_batch, "exhausted": exhausted}
         limits.check_step(self._window, self._deps.config, self.step + 1, **flags)
         return self.ledger.take(self.version, count)
 

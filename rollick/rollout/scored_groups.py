@@ -32,7 +32,7 @@ class _OpenGroup:
 
     def group(self) -> Group:
         members = tuple(member for _, member in sorted(self.members.items()))
-        return Group(self.record.uid, self.record.prompt, members, self.record.started)
+        return Group(self.record.uid, self.record.prompt, members, self.record.start_version)
 
 
 class ScoredGroups:

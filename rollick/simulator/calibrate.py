@@ -44,7 +44,7 @@ from rollick.simulator.step_time import (
     StepTimeFit,
     TrainRecord,
     TrainTimeFit,
-    estimate_group_share,
+    estimate_prompt_share,
     fit_step_time,
     fit_train_time,
 )
@@ -178,7 +178,7 @@ def _recorded_work(
     flat = sum(row.get("rollout/dropped/no_signal", 0.0) for row in metrics)
     trained = sum(row.get("rollout/groups", 0.0) for row in metrics)
     lengths = tuple(max(1, sampled) for _, _, _, sampled in samples)
-    share = estimate_group_share(list(groups.values()))
+    share = estimate_prompt_share(list(groups.values()))
     return WorkConfig(
         lengths=LengthConfig(trace=lengths, prompt_share=share),
         prompt_tokens=round(fmean(prompt for _, _, prompt, _ in samples)),

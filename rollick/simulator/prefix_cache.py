@@ -28,9 +28,13 @@ class EngineJob:
     spans: tuple[VersionSpan, ...] = ()
     """What this engine generated, in order, without the current run."""
     order: int = WAITING
+    """Number of its admission to the batch, ascending; WAITING if it is not running."""
     began: int = 0
+    """Step of the engine at which the current run began."""
     prefill: int = 0
+    """Tokens that the first step of the current run prefills."""
     epoch: int = -1
+    """The prefix cache's epoch at the start of the current run; `clear` may begin a new epoch."""
     entered_s: float = -1.0
     """When it first got a slot; negative: not yet."""
     first_token_s: float = -1.0

@@ -171,7 +171,7 @@ class Simulation:
 
     def _train_length_predictor(self) -> None:
         """Feed the samples of earlier epochs, with ids of their own, to the length predictor. The
-        first groups have started before; they belong to the warm-up."""
+        rollout has started its first groups without them; those belong to the warm-up."""
         config = self.scenario.work
         for prompt in range(config.prompts if config.seen_before else 0):
             for index in range(config.seen_before):

@@ -69,18 +69,19 @@ def parse_engine_steps(rows: Sequence[Row], run: Path) -> list[StepRecord]:
 
 @dataclass(frozen=True, slots=True)
 class StepPhases:
-    """When the phases of a training step began, in seconds of the wall clock."""
+    """The phases of a training step, in seconds of the wall clock."""
 
     step: int
     started: float
-    """It waits for its batch."""
+    """The wait for its batch began."""
     taken: float
-    """It has its batch, and trains."""
+    """It had its batch, and training began."""
     trained: float
-    """It publishes."""
+    """Training ended, and the publish began."""
     published: float
+    """The publish ended."""
     rest_s: float
-    """After that, until the next step; without a validation."""
+    """From then until the next step, without a validation."""
 
     @property
     def train_s(self) -> float:

@@ -152,8 +152,8 @@ def fit_train_time(records: Sequence[TrainRecord]) -> TrainTimeFit:
     return TrainTimeFit(base_s, token_s, max(errors), sum(errors) / len(errors))
 
 
-def estimate_group_share(groups: Sequence[Sequence[int]]) -> float:
-    """The share of the variance of lengths that the samples of a group have in common. The
+def estimate_prompt_share(groups: Sequence[Sequence[int]]) -> float:
+    """The share of the variance of lengths that the samples of a prompt have in common. The
     intraclass correlation (one-way analysis of variance) of the lengths' normal scores; equal
     lengths have the mean of their ranks. 0 if it cannot be estimated."""
     sizes = np.array([len(group) for group in groups if group], np.float64)

@@ -47,19 +47,19 @@ def recorded(values: Iterable[float]) -> Quantile:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a turn, at most `max_tokens`. `group_share` is the share of the variance that the
-    samples of a group have in common; it does not change the distribution."""
+    """Tokens of a turn, at most `max_tokens`. `prompt_share` is the share of the variance that the
+    samples of a prompt have in common; it does not change the distribution."""
 
     seed: int
     distribution: Quantile
     max_tokens: int
-    group_share: float = 0.0
+    prompt_share: float = 0.0
     prompts: int = 0
     """Group n has prompt n modulo this, and the common part of its length; 0: a new one each."""
 
     def tokens(self, uid: SampleId, turn: int = 0) -> int:
         u = uniform(self.seed, "length", uid.group, uid.index, turn)
-        if self.group_share > 0:
+        if self.prompt_share > 0:
             group = uid.group % self.prompts if self.prompts else uid.group
             u = self._correlate(u, group, turn)
         return max(1, min(self.max_tokens, round(self.distribution(u))))
@@ -68,7 +68,7 @@ class Lengths:
         """Mix in the group's number. Weights whose squares sum to 1 keep the distribution."""
         common = NORMAL.inv_cdf(uniform(self.seed, "group length", group, turn))
         own = NORMAL.inv_cdf(u)
-        mixed = math.sqrt(self.group_share) * common + math.sqrt(1 - self.group_share) * own
+        mixed = math.sqrt(self.prompt_share) * common + math.sqrt(1 - self.prompt_share) * own
         return min(max(NORMAL.cdf(mixed), 2**-53), 1 - 2**-53)
 
 

@@ -191,7 +191,7 @@ class FsdpStrategy:
     def wake(self) -> None:
         self._offloaded.restore_from_host()
 
-    def measure_speed(self) -> float:
+    def time_fixed_work(self) -> float:
         """Seconds for some matrix products on this rank alone. Ranks wait for each other in every
         layer, so all of them take as long as the slowest."""
         is_cuda = self.device.startswith("cuda")

@@ -149,7 +149,7 @@ class TrainStrategy(Protocol):
 class IsSharded(Protocol):
     """A strategy with many ranks, which wait for each other."""
 
-    def measure_speed(self) -> float:
+    def time_fixed_work(self) -> float:
         """Seconds that this rank takes for a fixed amount of work."""
         ...
 

@@ -87,8 +87,8 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
             raise ConfigError(message, fix="set devices.reference to load a reference model")
         return self.strategy.reference_logprobs(batch)
 
-    def measure_speed(self) -> float:
-        return self.strategy.measure_speed() if isinstance(self.strategy, IsSharded) else 0.0
+    def time_fixed_work(self) -> float:
+        return self.strategy.time_fixed_work() if isinstance(self.strategy, IsSharded) else 0.0
 
     def process_location(self) -> ProcessLocation:
         return process_location(adapters=self._adapters is not None)

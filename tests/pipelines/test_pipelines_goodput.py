@@ -20,7 +20,7 @@ from rollick.observe.faults import FaultLog, read_faults
 from rollick.observe.goodput import GOODPUT, STATES, TimeAccount, read_goodput
 from rollick.observe.metric_table import is_documented
 from rollick.observe.metrics import read_metrics
-from rollick.pipelines.group_source import book_waits
+from rollick.pipelines.group_source import attribute_waits
 from rollick.pipelines.open_run import open_run
 from rollick.pipelines.rl import RLPipeline, open_rl
 from rollick.pipelines.run import run_recipe
@@ -117,7 +117,7 @@ async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
     fleet = Fleet([engine], launch=lambda uid, number: None)
     fleet.may_gain_engine = lambda: True
     fleet.open()
-    book_waits(account, fleet)
+    attribute_waits(account, fleet)
     account.begin_steps()
     with account.during("generate"):
         now += 1  # No request: wait.

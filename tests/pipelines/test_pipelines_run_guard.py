@@ -46,7 +46,7 @@ def test_a_responding_run_is_left_alone() -> None:
     guard = guard_of(ended, clock)
     for clock.now in range(0, 1000, 10):
         guard.loop_seen_at = clock.now
-        guard.look()
+        guard.end_if_stuck()
     assert ended == []
 
 
@@ -58,10 +58,10 @@ def test_a_stop_that_takes_longer_than_its_grace_ends_the_run(
     guard = guard_of(ended, clock, has_checkpoint=has_checkpoint)
     guard.signalled_at = 5.0
     clock.now = 35.0
-    guard.look()
+    guard.end_if_stuck()
     assert ended == []
     clock.now = 35.5
-    guard.look()
+    guard.end_if_stuck()
     assert ended == [code]
     assert "it did not stop within run.stop_grace_s=30 s of a signal" in caplog.text
 
@@ -84,13 +84,13 @@ def test_a_stopped_raylet_ends_the_run_with_the_code_for_a_retry(
     ended, clock = list[int](), Clock()
     guard = guard_of(ended, clock)
     process: subprocess.Popen[bytes] = request.getfixturevalue("raylet")
-    guard.look()
+    guard.end_if_stuck()
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    guard.look()
+    guard.end_if_stuck()
     clock.now = STOPPED_S + 1
     guard.loop_seen_at = clock.now
-    guard.look()
+    guard.end_if_stuck()
     assert ended == [69]
     assert process.wait(10) == -signal.SIGKILL
 
@@ -106,7 +106,7 @@ def test_a_raylet_that_is_stopped_for_a_moment_ends_nothing(
         os.waitid(os.P_PID, process.pid, what | os.WNOWAIT)
         clock.now += STOPPED_S + 1
         guard.loop_seen_at = clock.now
-        guard.look()
+        guard.end_if_stuck()
     assert ended == []
 
 
@@ -128,7 +128,7 @@ def test_a_call_of_ray_that_blocks_the_event_loop_ends_the_run_and_no_other_call
 
     def look() -> None:
         entered.wait(30)
-        guard.look()
+        guard.end_if_stuck()
         release.set()
 
     thread = threading.Thread(target=look)

@@ -38,7 +38,7 @@ class Engine:
 
     def drain_until_hung(self) -> float:
         begun = self.seconds
-        with pytest.raises(WorkerHung, match="generators 0 made no token for"):
+        with pytest.raises(WorkerHung, match="generators 0 generated no token for"):
             self._drain_for(2 * CEILING_S)
         return self.seconds - begun
 

@@ -83,7 +83,7 @@ def test_a_very_slow_engine_still_gets_some_work() -> None:
 
 
 def test_an_engine_with_half_the_weight_gets_half_the_requests() -> None:
-    router = Router(queue=1.0, margin=0.0, mean_tokens=10)
+    router = Router(engine_queue=1.0, margin=0.0, mean_tokens=10)
     for engine in range(2):
         router.add(engine, EngineLoad(slots=16))
     router.set_weight(1, 0.5)
@@ -94,7 +94,7 @@ def test_an_engine_with_half_the_weight_gets_half_the_requests() -> None:
 
 
 def test_fewer_requests_queue_inside_a_slow_engine() -> None:
-    router = Router(queue=1.0, mean_tokens=10)
+    router = Router(engine_queue=1.0, mean_tokens=10)
     router.add(0, EngineLoad(slots=4))
     router.set_weight(0, 0.5)
     chosen = [router.choose(SampleId(n, 0), session=None, tokens=10) for n in range(8)]

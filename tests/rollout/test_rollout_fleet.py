@@ -21,7 +21,7 @@ class Launches:
         self.fleet = Fleet(
             self.engines,
             launch=lambda uid, engine: self.launched.append((uid.index, engine)),
-            queue=queue,
+            engine_queue=queue,
             order=order,
         )
 

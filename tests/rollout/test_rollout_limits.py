@@ -24,7 +24,7 @@ def check(scores: Sequence[Score]) -> None:
     window = StepWindow()
     for score in scores:
         window.add(ScoredSample(sample("4"), score), generate_s=1.0, reward_s=1.0)
-    check_step(window, CONFIG, 3, has_batch=True, no_batch=False)
+    check_step(window, CONFIG, 3, has_batch=True, exhausted=False)
 
 
 def test_a_step_may_have_a_few_samples_without_a_score() -> None:

@@ -114,7 +114,7 @@ def test_an_engine_queues_at_most_as_many_requests_as_it_has_slots():
 
 @pytest.mark.parametrize(("queue", "sent"), [(0.0, 4), (0.5, 6), (1.0, 8), (2.0, 12)])
 def test_the_queue_of_an_engine_is_a_multiple_of_its_slots(queue, sent):
-    made = router(FOUR, queue=queue)
+    made = router(FOUR, engine_queue=queue)
     assert sum(send(made, group) is not None for group in range(20)) == sent
 
 
@@ -181,7 +181,7 @@ def test_a_session_returns_to_its_cache_even_if_other_engines_are_idle():
 
 
 def test_a_session_moves_when_its_engine_is_full_and_sticks_to_the_next():
-    made = router(EngineLoad(slots=1), EngineLoad(slots=1), queue=0.0)
+    made = router(EngineLoad(slots=1), EngineLoad(slots=1), engine_queue=0.0)
     assert send(made, 0, session="a") == 0
     made.release(SampleId(0, 0), tokens=1)
     assert [send(made, 1), send(made, 0, session="a")] == [0, 1]
@@ -544,7 +544,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(queue=st.sampled_from([0.0, 0.5, 1.0]), mean=st.sampled_from([0.0, 20.0]))
     def begin(self, queue, mean):
-        self.routers = [Router(queue=queue, mean_tokens=mean, remembered=3) for _ in range(2)]
+        self.routers = [
+            Router(engine_queue=queue, mean_tokens=mean, remembered=3) for _ in range(2)
+        ]
         self.made = self.routers[0]
         self.queue = queue
         self.slots: dict[int, int] = {}

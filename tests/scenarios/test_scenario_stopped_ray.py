@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import toy
 from marked_processes import marked_environment, processes_with
+from node_cluster import wait_for_step
 
 from rollick.checkpoint import CheckpointStore
 from rollick.commands.supervise import last_logged_step
@@ -18,14 +19,6 @@ from rollick.config.load import dump_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 OPTIONS = ("cluster.backend=ray", "checkpoint.every=1")
-
-
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 180
-    while (last_logged_step(folder) or 0) < step:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def raylets(mark: str) -> list[int]:

@@ -602,11 +602,11 @@ def test_recorded_lengths_are_drawn_uniformly_from_the_record():
 
 
 def test_samples_of_a_group_can_correlate_without_changing_the_distribution():
-    shared = Lengths(0, log_normal(600, 10), 100_000, group_share=0.8)
+    shared = Lengths(0, log_normal(600, 10), 100_000, prompt_share=0.8)
     logs = np.log([[shared.tokens(SampleId(g, n)) for n in range(4)] for g in range(2000)])
     assert np.exp(np.median(logs)) == pytest.approx(600, rel=0.05)
     assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.8, abs=0.05)
-    alone = replace(shared, group_share=0.0)
+    alone = replace(shared, prompt_share=0.0)
     others = np.log([[alone.tokens(SampleId(g, n)) for n in range(2)] for g in range(2000)])
     assert np.corrcoef(others[:, 0], others[:, 1])[0, 1] == pytest.approx(0.0, abs=0.06)
     assert logs.std() == pytest.approx(others.std(), rel=0.1)

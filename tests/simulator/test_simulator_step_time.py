@@ -12,7 +12,7 @@ from rollick.simulator.run import simulate
 from rollick.simulator.scenario import LatencyConfig, Scenario
 from rollick.simulator.step_time import (
     TrainRecord,
-    estimate_group_share,
+    estimate_prompt_share,
     fit_step_time,
     fit_train_time,
 )
@@ -51,16 +51,16 @@ def test_no_training_step_is_nothing_to_fit() -> None:
 def test_the_share_of_the_prompt_is_found_again(share: float) -> None:
     lengths = Lengths(0, log_normal(100, 20), 4000, share)
     groups = [[lengths.tokens(SampleId(g, n)) for n in range(8)] for g in range(400)]
-    assert estimate_group_share(groups) == pytest.approx(share, abs=0.06)
+    assert estimate_prompt_share(groups) == pytest.approx(share, abs=0.06)
 
 
 @pytest.mark.parametrize("groups", [[], [[5]], [[5, 5], [5, 5]], [[1], [2], [3]]])
-def test_the_group_share_is_0_if_it_cannot_be_estimated(groups: list[list[int]]) -> None:
-    assert estimate_group_share(groups) == 0.0
+def test_the_prompt_share_is_0_if_it_cannot_be_estimated(groups: list[list[int]]) -> None:
+    assert estimate_prompt_share(groups) == 0.0
 
 
-def test_groups_of_equal_lengths_have_a_group_share_of_1() -> None:
-    assert estimate_group_share([[3, 3], [5, 5], [9, 9]]) == pytest.approx(1.0)
+def test_groups_of_equal_lengths_have_a_prompt_share_of_1() -> None:
+    assert estimate_prompt_share([[3, 3], [5, 5], [9, 9]]) == pytest.approx(1.0)
 
 
 def test_recorded_latencies_are_drawn_from() -> None:

@@ -52,7 +52,8 @@ class GroupRecord:
 
     uid: int
     prompt: Prompt
-    started: PolicyVersion
+    start_version: PolicyVersion
+    """The policy version when it started, or started again after it was deferred."""
     samples: list[SampleState]
     state: GroupState = GroupState.OPEN
     done: int = 0
@@ -70,7 +71,7 @@ class GroupRecord:
         prompt, samples = self.prompt, list(enumerate(self.samples))
         return {
             "uid": self.uid,
-            "started": int(self.started),
+            "started": int(self.start_version),
             "state": GroupState.COMPLETE if self.state is GroupState.TAKEN else self.state,
             "done": [index for index, state in samples if state is SampleState.DONE],
             "cancelled": [index for index, state in samples if state is SampleState.CANCELLED],

@@ -37,7 +37,7 @@ class GroupTable:
         return self.active[uid]
 
     def add(self, group: GroupRecord) -> None:
-        self._check_version_order(group.started)
+        self._check_version_order(group.start_version)
         self.submitted += 1
         self.submitted_samples += len(group.samples)
         self.active[group.uid] = group
@@ -105,7 +105,7 @@ class GroupTable:
         uid = next(iter(self.deferred))
         group = self.active[uid] = self.deferred.pop(uid)
         _move(group, GroupState.DEFERRED, GroupState.OPEN)
-        group.started = version
+        group.start_version = version
         self.counts.add(group, active=1)
         return uid
 
@@ -138,7 +138,7 @@ class GroupTable:
 
     def _check_version_order(self, version: PolicyVersion) -> None:
         """Raises unless groups start in the order of versions."""
-        newest = next(reversed(self.active.values())).started if self.active else version
+        newest = next(reversed(self.active.values())).start_version if self.active else version
         if version < newest:
             raise LedgerError(f"a group cannot start at version {version} after one at {newest}")
 

@@ -106,7 +106,7 @@ class Ledger:
 
     def deadline(self, uid: int) -> PolicyVersion:
         """The last version at which no token of the group is too old."""
-        return PolicyVersion(self._table.active_group(uid).started + self.horizon)
+        return PolicyVersion(self._table.active_group(uid).start_version + self.horizon)
 
     def may_start(self) -> bool:
         """Whether a slot is free for a new group (slots.py defines the limit and held slots)."""
@@ -240,7 +240,7 @@ class Ledger:
         return [
             uid
             for group in self._table.active.values()
-            if group.state is GroupState.OPEN and oldest <= group.started <= latest
+            if group.state is GroupState.OPEN and oldest <= group.start_version <= latest
             if group.was_deferred or not only_long
             for uid in group.unfinished()
         ]
@@ -315,16 +315,20 @@ class Ledger:
         oldest = policy.oldest_eligible(version)
         # Oldest first: these have the earliest deadlines, so later batches have to wait for fewer.
         groups = table.active.values()
-        complete = (g for g in groups if g.state is GroupState.COMPLETE and g.started >= oldest)
+        complete = (
+            g for g in groups if g.state is GroupState.COMPLETE and g.start_version >= oldest
+        )
         if policy.rule is StalenessRule.LONG_ROUNDS:
             due = policy.oldest_allowed(version)
-            complete = sorted(complete, key=lambda g: not (g.was_deferred and g.started <= due))
+            complete = sorted(
+                complete, key=lambda g: not (g.was_deferred and g.start_version <= due)
+            )
         return list(islice(complete, size))
 
     def _remove_late(self, version: PolicyVersion, *, taken: bool) -> RemovedGroups:
         """Drop or defer late groups. Does not count against the drop limit."""
         before = self.policy.late_before(version, taken=taken)
-        old = takewhile(lambda group: group.started < before, self._table.active.values())
+        old = takewhile(lambda group: group.start_version < before, self._table.active.values())
         late = [group for group in old if group.state is not GroupState.TAKEN]
         if self.policy.rule is StalenessRule.LONG_ROUNDS:
             unfinished = tuple(uid for group in late for uid in self.defer(group.uid))

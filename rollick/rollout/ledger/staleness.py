@@ -83,9 +83,10 @@ class CountsByVersion:
         long = (active, complete) if group.was_deferred else (0, 0)
         change = GroupCounts(active, complete, *long)
         self.total = self.total.plus(change)
-        counts = self._of[group.started] = self._of.get(group.started, GroupCounts()).plus(change)
+        version = group.start_version
+        counts = self._of[version] = self._of.get(version, GroupCounts()).plus(change)
         if not counts.active:
-            del self._of[group.started]
+            del self._of[version]
 
     def since(self, oldest: PolicyVersion) -> GroupCounts:
         """The sum over the start versions from `oldest` on."""
@@ -162,7 +163,8 @@ class StalenessPolicy:
         return max([count, *(r.needed for r in self._requirements(counts, version))])
 
     def late_before(self, version: PolicyVersion, *, taken: bool) -> PolicyVersion:
-        """Groups started before are removed when `version` is published or its batch is `taken`."""
+        """Groups that started before the returned version are removed when `version` is published,
+        or when its batch is `taken`."""
         if self.rule in SURPLUS_RULES and taken:
             # Earlier groups would be too old for the next batch.
             return PolicyVersion(self.oldest_allowed(version) + 1)

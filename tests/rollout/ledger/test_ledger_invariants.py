@@ -216,7 +216,7 @@ class History:
         )
         assert list(resumed) == waiting[: len(resumed)]
         assert resumed
-        assert all(self.ledger.group(uid).started == version for uid in resumed)
+        assert all(self.ledger.group(uid).start_version == version for uid in resumed)
 
     def take(self, with_what):
         ledger, version = self.ledger, PolicyVersion(self.model.version)
@@ -255,7 +255,7 @@ class History:
 
     def check_rule(self, batch, removed, live):
         oldest = self.model.version - self.horizon
-        due = {uid for uid, group in live.items() if group.started <= oldest}
+        due = {uid for uid, group in live.items() if group.start_version <= oldest}
         if self.shape.rule is StalenessRule.MUST_TAKE:
             assert due <= set(batch)
         if self.shape.rule is StalenessRule.FIRST_FINISHED:
@@ -285,7 +285,7 @@ class History:
         under_way = {uid: group.unfinished() for uid, group in live.items()}
         removed = self.ledger.published(PolicyVersion(made))
         self.model.version = made
-        stale = [uid for uid, group in live.items() if group.started < made - self.horizon]
+        stale = [uid for uid, group in live.items() if group.start_version < made - self.horizon]
         expected = stale if self.shape.rule is StalenessRule.DROP_STALE else []
         assert removed.dropped == tuple((uid, "stale") for uid in expected)
         assert removed.unfinished == tuple(uid for gone in expected for uid in under_way[gone])
@@ -345,7 +345,7 @@ class History:
         assert counts.groups.dropped == len(self.model.ended) - trained
         assert len(ledger.active_groups()) <= ledger.policy.slots
         if self.shape.rule is not StalenessRule.MASK_STALE_TOKENS and not self.batch:
-            starts = [group.started for group in ledger.active_groups()]
+            starts = [group.start_version for group in ledger.active_groups()]
             assert all(self.model.version - start <= self.horizon for start in starts)
 
     def check_log(self):
