@@ -66,12 +66,10 @@ class EngineRestarter(ABC):
             await cancel_tasks(tasks)
 
     def may_gain_engine(self) -> bool:
-        return any(map(self._may_restart, range(self.group.ranks)))
+        """Whether an engine is restarted, or would be if it were lost."""
+        return self.in_progress > 0 or any(map(self._may_restart, range(self.group.ranks)))
 
     def _may_restart(self, rank: int) -> bool:
-        """Whether the engine is restarted, or would be if it were lost."""
-        if self.in_progress:
-            return True
         if self.group.has_dedicated_host(rank):
             return self.budget > 0
         return self.recovery.can_repair(self._host(rank))

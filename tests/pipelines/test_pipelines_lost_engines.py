@@ -232,6 +232,21 @@ async def test_when_the_restarts_are_used_up_the_run_ends(toy: Toy) -> None:
             await run()
 
 
+async def test_two_generators_lost_at_once_are_not_restarted_more_often_than_allowed(
+    toy: Toy,
+) -> None:
+    three = ("devices.generators=cpu:1-3", "rollout.engine_restarts=1")
+    async with opened(toy(*three, "rollout.max_staleness=1", steps=99)) as pipeline:
+        await pipeline.step()
+        restarter, generators = pipeline.source.restarter, pipeline.roles.generators
+        for rank in (0, 1):
+            generators.engines[rank].mark_lost(WorkerError(f"generator {rank} died"))
+        await steps_until(pipeline, lambda: restarter.restarts + restarter.in_progress > 0)
+        await steps_until(pipeline, lambda: not restarter.in_progress)
+        assert (restarter.restarts, restarter.budget) == (1, 0)
+        assert generators.lost_ranks == {1}
+
+
 async def test_a_generator_that_runs_out_of_memory_is_replaced(toy: Toy) -> None:
     async with opened(toy(*TWO, "rollout.max_staleness=1", steps=99)) as pipeline:
         await pipeline.step()
