@@ -176,7 +176,7 @@ def make_inputs(step: Step, batch: Batch, loss: str) -> LossInputs:
         weights_T=picked(batch.weights_N),
         sequence_T=sequence_T,
         reference_T=picked(batch.reference_logprobs_N),
-        segment_T=torch.from_numpy(np.cumsum(np.diff(indices_T, prepend=indices_T[:1]) > 1)),
+        turn_T=torch.from_numpy(np.cumsum(np.diff(indices_T, prepend=indices_T[:1]) > 1)),
         scores_T=picked(np.repeat(batch.scores_B, batch.lengths_B)),
         pair_T=sequence_T // 2,
         age_T=torch.from_numpy(batch.version - batch.versions_N[indices_T].astype(np.int64)),

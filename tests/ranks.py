@@ -106,7 +106,9 @@ def own_part(strategy: FsdpStrategy, batch: Batch) -> tuple[Batch, list[int]]:
     from rollick.trainer.parallel.shares import BatchSplit
 
     grid, split = strategy.grid, BatchSplit.of(strategy.recipe, strategy.cost)
-    rows = list(split.plan(batch, ranks=grid.shape.replicas * grid.shape.copies)[grid.replica])
+    rows = list(
+        split.plan(batch, ranks=grid.shape.replicas * grid.shape.ranks_per_replica)[grid.replica]
+    )
     return batch.take(rows), rows
 
 

@@ -25,22 +25,24 @@ class AggregationFn(Protocol):
 
 def token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """All trained tokens of the batch have the same weight."""
-    return _share(counts_B, np.full(len(counts_B), np.sum(counts_B), np.float64))
+    return _reciprocals(counts_B, np.full(len(counts_B), np.sum(counts_B), np.float64))
 
 
 def sequence_mean_token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Mean over a sample's tokens, then over samples: tokens of short samples weigh more."""
-    return _share(counts_B, _samples(counts_B) * np.asarray(counts_B, np.float64))
+    return _reciprocals(counts_B, _samples(counts_B) * np.asarray(counts_B, np.float64))
 
 
 def sequence_mean_token_sum(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Sum over a sample's tokens, mean over samples."""
-    return _share(counts_B, np.full(len(counts_B), _samples(counts_B), np.float64))
+    return _reciprocals(counts_B, np.full(len(counts_B), _samples(counts_B), np.float64))
 
 
 def fixed_length(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Sum over tokens / (samples * max_tokens): the weights do not depend on lengths."""
-    return _share(counts_B, np.full(len(counts_B), _samples(counts_B) * max_tokens, np.float64))
+    return _reciprocals(
+        counts_B, np.full(len(counts_B), _samples(counts_B) * max_tokens, np.float64)
+    )
 
 
 def prompt_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
@@ -48,14 +50,14 @@ def prompt_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weight
     _, index_B = np.unique(np.asarray(group_B), return_inverse=True)
     tokens_G = np.zeros(index_B.max(initial=-1) + 1)
     np.add.at(tokens_G, index_B, counts_B)
-    return _share(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[index_B])
+    return _reciprocals(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[index_B])
 
 
 def _samples(counts_B: Counts) -> int:
     return int(np.count_nonzero(counts_B))
 
 
-def _share(counts_B: Counts, denominators_B: Weights) -> Weights:
+def _reciprocals(counts_B: Counts, denominators_B: Weights) -> Weights:
     """1 / denominator for samples with trained tokens, 0 for others."""
     trained_B = np.asarray(counts_B) > 0
     return np.divide(1.0, denominators_B, out=np.zeros(len(trained_B)), where=trained_B)

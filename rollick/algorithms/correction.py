@@ -72,7 +72,7 @@ def k3(inputs: LossInputs, options: K3Correction) -> torch.Tensor:
 
 
 def decoupled(inputs: LossInputs, options: DecoupledCorrection) -> torch.Tensor:
-    """min(w, cap), for a loss that bounds pi / pi_old: sg(min(w, C)) ppo(r) (arXiv 2505.24298)."""
+    """min(w, cap) as a factor of a loss that bounds r = pi / pi_old (arXiv 2505.24298)."""
     return _truncated(_log_w(inputs), options.cap)
 
 

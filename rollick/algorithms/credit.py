@@ -132,8 +132,8 @@ class CreditAssigner:
 
     def assign(self, groups: Sequence[Group], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """The batch with its credit, and metrics as means over the trained tokens."""
-        of_group = {group.uid: self._component_of[group.prompt.domain] for group in groups}
-        component_B = np.array([of_group[uid.group] for uid in batch.uids], np.int8)
+        component_of = {group.uid: self._component_of[group.prompt.domain] for group in groups}
+        component_B = np.array([component_of[uid.group] for uid in batch.uids], np.int8)
         component_N = np.repeat(component_B, batch.lengths_B)
         trained_T = component_N[batch.loss_mask_N]
         self._tokens = np.bincount(trained_T, minlength=len(self._components)).tolist()
@@ -141,9 +141,9 @@ class CreditAssigner:
         credit = _TokenCredit(*arrays, scores_B=np.zeros(batch.rows))
         rows = batch.rows_by_sample()
         for number in range(len(self._components)):
-            own = [group for group in groups if of_group[group.uid] == number]
-            if own:
-                self._fill_advantages(number, own, batch, rows, credit)
+            component_groups = [group for group in groups if component_of[group.uid] == number]
+            if component_groups:
+                self._fill_advantages(number, component_groups, batch, rows, credit)
                 self._fill_weights(number, batch, component_N == number, credit)
         if batch.teacher_logprobs_N is not None:
             credit.add({"teacher_kl": _teacher_k1(batch)})
@@ -214,11 +214,11 @@ class CreditAssigner:
         offsets = batch.offsets_B1
         for group, values in zip(shaped, component.advantage(shaped), strict=True):
             for member, value in zip(group.members, values, strict=True):
-                own = rows.get(member.sample.uid)
-                if own is None:
+                sample_rows = rows.get(member.sample.uid)
+                if sample_rows is None:
                     continue
-                span = slice(offsets[own.start], offsets[own.stop])
-                credit.scores_B[own.start : own.stop] = member.score.value
+                span = slice(offsets[sample_rows.start], offsets[sample_rows.stop])
+                credit.scores_B[sample_rows.start : sample_rows.stop] = member.score.value
                 if isinstance(value, AdvantagesAndReturns):
                     credit.returns_N[span] = value.returns_T
                     value = value.advantages_T

@@ -3,6 +3,10 @@
 A policy loss uses the importance ratio of each token, or that of its sample or turn; then each
 token carries the loss of its sample or turn, so that aggregations work in the same way.
 
+    pi   the present policy        r    pi / pi_old, the ratio to the policy before the step
+    mu   the behaviour policy      rho  pi / mu, the ratio to the policy that sampled the token
+    A    the advantage             sg   stop-gradient: the value without its gradient
+
 Shapes: T trained tokens of a micro-batch. Tokens outside the loss mask are not passed to a loss.
 The trainer applies the weights: the loss of a batch is sum(weights_T * loss_T), whatever the split
 into micro-batches and ranks. A token that a loss leaves out (outside the trust region, or of a
@@ -44,8 +48,9 @@ class LossInputs:
 
     logprobs_T: log pi of the present policy. old_T: log pi_old. behaviour_T: log mu.
     reference_T: log pi_ref.
-    sequence_T: index of the token's sample, ascending. A micro-batch holds whole samples.
-    segment_T: index of its turn (a run of trained tokens), ascending; None: one turn per sample.
+    sequence_T: index of the token's sample (or of its segment, if the sample has several),
+    ascending. A micro-batch holds whole samples.
+    turn_T: index of its turn (a run of trained tokens), ascending; None: one turn per sample.
     scores_T: the shaped score of its sample; None: losses use the sign of the advantage.
     pair_T: index of its pair of answers, ascending from 0.
     age_T: policy versions since the token was sampled.
@@ -61,7 +66,7 @@ class LossInputs:
     weights_T: torch.Tensor
     sequence_T: torch.Tensor
     reference_T: torch.Tensor | None = None
-    segment_T: torch.Tensor | None = None
+    turn_T: torch.Tensor | None = None
     scores_T: torch.Tensor | None = None
     pair_T: torch.Tensor | None = None
     age_T: torch.Tensor | None = None
@@ -207,8 +212,8 @@ def gspo(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
 
 def segment(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
     """gspo with the mean over the token's turn instead of the sample."""
-    turns_T = inputs.sequence_T if inputs.segment_T is None else inputs.segment_T
-    return _on_mean_ratio(inputs, turns_T, options)
+    turn_T = inputs.sequence_T if inputs.turn_T is None else inputs.turn_T
+    return _on_mean_ratio(inputs, turn_T, options)
 
 
 def gmpo(inputs: LossInputs, options: GmpoLoss) -> TokenLoss:

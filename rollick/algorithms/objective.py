@@ -113,6 +113,7 @@ class _Component:
     kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     correct: CorrectionFn | None
     old_is_now: bool = False
+    """Uses the present policy as the old one: equal if a batch makes one optimizer step."""
 
     def __call__(self, inputs: LossInputs) -> Loss:
         inputs = self._with_old(inputs)

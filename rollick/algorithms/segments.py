@@ -1,6 +1,7 @@
 """Sums and means over the tokens of a sample or turn, within a micro-batch.
 
-T tokens, S samples. `segment_T` is the index of each token's sample, ascending, with gaps allowed.
+T tokens, S segments. `segment_T` is the index of each token's sample or turn, ascending, with gaps
+allowed.
 A micro-batch holds whole samples, so the results do not depend on the split.
 """
 

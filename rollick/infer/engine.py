@@ -66,12 +66,19 @@ class Capability(StrEnum):
     """What an engine can do besides generating. Its users check for these before they need one."""
 
     SLEEP = "sleep"
+    """Give back device memory between `sleep` and `wake`."""
     SHARED_WEIGHTS = "shared_weights"
+    """Use the parameters of a learner in the same process."""
     DETERMINISTIC = "deterministic"
+    """Sample tokens that do not depend on the other requests of a batch."""
     TRUNCATED_SAMPLING = "truncated_sampling"
+    """Top-k, top-p and min-p."""
     ADOPT_WEIGHTS = "adopt_weights"
+    """Use received memory as its parameters (VerifiedWeights.persistent)."""
     KEEP_CACHE = "keep_cache"
+    """Continue requests on their old cache after an update (`update(keep_cache=True)`)."""
     MERGE_ADAPTERS = "merge_adapters"
+    """Add published adapters to its base weights (VerifiedWeights.adapter_scale)."""
 
 
 class InferenceClient(Protocol):

@@ -113,9 +113,10 @@ class RoleHandle(Generic[W]):
     ) -> tuple[list[T], SplitPlan]:
         """As `split`, for a method whose ranks communicate: ranks without rows are called too.
         Returns one result for each replica."""
-        copies, plan = self.batch_split.copies, self.batch_split.plan(batch, ranks=self.ranks)
-        parts = [part for rows in plan for part in [_part(batch, rows)] * copies]
-        return (await self.scatter_collective(method, parts))[::copies], plan
+        size = self.batch_split.ranks_per_replica
+        plan = self.batch_split.plan(batch, ranks=self.ranks)
+        parts = [part for rows in plan for part in [_part(batch, rows)] * size]
+        return (await self.scatter_collective(method, parts))[::size], plan
 
 
 AnyHandle = RoleHandle[Any]

@@ -52,7 +52,7 @@ def random_inputs(lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> LossInp
         weights_T=torch.full((count,), 1 / max(count, 1), dtype=torch.float64),
         sequence_T=sample_T,
         reference_T=-0.2 - 2 * uniform(count),
-        segment_T=sample_T,
+        turn_T=sample_T,
         scores_T=advantages_T + 0.1,
         pair_T=sample_T // 2,
         age_T=sample_T % 3,
@@ -99,7 +99,7 @@ def _check_split(loss: LossFn, inputs: LossInputs, options: Any, *, pairs: bool)
         unit_mask_T = unit_T == unit
         alone = inputs.where(unit_mask_T)
         # Samples and pairs are numbered from 0 in each micro-batch.
-        numbers = {name: getattr(alone, name) for name in ("sequence_T", "segment_T", "pair_T")}
+        numbers = {name: getattr(alone, name) for name in ("sequence_T", "turn_T", "pair_T")}
         alone = replace(alone, **{name: n_T - n_T.min() for name, n_T in numbers.items()})
         leaves = {name: getattr(alone, name).detach().requires_grad_() for name in LEAVES}
         alone = replace(alone, **leaves)

@@ -52,7 +52,7 @@ from rollick.trainer.parallel.shard import (
     ShardedOptimizer,
     build_tree,
     gather_full_tensors,
-    load_first,
+    load_on_first_rank,
     load_shards,
     shard,
 )
@@ -62,8 +62,9 @@ from rollick.trainer.token_loss import ExpertBalance, ForwardOutput, Routing, ad
 from rollick.trainer.trainable_model import LossAccumulator, token_indices
 from rollick.types import FloatArray
 
-PROBE_ROWS, PROBE_PRODUCTS = {"cpu": 256, "cuda": 2048}, 24
-"""Rows of the matrices that measure speed, by kind of device, and their products: milliseconds."""
+TIMED_SIZE, TIMED_PRODUCTS = {"cpu": 256, "cuda": 2048}, 24
+"""Size of the square matrices that `time_fixed_work` multiplies, by kind of device, and how often.
+It takes milliseconds."""
 
 
 class FsdpStrategy:
@@ -92,17 +93,19 @@ class FsdpStrategy:
             tree, grid, chunk=train.logprob_chunk_tokens, routers=train.expert_balance > 0
         )
         shard(self.forward, tree, experts, grid=grid, precision=precision, offload=offload)
-        source = load_first(recipe.model, grid, max_length=recipe.infer.max_length)
+        source = load_on_first_rank(recipe.model, grid, max_length=recipe.infer.max_length)
         load_shards(tree, source, device=device, offload=offload)
         fix_rope(tree, recipe.infer.max_length)
+        # The first forward moves shards to other memory (padded or pinned); the optimizer must hold
+        # the final one.
         self._forward_only(empty_batch())
-        self.sharded = ShardedOptimizer(tree, recipe, grid=grid, device=device)
+        self.sharded_optimizer = ShardedOptimizer(tree, recipe, grid=grid, device=device)
         self._offloaded = OffloadedTensors()
 
     @property
     def optimizer(self) -> MasterAdamW:
-        """Of the shards on this rank."""
-        return self.sharded.local_optimizer
+        """The optimizer of the shards on this rank."""
+        return self.sharded_optimizer.local_optimizer
 
     @property
     def module(self) -> None:
@@ -135,12 +138,12 @@ class FsdpStrategy:
         return self._summed_report(accumulator)
 
     def step(self) -> OptimReport:
-        return self.sharded.step()
+        return self.sharded_optimizer.step()
 
     def weights(self) -> ShardedWeights:
         """Full parameters under their public names, one at a time: copies. A collective: all ranks
         must iterate in order."""
-        dtype, named = self.precision.compute, self.sharded.parameters.items()
+        dtype, named = self.precision.compute, self.sharded_optimizer.parameters.items()
         empty = partial(torch.empty, dtype=dtype, device="meta")
         shapes = [(name, empty(value.shape)) for name, value in named]
         return ShardedWeights(shapes, gather_full_tensors(named, dtype))
@@ -158,28 +161,30 @@ class FsdpStrategy:
     def save(self, path: Path) -> None:
         """Write masters, moments, counters and random states, for any number of ranks."""
         self.wake()
-        save_state(path, self.sharded.state(), steps=self.optimizer.steps)
+        save_state(path, self.sharded_optimizer.state(), steps=self.optimizer.steps)
 
     def load(self, path: Path) -> None:
         self.wake()
-        self.sharded.resume(load_state(path, self.sharded.state()))
+        self.sharded_optimizer.resume(load_state(path, self.sharded_optimizer.state()))
 
     def state(self) -> TrainState:
-        """Of the shards on this rank."""
+        """The state of the shards on this rank."""
         self.wake()
         tensors = {**self.optimizer.tensors(), "rng.cpu": torch.get_rng_state()}
-        return TrainState(tensors, self.optimizer.steps, describe_shards(self.sharded.state()))
+        return TrainState(
+            tensors, self.optimizer.steps, describe_shards(self.sharded_optimizer.state())
+        )
 
     def restore_all(self, states: Sequence[TrainState]) -> None:
         self.wake()
-        self.sharded.resume(load_snapshots(states, self.sharded.state()))
+        self.sharded_optimizer.resume(load_snapshots(states, self.sharded_optimizer.state()))
 
     @torch.no_grad()
     def restore(self, state: TrainState) -> None:
         self.wake()
         for name, tensor in self.optimizer.tensors().items():
             tensor.copy_(state.tensors[name])
-        self.sharded.resume(state.steps)
+        self.sharded_optimizer.resume(state.steps)
         torch.set_rng_state(state.tensors["rng.cpu"])
 
     def sleep(self, *, keep_parameters: bool = False) -> None:
@@ -195,13 +200,13 @@ class FsdpStrategy:
         """Seconds for some matrix products on this rank alone. Ranks wait for each other in every
         layer, so all of them take as long as the slowest."""
         is_cuda = self.device.startswith("cuda")
-        size = PROBE_ROWS["cuda" if is_cuda else "cpu"]
+        size = TIMED_SIZE["cuda" if is_cuda else "cpu"]
         matrix = torch.full((size, size), 1 / size, device=self.device)
         product = matrix @ matrix  # Loads the kernel.
         if is_cuda:
             torch.cuda.synchronize(self.device)
         begun = time.perf_counter()
-        for _ in range(PROBE_PRODUCTS):
+        for _ in range(TIMED_PRODUCTS):
             product = matrix @ product
         if is_cuda:
             torch.cuda.synchronize(self.device)
@@ -232,7 +237,8 @@ class FsdpStrategy:
         return result
 
     def _microbatches(self, batch: Batch) -> list[list[int]]:
-        """Those of this rank's replica. Every rank has the same number: the last may be empty."""
+        """The micro-batches of this rank's replica. Every rank has the same number: the last ones
+        may be empty."""
         train = self.recipe.train
         parts = microbatches(
             batch,
@@ -269,7 +275,7 @@ class FsdpStrategy:
         return ExpertBalance(coefficient, int(rows), counts_LE, sum_counts, sum_loss)
 
     def _summed_report(self, accumulator: LossAccumulator) -> LossReport:
-        """Over all replicas; the ranks of a replica have equal reports."""
+        """The report of all replicas; the ranks of one replica have equal reports."""
         own = accumulator.report()
         if self.grid.shape.replicas == 1:
             return own

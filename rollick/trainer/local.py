@@ -56,9 +56,11 @@ class LocalStrategy(TrainableModel):
         model: ModelConfig | None = None,
         vocabulary: int | None = None,
     ) -> None:
-        self.model = model or recipe.model
+        self.model_config = model or recipe.model
         self.vocabulary = vocabulary
-        module = load_packed_model(self.model, device=device, max_length=recipe.infer.max_length)
+        module = load_packed_model(
+            self.model_config, device=device, max_length=recipe.infer.max_length
+        )
         self.adapters: Adapters | None = None
         if trainable and recipe.train.lora is not None:
             self.adapters = add_adapters(module, recipe.train.lora, seed=recipe.run.seed)
@@ -135,7 +137,7 @@ class LocalStrategy(TrainableModel):
             config: Any = module.config
             module = empty_model(config, attention=VARLEN)
             fill_parameters(module, dict(self.adapters.merged()))
-        save_with_tokenizer(module, self.model, path)
+        save_with_tokenizer(module, self.model_config, path)
 
     def export_adapter(self, path: Path) -> None:
         """Write the adapters alone, as PEFT loads them, with the tokenizer."""
@@ -145,7 +147,7 @@ class LocalStrategy(TrainableModel):
                 fix="export the complete model, or train with train.lora",
             )
         self.adapters.export(path)
-        save_with_tokenizer(None, self.model, path)
+        save_with_tokenizer(None, self.model_config, path)
 
     def state(self) -> TrainState:
         """Masters, moments and random states."""

@@ -1,6 +1,6 @@
 """Estimates the memory of a trained or frozen model before it is loaded. Pure: no torch.
 
-    weights       numbers x bytes of the compute dtype
+    weights       parameters x bytes of the compute dtype
     state         AdamW's two float32 moments; float32 masters where the weights are narrower
     gradients     as the weights, plus float32 sums where the weights are narrower
     activations   saved for the backward of each token of a micro-batch, layer by layer
@@ -119,6 +119,6 @@ def activations_per_token(shape: ModelShape, *, itemsize: int, modules: bool) ->
 
 
 def _head(shape: ModelShape, train: TrainConfig, *, tokens: int) -> int:
-    """Log-probs of a chunk with its logits, or their gradient."""
+    """Two float32 arrays of a chunk's size: the logits, and their log-probs or gradient."""
     rows = min(train.logprob_chunk_tokens, tokens or train.logprob_chunk_tokens)
     return 2 * rows * shape.vocabulary * FLOAT32

@@ -170,10 +170,11 @@ def pack(
         shared_B = sample_prefixes(batch)
         plan = plan_prefixes(batch.lengths_B, group_B=batch.group_B, shared_B=shared_B)
     computed = len(plan.source_C)
-    filler = round_up_to_tile(computed) - computed if deterministic else max(0, min_rows - computed)
-    filling = [filler] if filler else []
-    # The results of filler rows are not used.
-    token_ids_N = np.pad(batch.token_ids_N[plan.source_C], (0, filler))
+    height = round_up_to_tile(computed) if deterministic else max(computed, min_rows)
+    padding_rows = height - computed
+    padding = [padding_rows] if padding_rows else []
+    # The results of padding rows are not used.
+    token_ids_N = np.pad(batch.token_ids_N[plan.source_C], (0, padding_rows))
     # Greedy samples (temperature 0) have their log-probs at temperature 1, as in the engine.
     temperature_B = np.where(batch.temperature_B > 0, batch.temperature_B, 1.0)
 
@@ -183,8 +184,8 @@ def pack(
     return PackedBatch(
         token_ids_N=on_device(token_ids_N, torch.int64),
         layout=PackedLayout.of(
-            [*plan.lengths, *filling],
-            parents=[*plan.parents, *(ROOT for _ in filling)],
+            [*plan.lengths, *padding],
+            parents=[*plan.parents, *(ROOT for _ in padding)],
             device=device,
             per_sequence=deterministic,
             batch_invariant=batch_invariant,
@@ -232,9 +233,9 @@ def loss_inputs(
 
     behaviour_T = numbers(batch.logprobs_N)
     old_T = optional(batch.old_logprobs_N)
-    # A segment is a run of consecutive tokens. No run spans two samples, because the first token
-    # of a sample is never trained.
-    segment_T = np.cumsum(np.diff(packed.indices_T, prepend=packed.indices_T[:1]) > 1)
+    # A turn is a run of consecutive tokens. No run spans two samples, because the first token of a
+    # sample is never trained.
+    turn_T = np.cumsum(np.diff(packed.indices_T, prepend=packed.indices_T[:1]) > 1)
     scores_N = None if batch.scores_B is None else np.repeat(batch.scores_B, batch.lengths_B)
     _, pair_B = np.unique(batch.group_B, return_inverse=True)
     component_N = batch.component_N
@@ -246,7 +247,7 @@ def loss_inputs(
         weights_T=numbers(batch.weights_N),
         sequence_T=packed.sequence_T,
         reference_T=optional(batch.reference_logprobs_N),
-        segment_T=integers(segment_T),
+        turn_T=integers(turn_T),
         scores_T=optional(scores_N),
         pair_T=integers(np.repeat(pair_B, batch.lengths_B)[packed.indices_T]),
         age_T=integers(batch.version - batch.versions_N[packed.indices_T].astype(np.int64)),

@@ -45,12 +45,14 @@ class LocalRewardModel(TrainableModel):
         trainable: bool = True,
     ) -> None:
         """`model`: the model to load; None loads the policy's."""
-        self.model = model or recipe.model
-        module, self.has_new_head = load_score_model(self.model, device=device, attention=VARLEN)
-        self.head = _score_head(module, self.model)
+        self.model_config = model or recipe.model
+        module, self.has_new_head = load_score_model(
+            self.model_config, device=device, attention=VARLEN
+        )
+        self.head = _score_head(module, self.model_config)
         max_length = recipe.infer.max_length
-        if isinstance(self.model, RewardModelConfig):
-            max_length = self.model.max_length
+        if isinstance(self.model_config, RewardModelConfig):
+            max_length = self.model_config.max_length
         fix_rope(module, max_length)
         check_learner(module, max_length=max_length)
         if self.has_new_head:
@@ -80,7 +82,7 @@ class LocalRewardModel(TrainableModel):
 
     def export(self, path: Path) -> None:
         """Write a folder that AutoModelForSequenceClassification can load."""
-        save_with_tokenizer(self.module, self.model, path)
+        save_with_tokenizer(self.module, self.model_config, path)
 
     def _scores(self, packed: PackedBatch) -> Tensor:
         """One score per sample, in float64 if the head is float64, otherwise in float32."""

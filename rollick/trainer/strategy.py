@@ -159,7 +159,7 @@ class IsSharded(Protocol):
 
 
 @runtime_checkable
-class HasAdapters(Protocol):
+class SupportsAdapters(Protocol):
     """A strategy that can also train adapters over a frozen model."""
 
     @property

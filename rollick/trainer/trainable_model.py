@@ -1,4 +1,4 @@
-"""A module on one device, and what every trainer does with it.
+"""A module on one device, and what every trainer on one device does with it.
 
 Owns the parameters, the optimizer (none if the model is frozen), their files, and their memory on a
 GPU. The classes in local.py, critic.py and reward_model.py add heads and losses.
@@ -71,7 +71,8 @@ def policy_optimizer(
 
 
 class TrainableModel:
-    """A module with its optimizer, its files and its offloading. The base class of all trainers.
+    """A module with its optimizer, its files and its offloading. The base class of all trainers
+    except fsdp.py.
 
     `name` is that of its files. `module.base_model` computes the hidden states. `batch_invariant`
     uses the engine's kernels of zero-mismatch mode, on a GPU. `keep_groups` never divides a group
@@ -154,8 +155,8 @@ class TrainableModel:
     def accumulate_gradients(
         self, batch: Batch, loss: Callable[[Batch, PackedBatch], tuple[Loss, int]]
     ) -> LossReport:
-        """Forward and backward of each micro-batch; `loss` returns what it adds, and its number of
-        trained tokens."""
+        """Forward and backward of each micro-batch; `loss` returns the loss of a micro-batch, and
+        the number of tokens that the report counts."""
         self.check_gradient()
         accumulator = LossAccumulator()
         for _, part, packed in self.packed_batches(batch):

@@ -18,7 +18,7 @@ Pairs = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Of one tensor in a buffer that holds all of them; `offset` and `size` in bytes."""
+    """Where one tensor is in a buffer that holds all of them; `offset` and `size` are in bytes."""
 
     name: str
     dtype: str

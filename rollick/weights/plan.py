@@ -106,8 +106,8 @@ def plan_publish(
         on_gpus = unsharded and all(device.kind == "cuda" for device in ends)
         channels[rank] = _channel(policy, location, config, on_gpus=on_gpus)
         _check_possible(channels[rank], rank, policy, location, on_gpus=on_gpus)
-    adding = (rank for rank, location in generators.items() if location.adapters)
-    merging = frozenset(adding if policy.adapters else ())
+    can_merge = (rank for rank, location in generators.items() if location.adapters)
+    merging = frozenset(can_merge if policy.adapters else ())
     return PublishPlan(channels, config.changes_only, merging)
 
 

@@ -29,7 +29,8 @@ class PublishReceiver:
         initial_fingerprint: Callable[[], Fingerprint] | None = None,
     ) -> None:
         """`adopts`: whether the engine can use received memory as its parameters (ADOPT_WEIGHTS).
-        `initial_fingerprint` returns that of its first weights; None: it cannot add adapters."""
+        `initial_fingerprint` computes the fingerprint of the weights that the engine started with;
+        None if it cannot merge adapters, which alone need it."""
         self.rank = rank
         self.adopts = adopts
         self.initial_fingerprint = initial_fingerprint

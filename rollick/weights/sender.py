@@ -75,7 +75,8 @@ class WeightSender:
         self._sender(channel).send()
 
     def release(self, outcome: PublishOutcome) -> None:
-        """End all offers of a version. The weights must not have changed since."""
+        """End all offers of a version. The weights must not have changed since they were offered:
+        they may become the base of the next delta."""
         for channel, (route, pairs, manifest) in self.offered.items():
             self._sender(channel).release(outcome)
             if outcome.committed and route.delta:

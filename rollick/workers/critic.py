@@ -28,9 +28,9 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
     def __init__(self, strategy: LocalCritic, recipe: RlRecipe) -> None:
         super().__init__(strategy)
         self.recipe = recipe
-        self._loss = _bound_loss(recipe)
-        self._with_values = [
-            n for n, part in enumerate(recipe.algorithms) if "values" in part.needs
+        self._loss = _bind_loss(recipe)
+        self._value_components = [
+            number for number, part in enumerate(recipe.algorithms) if "values" in part.needs
         ]
 
     def values(self, batch: Batch) -> TokenValues:
@@ -40,12 +40,12 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
         if batch.values_N is None or batch.returns_N is None:
             message = "the critic needs old values and returns, but the batch has none"
             raise ConfigError(message, fix="annotate the batch and assign credit before training")
-        mine_N = self._value_tokens(batch)
-        explained = explained_variance(batch.values_N[mine_N], batch.returns_N[mine_N])
-        if not mine_N.any():
+        mask_N = self._value_tokens(batch)
+        explained = explained_variance(batch.values_N[mask_N], batch.returns_N[mask_N])
+        if not mask_N.any():
             return CriticReport(None, explained)
         train, keep_groups = self.recipe.train, self.recipe.compares_pairs
-        weighted = weighed(batch, mine_N)
+        weighted = select_value_tokens(batch, mask_N)
         parts = tuple(minibatches(weighted, count=train.minibatches, keep_groups=keep_groups))
         report = train_on(
             parts * train.epochs,
@@ -58,15 +58,15 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
         """Trained tokens of algorithms that use values; only these have a return."""
         if batch.component_N is None:
             return batch.loss_mask_N
-        return batch.loss_mask_N & np.isin(batch.component_N, self._with_values)
+        return batch.loss_mask_N & np.isin(batch.component_N, self._value_components)
 
 
-def weighed(batch: Batch, mine_N: BoolArray) -> Batch:
-    """Keep the samples with a token of `mine_N`, weighted for a mean over these tokens. The
+def select_value_tokens(batch: Batch, mask_N: BoolArray) -> Batch:
+    """Keep the samples with a token in `mask_N`, weighted for a mean over these tokens. The
     denominator counts the full batch, before it is split into mini-batches. The policy's weights
     are not used: they include corrections and coefficients of the policy loss."""
-    weights_N = np.where(mine_N, 1 / np.count_nonzero(mine_N), 0.0)
-    narrowed = replace(batch, loss_mask_N=mine_N, weights_N=weights_N)
+    weights_N = np.where(mask_N, 1 / np.count_nonzero(mask_N), 0.0)
+    narrowed = replace(batch, loss_mask_N=mask_N, weights_N=weights_N)
     return narrowed.take(np.flatnonzero(narrowed.trained_B).tolist())
 
 
@@ -78,7 +78,7 @@ def explained_variance(values_T: FloatArray, returns_T: FloatArray) -> float:
     return float(1 - np.var(returns_T - values_T) / np.var(returns_T))
 
 
-def _bound_loss(recipe: RlRecipe) -> ValueLossFn:
+def _bind_loss(recipe: RlRecipe) -> ValueLossFn:
     options = recipe.critic.loss
     function: Any = resolve("value_losses", options.name)
 

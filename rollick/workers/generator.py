@@ -42,8 +42,8 @@ from rollick.weights.receiver import PublishReceiver
 from rollick.workers.learner import LearnerWorker
 from rollick.workers.model_worker import MeteredWorker, builds_worker
 
-RECORDED = 4096
-"""Steps and answers that a recording host keeps; drops the oldest first."""
+MAX_RECORDS = 4096
+"""Steps and answers that a recording generator keeps; it drops the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +78,13 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.checked_tokens = 0
         """Tokens that the engine had generated when its weights were last checked."""
         self.answers: deque[tuple[SampleId, float]] = deque(maxlen=0)
+        """The requests that the engine completed, and the seconds that each took."""
 
     def record(self) -> None:
         """Start recording for `take_record`. Not every engine records steps."""
-        self.answers = deque(maxlen=RECORDED)
+        self.answers = deque(maxlen=MAX_RECORDS)
         if isinstance(self.engine, SupportsStepRecords):
-            self.engine.record_steps(RECORDED)
+            self.engine.record_steps(MAX_RECORDS)
 
     async def take_record(self) -> EngineRecord:
         steps = self.engine.take_steps() if isinstance(self.engine, SupportsStepRecords) else []
@@ -136,7 +137,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.checked_tokens = tokens
 
     async def receive(self, manifest: WeightManifest) -> None:
-        # The new weights would hide it.
+        # Before the weights are replaced, or a corruption would never be noticed.
         await self.check_weights()
         async with self.receiving:
             # A thread cannot be cancelled: hold the lock until it ends.

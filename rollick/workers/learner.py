@@ -22,11 +22,11 @@ from rollick.roles.reports import TrainReport
 from rollick.trainer.lora import Adapters
 from rollick.trainer.parallel.mesh import Rendezvous, join_process_group, leave_process_group
 from rollick.trainer.strategy import (
-    HasAdapters,
     IsSharded,
     LossFn,
     LossReport,
     OptimReport,
+    SupportsAdapters,
     TrainStrategy,
 )
 from rollick.types import Fingerprint, FloatArray, PolicyVersion, stable_hash
@@ -82,7 +82,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         return logprobs_N
 
     def reference_logprobs(self, batch: Batch) -> FloatArray:
-        if not isinstance(self.strategy, HasAdapters):
+        if not isinstance(self.strategy, SupportsAdapters):
             message = f"strategy {self.recipe.train.strategy} has no adapters to disable"
             raise ConfigError(message, fix="set devices.reference to load a reference model")
         return self.strategy.reference_logprobs(batch)
@@ -109,7 +109,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
 
     @property
     def _adapters(self) -> Adapters | None:
-        return self.strategy.adapters if isinstance(self.strategy, HasAdapters) else None
+        return self.strategy.adapters if isinstance(self.strategy, SupportsAdapters) else None
 
     def send_weights(self, channel: Channel) -> None:
         self.sender.send(channel)

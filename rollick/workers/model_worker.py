@@ -36,12 +36,12 @@ class Meter:
             Path("/proc/self/clear_refs").write_text("5", "ascii")
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
-        self.begun = resident_bytes()
+        self.initial_bytes = resident_bytes()
 
     def peak(self) -> int:
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated()
-        return max(0, resident_bytes(peak=True) - self.begun)
+        return max(0, resident_bytes(peak=True) - self.initial_bytes)
 
 
 def resident_bytes(*, peak: bool = False) -> int:
@@ -101,7 +101,8 @@ class TrainedWorker(StrategyWorker[Trainer]):
         super().__init__(strategy)
         self.snapshots = SnapshotWriter()
         self.memories: dict[str, SnapshotMemory] = {}
-        """Memory of this process, where the controller's is on another machine."""
+        """Snapshots in memory of this process, by name; used if the controller is on another
+        machine, so that its memory cannot be mapped."""
 
     def save(self, path: Path) -> None:
         self.strategy.save(path)
@@ -133,6 +134,7 @@ class TrainedWorker(StrategyWorker[Trainer]):
         else:
             assert isinstance(self.strategy, IsSharded), "only a sharded role has several ranks"
             self.strategy.restore_all(states)
+        # Their tensors map the memories, which the kernel frees only without a map.
         del states
         self._close_memories()
 
@@ -158,7 +160,7 @@ Worker = TypeVar("Worker", bound=MeteredWorker)
 def builds_worker(
     build: Callable[Concatenate[HostContext, int, Arguments], Worker],
 ) -> Callable[Concatenate[HostContext, int, Arguments], Worker]:
-    """Sets torch's threads before the build, and measures memory from its beginning."""
+    """Sets the number of torch's threads before the build, and measures memory from its start."""
 
     @wraps(build)
     def measured(

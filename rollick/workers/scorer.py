@@ -60,9 +60,9 @@ def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWor
     if teacher is None:
         message = "the algorithm needs a teacher, but the recipe has none"
         raise ConfigError(message, fix="set teacher.path")
-    rows = common_vocabulary(recipe.model, teacher)
+    vocabulary = common_vocabulary(recipe.model, teacher)
     strategy = LocalStrategy(
-        recipe, device=context.device, trainable=False, model=teacher, vocabulary=rows
+        recipe, device=context.device, trainable=False, model=teacher, vocabulary=vocabulary
     )
     return ScorerWorker(strategy, top_k=teacher.top_k)
 
@@ -81,19 +81,19 @@ def common_vocabulary(policy: ModelConfig, teacher: ModelConfig) -> int:
             f"{theirs.get(token)} in the teacher)",
             fix="use a teacher with the policy's tokenizer, such as a larger one of its family",
         )
-    rows, teacher_rows = _rows(policy), _rows(teacher)
-    if teacher_rows < rows:
+    size, teacher_size = _vocabulary_size(policy), _vocabulary_size(teacher)
+    if teacher_size < size:
         raise ConfigError(
-            f"the policy {policy.path!r} has {rows} tokens, but the teacher "
-            f"{teacher.path!r} has only {teacher_rows}",
+            f"the policy {policy.path!r} has {size} tokens, but the teacher "
+            f"{teacher.path!r} has only {teacher_size}",
             fix="use a teacher with a vocabulary at least as large",
         )
-    return rows
+    return size
 
 
 def _token_ids(model: ModelConfig) -> Mapping[str, int]:
     return load_tokenizer(model).get_vocab()
 
 
-def _rows(model: ModelConfig) -> int:
+def _vocabulary_size(model: ModelConfig) -> int:
     return int(load_config(model).get_text_config().vocab_size)

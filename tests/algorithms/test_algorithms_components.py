@@ -62,7 +62,7 @@ def random_inputs(seed: int, components: Sequence[int]) -> LossInputs:
         weights_T=rand(1).abs(),
         sequence_T=sequence_T,
         reference_T=behaviour_T + rand(0.3),
-        segment_T=2 * sequence_T + (torch.arange(tokens) % 3 == 0).long().cummax(0).values,
+        turn_T=2 * sequence_T + (torch.arange(tokens) % 3 == 0).long().cummax(0).values,
         scores_T=rand(1)[sequence_T],
         pair_T=pair_T,
         age_T=torch.arange(tokens) % 3,

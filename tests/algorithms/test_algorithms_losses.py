@@ -71,7 +71,7 @@ def inputs(
         advantages_T=torch.tensor(advantage, dtype=torch.float64),
         weights_T=torch.ones(len(now), dtype=torch.float64),
         sequence_T=torch.tensor(sequence or [0] * len(now)),
-        segment_T=torch.tensor(segment) if segment else None,
+        turn_T=torch.tensor(segment) if segment else None,
         scores_T=torch.tensor(scores) if scores else None,
     )
 
@@ -100,7 +100,7 @@ def random_inputs(
         weights_T=torch.ones(tokens, dtype=torch.float64),
         sequence_T=sequence_T,
         scores_T=rand(1)[sequence_T] if scored else None,
-        segment_T=torch.tensor(segment, dtype=torch.int64),
+        turn_T=torch.tensor(segment, dtype=torch.int64),
     )
 
 
@@ -113,8 +113,8 @@ def by_loops(o: Any, at: LossInputs) -> list[float]:
     """The formulas of ALGORITHMS, in plain Python."""
     now, old, mu = (x.tolist() for x in (at.logprobs_T, at.old_T, at.behaviour_T))
     advantages, sequence = at.advantages_T.tolist(), at.sequence_T.tolist()
-    assert at.segment_T is not None
-    segment = at.segment_T.tolist()
+    assert at.turn_T is not None
+    segment = at.turn_T.tolist()
     scores = advantages if at.scores_T is None else at.scores_T.tolist()
     result: list[float] = []
     for t, (a, score) in enumerate(zip(advantages, scores, strict=True)):
@@ -271,7 +271,7 @@ def test_segment_takes_the_ratio_of_each_turn():
         [0.8, 0.4, 0.8, 0.2], old=[0.4, 0.2, 0.4, 0.4], advantage=[1] * 4, segment=[0, 0, 1, 1]
     )
     assert gradient_of("segment", at) == pytest.approx([0, 0, -1, -1])
-    complete_one = replace(at, segment_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
+    complete_one = replace(at, turn_T=None)  # one turn: mean ratio 2 ** 0.5, clipped
     assert gradient_of("segment", complete_one) == pytest.approx([0, 0, 0, 0])
 
 

@@ -22,7 +22,7 @@ from rollick.infer.engine import Capability, Engine, StopRules, SupportsWeightCh
 from rollick.infer.native.engine import NativeEngine
 from rollick.infer.vllm.weight_staging import stage_file
 from rollick.infer.vllm.worker import write_bundle
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 from rollick.types import (
     Completion,

@@ -283,9 +283,9 @@ def test_turns_are_runs_of_trained_tokens(strategy_of: StrategyOf):
 
     strategy_of(Cut()).forward_backward(two_turns(random_batch([6, 7])), spy)
     [inputs] = seen
-    assert inputs.segment_T is not None
+    assert inputs.turn_T is not None
     # trained: 2, 3, (4), 5 of six tokens; 2, 3, (4), 5, 6 of seven; the longest sample is first
-    assert inputs.segment_T.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert inputs.turn_T.tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert inputs.sequence_T.tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 

@@ -18,7 +18,7 @@ from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
 from rollick.config.schema import Recipe
 from rollick.config.schema.losses import PpoLoss
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.fsdp import FsdpStrategy

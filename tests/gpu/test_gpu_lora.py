@@ -18,7 +18,7 @@ from rollick.config.devices import parse_devices
 from rollick.config.schema import Recipe
 from rollick.config.schema.losses import PpoLoss
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.batches import completions_to_batch, random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.local import LocalStrategy

@@ -15,7 +15,7 @@ from rollick.config.schema import InferConfig
 from rollick.config.schema.losses import PpoLoss
 from rollick.infer.engine import StopRules
 from rollick.infer.native.engine import NativeEngine
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.models.loading.shape import ModelShape
 from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
@@ -92,7 +92,7 @@ async def test_an_engine_keeps_using_its_graphs_while_the_learner_sleeps(folder:
     strategy = learner(folder)
     infer = InferConfig(slots=4, max_length=64)
     engine = NativeEngine.create(
-        infer, strategy.model, device="cuda", shared=strategy.module, stops=StopRules()
+        infer, strategy.model_config, device="cuda", shared=strategy.module, stops=StopRules()
     )
     prompt = torch.arange(4, 12).numpy().astype("int32")
 

@@ -22,7 +22,7 @@ from rollick.infer.engine import Capability, StopRules
 from rollick.infer.vllm.engine import VllmEngine
 from rollick.infer.vllm.plugin import amx_is_disabled
 from rollick.infer.vllm.worker import read_bundle, write_bundle
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason, frozen_array
 

@@ -26,7 +26,7 @@ from rollick.infer.vllm.engine import VllmEngine
 from rollick.infer.vllm.request import VllmRequest
 from rollick.infer.vllm.weight_staging import choose_folder, remove_leftovers, stage_file
 from rollick.infer.vllm.worker import read_bundle
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.tiny import tiny_model, tiny_tokenizer
 from rollick.types import PolicyVersion, Request, SampleId, Sampling, StopReason, frozen_array
 

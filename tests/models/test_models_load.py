@@ -12,9 +12,9 @@ import torch
 from rollick.config.schema import ModelConfig
 from rollick.errors import ModelError
 from rollick.models.loading import load
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.models.loading.load import (
     empty_model,
-    fingerprint,
     load_config,
     load_end_ids,
     load_model,
@@ -201,7 +201,7 @@ def test_a_second_conversion_keeps_the_first_result(tmp_path: Path):
         written = tmp_path / name
         written.mkdir()
         (written / "config.json").write_text(name)
-        load._publish(written, tmp_path / "cached")
+        load._move_into_cache(written, tmp_path / "cached")
     assert (tmp_path / "cached" / "config.json").read_text() == "first"
 
 

@@ -23,7 +23,8 @@ from rollick.config.schema import Recipe
 from rollick.config.schema.losses import GspoLoss, PpoLoss
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ConfigError, ModelError
-from rollick.models.loading.load import fingerprint, silence_transformers
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.models.loading.load import silence_transformers
 from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny, tiny_tokenizer
 from rollick.trainer.fsdp import FsdpStrategy
@@ -140,15 +141,18 @@ def sharded(recipe: Recipe, batch: Batch, dtype: torch.dtype) -> list[Outcome]:
         report = strategy.forward_backward(own_part(strategy, batch)[0], loss)
         gradients = gathered_gradients(strategy)
         actual.append(Outcome(all_logprobs(strategy, batch), report, gradients))
-        strategy.sharded.drop_gradients()
+        strategy.sharded_optimizer.drop_gradients()
     return actual
 
 
 def gathered_gradients(strategy: FsdpStrategy) -> dict[str, torch.Tensor]:
     """The full accumulated gradients. A collective."""
-    of = {name: strategy.sharded.gradient(name) for name in strategy.sharded.parameters}
+    of = {
+        name: strategy.sharded_optimizer.gradient(name)
+        for name in strategy.sharded_optimizer.parameters
+    }
     named = [
-        (name, shard_like(strategy.sharded.parameters[name], gradient))
+        (name, shard_like(strategy.sharded_optimizer.parameters[name], gradient))
         for name, gradient in of.items()
         if gradient is not None
     ]
@@ -401,7 +405,7 @@ def train_and_save(recipe: Recipe, read: Path | None, written: Path | None, seed
             own_part(strategy, random_batch(LENGTHS, seed=99))[0], token_loss
         ).loss
     ]
-    strategy.sharded.drop_gradients()
+    strategy.sharded_optimizer.drop_gradients()
     if written is not None:
         strategy.forward_backward(
             own_part(strategy, random_batch(LENGTHS, seed=seed))[0], token_loss
@@ -412,7 +416,7 @@ def train_and_save(recipe: Recipe, read: Path | None, written: Path | None, seed
                 own_part(strategy, random_batch(LENGTHS, seed=99))[0], token_loss
             ).loss
         )
-        strategy.sharded.drop_gradients()
+        strategy.sharded_optimizer.drop_gradients()
         strategy.save(written)
     return losses[-1]
 

@@ -99,7 +99,7 @@ def test_a_split_sample_continues_from_its_first_piece_and_so_do_its_children():
 
 def test_the_data_size_is_what_the_other_sizes_leave():
     shape = GridShape.of(ParallelConfig(tensor=2, context=2), 8)
-    assert (shape.data, shape.replicas, shape.copies) == (2, 2, 4)
+    assert (shape.data, shape.replicas, shape.ranks_per_replica) == (2, 2, 4)
     assert GridShape.of(ParallelConfig(data=2, expert=2), 4).replicas == 4
     with pytest.raises(ConfigError, match="3 x 1 x 1 x 1 = 3 ranks"):
         GridShape.of(ParallelConfig(data=3), 4)

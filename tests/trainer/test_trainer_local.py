@@ -18,7 +18,7 @@ from rollick.config.schema.losses import DppoTvLoss, PpoLoss
 from rollick.data.batch import Batch
 from rollick.errors import CheckpointError, ConfigError, ModelError
 from rollick.models.attention.varlen import PackedLayout
-from rollick.models.loading.load import fingerprint
+from rollick.models.loading.fingerprint import fingerprint
 from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.local import LocalStrategy

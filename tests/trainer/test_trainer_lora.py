@@ -17,7 +17,8 @@ from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
 from rollick.config.schema.losses import PpoLoss
 from rollick.errors import CheckpointError, ConfigError
-from rollick.models.loading.load import fingerprint, silence_transformers
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.models.loading.load import silence_transformers
 from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.local import LocalStrategy

@@ -25,7 +25,8 @@ from rollick.config.schema import ClusterConfig, ModelConfig
 from rollick.data.batch import Batch
 from rollick.data.collate import examples_to_batch
 from rollick.errors import ConfigError, ModelError, RollickError
-from rollick.models.loading.load import fingerprint, silence_transformers
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.models.loading.load import silence_transformers
 from rollick.roles.handles import RewardModel
 from rollick.testing.batches import random_batch, recipe_of
 from rollick.testing.tiny import save_tiny

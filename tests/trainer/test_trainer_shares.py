@@ -65,13 +65,13 @@ def test_rows_without_a_trained_token_are_those_of_the_first_replica() -> None:
 
 def test_a_replica_is_as_fast_as_its_slowest_rank() -> None:
     batch = batch_of([6] * 9)
-    split = BatchSplit(copies=2, speeds=(1.0, 0.5, 1.0, 1.0))
+    split = BatchSplit(ranks_per_replica=2, speeds=(1.0, 0.5, 1.0, 1.0))
     assert [len(rows) for rows in split.plan(batch, ranks=4)] == [3, 6]
     assert [len(rows) for rows in split.plan(batch, ranks=2)] == [9]
 
 
 def test_ranks_that_compute_the_same_rows_get_one_object() -> None:
-    split = BatchSplit(copies=2, minibatches=2)
+    split = BatchSplit(ranks_per_replica=2, minibatches=2)
     batch = batch_of([5, 6, 7, 8, 9, 4])
     shares = split.shares(batch, ranks=4)
     assert shares[0] is shares[1]

@@ -43,7 +43,7 @@ def train(recipe: Recipe, states: Sequence[TrainState], seed: int) -> tuple[Trai
     assert not strategy.step().skipped
     other, _ = own_part(strategy, random_batch(LENGTHS, seed=99))
     loss = strategy.forward_backward(other, loss_of).loss
-    strategy.sharded.drop_gradients()
+    strategy.sharded_optimizer.drop_gradients()
     return through_memory(strategy.state()), loss
 
 

@@ -27,7 +27,7 @@ from rollick.trainer.critic import LocalCritic
 from rollick.trainer.strategy import LossReport, OptimReport, ValueLossFn
 from rollick.workers import critic as critic_module
 from rollick.workers import scorer as scorer_module
-from rollick.workers.critic import CriticWorker, explained_variance, weighed
+from rollick.workers.critic import CriticWorker, explained_variance, select_value_tokens
 
 torch.set_num_threads(1)
 
@@ -145,7 +145,7 @@ def test_a_batch_without_returns_is_refused(tiny_folder: Path):
 def test_samples_without_a_token_of_theirs_are_left_out():
     batch = random_batch([4, 5])
     mine_N = batch.loss_mask_N & (np.arange(9) < 4)
-    assert weighed(batch, mine_N).uids == batch.uids[:1]
+    assert select_value_tokens(batch, mine_N).uids == batch.uids[:1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from fakes import FakeEngine
 
 from rollick.roles.protocols import NumberedRequest
 from rollick.types import Request, SampleId, Sampling, frozen_array
-from rollick.workers.generator import RECORDED, GeneratorWorker
+from rollick.workers.generator import MAX_RECORDS, GeneratorWorker
 
 
 async def answer(worker: GeneratorWorker, count: int) -> None:
@@ -46,4 +46,4 @@ async def test_unfetched_results_are_bounded() -> None:
     worker = GeneratorWorker(FakeEngine())
     worker.record()
     assert worker.answers is not None
-    assert worker.answers.maxlen == RECORDED
+    assert worker.answers.maxlen == MAX_RECORDS

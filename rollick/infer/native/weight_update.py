@@ -40,12 +40,14 @@ class EngineWeights:
     module: nn.Module
     device: str = "cpu"
     shared: bool = False
+    """Whether the parameters use a learner's storage."""
     learner_base: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Base weights that a learner keeps, unchanged."""
     _base: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
     """The base weights of the parameters that have adapters merged."""
     _expected: Fingerprint | None = field(default=None, init=False)
-    """Of `_own_weights` since the last update; None: the learner changes them in place."""
+    """The fingerprint of `_own_weights` after the last update. None if the learner changes them in
+    place."""
 
     @classmethod
     def share(cls, learner: nn.Module, *, device: str) -> EngineWeights:
@@ -82,7 +84,7 @@ class EngineWeights:
         adopt = self.can_adopt
         written = write_weights(self.module, weights, version, expected=expected, adopt=adopt)
         self._base.clear()
-        if isinstance(weights, VerifiedWeights) and self._are_bitwise_equal(weights):
+        if isinstance(weights, VerifiedWeights) and self._hold_exact_copy(weights):
             self._expected = written
         else:
             self.record_fingerprint()
@@ -133,9 +135,9 @@ class EngineWeights:
                     self._base[name] = target.detach().clone() if kept is None else kept
                 adapter.merged(self._base[name], scale=scale, out=_own_memory(target))
 
-    def _are_bitwise_equal(self, weights: VerifiedWeights) -> bool:
-        """Whether the parameters are equal to these weights bit for bit, so that both have the same
-        fingerprint."""
+    def _hold_exact_copy(self, weights: VerifiedWeights) -> bool:
+        """Whether these weights, which were just written, are all parameters and kept their dtypes:
+        then the parameters have the same fingerprint."""
         targets = dict(self.module.named_parameters())
         copied = [n for n, t in weights.pairs if n in targets and targets[n].dtype == t.dtype]
         return len(copied) == len(weights.pairs) == len(targets)

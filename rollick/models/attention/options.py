@@ -76,7 +76,8 @@ def read_options(
     mask: Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> AttentionOptions:
-    """The options of one call of transformers; raises if results would be wrong without others."""
+    """The options with which transformers calls an attention function. Raises if the call has
+    others, which no kernel here computes."""
     if _recorded is not None:
         query, key, value = projections
         layer: Any = getattr(module, "layer_idx", None)

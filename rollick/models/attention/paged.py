@@ -119,7 +119,9 @@ class PagedDecode:
     table_RP: Tensor
     length_R: Tensor
     splits: int = 1
+    """Programs that divide the keys of a row between them."""
     kernels: bool = True
+    """Use the Triton kernels; False: their references in torch."""
     batch_invariant: bool = False
     """Use the prefill kernel, so that results are bitwise equal to a learner's forward."""
 
@@ -216,6 +218,7 @@ class PagedPrefill:
         return self.attend_stored(query_NHD.transpose(0, 1), cache, qkv)
 
     def attend_stored(self, query: Tensor, cache: Cache, qkv: QkvHeads | FusedQkv) -> Tensor:
+        """Attend to keys and values that are in the cache already; `qkv` has the options."""
         from rollick.models.attention.paged_kernels import launch_prefill
 
         return launch_prefill(query, cache, self.table_BP, self.tiles_T4, qkv)

@@ -43,8 +43,8 @@ ROOT = -1
 
 _HALF = (torch.bfloat16, torch.float16)
 
-SegmentSlot = tuple[int, int]
-"""The call that computes a segment, and the segment's index in it."""
+SegmentIndex = tuple[int, int]
+"""The number of the call that computes a segment, and the segment's index in that call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AttentionCall:
 
     count: int
     length: int
-    before: tuple[SegmentSlot, ...] = ()
+    before: tuple[SegmentIndex, ...] = ()
     """The ancestors of these segments, first one first."""
 
 
@@ -185,12 +185,12 @@ def plan_calls(
 ) -> tuple[AttentionCall, ...]:
     """One call for neighbours with equal keys among the segments in the order `ordered`."""
     calls: list[AttentionCall] = []
-    slots: dict[int, SegmentSlot] = {}
+    indices: dict[int, SegmentIndex] = {}
     for _, same in groupby(ordered, key=keys.__getitem__):
         members = list(same)
         first = members[0]
-        before = tuple(slots[b] for b in path_to(parents, parents[first]))
-        slots |= {b: (len(calls), index) for index, b in enumerate(members)}
+        before = tuple(indices[b] for b in path_to(parents, parents[first]))
+        indices |= {b: (len(calls), index) for index, b in enumerate(members)}
         calls.append(AttentionCall(len(members), int(lengths[first]), before))
     return tuple(calls)
 
@@ -328,7 +328,7 @@ def _keys_by_call(
     for number in chosen:
         of_call, call = own[number], calls[number]
         if call.before:
-            before = torch.cat([segments[slot][index] for slot, index in call.before], dim=1)
+            before = torch.cat([segments[other][index] for other, index in call.before], dim=1)
             if window is not None:
                 before = before[:, max(0, before.shape[1] - window + 1) :]
             of_call = torch.cat([before.expand(call.count, -1, -1, -1), of_call], dim=2)

@@ -64,19 +64,19 @@ def _read_rows(
 
 @triton.jit
 def _write_gradient(
-    logits, temperature, ids, logsums, chosen, by_entropy, entropies, gradient, vocabulary,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, temperature, ids, logsums, logprob_grads, entropy_grads, entropies, gradient,
+    vocabulary, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = token < vocabulary
     index = row.to(tl.int64) * vocabulary + token
     t = tl.load(temperature + row)
-    grad_logprob = tl.load(chosen + row)
+    grad_logprob = tl.load(logprob_grads + row)
     logprob = tl.div_rn(tl.load(logits + index, mask=valid, other=0.0), t) - tl.load(logsums + row)
     factor = grad_logprob
     if ENTROPY:
-        factor += tl.load(by_entropy + row) * (logprob + tl.load(entropies + row))
+        factor += tl.load(entropy_grads + row) * (logprob + tl.load(entropies + row))
     grad_logit = tl.where(token == tl.load(ids + row), grad_logprob, 0.0) - tl.exp(logprob) * factor
     tl.store(gradient + index, tl.div_rn(grad_logit, t), mask=valid)
 
@@ -98,19 +98,19 @@ def logit_gradient(
     temperature_C: Tensor,
     *,
     logsum_C: Tensor,
-    chosen_C: Tensor,
+    logprob_grad_C: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient [C, V] with respect to the raw logits (before the division by the temperature).
-    `chosen_C`: gradient of the log-probs of `ids_C`. `entropy`: its (gradient, value)."""
+    `logprob_grad_C`: gradient of the log-probs of `ids_C`. `entropy`: its (gradient, value)."""
     rows, vocabulary = logits_CV.shape
     gradient_CV = torch.empty_like(logits_CV, dtype=dtype)
-    by_entropy_C, entropy_C = entropy or (chosen_C, chosen_C)
+    entropy_grad_C, entropy_C = entropy or (logprob_grad_C, logprob_grad_C)
     if rows:
         _write_gradient[(rows, triton.cdiv(vocabulary, BLOCK))](
-            *(logits_CV, temperature_C, ids_C, logsum_C, chosen_C),
-            *(by_entropy_C, entropy_C, gradient_CV, vocabulary),
+            *(logits_CV, temperature_C, ids_C, logsum_C, logprob_grad_C),
+            *(entropy_grad_C, entropy_C, gradient_CV, vocabulary),
             ENTROPY=entropy is not None,
             BLOCK=BLOCK,
             num_warps=8,
@@ -154,11 +154,13 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        chosen_T, by_entropy_T = gradients
+        logprob_grad_T, entropy_grad_T = gradients
         hidden_TD, weight_VD, bias_V, ids_T, temperature_T, entropy_T, logsum_T = ctx.saved_tensors
         head = OutputHead(weight_VD, bias_V, ctx.options.scale, ctx.options.softcap)
         for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
-        chosen_T = torch.zeros_like(logsum_T) if chosen_T is None else chosen_T.float()
+        logprob_grad_T = (
+            torch.zeros_like(logsum_T) if logprob_grad_T is None else logprob_grad_T.float()
+        )
         hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
         weight_grad = bias_grad = None
         starts = range(0, len(ids_T), ctx.options.chunk)
@@ -170,14 +172,14 @@ class FusedLogprobs(torch.autograd.Function):
             if logits_CV is None:
                 logits_CV = head_logits(hidden_TD[rows], head)
             entropy = None
-            if by_entropy_T is not None:
-                entropy = by_entropy_T[rows].float().contiguous(), entropy_T[rows]
+            if entropy_grad_T is not None:
+                entropy = entropy_grad_T[rows].float().contiguous(), entropy_T[rows]
             narrow_CV = logit_gradient(
                 logits_CV,
                 ids_T[rows],
                 temperature_T[rows],
                 logsum_C=logsum_T[rows],
-                chosen_C=chosen_T[rows].contiguous(),
+                logprob_grad_C=logprob_grad_T[rows].contiguous(),
                 entropy=entropy,
                 dtype=hidden_TD.dtype,
             )

@@ -252,23 +252,27 @@ def _result_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _logit_gradient(
-    logprobs_CV: Tensor, ids_CK: Tensor, *, chosen_CK: Tensor, entropy: tuple[Tensor, Tensor] | None
+    logprobs_CV: Tensor,
+    ids_CK: Tensor,
+    *,
+    logprob_grad_CK: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Gradient [C, V] of the logits after the temperature, written over `logprobs_CV`.
 
-    `chosen_CK` is the gradient of the log-probs of `ids_CK`, `entropy` the (gradient, value) [C, 1]
-    of the entropy H. d log p_k = 1[k] - p and dH = -p (log p + H): the factors of p are summed
-    first, so at most two arrays of [C, V] exist.
+    `logprob_grad_CK` is the gradient of the log-probs of `ids_CK`, `entropy` the (gradient, value)
+    [C, 1] of the entropy H. d log p_k = 1[k] - p and dH = -p (log p + H): the factors of p are
+    summed first, so at most two arrays of [C, V] exist.
     """
-    chosen_C1 = chosen_CK.sum(1, keepdim=True)
+    logprob_grad_C1 = logprob_grad_CK.sum(1, keepdim=True)
     if entropy is None:
-        grad_CV = logprobs_CV.exp_().neg_().mul_(chosen_C1)
+        grad_CV = logprobs_CV.exp_().neg_().mul_(logprob_grad_C1)
     else:
         gradient_C1, value_C1 = entropy
         probs_CV = logprobs_CV.exp()
-        grad_CV = logprobs_CV.add_(value_C1).mul_(gradient_C1).add_(chosen_C1)
+        grad_CV = logprobs_CV.add_(value_C1).mul_(gradient_C1).add_(logprob_grad_C1)
         grad_CV.mul_(probs_CV).neg_()
-    return grad_CV.scatter_add_(1, ids_CK, chosen_CK)
+    return grad_CV.scatter_add_(1, ids_CK, logprob_grad_CK)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -302,25 +306,30 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        chosen_TK, by_entropy_T = gradients
+        logprob_grad_TK, entropy_grad_T = gradients
         hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T = ctx.saved_tensors
         head = OutputHead(weight_VD, bias_V, ctx.options.scale, ctx.options.softcap)
         for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
         wide = _result_dtype(hidden_TD)
         temperature_T1 = temperature_T.to(wide)[:, None]
-        if chosen_TK is None:
-            chosen_TK = torch.zeros_like(ids_TK, dtype=wide)
+        if logprob_grad_TK is None:
+            logprob_grad_TK = torch.zeros_like(ids_TK, dtype=wide)
         hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
         # Summed over chunks in float32, so that the result hardly depends on the chunk size.
         weight_grad = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
         bias_grad = torch.zeros_like(bias_V, dtype=wide) if for_bias else None
         inputs: Any = {"options": ctx.options, "ids_TK": ids_TK, "kept": ctx.kept}
         for rows, all_CV, slope in _chunks(hidden_TD, head, temperature_T, **inputs):
-            by_entropy = None
-            if by_entropy_T is not None:
-                by_entropy = by_entropy_T[rows, None] / temperature_T1[rows], entropy_T[rows, None]
-            chosen_CK = chosen_TK[rows] / temperature_T1[rows]
-            grad_CV = _logit_gradient(all_CV, ids_TK[rows], chosen_CK=chosen_CK, entropy=by_entropy)
+            entropy = None
+            if entropy_grad_T is not None:
+                entropy_grad_C1 = entropy_grad_T[rows, None] / temperature_T1[rows]
+                entropy = entropy_grad_C1, entropy_T[rows, None]
+            grad_CV = _logit_gradient(
+                all_CV,
+                ids_TK[rows],
+                logprob_grad_CK=logprob_grad_TK[rows] / temperature_T1[rows],
+                entropy=entropy,
+            )
             grad_CV = multiply_by_slope(grad_CV, slope)
             narrow_CV = grad_CV.to(hidden_TD.dtype)
             if hidden_grad is not None:

@@ -34,7 +34,6 @@ from rollick.config.schema import ModelConfig
 from rollick.errors import ModelError, RollickError
 from rollick.models.bf16_probe import safe_environment
 from rollick.models.loading.adapter import adapted_weights, base_parameters
-from rollick.models.loading.fingerprint import fingerprint as fingerprint
 from rollick.models.loading.folder_checks import check_config, check_folder, forget_implementations
 from rollick.models.loading.locate import check_reachable, converted_folder, locate_model
 
@@ -276,11 +275,11 @@ def _convert(file: Path, folder: Path) -> None:
         options |= {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
         model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
         model.save_pretrained(temporary)
-        _publish(Path(temporary), folder)
+        _move_into_cache(Path(temporary), folder)
 
 
-def _publish(written: Path, folder: Path) -> None:
-    """Rename atomically; a folder that another process has published first is kept."""
+def _move_into_cache(written: Path, folder: Path) -> None:
+    """Rename atomically; a folder that another process has put there first is kept."""
     finished = written / "complete"
     finished.mkdir()
     for file in list(written.iterdir()):

@@ -40,6 +40,7 @@ class ModelShape:
     experts_used: int = 0
     """Experts per token."""
     kind: str = ""
+    """The `model_type` of the configuration."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:

@@ -92,10 +92,15 @@ def load_snapshots(states: Sequence[TrainState], tensors: Mapping[str, Tensor]) 
     return states[0].steps
 
 
-def _copy_overlap(source: Tensor, at: Shard | None, target: Tensor, own: Shard | None) -> None:
-    """Copy what two parts of a tensor have in common; without a shard, a part is all of it."""
-    complete = (0,) * source.ndim
-    offsets = zip(at.offsets if at else complete, own.offsets if own else complete, strict=True)
+def _copy_overlap(
+    source: Tensor, source_shard: Shard | None, target: Tensor, target_shard: Shard | None
+) -> None:
+    """Copy what two parts of a tensor have in common. A shard of None: the part is the complete
+    tensor."""
+    origin = (0,) * source.ndim
+    source_offsets = source_shard.offsets if source_shard else origin
+    target_offsets = target_shard.offsets if target_shard else origin
+    offsets = zip(source_offsets, target_offsets, strict=True)
     for axis, (source_start, target_start) in enumerate(offsets):
         begin = max(source_start, target_start)
         end = min(source_start + source.shape[axis], target_start + target.shape[axis])

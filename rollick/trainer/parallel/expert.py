@@ -26,7 +26,7 @@ from rollick.errors import ModelError
 from rollick.trainer.parallel.collectives import exchange_rows
 
 
-def cut_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Shard the experts over the mesh, in place; returns their modules. The parameters have no
     memory yet."""
     modules = [part for part in model.modules() if _holds_experts(part)]
@@ -34,7 +34,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         kind = type(model).__name__
         raise ModelError(f"{kind} has no experts to shard", fix="use train.parallel.expert=1")
     for part in modules:
-        _shard_experts(part, mesh)
+        _shard_module(part, mesh)
     return modules
 
 
@@ -47,7 +47,7 @@ def _holds_experts(part: nn.Module) -> bool:
     )
 
 
-def _shard_experts(part: Any, mesh: DeviceMesh) -> None:
+def _shard_module(part: Any, mesh: DeviceMesh) -> None:
     ranks, experts = mesh.size(), int(part.num_experts)
     if experts % ranks:
         raise ModelError(

@@ -104,8 +104,8 @@ class GridShape:
         return self.expert * self.data
 
     @property
-    def copies(self) -> int:
-        """Ranks that share a micro-batch."""
+    def ranks_per_replica(self) -> int:
+        """Ranks that divide a micro-batch between them."""
         return self.context * self.tensor
 
 
@@ -124,7 +124,8 @@ class Grid:
         self.contexts = self.mesh["context"]
         self.experts = self.mesh["expert"]
         self.replicas = self._flat("expert", "data")
-        self.copies = self._flat("context", "tensor")
+        self.replica_ranks = self._flat("context", "tensor")
+        """The ranks of this rank's replica."""
         self.shards = self._flat("expert", "data", "context")
         """Ranks over which FSDP shards the parameters of a layer."""
         self.expert_shards = self._flat("data", "context")
@@ -142,6 +143,6 @@ class Grid:
         return self.expert * self.shape.data + self.data
 
     @property
-    def copy(self) -> int:
+    def rank_in_replica(self) -> int:
         """The index of this rank in its replica."""
         return self.context * self.shape.tensor + self.tensor

@@ -103,7 +103,7 @@ class RankForward(nn.Module):
             return None
         if share.inverse_T is None:
             return values_t.clone()  # On a view, FSDP's backward hook would be lost.
-        gathered = gather_rows(values_t, share.sizes, self.grid.copies.get_group())
+        gathered = gather_rows(values_t, share.sizes, self.grid.replica_ranks.get_group())
         return gathered.index_select(0, share.inverse_T)
 
 
@@ -113,7 +113,7 @@ def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -
     if part.teacher_ids_NK is not None:
         ids = np.asarray(part.teacher_ids_NK[packed.indices_T], np.int64)
         chosen_TK = torch.as_tensor(ids).to(packed.rows_T.device)
-    if grid.shape.copies == 1:
+    if grid.shape.ranks_per_replica == 1:
         return PackShare(
             token_ids_n=packed.token_ids_N,
             layout=packed.layout,
@@ -129,12 +129,12 @@ def share_pack(packed: PackedBatch, part: Batch, *, grid: Grid, cost: RowCost) -
     cuts = plan_cuts(positions_N, ranks=grid.shape.context, cost=cost)
     rows_T = packed.rows_T.cpu().numpy()
     owner_T = np.searchsorted(np.asarray(cuts), rows_T, side="right") - 1
-    here = [np.flatnonzero(owner_T == context) for context in range(grid.shape.context)]
-    shares = [part for own in here for part in np.array_split(own, grid.shape.tensor)]
+    by_context = [np.flatnonzero(owner_T == context) for context in range(grid.shape.context)]
+    shares = [part for own in by_context for part in np.array_split(own, grid.shape.tensor)]
     device = packed.rows_T.device
     start, stop = cuts[grid.context], cuts[grid.context + 1]
-    own = torch.as_tensor(shares[grid.copy]).to(device)
-    trained = torch.as_tensor(here[grid.context]).to(device)
+    own = torch.as_tensor(shares[grid.rank_in_replica]).to(device)
+    trained = torch.as_tensor(by_context[grid.context]).to(device)
     layout = packed.layout
     if grid.shape.context > 1:
         layout = cut_layout(layout, cuts, rank=grid.context, group=grid.contexts.get_group())

@@ -1,14 +1,14 @@
 """A model whose parameters are sharded over ranks: built on the meta device, sharded, filled,
 updated.
 
-    module on the meta device -> experts split -> layers split (tensor) -> fully_shard ->
-    allocate -> copy values
+    module on the meta device -> experts sharded (expert) -> layers sharded (tensor) ->
+    fully_shard -> allocate -> copy values
 
 Only the first rank reads the model's files. Parameters are broadcast one at a time, so no other
 rank holds more than its share and one parameter. Parameters are float32 masters; they are gathered
 in the compute dtype.
 
-FSDP gathers as one group: each layer (its experts separately, if they are split), the last
+FSDP gathers as one group: each layer (its experts separately, if `expert` shards them), the last
 norm, and the vocabulary matrices with everything else outside the layers. These last ones are
 sharded over all ranks, including those of `tensor`.
 
@@ -42,9 +42,9 @@ from rollick.errors import ModelError, RollickError
 from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model
 from rollick.trainer.parallel.collectives import all_sum, gather_rows
-from rollick.trainer.parallel.expert import cut_experts
+from rollick.trainer.parallel.expert import shard_experts
 from rollick.trainer.parallel.mesh import Grid
-from rollick.trainer.parallel.tensor import cut_layers, summed_parameters
+from rollick.trainer.parallel.tensor import shard_layers, summed_parameters
 from rollick.trainer.strategy import OptimReport
 from rollick.trainer.trainable_model import check_packable, load_packed_model, policy_optimizer
 
@@ -66,16 +66,16 @@ class Precision:
 def build_tree(
     config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The module on the meta device, split over `expert` and `tensor`, and the experts' modules
-    if they are split."""
+    """The module on the meta device, sharded over `expert` and `tensor`, and the experts' modules
+    if they are sharded."""
     check_packable(config)
     tree: Any = empty_model(config, attention=VARLEN).to(master)
     if master is torch.float64:
         # The fused experts kernel does not support float64.
         tree.set_experts_implementation("eager")
-    experts = cut_experts(tree, grid.experts) if grid.shape.expert > 1 else []
+    experts = shard_experts(tree, grid.experts) if grid.shape.expert > 1 else []
     if grid.shape.tensor > 1:
-        cut_layers(tree, grid.tensors)
+        shard_layers(tree, grid.tensors)
         tree.get_input_embeddings().register_forward_hook(
             partial(_divide_gradient, ranks=grid.shape.tensor)
         )
@@ -128,7 +128,7 @@ def shard(
                 part.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def load_first(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
+def load_on_first_rank(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
     """The complete model on the first rank, None on others. If it cannot be loaded, all ranks
     raise: the others would wait for its parameters."""
     source: nn.Module | None = None

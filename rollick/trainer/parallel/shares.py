@@ -68,8 +68,8 @@ PER_TOKEN = RowCost(token=1.0, pair=0.0)
 class BatchSplit:
     """How a role divides batches: over time into mini-batches, and over its ranks."""
 
-    copies: int = 1
-    """Ranks that compute the same rows."""
+    ranks_per_replica: int = 1
+    """Ranks that compute the same rows together."""
     minibatches: int = 1
     keep_groups: bool = False
     """A loss of pairs: rows of a group stay together."""
@@ -84,7 +84,7 @@ class BatchSplit:
         """That of the recipe's policy."""
         train = recipe.train
         return cls(
-            copies=train.parallel.copies,
+            ranks_per_replica=train.parallel.ranks_per_replica,
             minibatches=train.minibatches,
             keep_groups=recipe.compares_pairs,
             share_prefix=train.share_prefix,
@@ -93,17 +93,17 @@ class BatchSplit:
 
     def shares(self, batch: Batch, *, ranks: int) -> list[BatchShare]:
         """The share of each rank. Ranks of one replica get the same object."""
-        replicas: list[list[Batch]] = [[] for _ in range(ranks // self.copies)]
+        replicas: list[list[Batch]] = [[] for _ in range(ranks // self.ranks_per_replica)]
         keep_groups = self.keep_groups
         for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
                 replica.append(part if len(rows) == part.rows else part.take(rows))
         shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
-        return [shares[rank // self.copies] for rank in range(ranks)]
+        return [shares[rank // self.ranks_per_replica] for rank in range(ranks)]
 
     def plan(self, batch: Batch, *, ranks: int) -> SplitPlan:
         """Balanced by cost. The first replica has all rows without a trained token."""
-        replicas = ranks // self.copies
+        replicas = ranks // self.ranks_per_replica
         if replicas == 1:
             return (tuple(range(batch.rows)),)
         useful: list[int] = np.unique(trained_tokens(batch)[1]).tolist()
@@ -126,8 +126,8 @@ class BatchSplit:
         number of ranks."""
         if len(self.speeds) != ranks:
             return ()
-        starts = range(0, ranks, self.copies)
-        return [min(self.speeds[start : start + self.copies]) for start in starts]
+        starts = range(0, ranks, self.ranks_per_replica)
+        return [min(self.speeds[start : start + self.ranks_per_replica]) for start in starts]
 
 
 def plan_ranks(

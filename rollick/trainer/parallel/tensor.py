@@ -60,7 +60,7 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the linear layers over the mesh in place. Parameters may be meta tensors."""
     _check_divisible(model, mesh.size())
     plan = tensor_plan(model)

@@ -80,8 +80,8 @@ class RowProgress:
         """Rows that sample another token, and those of them that have no page for it."""
         ahead = table.length[: table.count] + self.in_flight[: table.count]
         samples = self.active[: table.count] & (ahead < table.limit[: table.count])
-        short = samples & (-(-ahead // PAGE) > self.page_count[: table.count])
-        return np.flatnonzero(samples), np.flatnonzero(short)
+        without_page = samples & (-(-ahead // PAGE) > self.page_count[: table.count])
+        return np.flatnonzero(samples), np.flatnonzero(without_page)
 
     def upload(self, device_state: DeviceState, table: SequenceTable, *, device: str) -> None:
         if self._pages_changed:
