@@ -1,4 +1,4 @@
-"""Training strategies, and a critic, whose process kills itself at named points.
+"""Training strategies, and a critic, whose process kills itself, or hangs, at named points.
 
 DYING_LEARNER names a file with one death in each line:
 
@@ -6,6 +6,7 @@ DYING_LEARNER names a file with one death in each line:
                            is then removed: the next process dies by the next line
     POINT:VISIT:always     the line stays
     POINT:VISIT:stop       the process is stopped instead (SIGSTOP)
+    POINT:VISIT:hang       the thread blocks for ever instead, and the process runs
 
 `install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
 recipe cannot name a critic: in each process with the package on its path, every critic is a dying
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,8 @@ def die_at(point: str, *, rank: int = 0) -> None:
     if name == point and _VISITS[point] == int(visit):
         if "always" not in how:
             plan.write_text("\n".join(deaths[1:]))
+        if "hang" in how:
+            threading.Event().wait()
         os.kill(os.getpid(), signal.SIGSTOP if "stop" in how else signal.SIGKILL)
 
 

@@ -56,6 +56,8 @@ class Deadlines:
 
     def __init__(self, ceiling_s: float, *, measured: bool = True, on_gpu: bool = False) -> None:
         self.ceiling_s = ceiling_s
+        self.floors_s = dict(FLOORS_S)
+        """By method; FLOOR_S for all others."""
         self._measured = measured
         self._factor = GPU_FACTOR if on_gpu else 1.0
         self._seconds: dict[tuple[str, str], deque[float]] = {}
@@ -66,7 +68,7 @@ class Deadlines:
         seconds = self._seconds.get((role, method))
         if not seconds or not self._measured:
             return self.ceiling_s
-        floor_s = self._factor * FLOORS_S.get(method, FLOOR_S)
+        floor_s = self._factor * self.floors_s.get(method, FLOOR_S)
         return min(self.ceiling_s, max(floor_s, MULTIPLE * max(seconds) * size))
 
     def observe(self, role: str, method: str, seconds: float, *, size: int = 1) -> None:

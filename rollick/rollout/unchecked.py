@@ -50,7 +50,7 @@ class UncheckedSamples:
     async def check(self) -> tuple[dict[int, EngineLost], set[SampleId]]:
         """Check the engines of all unchecked samples. Returns the lost engines by number, and the
         samples of engines with damaged weights. The samples of an engine that died cannot be
-        checked and count as good."""
+        checked and count as good: otherwise each killed engine would cost samples."""
         due = [(n, engine, set(engine.samples)) for n, engine in self._engines.items()]
         due = [(number, engine, samples) for number, engine, samples in due if samples]
         checks = (engine.client.check_weights() for _, engine, _ in due)

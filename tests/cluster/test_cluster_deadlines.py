@@ -72,6 +72,12 @@ def test_floors_depend_on_the_work_and_the_device(method: str, cpu_s: float, gpu
     assert measured(0.01, method=method, on_gpu=True).limit("policy", method) == gpu_s
 
 
+def test_a_lower_floor_makes_the_limits_of_its_method_earlier() -> None:
+    deadlines = measured(0.1)
+    deadlines.floors_s["train"] = 2.0
+    assert deadlines.limit("policy", "train") == 2.0
+
+
 def test_in_one_process_every_limit_is_the_ceiling() -> None:
     assert measured(1.0, method="drain", measured=False).limit("policy", "drain") == CEILING_S
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faulty_engine import flip_byte
 
 from rollick.config.schema import InferConfig, ModelConfig
 from rollick.errors import EngineCorrupt, EngineError, WeightError
@@ -470,9 +471,13 @@ async def test_an_engine_whose_weights_only_updates_change_passes_every_check(fa
             await engine.check_weights()
 
 
-async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder):
+@pytest.mark.parametrize("has_decoded", [False, True])
+async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder, has_decoded):
+    """The native engine on the CPU decodes from copies of the weights."""
     async with _open(factory, folder) as engine:
         await engine.update(_weights(1), PolicyVersion(1))
+        if has_decoded:
+            await engine.generate(_request())
         await engine.check_weights()
         await _flip_byte(engine)
         with pytest.raises(EngineCorrupt, match="fingerprint"):
@@ -482,17 +487,14 @@ async def test_an_engine_with_a_flipped_byte_fails_its_check(factory, folder):
 async def _flip_byte(engine: Any) -> None:
     """Change one bit of a weight behind the engine's back."""
     if isinstance(engine, NativeEngine):
-        _flip(engine.module.model.layers[0].mlp.down_proj.weight)
+        flip_byte(engine)
         return
     weights = [(name, value.clone()) for name, value in _weights(1)]
-    _flip(dict(weights)["model.norm.weight"])  # On a CPU, vLLM keeps only packed copies of others.
+    norm = dict(weights)["model.norm.weight"]
+    norm.view(torch.uint8)[3] ^= 0x40  # On a CPU, vLLM keeps only packed copies of others.
     with stage_file(sum(value.nbytes for _, value in weights)) as path:
         write_bundle(weights, path)
         await engine._client.llm.collective_rpc("rollick_reload", args=(path,))
-
-
-def _flip(weight: torch.Tensor) -> None:
-    weight.detach().view(torch.uint8).view(-1)[3] ^= 0x40
 
 
 async def test_a_prompt_that_does_not_fit_raises_with_both_numbers(factory, folder):

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from rollick.infer.native.packed_linear import PackedHead, can_pack, drop_packed, pack_linears
+from rollick.errors import EngineCorrupt
+from rollick.infer.native.packed_linear import (
+    PackedHead,
+    can_pack,
+    check_copies,
+    drop_packed,
+    pack_linears,
+    packed_bytes,
+)
 from rollick.models.decoder.fused_linear import FusedLinear
 from rollick.models.head.logprobs import OutputHead
 from rollick.testing.tiny import tiny_model
@@ -65,6 +73,37 @@ def test_weights_are_packed_again_only_after_a_drop():
     drop_packed(packed)
     assert all(weights.packed is None for _, weights in packed)
     torch.testing.assert_close(block.o_proj(input), 2 * before)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@torch.inference_mode()
+def test_a_flipped_bit_in_a_packed_copy_is_found_until_the_copy_is_made_again(part):
+    block = _block(bias=True)
+    packed = pack_linears(block)
+    copies = [weights for _, weights in packed]
+    input = torch.randn(2, 24)
+    before = block.q_proj(input)
+    check_copies(copies)
+    copy = block.q_proj.group.weights.packed
+    memory = packed_bytes(copy.weight) if part == "weight" else copy.bias.view(torch.uint8)
+    memory[3] ^= 0x40
+    assert not torch.equal(block.q_proj(input.clone()), before)
+    with pytest.raises(EngineCorrupt, match=r"1 of 1 packed copies .* its memory was damaged"):
+        check_copies(copies)
+    drop_packed(packed)
+    assert torch.equal(block.q_proj(input), before)
+    check_copies(copies)
+
+
+@torch.inference_mode()
+def test_a_flipped_bit_in_a_packed_head_is_found():
+    head = PackedHead()
+    head.logits(torch.randn(3, 24), OutputHead(torch.randn(40, 24)))
+    check_copies([head])
+    assert head.packed is not None
+    packed_bytes(head.packed.weight)[-1] ^= 1
+    with pytest.raises(EngineCorrupt):
+        check_copies([head])
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from faulty_engine import flip_byte
 from ledger_audit import audit, check_ledger
 
 from rollick.config.load import LoadedRecipe
@@ -39,12 +39,6 @@ def engine_of(pipeline: RLPipeline, rank: int) -> Any:
     transport: Any = group.transport
     host = transport._hosts[group.device_map.host_of("generators", rank).index]
     return host._running_roles["generators"].role.engine
-
-
-def flip_byte(engine: Any) -> None:
-    """Flip one bit of a weight, in the memory from which the engine computes."""
-    parameter = engine.module.model.layers[0].mlp.down_proj.weight
-    parameter.detach().view(torch.uint8).view(-1)[3] ^= 0x40
 
 
 def faults_of(folder: Path, kind: str) -> list[Any]:

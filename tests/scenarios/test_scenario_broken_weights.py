@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import flipping_engine
+import faulty_engine
 import pytest
 import ray
 from conftest import figures, learner_state, toy
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RAY = ("cluster.backend=ray", "rollout.drop_no_signal=false")
 FIXED = ("run.deterministic=true", "devices.generators=cpu:1")
-TWO = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=flipping")
+TWO = ("devices.generators=cpu:1-2", "infer.slots=4", "infer.engine=faulty")
 BROKEN_LOSS = """
 import dataclasses
 from rollick.algorithms.losses import reinforce
@@ -50,11 +50,11 @@ Run = Callable[..., RunResult]
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file that says when a byte flips. Ray's workers have the environment it started in."""
-    folder = tmp_path_factory.mktemp("flipping")
-    path = flipping_engine.install(folder / "plugins")
+    folder = tmp_path_factory.mktemp("faulty")
+    path = faulty_engine.install(folder / "plugins")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([path, *filter(None, sys.path)]))
-        patch.setenv(flipping_engine.VARIABLE, str(folder / "plan"))
+        patch.setenv(faulty_engine.VARIABLE, str(folder / "plan"))
         patch.syspath_prepend(path.split(os.pathsep)[0])
         assert start_ray(None)
         yield folder / "plan"
@@ -77,7 +77,7 @@ def faults_of(folder: Path, kind: str) -> list[Fault]:
 def test_a_byte_that_flips_in_an_engine_on_ray_costs_samples_and_no_step(
     run: Run, plan: Path, staleness: int
 ) -> None:
-    plan.write_text("12")
+    faulty_engine.plan_fault(plan, "flip", requests=12)
     result = run("flipped", *TWO, f"rollout.max_staleness={staleness}", steps=5)
     assert not plan.exists(), "no byte was flipped"
     assert result.step == 5

@@ -1,8 +1,9 @@
-"""A learner or critic whose process is killed: the run goes on, and ends with the same weights,
-metrics and samples as without the fault."""
+"""A learner or critic whose process is killed or hangs: the run goes on, and ends with the same
+weights, metrics and samples as without the fault."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -15,10 +16,14 @@ import ray
 from conftest import checkpoint_state, figures, toy
 from dying_learner import CRITIC_POINTS, POINTS, VARIABLE, install
 
-from rollick import RunResult, run_recipe
+from rollick import LoadedRecipe, RunResult, run_recipe
+from rollick.children.process_tree import process_exists
 from rollick.cluster.ray_start import start_ray
 from rollick.errors import WorkerLost
 from rollick.observe.faults import Fault, read_faults
+from rollick.pipelines.loop import RunLoop
+from rollick.pipelines.open_run import open_run
+from rollick.pipelines.rl import open_rl
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -157,6 +162,34 @@ def test_a_rank_that_is_stopped_while_the_other_waits_in_a_collective_is_replace
     assert "stopped by a signal" in fault.cause
     assert fault.rejoined_at is not None
     assert fault.rejoined_at - fault.detected_at < 60
+
+
+async def run_with_early_deadlines(loaded: LoadedRecipe) -> RunResult:
+    """A call of the policy may hang for seconds, not for half a minute. Checks that the processes
+    of its first ranks have ended when the run is done."""
+    async with open_run(loaded) as run, open_rl(run) as pipeline:
+        group = run.roles.policy.group
+        group.deadlines.floors_s["train"] = 3.0
+        first = [pid for name, pid in group.worker_processes().items() if "policy" in name]
+        result = await RunLoop(run, pipeline).run()
+        assert first
+        assert not any(map(process_exists, first))
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(SEPARATE,), TWO_RANKS], ids=["one rank", "one of two ranks"])
+def test_a_learner_that_hangs_in_a_living_process_is_killed_at_its_deadline_and_replaced(
+    run: Run, tiny_folder: Path, tmp_path: Path, plan: Path, options: tuple[str, ...]
+) -> None:
+    calm = run("calm", *options)
+    loaded = toy(tiny_folder, tmp_path, *FIXED, *options, name="faulty", steps=STEPS)
+    plan.write_text("backward:2:hang")
+    faulty = asyncio.run(run_with_early_deadlines(loaded))
+    check_repaired(faulty, kind="hung")
+    check_equal(faulty, calm)
+    [fault] = faults_of(faulty, "policy")
+    assert "did not finish 'train' within" in fault.cause
 
 
 @pytest.mark.slow

@@ -234,8 +234,13 @@ class NativeEngine:
         return self.weights.fingerprint()
 
     async def check_weights(self) -> None:
+        def check() -> None:
+            if self.weights.are_checked:
+                self.weights.check()
+                self.runner.check_copies()
+
         async with self._lock:
-            await self._in_thread(self.weights.check)
+            await self._in_thread(check)
 
     async def close(self) -> None:
         if self._closed:

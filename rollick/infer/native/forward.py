@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from rollick.infer.native.cpu_decoder import cpu_decoder
-from rollick.infer.native.packed_linear import PackedHead, can_pack, drop_packed, pack_linears
+from rollick.infer.native.packed_linear import (
+    PackedHead,
+    can_pack,
+    check_copies,
+    drop_packed,
+    pack_linears,
+)
 from rollick.infer.native.slot_cache import SlotCache
 from rollick.models.attention.slot_cache import (
     AttentionStep,
@@ -98,6 +104,10 @@ class BatchedForward:
         self._head.drop()
         drop_packed(self._packed or ())
 
+    def check_copies(self) -> None:
+        """Raises EngineCorrupt if a copy of weights that decoding reads has changed."""
+        check_copies([self._head, *(weights for _, weights in self._packed or ())])
+
 
 class TiledForward:
     """TILE_ROWS tokens at a time, padded: every kernel always sees the same shape."""
@@ -124,6 +134,9 @@ class TiledForward:
 
     def invalidate(self) -> None:
         """Nothing is derived from the weights."""
+
+    def check_copies(self) -> None:
+        """There are none."""
 
     def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
         """Hidden states of tiles of TILE_ROWS tokens; the last tile includes its padding."""

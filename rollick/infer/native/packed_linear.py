@@ -6,18 +6,25 @@ the weight. Here oneDNN reorders once after each weight update and keeps the res
 much memory again as the linear layers. Layers with one input (query, key and value; gate and up)
 are packed as one product (models/decoder/fused_linear.py). Parameters and their storage stay as
 they are: the learner may write them in place.
+
+Decoding reads only the packed copies, so the fingerprint of the parameters says nothing about them.
+Each copy has a fingerprint of its own, from when it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from rollick.errors import EngineCorrupt
 from rollick.models.decoder.fused_linear import FusedGroup, linear_groups, make_fused
 from rollick.models.head.logprobs import OutputHead
+from rollick.models.loading.fingerprint import fingerprint
+from rollick.types import Fingerprint
 
 MEMORY_SHARE = 0.5
 """Largest fraction of the free memory that packed weights may take."""
@@ -48,45 +55,82 @@ def drop_packed(packed: Sequence[tuple[FusedGroup, PackedWeights]]) -> None:
         weights.drop()
 
 
+class PackedCopy:
+    """A weight in oneDNN's layout with its bias, and the fingerprint of both."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = pack_weight(weight)
+        self.bias = bias
+        self._expected = self._fingerprint()
+
+    def product(self, input: Tensor) -> Tensor:
+        return packed_product(input, self.weight, self.bias)
+
+    @property
+    def is_intact(self) -> bool:
+        return self._fingerprint() == self._expected
+
+    def _fingerprint(self) -> Fingerprint:
+        biases = [] if self.bias is None else [("bias", self.bias)]
+        return fingerprint([("weight", packed_bytes(self.weight)), *biases])
+
+
 class PackedWeights:
     """The weights of layers with one input, packed as one."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.packed: Tensor | None = None
+        self.packed: PackedCopy | None = None
         self._layers = layers
-        self._bias: Tensor | None = None
 
     def drop(self) -> None:
-        self.packed = self._bias = None
+        self.packed = None
 
     def product(self, input: Tensor) -> Tensor:
         if self.packed is None:
             weights = [layer.weight.detach() for layer in self._layers]
-            self.packed = pack_weight(weights[0] if len(weights) == 1 else torch.cat(weights))
             optional: list[Tensor | None] = [layer.bias for layer in self._layers]
             biases = [bias.detach() for bias in optional if bias is not None]
-            self._bias = torch.cat(biases) if biases else None
-        return packed_product(input, self.packed, self._bias)
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self.packed = PackedCopy(weight, torch.cat(biases) if biases else None)
+        return self.packed.product(input)
 
 
 class PackedHead:
     """An output head's weight, packed in float32 for any dtype of the module."""
 
     def __init__(self) -> None:
-        self._packed: Tensor | None = None
+        self.packed: PackedCopy | None = None
 
     def logits(self, hidden_RD: Tensor, head: OutputHead) -> Tensor:
-        if self._packed is None:
-            self._packed = pack_weight(head.weight_VD.detach().float())
-        bias_V = None if head.bias_V is None else head.bias_V.float()
-        return head.finish(packed_product(hidden_RD.float(), self._packed, bias_V))
+        if self.packed is None:
+            bias_V = None if head.bias_V is None else head.bias_V.detach().float()
+            self.packed = PackedCopy(head.weight_VD.detach().float(), bias_V)
+        return head.finish(self.packed.product(hidden_RD.float()))
 
     def drop(self) -> None:
-        self._packed = None
+        self.packed = None
+
+
+def check_copies(weights: Iterable[PackedWeights | PackedHead]) -> None:
+    """Raises EngineCorrupt if a copy has changed since it was packed."""
+    copies = [each.packed for each in weights if each.packed is not None]
+    damaged = sum(not copy.is_intact for copy in copies)
+    if damaged:
+        raise EngineCorrupt(
+            f"{damaged} of {len(copies)} packed copies of the engine's weights have another "
+            "fingerprint than when they were packed: its memory was damaged",
+            fix="check the machine's memory if it happens again",
+        )
 
 
 def pack_weight(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+
+def packed_bytes(packed: Tensor) -> Tensor:
+    """The memory of a packed weight; it must outlive the result."""
+    size, address = torch.ops.mkldnn._nbytes(packed), torch.ops.mkldnn.data_ptr(packed)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def packed_product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,10 +138,10 @@ def packed_product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _has_operators() -> bool:
-    """Whether torch has both operators: they are internal to its compiler and may change."""
+    """Whether torch has all operators: they are internal to its compiler and may change."""
     try:
-        weight, row = torch.eye(16), torch.ones(1, 16)
-        return bool((packed_product(row, pack_weight(weight), None) == row).all())
+        row, copy = torch.ones(1, 16), PackedCopy(torch.eye(16))
+        return copy.is_intact and bool((copy.product(row) == row).all())
     except (AttributeError, RuntimeError, TypeError):
         return False
 

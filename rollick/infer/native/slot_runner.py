@@ -88,6 +88,10 @@ class SlotRunner:
         self.table.forget_prefixes()
         self._forward.invalidate()
 
+    def check_copies(self) -> None:
+        """Raises EngineCorrupt if a copy of the weights has changed since it was made."""
+        self._forward.check_copies()
+
     def free(self) -> None:
         """Free the cache; running rows recompute it when they continue."""
         self._cache_is_stale = True

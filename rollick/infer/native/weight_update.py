@@ -95,11 +95,15 @@ class EngineWeights:
         if not self.shared or self.learner_base:
             self._expected = fingerprint(self._own_weights())
 
+    @property
+    def are_checked(self) -> bool:
+        """False if they are the learner's, which changes them in place."""
+        return self._expected is not None
+
     def check(self) -> None:
-        """Raises EngineCorrupt if the weights have changed since the last update. Weights that are
-        the learner's are not checked: the learner changes them in place."""
-        if self._expected is None:
-            return
+        """Raises EngineCorrupt if the weights have changed since the last update. Only for weights
+        that are checked."""
+        assert self._expected is not None
         actual = fingerprint(self._own_weights())
         if actual != self._expected:
             raise EngineCorrupt(

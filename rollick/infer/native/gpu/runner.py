@@ -118,6 +118,9 @@ class PagedRunner:
         if self._pool is not None:
             self._pool.forget_prefixes()
 
+    def check_copies(self) -> None:
+        """There are none: a GPU computes from the parameters."""
+
     def free(self) -> None:
         self._read_all()
         self._recompute(self.table.running_rows)
