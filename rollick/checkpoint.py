@@ -27,7 +27,7 @@ from math import isfinite
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from rollick.errors import CheckpointError, DiskError
+from rollick.errors import CheckpointError, DiskError, open_files_exhausted
 
 JSON = Any
 Writer = Callable[[Path], None]
@@ -289,6 +289,8 @@ class CheckpointStore:
                 fix="let only one run use a folder",
             ) from error
         except OSError as error:
+            if exhausted := open_files_exhausted(error):
+                raise exhausted from error
             disk = shutil.disk_usage(self.folder) if self.folder.is_dir() else None
             free = f"{disk.free / 1e6:.0f} MB free" if disk else "absent"
             raise DiskError(
@@ -354,6 +356,8 @@ def _read_manifest(path: Path) -> dict[str, JSON]:
     except FileNotFoundError:
         raise _Damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if open_files_exhausted(error):
+            raise
         raise _Damaged(f"{MANIFEST} cannot be read: {error}") from error
     if not is_unchanged:
         raise _Damaged(f"{MANIFEST} was changed")
@@ -389,4 +393,6 @@ def _verify_file(path: Path, name: str, expected: Mapping[str, JSON], *, hashes:
     except FileNotFoundError:
         raise _Damaged(f"{name} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        if open_files_exhausted(error):
+            raise
         raise _Damaged(f"{name!r} cannot be read: {error}") from error

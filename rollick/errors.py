@@ -7,6 +7,8 @@ A bad sample is data: it is recorded and counted. A bad configuration or a dead 
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,10 @@ EXIT_RETRY = 69
 """EX_UNAVAILABLE: a worker or the cluster was lost; the same command with --resume may succeed."""
 EXIT_INTERRUPTED = 75
 """EX_TEMPFAIL: a signal stopped the command. A run saves first; --resume continues it."""
+
+MAX_OPEN_FILES = 65_536
+"""The limit of open files that a run sets. A higher one slows programs that close all possible
+descriptors when they start another."""
 
 UNAVAILABLE_FIX = (
     "check the server and the network to it, then resume the run with --resume; a run with "
@@ -94,6 +100,12 @@ class WorkerHung(WorkerLost):
 
 class WorkerOutOfMemory(WorkerError):
     """A call to a worker could not allocate memory."""
+
+    exit_code = EXIT_RETRY
+
+
+class WorkerOutOfFiles(WorkerError):
+    """A call to a worker could not open more files or sockets."""
 
     exit_code = EXIT_RETRY
 
@@ -179,6 +191,20 @@ class MissingExtra(RollickError):
     def of(cls, package: str, extra: str) -> MissingExtra:
         fix = f"install it with: pip install 'rollick[{extra}]'"
         return cls(f"{package} is not installed", fix=fix)
+
+
+def open_files_exhausted(error: BaseException) -> OpenFilesExhausted | None:
+    """The error for a user if `error` means that no more files can be opened. By its text: torch
+    and safetensors raise their own errors."""
+    if os.strerror(errno.ENFILE) in str(error):
+        message, fix = "this machine has no more open files", "raise fs.file-max (sysctl)"
+        return OpenFilesExhausted(f"{message}: {error}", fix=fix)
+    if os.strerror(errno.EMFILE) not in str(error):
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    message = f"no more files can be opened: the limit of this process is {soft} (hard: {hard})"
+    fix = f"raise it with `ulimit -n {MAX_OPEN_FILES}`, or use fewer environments and rewards"
+    return OpenFilesExhausted(f"{message}: {error}", fix=fix)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

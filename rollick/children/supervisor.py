@@ -27,7 +27,7 @@ import cloudpickle
 from rollick.children import watchdog
 from rollick.children.child_loop import ChildSetup
 from rollick.children.process import EXIT_SECONDS, Child, ChildLost, FrameKind, pickle_callable
-from rollick.errors import RollickError, WorkerLost
+from rollick.errors import RollickError, WorkerLost, open_files_exhausted
 from rollick.observe.faults import FaultKind, FaultLog
 
 START_SECONDS = 120.0
@@ -91,7 +91,8 @@ class ChildSupervisor:
             if task.cancelled() or (error := task.exception()) is None:
                 return
             if not isinstance(error, RollickError):
-                error = self.error(f"the task for the {self.what} process failed: {error!r}")
+                text = f"the task for the {self.what} process failed: {error!r}"
+                error = open_files_exhausted(error) or self.error(text)
             stop_pool(error)
 
         with contextlib.ExitStack() as files:

@@ -56,6 +56,10 @@ class Transport(Protocol):
         """Processes of hosts on this machine, by the index of the host; without this process."""
         ...
 
+    def describe_shortage(self) -> str:
+        """What this machine lacks for messages to the hosts; empty if nothing."""
+        ...
+
     async def close(self) -> None:
         """End all hosts within a bounded time."""
 
@@ -91,6 +95,9 @@ class InlineTransport:
 
     def process_ids(self) -> Mapping[int, int]:
         return {}
+
+    def describe_shortage(self) -> str:
+        return ""
 
     def share(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import os
 import platform
@@ -13,10 +12,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-from rollick.errors import OpenFilesExhausted
+from rollick.errors import MAX_OPEN_FILES
 
-MAX_OPEN_FILES = 65_536
-"""A higher limit slows programs that close all possible descriptors when they start another."""
 GPU_NODE = re.compile(r"nvidia[0-9]+")
 NVIDIA_SMI_TIMEOUT_S = 5.0
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -39,19 +36,6 @@ def raise_open_files_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def open_files_exhausted(error: OSError) -> OpenFilesExhausted | None:
-    """The error for a user if `error` means that no more files can be opened."""
-    if error.errno == errno.ENFILE:
-        message, fix = "this machine has no more open files", "raise fs.file-max (sysctl)"
-        return OpenFilesExhausted(f"{message}: {error}", fix=fix)
-    if error.errno != errno.EMFILE:
-        return None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    message = f"no more files can be opened: the limit of this process is {soft} (hard: {hard})"
-    fix = f"raise it with `ulimit -n {MAX_OPEN_FILES}`, or use fewer environments and rewards"
-    return OpenFilesExhausted(f"{message}: {error}", fix=fix)
 
 
 def torch_supports_cuda() -> bool:

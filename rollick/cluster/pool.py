@@ -27,6 +27,7 @@ from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.machine import machine_id
 from rollick.cluster.node_watch import NodeWatch, node_lost, on_node, plan_placement
+from rollick.cluster.object_store import ObjectStore
 from rollick.cluster.ray_start import start_ray
 from rollick.cluster.spares import SpareWorkers, WorkerPlan, keep_prepared, take_prepared
 from rollick.cluster.worker import CLOSE_TIMEOUT_S, Call, Host, RoleSpec
@@ -135,6 +136,7 @@ class RayTransport:
         """Hosts that were killed because a signal had stopped them."""
         self._watch: asyncio.Task[None] | None = None
         self._nodes = NodeWatch()
+        self._object_store = ObjectStore.open()
 
     @classmethod
     async def open(
@@ -250,6 +252,9 @@ class RayTransport:
         except WorkerError as error:
             return error if isinstance(error, WorkerLost) else WorkerLost(error.message)
 
+    def describe_shortage(self) -> str:
+        return self._object_store.describe_shortage()
+
     def _node_of(self, host: HostSpec) -> str | None:
         process = self.processes.get(host.index)
         return process.node if process else None
@@ -259,10 +264,13 @@ class RayTransport:
         await self._reply(host, "build", self._actors[host.index].build.remote(here))
 
     def share(self, args: tuple[Any, ...]) -> Any:
+        self._object_store.check_room(args)
         return ray.put(args) if args else ()
 
     async def send(self, host: HostSpec, call: Call, args: Any) -> Any:
         actor = self._actors[host.index]
+        if isinstance(args, tuple):
+            self._object_store.check_room(args)
         return await self._reply(host, call.method, actor.call.remote(call, args))
 
     async def _reply(self, host: HostSpec, method: str, ref: Any) -> Any:

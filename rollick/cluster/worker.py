@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rollick.cluster.devices import HostSpec, RoleRank
-from rollick.errors import RollickError, WorkerError, WorkerOutOfMemory, is_out_of_memory
+from rollick.errors import (
+    RollickError,
+    WorkerError,
+    WorkerOutOfFiles,
+    WorkerOutOfMemory,
+    is_out_of_memory,
+    open_files_exhausted,
+)
 from rollick.types import RoleName
 
 BUILD_ORDER: tuple[RoleName, ...] = (
@@ -163,6 +170,8 @@ class Host:
             if is_out_of_memory(error):
                 fix = "free memory of its device, or make its batches smaller"
                 raise WorkerOutOfMemory(message, fix=fix) from error
+            if exhausted := open_files_exhausted(error):
+                raise WorkerOutOfFiles(message, fix=exhausted.fix) from error
             raise WorkerError(message) from error
 
 

@@ -31,7 +31,7 @@ FaultKind = Literal[
     "exploded",
     "rolled_back",
     "slow",
-    "disk",
+    "shared_memory",
     "node",
 ]
 

@@ -11,15 +11,10 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from rollick.cluster.machine import (
-    count_gpus,
-    open_files_exhausted,
-    raise_open_files_limit,
-    torch_supports_cuda,
-)
+from rollick.cluster.machine import count_gpus, raise_open_files_limit, torch_supports_cuda
 from rollick.config.load import LoadedRecipe, recipe_from_dict
 from rollick.config.names import resolve
-from rollick.errors import ConfigError
+from rollick.errors import ConfigError, open_files_exhausted
 from rollick.pipelines.state import RunInterrupted, RunObjects, RunResult
 from rollick.types import RewardFn
 

@@ -72,12 +72,14 @@ class RunGuard:
         was_stopped = self.signalled_at is not None and self.has_checkpoint()
         code = EXIT_INTERRUPTED if was_stopped else EXIT_RETRY
         LOG.error("ending the run at once: %s; --resume continues from its last checkpoint", reason)
-        kill_processes(self._find_others, timeout_s=KILL_TIMEOUT_S)
+        with suppress(OSError):  # Without a free descriptor, no process can be found.
+            kill_processes(self._find_others, timeout_s=KILL_TIMEOUT_S)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        for process in find_descendants() - self._earlier:
-            send_kill(process)
+        with suppress(OSError):
+            for process in find_descendants() - self._earlier:
+                send_kill(process)
         self.end(code)
 
     def _find_others(self) -> list[ProcessId]:
@@ -90,7 +92,9 @@ class RunGuard:
         now = self.clock()
         if self.signalled_at is not None and now - self.signalled_at > self.stop_grace_s:
             return f"it did not stop within run.stop_grace_s={self.stop_grace_s:g} s of a signal"
-        stopped = [each for each in find_stopped(RAY_PROGRAMS) if each not in self._earlier]
+        stopped: list[ProcessId] = []
+        with suppress(OSError):  # No free descriptor.
+            stopped = [each for each in find_stopped(RAY_PROGRAMS) if each not in self._earlier]
         if not stopped:
             self.stopped_since = None
         elif self.stopped_since is None:

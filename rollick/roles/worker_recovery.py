@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 PING_TIMEOUT_S = 10.0
 """How long a role may take to answer when another role's call failed."""
+LOOK_S = 1.0
+"""How often to look whether this machine has room for messages to workers."""
 SNAPSHOT_SHARE = 0.05
 """Largest share of the time that snapshots may take in a run that does not generate."""
 BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "teacher"})
@@ -89,6 +91,7 @@ class WorkerRecovery:
                     self.snapshots[handle.role] = role_snapshots
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
             tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
+            tasks.append(asyncio.create_task(self._watch_room(), name="room for messages"))
             stack.push_async_callback(cancel_tasks, tasks)
             stack.push_async_callback(self.settle)
             yield self
@@ -191,6 +194,15 @@ class WorkerRecovery:
             except RollickError as error:
                 LOG.warning("%s is not replaced: %s", host, error)
                 return  # The next call to it raises.
+
+    async def _watch_room(self) -> None:
+        """Warn once if this machine lacks room for messages to workers."""
+        while True:
+            if shortage := self._group.transport.describe_shortage():
+                self._faults.begin("controller", 0, kind="shared_memory", cause=shortage)
+                LOG.warning("%s; the run ends if it needs more: free some space", shortage)
+                return
+            await asyncio.sleep(LOOK_S)
 
     def _host(self, index: int) -> HostSpec | None:
         """None if the policy continues without it."""

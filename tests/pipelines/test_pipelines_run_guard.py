@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -64,6 +65,20 @@ def test_a_stop_that_takes_longer_than_its_grace_ends_the_run(
     guard.end_if_stuck()
     assert ended == [code]
     assert "it did not stop within run.stop_grace_s=30 s of a signal" in caplog.text
+
+
+def test_a_guard_without_a_free_file_descriptor_still_ends_a_stop_that_takes_too_long() -> None:
+    ended, clock = list[int](), Clock()
+    guard = guard_of(ended, clock)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        guard.look()
+        guard.signalled_at = -31.0
+        guard.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ended == [75]
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from marked_processes import marked_environment
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore
 from rollick.cluster.ray_start import start_ray
+from rollick.commands.doctor import examine
 from rollick.config.load import dump_recipe
 from rollick.errors import EXIT_RETRY, WorkerOutOfMemory
 from rollick.observe.faults import read_faults
@@ -27,6 +28,13 @@ from rollick.observe.faults import read_faults
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 RAY = ("cluster.backend=ray", "devices.generators=cpu:1")
+LARGE = (
+    "rewards.processes=1",
+    "rollout.groups_per_step=8",
+    "rollout.group_size=8",
+    "sampling.max_tokens=48",
+)
+"""Batches that Ray puts into shared memory."""
 FILLING = """
 import errno
 from pathlib import Path
@@ -38,7 +46,7 @@ def score(completion, answer):
     number = len(COUNT.read_bytes()) if COUNT.exists() else 0
     with COUNT.open("ab") as file:
         file.write(b"x")
-    if number == 20:
+    if number == 70:  # In step 2.
         with open("/dev/shm/filler", "wb", buffering=0) as file:
             try:
                 while True:
@@ -48,7 +56,7 @@ def score(completion, answer):
     return nears_letter(completion, answer)
 """
 IN_NAMESPACE = """
-mount -t tmpfs -o size=64m none /dev/shm || exit 99
+mount -t tmpfs -o size=200m none /dev/shm || exit 99
 exec "$1" -m rollick.cli train "$2"
 """
 STARVING = """
@@ -121,11 +129,13 @@ def run_with_full_shared_memory(model: Path, folder: Path) -> tuple[Any, Path]:
         pytest.skip("needs unshare")
     (folder / "mine.py").write_text(FILLING.format(count=str(folder / "count")))
     reward = f"data.domains.letters.rewards=[{folder / 'mine.py'}:score]"
-    options = (*RAY, reward, "checkpoint.every=1", "rewards.processes=1", "data.validation={}")
+    options = (*RAY, *LARGE, reward, "checkpoint.every=1", "data.validation={}")
     loaded = toy(model, folder, *options, name="full", steps=6)
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     _, env = marked_environment()
+    # Smaller than /dev/shm, or Ray would use /tmp.
+    env["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"] = str(100 << 20)
     command = ["unshare", "-Urm", "sh", "-c", IN_NAMESPACE, "sh", sys.executable, str(recipe)]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     if ended.returncode == 99:
@@ -133,11 +143,15 @@ def run_with_full_shared_memory(model: Path, folder: Path) -> tuple[Any, Path]:
     return ended, folder / "full"
 
 
-def test_a_run_whose_shared_memory_fills_up_makes_all_its_steps(
+def test_a_run_whose_shared_memory_fills_up_makes_all_its_steps_and_warns_once(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     ended, folder = run_with_full_shared_memory(tiny_folder, tmp_path)
-    assert os.path.getsize(tmp_path / "count") > 20, "the memory was never full"
+    assert os.path.getsize(tmp_path / "count") > 70, "the memory was never full"
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 7))
+    assert ended.stderr.count("Ray keeps messages to workers there") == 1
+    [fault] = read_faults(folder)
+    assert (fault.role, fault.kind) == ("controller", "shared_memory")
+    assert "faults of controller: 1 shared memory" in examine(folder).lines()
