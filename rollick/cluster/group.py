@@ -241,7 +241,8 @@ class WorkerGroup:
 
     def collective(self, role: RoleName) -> asyncio.Lock:
         """Held while ranks of a role communicate, as in a sharded learner: two such calls in
-        different orders would deadlock."""
+        different orders would deadlock. A trained role also holds it while it trains or writes a
+        snapshot."""
         return self._collective_locks.setdefault(role, asyncio.Lock())
 
     def abandon(self, role: RoleName, rank: int) -> None:

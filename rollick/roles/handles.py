@@ -60,10 +60,17 @@ class TrainedHandle(RoleHandle[Trained]):
     async def load(self, path: Path) -> None:
         await self.call_collective(TrainedRole.load, path)
 
-    async def write_snapshots(self, memories: Sequence[SnapshotMemory]) -> list[SnapshotRecord]:
-        """Each rank copies its state into its memory."""
+    async def write_snapshots(
+        self, memories: Sequence[SnapshotMemory]
+    ) -> list[SnapshotRecord | None]:
+        """Each rank copies its state into its memory, or into memory of its own machine."""
         paths = [memory.path for memory in memories]
-        records = await self.scatter(TrainedRole.write_snapshot, paths, machine_id())
+        return await self.scatter(TrainedRole.write_snapshot, paths, machine_id())
+
+    async def fetch_snapshots(
+        self, records: Sequence[SnapshotRecord | None], memories: Sequence[SnapshotMemory]
+    ) -> list[SnapshotRecord]:
+        """Copy what the ranks wrote on other machines into the controller's memory."""
         pairs = list(zip(records, memories, strict=True))
         return [await self._fetch(rank, *pair) for rank, pair in enumerate(pairs)]
 
@@ -188,10 +195,14 @@ class Critic(TrainedHandle[CriticRole]):
 
     async def train(self, batch: Batch) -> CriticReport:
         """Train on one batch, on rank 0: all its epochs and mini-batches."""
-        report = await self.retry(lambda: self.call_rank(0, CriticRole.train, batch))
+        report = await self.retry(lambda: self._train(batch))
         if self.recovery is not None:
             self.recovery.trained(self.role, batch)
         return report
+
+    async def _train(self, batch: Batch) -> CriticReport:
+        async with self.group.collective(self.role):
+            return await self.call_rank(0, CriticRole.train, batch)
 
 
 class Scorer(RoleHandle[ScorerRole]):

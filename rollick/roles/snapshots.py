@@ -66,9 +66,12 @@ class RoleSnapshots:
         now = asyncio.get_running_loop().time
         slot = self._free_slot()
         async with slot.in_use:
-            begun, contained = now(), len(self.later_batches)
             try:
-                slot.records = await self.handle.write_snapshots(slot.memories)
+                async with self.handle.group.collective(self.handle.role):
+                    # No training is under way: the snapshot contains these batches and no others.
+                    begun, contained = now(), len(self.later_batches)
+                    records = await self.handle.write_snapshots(slot.memories)
+                slot.records = await self.handle.fetch_snapshots(records, slot.memories)
             except CheckpointError as error:
                 text = "no snapshots from now on, so the loss of the %s ends the run: %s"
                 LOG.warning(text, self.handle.role, error)

@@ -17,7 +17,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    closing,
+    nullcontext,
+    suppress,
+)
 from typing import TypeVar
 
 from rollick.cluster.devices import DeviceMap, HostSpec
@@ -78,6 +85,8 @@ class WorkerRecovery:
         self._failures: dict[RoleName, RollickError] = {}
         """Why roles cannot be repaired, such as a lack of room. These errors end the run."""
         self._lock = asyncio.Lock()
+        self._replacing: set[int] = set()
+        """Hosts whose roles do not have their state yet, by index."""
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
 
@@ -102,6 +111,7 @@ class WorkerRecovery:
         """Make a call to the role; make it again after each repair. See RoleHandle.retry."""
         now, raised = asyncio.get_running_loop().time, 0
         while True:
+            await self._until_restored(role)
             begun, before = now(), self._repaired(self._hosts_of(role))
             try:
                 return await attempt()
@@ -112,10 +122,22 @@ class WorkerRecovery:
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # A new process raised too: its input is the cause.
                     raise
-                is_waiting = role in BLOCKS_STEP
-                lost_s = now() - begun
-                with self._goodput.recovering(lost_s=lost_s) if is_waiting else nullcontext():
+                with self._account(role, lost_s=now() - begun):
                     await self._repair(role, error, before)
+
+    async def _until_restored(self, role: RoleName) -> None:
+        """Wait while the role's processes are replaced: a call to a new one without its state would
+        return a wrong result, or be lost."""
+        while any(host.index in self._replacing for host in self._hosts_of(role)):
+            with self._account(role):
+                async with self._lock:
+                    pass
+
+    def _account(self, role: RoleName, *, lost_s: float = 0.0) -> AbstractContextManager[None]:
+        """Accounts for the time of a repair that a step waits for."""
+        if role in BLOCKS_STEP:
+            return self._goodput.recovering(lost_s=lost_s)
+        return nullcontext()
 
     def trained(self, role: RoleName, batch: Batch) -> None:
         """Keep a batch that the role was trained on: a repair may have to train on it again."""
@@ -249,6 +271,7 @@ class WorkerRecovery:
             while not (refusal := self._refusal(role, hosts)):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
+                self._replacing = {host.index for host in hosts}
                 try:
                     redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
@@ -261,6 +284,8 @@ class WorkerRecovery:
                     fault.rejoined(redone_steps=redone)
                     LOG.warning("the %s works again", role)
                     return
+                finally:
+                    self._replacing = set()
             fault.give_up(refusal)
             raise error
 

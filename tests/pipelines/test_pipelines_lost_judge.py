@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
+import string
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rollick import RunResult, run_recipe
 from rollick.config.load import LoadedRecipe
 from rollick.observe.faults import read_faults
+from rollick.observe.metrics import read_metrics
+from rollick.pipelines.judge import JudgeRestarter
 from rollick.pipelines.open_run import open_run
+from rollick.roles.engines import EngineGroup
+from rollick.testing.tiny import save_tiny, tiny_tokenizer
+from rollick.types import Completion, Request, StopReason
 
 Toy = Callable[..., LoadedRecipe]
 LETTERS = {"source": "rollick.testing.toys:letter_rows", "rewards": ["judge"]}
 REQUEST = {"model": "judge", "messages": [{"role": "user", "content": "a"}], "max_tokens": 40}
+PATIENT = {"max_tokens": 8, "timeout_s": 100, "request_s": 90}
+CLOCKED = ("time/", "speed/", "controller/", "memory/", "reward/seconds/")
+
+
+def kill(judge: EngineGroup) -> None:
+    host = judge.group.device_map.host_of("judge", 0)
+    transport: Any = judge.group.transport
+    os.kill(transport.processes[host.index].pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(180)
@@ -40,9 +59,7 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
             asking = asyncio.create_task(posting)
             while not judge.engines[0].pending:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            host = judge.group.device_map.host_of("judge", 0)
-            transport: Any = judge.group.transport
-            os.kill(transport.processes[host.index].pid, signal.SIGKILL)
+            kill(judge)
             reply = await asking
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["message"]["content"]
@@ -50,3 +67,90 @@ async def test_a_judge_killed_on_ray_answers_the_same_request_from_a_new_process
     [fault] = [fault for fault in read_faults(folder) if fault.role == "judge"]
     assert fault.kind == "killed"
     assert fault.rejoined_at is not None
+
+
+class ScriptedVerdicts:
+    """The verdict in each reply of the judge is that of a rule, because a tiny model gives none.
+    The judge must still generate the reply. Kills the judge's process in one of the requests."""
+
+    def __init__(self, *, kill_at: int | None) -> None:
+        self.kill_at = kill_at
+        self.requests = 0
+        self._tokenizer = tiny_tokenizer(string.printable)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        generate = JudgeRestarter.generate
+
+        async def scripted(judge: JudgeRestarter, request: Request) -> Completion:
+            self.requests += 1
+            generating = asyncio.create_task(generate(judge, request))
+            if self.requests == self.kill_at:
+                while not judge.group.engines[0].pending:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+                kill(judge.group)
+            return self._verdict(request, await generating)
+
+        monkeypatch.setattr(JudgeRestarter, "generate", scripted)
+
+    def _verdict(self, request: Request, completion: Completion) -> Completion:
+        asked = self._tokenizer.decode(request.token_ids)
+        seal = re.search(r'"seal": "(\w+)"', asked)
+        response = re.search(r"<<<(\w+) RESPONSE\n(.*)\n\1 RESPONSE>>>", asked, re.DOTALL)
+        assert seal is not None
+        assert response is not None
+        verdict = {"reason": "", "score": sum(map(ord, response[2])) % 11, "seal": seal[1]}
+        ids = np.asarray(self._tokenizer.encode(json.dumps(verdict)), np.int32)
+        return replace(
+            completion,
+            token_ids=ids,
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=np.zeros(len(ids), np.int32),
+            stop=StopReason.STOP,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_judge_is_killed_while_it_scores_ends_with_the_same_weights(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny(tmp_path, alphabet=string.printable)
+
+    def run(*, kill_at: int | None) -> RunResult:
+        verdicts = ScriptedVerdicts(kill_at=kill_at)
+        with monkeypatch.context() as patch:
+            verdicts.install(patch)
+            result = run_recipe(
+                toy(
+                    "run.deterministic=true",
+                    "cluster.backend=ray",
+                    "rewards.timeout_s=120",
+                    data={"domains": {"letters": LETTERS | {"rewards": [judge]}}},
+                    judge={"path": str(folder)},
+                    devices={"judge": "cpu:1"},
+                    steps=3,
+                )
+            )
+        assert verdicts.requests > (kill_at or 0)
+        return result
+
+    judge = {"name": "judge", "options": PATIENT}
+    calm, faulty = run(kill_at=None), run(kill_at=10)
+    [fault] = [fault for fault in read_faults(faulty.folder) if fault.role == "judge"]
+    assert fault.kind == "killed"
+    assert fault.rejoined_at is not None
+    assert learner_files(faulty) == learner_files(calm)
+    assert figures(faulty) == figures(calm)
+    assert any(row["score/mean"] > 0 for row in figures(calm))
+
+
+def figures(result: RunResult) -> list[dict[str, float]]:
+    """The metrics of each step, without those of the clock."""
+    rows = read_metrics(result.folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(CLOCKED)} for row in rows]
+
+
+def learner_files(result: RunResult) -> dict[str, bytes]:
+    newest = sorted((result.folder / "checkpoints").glob("step-*"))[-1]
+    files = (path for path in (newest / "learner").rglob("*") if path.is_file())
+    return {path.name: path.read_bytes() for path in files}

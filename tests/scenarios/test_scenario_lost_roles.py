@@ -18,7 +18,12 @@ from rollick.cluster.devices import HostSpec
 from rollick.cluster.pool import RayTransport
 from rollick.cluster.ray_start import start_ray
 from rollick.cluster.worker import Call
+from rollick.config.load import recipe_from_dict
 from rollick.observe.faults import read_faults
+from rollick.testing.batches import recipe_of
+from rollick.testing.tiny import save_tiny
+from rollick.testing.toys import toy_recipe, without_rollout
+from rollick.trainer.reward_model import LocalRewardModel
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,6 +32,18 @@ KL = ("algorithm.preset=grpo", "algorithm.kl.coefficient=0.01")
 REFERENCE = (*KL, "devices.reference=cpu:1")
 CRITIC = ("algorithm=ppo", "devices.critic=cpu:1")
 SHARED = (*KL, "devices.reference=cpu:0", "devices.generators=cpu:0-1", "infer.slots=4")
+OPD = (
+    "teacher.path={other}",
+    "devices.teacher=cpu:1",
+    "rollout.drop_no_signal=false",
+    "algorithm.advantage=opd",
+    "algorithm.loss=reinforce",
+)
+SCORED = (
+    "data.domains.letters.rewards=[model]",
+    "reward_model.path={scorer}",
+    "devices.reward_model=cpu:1",
+)
 
 Run = Callable[..., RunResult]
 
@@ -38,10 +55,34 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Other models than the policy: options name them in braces."""
+    scorer = tmp_path_factory.mktemp("scorer")
+    LocalRewardModel(recipe_of(tiny_folder), trainable=False).export(scorer)
+    return {"other": save_tiny(tmp_path_factory.mktemp("other"), seed=1), "scorer": scorer}
+
+
 @pytest.fixture
-def run(tiny_folder: Path, tmp_path: Path, _ray: None) -> Run:
+def run(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: None) -> Run:
     def start(name: str, *overrides: str) -> RunResult:
-        return run_recipe(toy(tiny_folder, tmp_path, *FIXED, *overrides, name=name, steps=3))
+        options = [*FIXED, *(text.format(**folders) for text in overrides)]
+        return run_recipe(toy(tiny_folder, tmp_path, *options, name=name, steps=3))
+
+    return start
+
+
+@pytest.fixture
+def distil(tiny_folder: Path, tmp_path: Path, folders: dict[str, Path], _ray: None) -> Run:
+    """Distils given answers."""
+    answers = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
+
+    def start(name: str) -> RunResult:
+        recipe = without_rollout(toy_recipe(tiny_folder, tmp_path, name=name, steps=3))
+        recipe |= {"pipeline": "distill", "data": {"domains": {"letters": answers}}}
+        recipe |= {"teacher": {"path": str(folders["other"])}, "devices": {"teacher": "cpu:1"}}
+        recipe["train"] |= {"batch_size": 8}
+        return run_recipe(recipe_from_dict(recipe, overrides=FIXED))
 
     return start
 
@@ -70,6 +111,8 @@ def kill_in(monkeypatch: pytest.MonkeyPatch, role: str, method: str, *, visit: i
         ("critic", "values", CRITIC),
         ("critic", "train", CRITIC),
         ("critic", "write_snapshot", CRITIC),
+        ("teacher", "logprobs", OPD),
+        ("reward_model", "scores", SCORED),
         ("policy", "offer_weights", ("devices.generators=cpu:1",)),
         ("policy", "send_weights", ("devices.generators=cpu:1",)),
     ],
@@ -79,7 +122,19 @@ def test_a_role_that_is_killed_in_a_call_is_rebuilt_and_changes_no_weights(
 ) -> None:
     calm = run("calm", *options)
     kill_in(monkeypatch, role, method)
-    faulty = run("faulty", *options)
+    check_rebuilt(run("faulty", *options), calm)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_killed_while_given_answers_are_distilled_changes_no_weights(
+    distil: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = distil("calm")
+    kill_in(monkeypatch, "teacher", "top_logprobs")
+    check_rebuilt(distil("faulty"), calm)
+
+
+def check_rebuilt(faulty: RunResult, calm: RunResult) -> None:
     repaired = [fault for fault in read_faults(faulty.folder) if fault.role != "generators"]
     assert [fault.kind for fault in repaired] == ["killed"]
     assert repaired[0].rejoined_at is not None

@@ -1,0 +1,247 @@
+"""When snapshots are taken, what they contain, and what happens without memory for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollick.cluster.devices import DeviceMap
+from rollick.cluster.group import open_group
+from rollick.cluster.machine import machine_id
+from rollick.cluster.worker import HostContext, RoleSpec
+from rollick.config.devices import parse_devices
+from rollick.config.schema import ClusterConfig
+from rollick.errors import CheckpointError, WorkerLost
+from rollick.observe.faults import FaultLog
+from rollick.observe.goodput import TimeAccount
+from rollick.roles import worker_recovery
+from rollick.roles.handles import Critic, Policy, Roles
+from rollick.roles.snapshots import RoleSnapshots
+from rollick.roles.worker_recovery import WorkerRecovery
+from rollick.testing.batches import random_batch
+from rollick.trainer.snapshot import SnapshotRecord
+from rollick.types import Fingerprint, RoleName
+
+BATCH = random_batch([5, 6])
+TRAINED: tuple[RoleName, ...] = ("policy", "critic")
+
+
+@dataclass
+class CountingLearner:
+    """A policy or critic whose state is the number of batches that it was trained on."""
+
+    batches: int = 0
+    written: int = 0
+    """Snapshots."""
+    has_memory: bool = True
+    busy_s: float = 0.05
+
+    def train(self, batch: Any) -> None:
+        time.sleep(self.busy_s)
+        self.batches += 1
+
+    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
+        if not self.has_memory:
+            raise CheckpointError("no memory for a snapshot of 3.00 GB")
+        self.written += 1
+        return SnapshotRecord(path, Fingerprint(""), self.batches, 8)
+
+    async def machine(self) -> str:
+        return machine_id()
+
+    def restore_snapshots(self, records: list[SnapshotRecord]) -> None:
+        time.sleep(0.05)
+        self.batches = records[0].steps
+
+    def peak_memory(self) -> int:
+        """A call that reads the state, like that for log-probs."""
+        return self.batches
+
+
+@dataclass
+class Run:
+    """The policy and the critic of a run, and the recovery that takes their snapshots."""
+
+    learners: dict[RoleName, CountingLearner]
+    """Those of the newest processes."""
+    roles: Roles
+    recovery: WorkerRecovery
+    faults: FaultLog
+    now: float = 1000.0
+
+    def handle(self, role: RoleName) -> Policy | Critic:
+        return self.roles.policy if role == "policy" else self.roles.critic
+
+    def snapshots(self, role: RoleName) -> RoleSnapshots:
+        return self.recovery.snapshots[role]
+
+    async def repair(self, role: RoleName) -> None:
+        """What happens as soon as the role's process ends, whatever the run does."""
+        host = self.roles.device_map.host_of(role, 0)
+        await self.recovery.repair_host(host, WorkerLost(f"{role} 0 was lost"), repairs=0)
+
+
+LEARNERS: dict[RoleName, CountingLearner] = {}
+"""That of each role's newest process."""
+
+
+def create(context: HostContext, rank: int, role: RoleName) -> CountingLearner:
+    LEARNERS[role] = CountingLearner()
+    return LEARNERS[role]
+
+
+OpenRun = Callable[[], AbstractAsyncContextManager[Run]]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> OpenRun:
+    @asynccontextmanager
+    async def open_run() -> AsyncGenerator[Run]:
+        devices = DeviceMap({"policy": parse_devices("cpu:0"), "critic": parse_devices("cpu:1")})
+        specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
+        cluster = ClusterConfig(backend="inline")
+        async with open_group(devices, specs, cluster=cluster, threads=1) as group:
+            faults, goodput = FaultLog(tmp_path), TimeAccount.open(tmp_path, resume=False)
+            recovery = WorkerRecovery(
+                Roles(group), lambda _: specs, faults=faults, goodput=goodput, restarts=3
+            )
+            async with recovery.open(snapshots=True):
+                yield Run(LEARNERS, Roles(group, recovery), recovery, faults)
+
+    return open_run
+
+
+@pytest.mark.parametrize("role", TRAINED)
+async def test_a_snapshot_that_waits_for_a_training_contains_its_batch(
+    opened: OpenRun, role: RoleName
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        training = asyncio.create_task(run.handle(role).train(BATCH))
+        await asyncio.sleep(0.01)
+        await run.snapshots(role).take()
+        await training
+        restored = await run.snapshots(role).restore()
+        assert run.learners[role].batches == 1
+        assert restored == 0
+
+
+@pytest.mark.parametrize("role", TRAINED)
+async def test_a_batch_after_the_snapshot_is_trained_on_again(
+    opened: OpenRun, role: RoleName
+) -> None:
+    async with opened() as run:
+        await run.handle(role).train(BATCH)
+        taking = asyncio.create_task(run.snapshots(role).take())
+        await asyncio.sleep(0.01)
+        await run.handle(role).train(BATCH)
+        await taking
+        await run.repair(role)
+        assert run.learners[role].batches == 2
+
+
+@pytest.mark.parametrize("role", TRAINED)
+async def test_a_call_during_a_repair_waits_until_the_new_process_has_its_state(
+    opened: OpenRun, role: RoleName
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        await run.handle(role).train(BATCH)
+        old = run.learners[role]
+        repairing = asyncio.create_task(run.repair(role))
+        while run.learners[role] is old:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        read, _ = await asyncio.gather(
+            run.handle(role).peak_memory(0), run.handle(role).train(BATCH)
+        )
+        await repairing
+        assert read == 1, "a process without its state was called"
+        assert run.learners[role].batches == 2, "a training was lost"
+
+
+async def test_a_call_to_another_role_does_not_wait_for_a_repair(opened: OpenRun) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        repairing = asyncio.create_task(run.repair("critic"))
+        await asyncio.sleep(0)
+        await run.handle("policy").peak_memory(0)
+        assert not repairing.done()
+        await repairing
+
+
+@pytest.mark.parametrize("role", TRAINED)
+async def test_without_memory_for_snapshots_the_run_warns_and_continues(
+    opened: OpenRun, role: RoleName, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        run.learners[role].has_memory = False
+        for _ in range(3):
+            await run.handle(role).train(BATCH)
+            run.recovery.finish_step()
+            await run.recovery.settle()
+        warnings = [each.message for each in caplog.records if "no snapshots" in each.message]
+        assert warnings == [
+            f"no snapshots from now on, so the loss of the {role} ends the run: "
+            "no memory for a snapshot of 3.00 GB"
+        ]
+        assert run.snapshots(role).untaken == [], "batches that nothing needs stay in memory"
+        assert run.learners[role].written == 1
+        async with run.snapshots(role).hold() as held:
+            assert held is None, "a checkpoint must not be written from an old snapshot"
+        assert run.recovery.cannot_roll_back() == "there is no snapshot from before them"
+
+
+async def test_without_memory_for_snapshots_the_loss_of_the_role_ends_the_run(
+    opened: OpenRun,
+) -> None:
+    async with opened() as run:
+        run.learners["critic"].has_memory = False
+        await run.recovery.take_snapshots()
+
+        async def attempt() -> None:
+            raise WorkerLost("critic 0 was lost")
+
+        with pytest.raises(WorkerLost, match="critic 0 was lost"):
+            await run.recovery.run("critic", attempt)
+        [fault] = run.faults.faults
+        assert fault.gave_up == "there is no memory for snapshots of the critic"
+
+
+async def test_snapshots_take_at_most_five_percent_of_a_run_that_does_not_generate(
+    opened: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as run:
+        clock = SimpleNamespace(monotonic=lambda: run.now)
+        monkeypatch.setattr(worker_recovery, "time", clock)
+        for learner in run.learners.values():
+            learner.busy_s = 0
+        begun, step_s, snapshot_s = run.now, 1.0, 0.2
+        for _ in range(100):
+            for role in TRAINED:
+                await run.handle(role).train(BATCH)
+            run.now += step_s
+            run.recovery.finish_step(amortise=True)
+            await run.recovery.settle()
+            for role in TRAINED:
+                run.snapshots(role).seconds = snapshot_s / 2
+        spent = run.learners["policy"].written * snapshot_s
+        assert 0.04 < spent / (run.now - begun) <= 0.051
+        assert len(run.snapshots("policy").untaken) <= 4
+
+
+async def test_a_run_that_generates_takes_a_snapshot_after_each_step(opened: OpenRun) -> None:
+    async with opened() as run:
+        for _ in range(5):
+            await run.handle("policy").train(BATCH)
+            run.recovery.finish_step()
+            await run.recovery.settle()
+        assert run.learners["policy"].written == 5
