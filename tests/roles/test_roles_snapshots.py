@@ -193,7 +193,7 @@ async def test_without_memory_for_snapshots_the_run_warns_and_continues(
             f"no snapshots from now on, so the loss of the {role} ends the run: "
             "no memory for a snapshot of 3.00 GB"
         ]
-        assert run.snapshots(role).untaken == [], "batches that nothing needs stay in memory"
+        assert run.snapshots(role).later_batches == [], "batches that nothing needs stay in memory"
         assert run.learners[role].written == 1
         async with run.snapshots(role).hold() as held:
             assert held is None, "a checkpoint must not be written from an old snapshot"
@@ -235,7 +235,7 @@ async def test_snapshots_take_at_most_five_percent_of_a_run_that_does_not_genera
                 run.snapshots(role).seconds = snapshot_s / 2
         spent = run.learners["policy"].written * snapshot_s
         assert 0.04 < spent / (run.now - begun) <= 0.051
-        assert len(run.snapshots("policy").untaken) <= 4
+        assert len(run.snapshots("policy").later_batches) <= 4
 
 
 async def test_a_run_that_generates_takes_a_snapshot_after_each_step(opened: OpenRun) -> None:
