@@ -49,7 +49,9 @@ NUMBER = re.compile(
     (?:\.[0-9]+)?(?:\s?/\s?[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?!\w))?\s?(?:\\?%)?""",
     re.VERBOSE,
 )
-GLUED = re.compile(r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|m|g|l|L|mph|hrs?|mins?|ft|lbs?|°)?(?![\w^])")
+GLUED = re.compile(
+    r"(?:st|nd|rd|th|km|cm|mm|kg|mg|ml|m|g|l|L|mph|hrs?|mins?|ft|lbs?|°)?[²³]?(?![\w^])"
+)
 """What may follow a number without a space."""
 SCALE = re.compile(r"\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b", re.IGNORECASE)
 UNIT = re.compile(
@@ -74,6 +76,22 @@ UNSOLVED = re.compile(
     r"|(?:^|[\s$])(?:[0-9]*\s?[n-qt-z]\s*[-+*/]|[0-9.]+\s*[-+*/]\s*[0-9]*[n-qt-z]\b)[^=\n]{0,60}="
 )
 """An equation that is not solved: `2x = 27`, `25x + 34 = 257`."""
+_POWER = r"(?:\^\{?[23]\}?|[²³])?"
+_SHORT_UNIT = rf"(?:[ckd]?m|mm|[gslhLNWJVA]){_POWER}"
+_TEXT_UNIT = rf"(?:\\[,;:! ]|[~\s]){{0,4}}\\(?:text|mathrm|mbox|rm)\s?\{{[^{{}}]{{0,30}}\}}{_POWER}"
+OPERAND_UNIT = re.compile(
+    rf"""(?<=[0-9]){_TEXT_UNIT}(?=\s?(?:[-+*×÷/·⋅−–]|\\(?:times|cdot|div)(?![a-z])))
+    | (?P<operand>(?:
+          [0-9]\s?(?:{_SHORT_UNIT}|{_TEXT_UNIT})\s?[-+−–]
+        | [*×÷/·⋅] | \\(?:times|cdot|div) | \bx
+      )\s?\$?[0-9][0-9.,]*+)
+      (?: \s{_SHORT_UNIT} | {_TEXT_UNIT}
+        | {_SHORT_UNIT}(?=\s?=\s?[0-9.,]+\s?{_SHORT_UNIT})
+      )(?=\s?=)""",
+    re.VERBOSE,
+)
+"""The unit of an operand, in LaTeX or before the equals sign. It is no unknown: `9 m × 3 m = `. A
+letter that touches the operand, `2m + 3m = 27`, is a unit if the result has one, too."""
 ASIDE = re.compile(
     r""",\s+which\s+(?:(?!is\b|are\b|was\b|were\b)[a-z]+)\s+(?:[^,.;:]|[.,](?=[0-9])){1,60},
       | \s\([^()a-z]*+(?:[a-z](?![a-z])[^()a-z]*+)*+[a-z]{2}[^()]*+\)
@@ -90,6 +108,16 @@ ASIDE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
+_VERB = (
+    r"(?<!who\s)\b(?:is|are|was|were|has|have|had|gets?|got|gives?|leaves?|left|makes?|needs?)\b"
+)
+_BOUND = rf"(?:(?!\band\b|{_VERB})[^0-9;]){{0,40}}[0-9][0-9.,]*"
+BOUNDS = re.compile(
+    rf"""\bbetween\s+{_BOUND}(?:(?!\band\b|{_VERB})[^0-9;]){{0,40}}\band\s+
+    (?!(?:each|so|then|he|she|they|we|it|i|you|there|that|this)\b){_BOUND}(?:\s?(?:°\w?|%))?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""What a value before it is the distance of: `27 degrees between 3°F and 30°F`."""
 UNFINISHED = re.compile(
     r"\b(?:and|then|or|the|an?|to|of|by|with|we|is|are|from|for|so|next|which|that|but|subtract|add"
     r"|multiply|divide)$",
@@ -150,10 +178,13 @@ RESIDUE = re.compile(r"\s*\\p?mod\s*(?:\{[^{}]*\}|\w)|\s*\(\s*(?:\\b?mod|mod)\b[
 """After a residue: `3 \\pmod{7}`."""
 THEREFORE = re.compile(r"\b(?:so(?!\s+(?:far|many|much)\b)|thus|hence|therefore)\s", re.IGNORECASE)
 """Begins the conclusion of a sentence, which replaces the values before it."""
-ATTRIBUTE = re.compile(r"-[a-z]{2,}", re.IGNORECASE)
-"""After a number that describes what is counted: `6-inch pencils`."""
+ATTRIBUTE = re.compile(
+    r"-[a-z]{2,}+(?!\s(?:[a-z]+\s)?(?:difference|gap|increase|decrease|rise|drop|change)\b)",
+    re.IGNORECASE,
+)
+"""After a number that describes what is counted: `6-inch pencils`, and not how large it is."""
 RESULT = re.compile(
-    r"[0-9)%][a-z\s]{0,30}(?:[-+*/×÷–−]|x(?=\s?\$?[0-9])|\\(?:times|cdot|div))[^=\n]{0,80}=[\s$*\\(€£]*$",
+    r"[0-9)%][a-z\s²³]{0,30}(?:[-+*/×÷–−]|x(?=\s?\$?[0-9])|\\(?:times|cdot|div))[^=\n]{0,80}=[\s$*\\(€£]*$",
     re.IGNORECASE,
 )
 """Before the result of a calculation: `30 - 3 = `."""
@@ -203,47 +234,11 @@ STATEMENT = re.compile(
     re.IGNORECASE,
 )
 SENTENCE = re.compile(r"[.!?](?=[\s*\"')]|$)[*\"')]*|[。！？]")
-EXPLANATION = re.compile(
-    r"^[ \t#*_>-]{0,12}(?:step\s+[0-9]{1,2}[:.]\s{0,4})?"
-    r"(?:explanation|reasoning|justification|proof|check(?:ing)?|verif(?:y|ying|ication)|note|breakdown"
-    r"|let(?:['’]s|\s+(?:me|us))\s+(?:double[- ])?(?:check|verify)"
-    r"|here(?:['’]s|\s+is)\s+(?:why|how|(?:the|my)\s+[a-z-]+))\b[^\n]{0,40}?(?::|$)",
-    re.IGNORECASE | re.MULTILINE,
-)
-"""Explains the answer above it."""
 VALUE_FIRST = re.compile(
     r"\s*\**(\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:\s+(?!it\s+is)[a-z]+){0,2})"
     r"(?:\s+it\s+is)?\**(?:[.!]?\s*\n|[.!]\s+(?=[A-Z]))"
 )
 """A response that begins with a bare value."""
-CONCLUDES = re.compile(
-    r"\b(?:so|therefore|thus|hence|total|altogether|finally|answer|result|leaves|left)\b|="
-    r"|^[ \t]*2[.)]",
-    re.IGNORECASE | re.MULTILINE,
-)
-OFFER = re.compile(
-    r"\W*(?:would\s+you\s+like|do\s+you\s+(?:want|have|need|understand)|shall\s+i|should\s+i|can\s+i"
-    r"|is\s+there\s+anything|does\s+(?:that|this)\s+(?:help|make)|want\s+(?:me\s+)?to|let\s+me\s+know"
-    r"|(?:for\s+example:?,?\s+)?what\s+if|how\s+about|ready\s+(?:for|to)|can\s+you)\b",
-    re.IGNORECASE,
-)
-"""A closing remark to the reader."""
-NO_ANSWER = re.compile(
-    r"""\b(?:(?:enough|insufficient|more|additional|missing)\s+(?:information|data|details)
-    |(?:can\s?not|can['’]t|could\s+not|couldn['’]t|impossible\s+to|unable\s+to|no\s+way\s+to)\s+(?:be\s+)?
-     (?:tell|say|answer(?:ed)?|determined?|solved?|calculated?|known|(?:see|find)\s+(?:how|what))
-    |(?:not\s+able\s+to\s+(?:give|find|solve))|almost\s+there|your\s+turn|tell\s+me\s+what
-    |leave\s+(?:this|that|the)\s+(?:[a-z]+\s+)?(?:step|rest|calculation)
-    |(?:not\s+sure|unclear|unsure)|(?:do\s+not|don['’]t)\s+know|clarify|clarification)\b""",
-    re.IGNORECASE | re.VERBOSE,
-)
-HINT = re.compile(r"\W*(?:hint|tip):", re.IGNORECASE)
-INSTRUCTION = re.compile(
-    r"\W*(?:then|now|next),?\s+(?:just\s+|you\s+(?:can|should|need\s+to)\s+)?"
-    r"(?:multiply|divide|add|subtract|solve|compute|calculate|substitute)\b",
-    re.IGNORECASE,
-)
-"""Leaves a step to the reader, unless it states a value."""
 CALCULATION = re.compile(r"<<[^<>\n]{0,100}>>")
 """An annotation of GSM8K: `30 - 3 = <<30-3=27>>27`."""
 APPOSITION = re.compile(
@@ -252,36 +247,10 @@ APPOSITION = re.compile(
     re.IGNORECASE,
 )
 """What a value is equal to: `3 less than that, or 27`."""
-REMARK = re.compile(r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE)
-"""Says what would be wrong."""
-EARLIER = re.compile(
-    r"\b(?:would\s+have|(?:began|started)\s+with|at\s+first|initially|originally"
-    r"|at\s+the\s+(?:start|beginning))\b",
-    re.IGNORECASE,
-)
-"""Says what would be different or what the problem gives, unless it calculates a value."""
-ASKS = re.compile(
-    r"\b(?:how\s+(?:many|much|long|far|old|do|can|should)"
-    r"|what\s+(?:is|are|was|were|does|do|should|would|comes))\b.*\?",
-    re.IGNORECASE,
-)
-NO_INFORMATION = re.compile(
-    r"(?:not|n['’]t)\s+(?:[a-z]+\s+){0,2}enough\s+(?:information|data|details)"
-    r"|\b(?:cannot|can['’]t|unable\s+to|not\s+able\s+to)\s+(?:solve|answer|determine)\s+(?:this|that|it|the)\b"
-    r"|\binsufficient\s+(?:information|data)|\bcannot\s+be\s+determined\b"
-    r"|\b(?:could|can)\s+you\s+(?:please\s+)?clarify\b",
-    re.IGNORECASE,
-)
 BOLD_TAG = re.compile(r"</?(?:b|strong)>|</?(?:p|i|em|span|div|li|ul|ol|br)\s?/?>", re.IGNORECASE)
 BETWEEN_SCRIPTS = re.compile(
     r"(?<=[\u3000-\u9fff\uff00-\uffef])(?=[0-9$])|(?<=[0-9%])(?=[\u3000-\u9fff\uff00-\uffef])"
 )
 """Where a number touches Chinese or Japanese text, which has no spaces."""
 COPULA = re.compile(r"\b(?:is|are|was|equals|be|get|gives)\s+|=")
-PARENTHESES = re.compile(r"\s*\([^()]*\)[.\s]*")
-SUPPOSITION = re.compile(
-    r"\W*(?:(?:now|so|then|first)\s+)?(?:suppose|assume|say|let\s+[a-z]+\s*(?:=|be\b|denote\b)"
-    r"|let(?:['’]s|\s+us)\s+(?:call|say|assume|suppose|denote))[^,]*$",
-    re.IGNORECASE,
-)
 IS_FINISHED = re.compile(r"[.!?:;)\]}*\"'”`$]$|^[#\-*=_`]*$")

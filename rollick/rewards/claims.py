@@ -13,12 +13,15 @@ from __future__ import annotations
 import re
 
 from rollick.rewards import claim_patterns as patterns
-from rollick.rewards.answers import MAX_SENTENCE, PHRASE, find_retractions
+from rollick.rewards import sentence_patterns
+from rollick.rewards.answers import DIGIT, MAX_SENTENCE, PHRASE, find_retractions
 from rollick.rewards.notation import normalise, read_number, unit_name, words_to_digits
 from rollick.rewards.scanners import Span, collapse_spaces, find_formulas, matches_outside_formulas
 
 MAX_LINES = 4
 """Lines at the end of a completion that are read."""
+MAX_LINE = 200
+"""Characters of a line before an explanation that are read."""
 MAX_NUMBERS = 12
 """Numbers of a sentence that are read, from the last one."""
 
@@ -44,10 +47,12 @@ def read_claim(text: str) -> list[str]:
     """What the text after "the answer is" may state: all of it, the value at its head, or the value
     of a statement such as "that she has 27 apples"."""
     text = collapse_spaces(text[:MAX_SENTENCE])
-    text = patterns.CALCULATION.sub("", text)
+    text = patterns.OPERAND_UNIT.sub(r"\g<operand>", patterns.CALCULATION.sub("", text))
     text = patterns.CLOSING_EMPHASIS.sub("", patterns.EMPHASIS.sub(r"\2", text))
     if text.endswith(")") and text.count("(") < text.count(")"):  # `(Answer: 27)`
         text = text[:-1]
+    if _is_unanswered(DIGIT.split(text, maxsplit=1)[0]):
+        return [text]
     candidates = [text, trim_claim(text)]
     digits = patterns.RESTATED.sub(r"\1\2", words_to_digits(text))
     if digits != text:
@@ -77,7 +82,7 @@ def read_plain(response: str) -> list[str]:
     the last sentence with a value states. Empty if that is a question or an unfinished sentence."""
     response = patterns.CALCULATION.sub("", collapse_spaces(response))
     leading_value = patterns.VALUE_FIRST.match(response)
-    if leading_value and not patterns.CONCLUDES.search(response, leading_value.end()):
+    if leading_value and not sentence_patterns.CONCLUDES.search(response, leading_value.end()):
         return [leading_value[1]]
     retractions = find_retractions(response)
     response = response[retractions[-1] :] if retractions else response
@@ -91,35 +96,59 @@ def read_plain(response: str) -> list[str]:
         return _last_row(formulas[-1].content.strip())
     text = patterns.EMPHASIS.sub(r"**\2**", patterns.BOLD_TAG.sub("**", text))
     text = words_to_digits(patterns.BETWEEN_SCRIPTS.sub(" ", text))
+    text = patterns.OPERAND_UNIT.sub(r"\g<operand>", text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else ""
-    unanswered = patterns.NO_INFORMATION.search(text)
-    if unanswered and not patterns.CONCLUDES.search(text, unanswered.end()):
+    if _is_unanswered(text):
         return []
     for line in reversed(lines[-MAX_LINES:]):
         sentences = _split_sentences(line)
         for sentence in reversed(sentences):
-            is_offer = patterns.OFFER.match(sentence)
+            is_offer = sentence_patterns.OFFER.match(sentence)
             if is_offer and "let me know" in sentence.lower():
                 continue
-            if patterns.NO_ANSWER.search(sentence) or patterns.HINT.match(sentence):
-                return []
-            is_open = patterns.ASKS.search(sentence) and not is_offer
-            if is_open or (patterns.INSTRUCTION.match(sentence) and not _has_value(sentence)):
+            if _states_nothing(sentence, bool(is_offer)):
                 return []
             if is_offer or not any(map(str.isalnum, sentence)):
                 continue
-            if sentence is not first and (
-                patterns.PARENTHESES.fullmatch(sentence)
-                or patterns.REMARK.search(sentence)
-                or (patterns.EARLIER.search(sentence) and "=" not in sentence)
-            ):
+            if sentence is not first and _is_remark(sentence):
                 continue
             if _has_value(sentence):
                 return _read_sentence(line, sentence)
             if not patterns.IS_FINISHED.search(sentence.strip()):
                 return _read_sentence(line, sentence) if line is lines[-1] else []
     return _read_sentence(lines[-1], _split_sentences(lines[-1])[-1]) if lines else []
+
+
+def _is_unanswered(text: str) -> bool:
+    """Whether the text says that there is no answer, and concludes none after that."""
+    ends = [match.end() for kind in sentence_patterns.UNANSWERED for match in kind.finditer(text)]
+    return bool(ends) and not sentence_patterns.CONCLUDES_VALUE.search(text, max(ends))
+
+
+def _states_nothing(sentence: str, is_offer: bool) -> bool:
+    """Whether a sentence ends the response without an answer: it says that there is none, asks, or
+    leaves a step to the reader."""
+    if (
+        sentence_patterns.NO_ANSWER.search(sentence)
+        or sentence_patterns.ONLY_GIVEN.search(sentence)
+        or sentence_patterns.HINT.match(sentence)
+    ):
+        return True
+    if sentence_patterns.ASKS.search(sentence) and not is_offer:
+        return True
+    return bool(sentence_patterns.INSTRUCTION.match(sentence)) and not _has_value(sentence)
+
+
+def _is_remark(sentence: str) -> bool:
+    """Whether a sentence only says something about the answer in an earlier one."""
+    if sentence_patterns.PARENTHESES.fullmatch(sentence):
+        return True
+    if sentence_patterns.REASON.match(sentence):
+        return not sentence_patterns.CONCLUDES_VALUE.search(sentence)
+    if sentence_patterns.EARLIER.search(sentence) and "=" not in sentence:
+        return True
+    return sentence_patterns.REMARK.search(sentence) is not None
 
 
 def _last_row(formula: str) -> list[str]:
@@ -132,12 +161,21 @@ def _last_row(formula: str) -> list[str]:
 
 
 def _without_remarks(response: str) -> str:
-    """The response without an explanation after the answer, and without a last line or sentence
-    that repeats an earlier one and was cut."""
-    for match in patterns.EXPLANATION.finditer(response):
+    """The response without an explanation or an offer after the answer, and without a last line or
+    sentence that repeats an earlier one and was cut."""
+    value = DIGIT.search(response)
+    offer = sentence_patterns.OFFERS_MORE.search(response, value.end()) if value else None
+    response = response[: offer.start()].rstrip() if offer else response
+    for match in sentence_patterns.EXPLANATION.finditer(response):
         answer = response[: match.start()].rstrip()
         if _has_value(answer.rpartition("\n")[2]):
             response = answer
+            break
+    for match in sentence_patterns.EXPLANATION_INLINE.finditer(response):
+        before = response[max(0, match.start() - MAX_LINE) : match.start()]
+        if DIGIT.search(before.rpartition("\n")[2]):
+            is_concluded = sentence_patterns.CONCLUDING_SENTENCE.search(response, match.end())
+            response = response if is_concluded else response[: match.start()]
             break
     earlier, _, line = response[-MAX_SENTENCE:].rpartition("\n")
     sentences = _split_sentences(line)
@@ -152,7 +190,7 @@ def _without_remarks(response: str) -> str:
 def _read_sentence(line: str, sentence: str) -> list[str]:
     if sentence.rstrip("*\"') ").endswith("?") or patterns.UNFINISHED.search(sentence.rstrip()):
         return []
-    if patterns.SUPPOSITION.match(sentence):
+    if sentence_patterns.SUPPOSITION.match(sentence):
         return []
     full_line = line.strip("* ").rstrip(".").strip()
     candidates = [] if patterns.UNSOLVED.search(full_line) else [full_line]
@@ -195,6 +233,9 @@ def stated_values(sentence: str) -> list[str]:
     """The formulas and numbers that a sentence states, in order of their weight: the last one is
     its answer. A formula or a bold number outweighs a number in a phrase such as "in 5 days"."""
     sentence = _last_conclusion(patterns.APPOSITION.sub("", sentence))
+    bounds = patterns.BOUNDS.search(sentence)
+    if bounds and _has_value(sentence[: bounds.start()]):
+        sentence = sentence[: bounds.start()] + sentence[bounds.end() :]
     aside = patterns.ASIDE.search(sentence)
     if aside:
         before, after = sentence[: aside.start()], sentence[aside.end() :]

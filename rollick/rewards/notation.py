@@ -70,7 +70,7 @@ NUMBER = re.compile(
 UNIT = re.compile(
     r"\(?\s*(?:[a-zA-Z]{2,}\.?|/)(?:[\s/-]+[a-zA-Z]+\.?)*(?:\s*\^\s*\{?[23]\}?)?\s*\)?"
 )
-SHORT_UNIT = re.compile(r"[mgslhL](?:\s*/\s*[a-z]+)?(?:\s*\^\s*\{?[23]\}?)?")
+SHORT_UNIT = re.compile(r"[mgslhL](?:\s*/\s*[a-zA-Z]+)?(?:\s*\^\s*\{?[23]\}?)?")
 """A unit of one letter; after a space it is not a variable."""
 _NOT_UNITS = (
     "or and to plus minus times over half pi sqrt sin cos tan cot sec csc log ln exp mod remainder "

@@ -98,6 +98,9 @@ BACKTRACKING = [
     "27\n" + "\n" * 19_000 + "x",
     "<answer>27 in " + "or " * 6600 + "</answer>",
     "#### " + "27" * 9000,
+    "reason: " * 2500,
+    "So 27. " + "would you like " * 1300,
+    "So 27. " + "9 m × 3 m = " * 1600,
 ]
 """A pattern with two repetitions in a row takes 0.3 to 3 seconds on such a text."""
 

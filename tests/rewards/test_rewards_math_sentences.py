@@ -246,6 +246,166 @@ def test_a_value_that_is_not_stated_as_the_answer_scores_zero(completion: str, a
 
 
 @pytest.mark.parametrize(
+    "completion",
+    [
+        "Area = length × width = 30 m × 57 m = 27 m²",
+        "Speed = distance ÷ time = 54 km ÷ 30 h = 27 km/h",
+        "So the tank holds 30 L - 3 L = 27 L.",
+        "Length left: 30m - 3m = 27m",
+        "Area = 30m × 3m = 27m²",
+        "The wall is 9 m x 30 m = 27 m².",
+        "Volume = area × height = 30 m² × 3 m = 27 m³",
+        "She walks 30 m/s × 3 s = 27 m of it.",
+        "Density: 30 g / 3 mL = 27 g/mL",
+        "The area is $30\\text{ m} \\times 3\\text{ m} = 27\\text{ m}^2$.",
+        "\\[30\\,\\mathrm{m} \\cdot 3\\,\\mathrm{m} = 27\\,\\mathrm{m}^2\\]",
+        "The answer is 30 m × 3 m = 27 m².",
+    ],
+)
+def test_the_result_of_a_calculation_with_units_is_after_the_last_equals_sign(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion", ["So 3 m = 27", "2m + 3m = 27", "5 + 2s = 27", "9 × 2 y = 27", "7g - 2g = 27"]
+)
+def test_a_letter_without_units_around_it_is_an_unknown(completion: str):
+    assert math_answer(completion, "27").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Emma has 27 beads. Here's why: she had 3, bought 30, and used some for a bracelet.",
+        "Emma has 27 beads. Here's how I got that: she had 57 and used 30.",
+        "Emma has 27 beads. Here’s the reasoning: she had 57. Her sister took 30.",
+        "Emma has 27 beads — here's why: she had 57 beads and used 30.",
+        "Emma has 27 beads. Let me explain: she had 57. Then she used 30.",
+        "Emma has 27 beads. Reason: she had 57 and used 30.",
+        "Emma has 27 beads.\n\n**Why?** She had 57 beads. Her sister took 30.",
+        "Emma has 27 beads. This is because she had 57, bought none, and used 30.",
+        "Emma has 27 beads. Because she had 57 beads, bought none, and used 30.",
+        "Emma has 27 beads left.\n\nBecause she had 57 beads and used 30.",
+        "Emma has 27 beads. The reason is that she had 57 and her sister took 30.",
+        "Emma has 27 beads. We know this because she had 57 and used 30.",
+        "Emma has 27 beads. I got this by taking her 57 beads and removing 30.",
+    ],
+)
+def test_an_explanation_after_the_answer_does_not_outweigh_it(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Emma had 57 beads. Because she used 30 of them, she has 27.",
+        "Emma had 57 beads. Because she gave away 10, lost 15 and broke 5, she has 27 left.",
+        "Emma had 57 beads and used 30. Here's the answer: she has 27 beads.",
+        "She had 57 beads in all. This is because 19 boxes have 3 each. She has 57 - 30 = 27 left.",
+        "She had 57 beads. Why? Each of 19 boxes has 3. She used 30. So she has 27.",
+    ],
+)
+def test_a_reason_before_the_answer_does_not_hide_it(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "This gives a difference of 27 degrees between the high of 57°F and the low of 30°F.",
+        "There is a gap of 27 years between the father, who is 57, and the son, who is 30.",
+        "It is a drop of 27 degrees between noon (57°F) and midnight (30°F).",
+        "That leaves a price difference of $27 between the $57 jacket and the $30 shirt.",
+        "He ran 27 miles between mile 3 and mile 30.",
+        "So there's a 27-degree difference between the high of 57 and the low of 30.",
+        "The difference between the high of 57 and the low of 30 is 27 degrees.",
+        "He had 3 tries, and the difference between 57 and 30 is 27.",
+        "The 54 marbles are split between 2 boys, not 30, and each gets 27.",
+    ],
+)
+def test_the_bounds_of_a_difference_are_not_the_answer(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The mean is 27.\n\nWould you like me to find the median too? The largest value is 30.",
+        "The mean is 27. Do you want me to find the mode, too? The number 30 appears twice.",
+        "The total is $27. Let me know if you want it with the tip. Then it is $30.",
+        "The total is $27. If you'd like, I can add the tip. Then it is $30.",
+        "The total is $27. I can also add the tip if you like. Then it would be $30.",
+        "The total is $27.\n\nFeel free to ask more. The price before was $30.",
+        "She has 27 pears.\n\nGood work!\n\nWant to try another one? Tom has 33 and eats 30.",
+        "She has 27 pears. 😊 Shall I explain? She had 57 and lost 30.",
+        "Would you like to know the answer? She has 27 pears, not 30.",
+        "Let me know if this is wrong, but after the 30 I get 27 pears.",
+    ],
+)
+def test_an_offer_ends_the_answer(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "I'm sorry, but I can't determine the answer. The problem gives us only the number of "
+        "rows, 27, and doesn't say how many chairs are in each row.",
+        "It's impossible to say how many chairs there are. The number of rows is 27.",
+        "The answer can't be found. The number of rows is 27.",
+        "I wasn't able to find the result. There are 27 rows.",
+        "This can't be solved without the number of chairs in a row. There are 27 rows in total.",
+        "There isn't enough information to find the answer. All we know is that there are 27 rows.",
+        "The problem doesn't say how many chairs are in a row. It only says that it has 27 rows.",
+        "The number of chairs in a row is unknown. The number of rows is 27.",
+        "There are some rows of chairs. The only thing we know is that there are 27 of them.",
+        "Answer: It cannot be determined, because only the number of rows, 27, is known.",
+    ],
+)
+def test_a_reply_that_says_that_there_is_no_answer_scores_zero(completion: str):
+    assert math_answer(completion, "27").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Could you please tell me the price of a ticket? Without it I can only say that 27 tickets "
+        "were sold, not how much money was collected.",
+        "Could you tell me how much one ticket costs? There were 27 tickets sold.",
+        "27 tickets were sold. Could you please provide the price of one ticket?",
+        "Can you give me the price of one ticket? There were 27 tickets sold.",
+        "Please let me know the price of one ticket. There were 27 tickets sold.",
+        "I would need to know the price of one ticket. There were 27 tickets sold.",
+        "If you tell me the price of one ticket, I can multiply it by 27.",
+    ],
+)
+def test_a_reply_that_asks_for_missing_data_scores_zero(completion: str):
+    assert math_answer(completion, "27").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "At first I can't determine the answer from the 30 rows.\n\n#### 27",
+        "There isn't enough information about the 30. Still, the answer is 27.",
+        "We can't determine the price directly, but 3 of the 30 cost $81. Each costs $27.",
+        "The number of girls is not given. We compute it: 57 - 30 = 27.",
+        "We cannot find the total yet. The 30 are sold, so 27 remain.",
+        "She can't find 30 of her 57 marbles. She has 27 left.",
+        "She has 27 apples left. Can you tell me how many she has after buying 3 more?",
+        "She has 27 apples left. Please let me know if anything is unclear.",
+    ],
+)
+def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+def gives_27_and_not_30(completion: str) -> bool:
+    scores = [math_answer(completion, answer).value for answer in ("27", "30")]
+    return scores == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
     ("text", "digits"),
     [
         ("Twenty-three cookies", "23 cookies"),
