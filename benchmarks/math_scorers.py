@@ -54,6 +54,7 @@ PARTS = (
     "unseen_d",
     "unseen_e",
     "unseen_f",
+    "unseen_g",
 )
 Scorer = Callable[[str, str], bool]
 """Whether a completion gives this answer."""
