@@ -148,6 +148,8 @@ class RunSupervisor:
         self._stopped_since: float | None = None
         self._was_stopped = False
         """Whether the last run was killed because it was stopped."""
+        self._failed_at = 0.0
+        """When the last run ended or was stopped, in seconds since the epoch."""
         self._children_before: set[ProcessId] = set()
         """Children that this process had when `run` was called."""
 
@@ -196,6 +198,8 @@ class RunSupervisor:
             if self._look_for_progress(started_at) and self._standby:
                 self._standby.start()
             self._kill_if_stopped(process)
+        if not self._was_stopped:
+            self._failed_at = time.time()
         signals.on_stop = lambda number: None
         self._look_for_progress(started_at)
         if self._fault:
@@ -212,6 +216,7 @@ class RunSupervisor:
             self._stopped_since = now
         elif now - self._stopped_since >= STOPPED_S:
             self._was_stopped = True
+            self._failed_at = time.time() - (now - self._stopped_since)
             process.kill()
 
     def _look_for_progress(self, started_at: float) -> bool:
@@ -232,7 +237,9 @@ class RunSupervisor:
         store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
         step, cause = store.newest_step(), self._describe_exit(code)
         kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
-        fault = self._faults.begin("controller", 0, kind=kind, cause=cause)
+        fault = self._faults.begin(
+            "controller", 0, kind=kind, cause=cause, failed_at=self._failed_at
+        )
         delay_s, budget = self._budget.take(step), self._budget
         where = "the beginning" if step is None else f"the checkpoint of step {step}"
         if delay_s is None:

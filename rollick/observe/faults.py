@@ -47,6 +47,11 @@ def fault_kind(error: RollickError) -> FaultKind:
     return "killed" if isinstance(error, WorkerLost | EngineLost) else "raised"
 
 
+def failure_time(error: Exception) -> float | None:
+    """When the worker of a failed call ended or last showed life; None if that is unknown."""
+    return error.failed_at if isinstance(error, WorkerLost) else None
+
+
 @dataclass(slots=True)
 class Fault:
     """One fault. Times are seconds since the epoch; None if that did not happen."""
@@ -59,7 +64,8 @@ class Fault:
     step: int
     """Steps that were done when it was noticed."""
     failed_at: float
-    """When it happened, if known, else when it was noticed."""
+    """When it happened; for a hang, when the process last showed life. When it was noticed, if that
+    is unknown."""
     detected_at: float
     restarted_at: float | None = None
     rejoined_at: float | None = None
@@ -110,7 +116,7 @@ class FaultLog:
             kind=kind,
             cause=cause,
             step=self._step(),
-            failed_at=failed_at or now,
+            failed_at=now if failed_at is None else min(failed_at, now),
             detected_at=now,
             _write=self._append,
         )

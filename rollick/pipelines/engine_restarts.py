@@ -85,7 +85,10 @@ class EngineRestarter(ABC):
             failure, kind = engine.failure, engine.fault
             assert failure is not None, "a lost engine has a failure"
             fault = fault or self.faults.begin(
-                self.group.role, rank, kind=kind, cause=failure.message
+                *(self.group.role, rank),
+                kind=kind,
+                cause=failure.message,
+                failed_at=engine.failed_at,
             )
             if not self._may_restart(rank):
                 fault.give_up(f"the restarts are used up ({self.limit})")

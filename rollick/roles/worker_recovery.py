@@ -23,9 +23,9 @@ from typing import TypeVar
 from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
-from rollick.errors import RollickError, WorkerError, WorkerLost
+from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.infer.cancellation import cancel_tasks
-from rollick.observe.faults import Fault, FaultLog, fault_kind
+from rollick.observe.faults import Fault, FaultLog, failure_time, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
 from rollick.roles.protocols import Role, TrainedRole
@@ -104,7 +104,7 @@ class WorkerRecovery:
             except WorkerError as error:
                 if self._group.is_closed or (others and await self._answers(role)):
                     raise
-                error = await self._root_cause(role, error)
+                error = await self._root_cause(role, error, begun_at=time.time() - (now() - begun))
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # It is not the process that fails, but what it is given.
                     raise
@@ -205,10 +205,16 @@ class WorkerRecovery:
             return False
         return True
 
-    async def _root_cause(self, role: RoleName, error: WorkerError) -> WorkerError:
-        """The loss of a rank, if the error is that of another one which was connected to it."""
+    async def _root_cause(
+        self, role: RoleName, error: WorkerError, *, begun_at: float
+    ) -> WorkerError:
+        """The loss of a rank, if the error is that of another one which was connected to it. The
+        failed call began at `begun_at`."""
         if role != "policy" or isinstance(error, WorkerLost):
             return error
+
+        now = asyncio.get_running_loop().time
+        pinged = now()
 
         async def ping(rank: int) -> WorkerLost | None:
             with suppress(WorkerError):
@@ -216,6 +222,8 @@ class WorkerRecovery:
                     machine = TrainedRole.machine
                     await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
+                    if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
+                        lost.failed_at = begun_at  # It hung in the call, not in this one.
                     return lost
             return None
 
@@ -231,7 +239,12 @@ class WorkerRecovery:
                 return
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
-            fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
+            fault = self._faults.begin(
+                *(role, 0),
+                kind=fault_kind(error),
+                cause=error.message,
+                failed_at=failure_time(error),
+            )
             while not (refusal := self._refusal(role, hosts)):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollick.children.process_tree import find_descendants, is_running
-from rollick.commands.supervise import RestartBudget, last_logged_step
+from rollick.commands.supervise import STOPPED_S, RestartBudget, last_logged_step
 from rollick.observe.faults import read_faults
 
 SUPERVISOR = """
@@ -153,6 +153,8 @@ def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
     assert fault.restarted_at is not None
     assert fault.rejoined_at is not None
     assert fault.detected_at <= fault.restarted_at <= fault.rejoined_at
+    noticed_after_s = fault.detected_at - fault.failed_at
+    assert noticed_after_s >= STOPPED_S if kind == "hung" else noticed_after_s > 0
     assert fault.redone_steps == 1
 
 

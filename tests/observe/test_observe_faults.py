@@ -1,10 +1,13 @@
 """faults.jsonl: what is written, and what a reader makes of it."""
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rollick.observe.faults import FAULTS, FaultLog, read_faults
+from rollick.errors import EngineLost, WorkerError, WorkerHung
+from rollick.observe.faults import FAULTS, FaultLog, failure_time, read_faults
 
 
 def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> None:
@@ -20,6 +23,23 @@ def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> Non
     assert read.restarted_at is not None
     assert read.rejoined_at is not None
     assert read.failed_at < read.detected_at <= read.restarted_at <= read.rejoined_at
+
+
+def test_a_fault_does_not_happen_after_it_was_noticed(tmp_path: Path) -> None:
+    fault = FaultLog(tmp_path).begin("policy", 0, kind="hung", cause="no answer", failed_at=9e9)
+    assert fault.failed_at == fault.detected_at
+
+
+@pytest.mark.parametrize("make_copy", [WorkerHung.copy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_a_copy_of_an_error_tells_the_same_time_of_failure(
+    make_copy: Callable[[WorkerHung], WorkerHung],
+) -> None:
+    error = make_copy(WorkerHung("no answer", fix="see the log", failed_at=5.0))
+    assert (failure_time(error), error.message, error.fix) == (5.0, "no answer", "see the log")
+
+
+def test_an_error_that_is_not_a_loss_of_a_worker_has_no_time_of_failure() -> None:
+    assert failure_time(WorkerError("ValueError")) is failure_time(EngineLost("gone")) is None
 
 
 def test_a_fault_is_on_disk_before_it_is_repaired_and_keeps_its_place(tmp_path: Path) -> None:

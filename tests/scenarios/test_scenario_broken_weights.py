@@ -110,7 +110,9 @@ def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path
         [fault] = faults_of(folder, "rolled_back")
         assert "2 steps in a row broke the policy" in fault.cause
         assert fault.redone_steps == 3
-        assert len(faults_of(folder, "exploded")) == 2
+        exploded = faults_of(folder, "exploded")
+        assert len(exploded) == 2
+        assert fault.failed_at == exploded[0].detected_at
         for step in (4, 5):
             batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
             assert batch.rows == 16

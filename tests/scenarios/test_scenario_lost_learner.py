@@ -157,6 +157,7 @@ def test_a_rank_that_is_stopped_while_the_other_waits_in_a_collective_is_replace
     assert "stopped by a signal" in fault.cause
     assert fault.rejoined_at is not None
     assert fault.rejoined_at - fault.detected_at < 60
+    assert fault.detected_at - fault.failed_at > 1
 
 
 @pytest.mark.slow
