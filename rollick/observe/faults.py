@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rollick.errors import EngineCorrupt, EngineLost, NodeLost, RollickError, WorkerHung, WorkerLost
 from rollick.observe.row_file import append_row, read_rows
@@ -52,6 +52,20 @@ def failure_time(error: Exception) -> float | None:
     return error.failed_at if isinstance(error, WorkerLost) else None
 
 
+class LostTime(NamedTuple):
+    """Seconds that a fault cost the run: it waited for the repair, or lost work."""
+
+    recover_s: float = 0.0
+    redo_s: float = 0.0
+
+    def since(self, earlier: LostTime) -> LostTime:
+        recover_s, redo_s = self.recover_s - earlier.recover_s, self.redo_s - earlier.redo_s
+        return LostTime(max(0.0, recover_s), max(0.0, redo_s))
+
+
+NO_LOST_TIME = LostTime()
+
+
 @dataclass(slots=True)
 class Fault:
     """One fault. Times are seconds since the epoch; None if that did not happen."""
@@ -72,15 +86,20 @@ class Fault:
     gave_up: str | None = None
     """Why it was not repaired."""
     redone_steps: int = 0
+    recover_s: float = 0.0
+    """Time for which the run waited for the repair."""
+    redo_s: float = 0.0
+    """Time of work that was lost, and of doing it again."""
     _write: Callable[[Fault], None] = field(default=lambda fault: None, repr=False, compare=False)
 
     def restarted(self) -> None:
         """A new process has replaced the lost one."""
         self.restarted_at = time.time()
 
-    def rejoined(self, *, redone_steps: int = 0) -> None:
-        """The role takes part in the run again. `redone_steps`: steps whose work was repeated."""
+    def rejoined(self, *, redone_steps: int = 0, lost: LostTime = NO_LOST_TIME) -> None:
+        """The role takes part in the run again. `redone_steps`: steps whose work was lost."""
         self.rejoined_at, self.redone_steps = time.time(), redone_steps
+        self.recover_s, self.redo_s = lost
         self._write(self)
 
     def give_up(self, reason: str) -> None:

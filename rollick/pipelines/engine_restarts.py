@@ -99,7 +99,7 @@ class EngineRestarter(ABC):
                 await self._replace_host(rank, failure, repairs)
                 fault.restarted()
                 await self.rejoin(rank)
-                fault.rejoined()
+                fault.rejoined(lost=self.recovery.goodput.claim_lost_time())
                 fault = None
             except RollickError as error:
                 message = "%s could not be restarted (%d restarts left): %s"

@@ -108,8 +108,8 @@ class StepGuard:
         fault = self._faults.begin(
             roles[0], 0, kind="rolled_back", cause=cause, failed_at=first.noticed_at
         )
-        undone = await self._recovery.roll_back()
-        fault.rejoined(redone_steps=undone)
+        undone = await self._recovery.roll_back(step)
+        fault.rejoined(redone_steps=undone, lost=self._recovery.goodput.claim_lost_time())
         self.rollbacks += 1
         LOG.error(
             "%s: rolled back by %d steps at step %d (%d of %d rollbacks); the batches are in %s",

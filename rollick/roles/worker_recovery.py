@@ -67,7 +67,7 @@ class WorkerRecovery:
         """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
         self._faults = faults
-        self._goodput = goodput
+        self.goodput = goodput
         self._restarts = restarts
         self._spent: Counter[RoleName] = Counter()
         """Restarts of each role since the last finished step."""
@@ -110,7 +110,7 @@ class WorkerRecovery:
                     raise
                 is_waiting = role in BLOCKS_STEP
                 lost_s = now() - begun
-                with self._goodput.recovering(lost_s=lost_s) if is_waiting else nullcontext():
+                with self.goodput.recovering(lost_s=lost_s) if is_waiting else nullcontext():
                     await self._repair(role, error, before)
 
     def trained(self, role: RoleName, batch: Batch) -> None:
@@ -130,12 +130,15 @@ class WorkerRecovery:
             return "there is no snapshot from before them"
         return ""
 
-    async def roll_back(self) -> int:
+    async def roll_back(self, step: int) -> int:
         """Restore the trained roles from the snapshots before the newest ones. Returns how many
-        batches this undoes."""
-        await self.settle()
-        undone = [await self.run(role, taken.roll_back) for role, taken in self.snapshots.items()]
-        return max(undone)
+        steps this undoes, with `step`, the one under way."""
+        with self.goodput.recovering():
+            await self.settle()
+            snapshots = self.snapshots.items()
+            undone = max([await self.run(role, taken.roll_back) for role, taken in snapshots])
+        self.goodput.undo_steps_after(step - undone)
+        return undone
 
     def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
         """Refill the budget, and take snapshots in the background. With `amortise`, only if they
@@ -257,7 +260,8 @@ class WorkerRecovery:
                     self._failures[role] = failed
                     raise
                 else:
-                    fault.rejoined(redone_steps=redone)
+                    lost = self.goodput.claim_lost_time()
+                    fault.rejoined(redone_steps=redone, lost=lost)
                     LOG.warning("the %s works again", role)
                     return
             fault.give_up(refusal)
@@ -277,7 +281,7 @@ class WorkerRecovery:
         return ""
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
-        """Returns how many batches were trained on again."""
+        """Returns how many steps were trained on again."""
         missing = await self._group.transport.replace(hosts)
         if missing:
             hosts = self._continue_without(missing, hosts)
@@ -285,7 +289,13 @@ class WorkerRecovery:
         fault.restarted()
         for host in hosts:
             self._repairs[host.index] += 1
-        redone = sum([await self.snapshots[name].restore() for name in _trained_on(hosts)])
+        snapshots = [self.snapshots[name] for name in _trained_on(hosts)]
+        for taken in snapshots:
+            await taken.restore()
+        redone = max((len(taken.untaken) for taken in snapshots), default=0)
+        with self.goodput.redoing(redone):
+            for taken in snapshots:
+                await taken.replay()
         for host in hosts:
             await self.on_replaced(host)
         return redone

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from rollick.errors import EngineLost, WorkerError, WorkerHung
-from rollick.observe.faults import FAULTS, FaultLog, failure_time, read_faults
+from rollick.observe.faults import FAULTS, FaultLog, LostTime, failure_time, read_faults
 
 
 def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> None:
     faults = FaultLog(tmp_path, step=lambda: 7)
     fault = faults.begin("generators", 1, kind="killed", cause="signal 9", failed_at=5.0)
     fault.restarted()
-    fault.rejoined(redone_steps=1)
+    fault.rejoined(redone_steps=1, lost=LostTime(recover_s=3.0, redo_s=2.0))
     (read,) = read_faults(tmp_path)
     assert read == fault
+    assert (read.recover_s, read.redo_s) == (3.0, 2.0)
     assert (read.role, read.rank, read.step, read.failed_at, read.redone_steps) == (
         "generators", 1, 7, 5.0, 1,
     )  # fmt: skip

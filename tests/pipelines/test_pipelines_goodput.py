@@ -185,6 +185,7 @@ async def test_the_loss_of_the_only_engine_is_a_fault_and_its_repair_is_recovery
         after = goodput.finish_step(2)
         assert after["time/goodput/recover"] > 0
         assert after["time/goodput/generate"] > 0
+        recover_s = after["time/goodput/recover"]
         folder = run.state.folder.path
     (fault,) = read_faults(folder)
     assert (fault.role, fault.rank, fault.kind, fault.gave_up) == ("generators", 0, kind, None)
@@ -192,6 +193,7 @@ async def test_the_loss_of_the_only_engine_is_a_fault_and_its_repair_is_recovery
     assert fault.restarted_at is not None
     assert fault.rejoined_at is not None
     assert fault.detected_at <= fault.restarted_at <= fault.rejoined_at
+    assert 0 < fault.recover_s <= recover_s
     assert fault.failed_at == (hung_at if kind == "hung" else fault.detected_at)
     recovery_s = fault_metrics([fault])["time/goodput/recovery/generators"]
     assert recovery_s == fault.rejoined_at - fault.failed_at

@@ -19,6 +19,7 @@ from rollick import RunResult, run_recipe
 from rollick.cluster.ray_start import start_ray
 from rollick.errors import WorkerLost
 from rollick.observe.faults import Fault, read_faults
+from rollick.observe.goodput import read_goodput
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -94,6 +95,9 @@ def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: 
     faulty = run("faulty", SEPARATE, die=["in_update:2"])
     check_repaired(faulty)
     check_equal(faulty, calm)
+    [fault], seconds = faults_of(faulty, "policy"), read_goodput(faulty.folder).seconds
+    assert 0 < fault.redo_s == pytest.approx(seconds["redo"])
+    assert 0 < fault.recover_s <= seconds["recover"]
 
 
 def test_a_learner_that_is_killed_before_its_first_snapshot_begins_again(run: Run) -> None:
@@ -114,6 +118,15 @@ def test_a_resumed_learner_that_is_killed_before_its_first_snapshot_loads_the_ch
     faulty = run_recipe(loaded, resume=True)
     check_repaired(faulty)
     check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+def test_a_batch_that_a_new_learner_trains_on_again_is_a_redone_step(run: Run) -> None:
+    faulty = run("faulty", SEPARATE, die=["publish:2"])  # Before the snapshot of its step.
+    [fault], goodput = faults_of(faulty, "policy"), read_goodput(faulty.folder)
+    assert goodput.redone_steps == fault.redone_steps == 1
+    assert rows(faulty.folder, "metrics.jsonl")[-1]["time/goodput/redone_steps"] == 1
+    assert 0 < fault.redo_s == pytest.approx(goodput.seconds["redo"])
 
 
 @pytest.mark.slow
