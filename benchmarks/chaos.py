@@ -319,7 +319,8 @@ def summarise(runs: dict[str, list[Outcome]]) -> dict[str, Any]:
         figures |= {"ettr": ours[0].ettr, "score": ours[0].score}
     if other := runs.get("restart_all"):
         figures["ettr_restart_all"] = other[0].ettr
-    scores = [outcome.score for outcome in runs.get("without_faults", ()) if outcome.score]
+    finals = [outcome.score for outcome in runs.get("without_faults", ())]
+    scores = [score for score in finals if score is not None]
     if len(scores) == len(SEEDS):
         half = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
         interval = [round(mean(scores) - half, 4), round(mean(scores) + half, 4)]

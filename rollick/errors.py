@@ -11,6 +11,7 @@ import os
 import resource
 from collections.abc import Generator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import ClassVar, Self
 
@@ -43,10 +44,10 @@ class RollickError(Exception):
 
     def copy(self) -> Self:
         """A copy for each waiter: raising one shared instance would mix their tracebacks."""
-        return type(self)(self.message, fix=self.fix)
+        return copy(self)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (partial(type(self), fix=self.fix), (self.message,))
+        return (partial(type(self), fix=self.fix), (self.message,), self.__dict__)
 
 
 class ConfigError(RollickError):
@@ -89,9 +90,14 @@ class WorkerError(RollickError):
 
 
 class WorkerLost(WorkerError):
-    """A worker process died or does not answer."""
+    """A worker process died or does not answer. `failed_at`: when it ended or last showed life, in
+    seconds since the epoch; None if that is unknown."""
 
     exit_code = EXIT_RETRY
+
+    def __init__(self, message: str, *, fix: str = "", failed_at: float | None = None) -> None:
+        super().__init__(message, fix=fix)
+        self.failed_at = failed_at
 
 
 class WorkerHung(WorkerLost):

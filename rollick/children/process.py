@@ -18,6 +18,7 @@ import pickle
 import signal
 import struct
 import sys
+import time
 import traceback
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ class Child:
     memory_kills_before: int = field(default_factory=count_memory_kills)
     was_stopped: bool = False
     """Whether it was killed because it had been stopped (SIGSTOP)."""
+    failed_at: float | None = None
+    """When it ended, hung or was stopped, in seconds since the epoch."""
 
     @classmethod
     async def spawn(
@@ -101,6 +104,7 @@ class Child:
         while not (frames := self._pop_frames()):
             chunk = await self._read(deadline)
             if not chunk:
+                self.failed_at = time.time()
                 raise ChildLost
             self.buffer += chunk
         return frames
@@ -108,15 +112,17 @@ class Child:
     async def _read(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
         now = asyncio.get_running_loop().time
+        last_ran = time.time()
         while True:
             try:
                 async with asyncio.timeout_at(min(deadline, now() + STOP_CHECK_SECONDS)):
                     return await self.process.stdout.read(1 << 16)
             except TimeoutError:
                 if is_stopped(self.process.pid):
-                    self.was_stopped = True
+                    self.was_stopped, self.failed_at = True, last_ran
                     self.kill()
                     raise ChildLost from None
+                last_ran = time.time()
                 if now() >= deadline:
                     break
         async with asyncio.timeout(GRACE_SECONDS):

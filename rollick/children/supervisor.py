@@ -143,7 +143,9 @@ class ChildSupervisor:
     async def replace(self, child: Child, *, rank: int, timed_out: bool, cause: str) -> Child:
         """Start a new child in place of one that hung or died; `rank` is its number in the pool."""
         kind: FaultKind = "hung" if timed_out or child.was_stopped else "killed"
-        fault = self.faults and self.faults.begin(f"{self.what}s", rank, kind=kind, cause=cause)
+        fault = self.faults and self.faults.begin(
+            f"{self.what}s", rank, kind=kind, cause=cause, failed_at=child.failed_at
+        )
         await self.end(child)
         replacement = await self._start_with_retries(RollickError)
         if fault is not None:

@@ -9,6 +9,7 @@ Owns the lifetime of the hosts (`open_group`) and the deadline of every call (de
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -281,7 +282,8 @@ class WorkerGroup:
             waited = f"{now() - begun:.3g} s" if deadline.abandoned else f"{limit_s:g} s"
             message = f"{role_rank} on {host} did not finish {call.method!r} within {waited}"
             fix = "raise cluster.call_timeout_s if the work really takes that long"
-            raise WorkerHung(message, fix=fix) from None
+            failed_at = time.time() - (now() - begun)
+            raise WorkerHung(message, fix=fix, failed_at=failed_at) from None
         if measured:
             self.deadlines.observe(call.role, call.method, now() - begun, size=size)
         self._batch_bytes += sum(batch.nbytes for batch in batches) + _array_bytes(result)

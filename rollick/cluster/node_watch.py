@@ -14,6 +14,7 @@ A cut of less than SILENT_S changes nothing: Ray and TCP send again what was los
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -55,8 +56,8 @@ class NodeWatch:
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._sentinels: dict[str, Any] = {}
         self._silent: set[str] = set()
-        self._have_answered: set[str] = set()
-        """Machines whose sentinel has started."""
+        self._answered_at: dict[str, float] = {}
+        """When each machine last answered, in seconds since the epoch."""
         self._calls: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Deadlines of the calls in flight to workers of a machine."""
 
@@ -80,12 +81,12 @@ class NodeWatch:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise node_lost(node) from None
+            raise self.lost_error(node) from None
 
     async def answers(self, node: str | None) -> bool:
         """Whether the machine of a lost worker answers now. If not, no worker is placed there until
         it does."""
-        if node is None or node not in self._have_answered:
+        if node is None or node not in self._answered_at:
             return True
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -94,6 +95,12 @@ class NodeWatch:
             self._silent.add(node)
             return False
         return node not in self._silent
+
+    def lost_error(self, node: str | None, prefix: str = "") -> NodeLost:
+        name = (node or "")[:12]
+        fix = "check the machine and its network; `ray status` lists the nodes of the cluster"
+        message = f"{prefix}the machine of Ray node {name} does not answer"
+        return NodeLost(message, fix=fix, failed_at=self._answered_at.get(node or ""))
 
     async def free_nodes(self) -> list[ClusterNode]:
         """The machines that answer, and their free resources."""
@@ -126,7 +133,7 @@ class NodeWatch:
                 await self._restart_sentinel(node)
             else:
                 self._silent.discard(node)
-                self._have_answered.add(node)
+                self._answered_at[node] = time.time()
             await asyncio.sleep(BEAT_S)
 
     async def _restart_sentinel(self, node: str) -> bool:
@@ -176,12 +183,6 @@ def plan_placement(
         placed[host.index] = best
         free[best] = [has - need for has, need in zip(free[best], needs, strict=True)]
     return placed
-
-
-def node_lost(node: str | None, prefix: str = "") -> NodeLost:
-    name = (node or "")[:12]
-    fix = "check the machine and its network; `ray status` lists the nodes of the cluster"
-    return NodeLost(f"{prefix}the machine of Ray node {name} does not answer", fix=fix)
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:

@@ -14,6 +14,7 @@ import importlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from ray.exceptions import RayActorError, RayError
 from rollick.children.process_tree import is_stopped
 from rollick.cluster.devices import HostSpec
 from rollick.cluster.machine import machine_id
-from rollick.cluster.node_watch import NodeWatch, node_lost, on_node, plan_placement
+from rollick.cluster.node_watch import NodeWatch, on_node, plan_placement
 from rollick.cluster.object_store import ObjectStore
 from rollick.cluster.ray_start import start_ray
 from rollick.cluster.spares import SpareWorkers, WorkerPlan, keep_prepared, take_prepared
@@ -132,8 +133,8 @@ class RayTransport:
         self._owns_ray = owns_ray
         self.processes: dict[int, HostProcess] = {}
         """By the index of the host."""
-        self._stopped: set[int] = set()
-        """Hosts that were killed because a signal had stopped them."""
+        self._stopped: dict[int, float] = {}
+        """Hosts that were killed because a signal had stopped them, and when they last ran."""
         self._watch: asyncio.Task[None] | None = None
         self._nodes = NodeWatch()
         self._object_store = ObjectStore.open()
@@ -166,7 +167,7 @@ class RayTransport:
         before: dict[int, str] = {}
         for host in hosts:
             ray.kill(self._actors[host.index], no_restart=True)
-            self._stopped.discard(host.index)
+            self._stopped.pop(host.index, None)
             if old := self.processes.pop(host.index, None):
                 before[host.index] = old.node
         with suppress(TimeoutError):
@@ -232,15 +233,18 @@ class RayTransport:
     async def _kill_stopped(self) -> None:
         """Kill hosts of this machine that a signal has stopped (SIGSTOP) for LOOK_S. They would
         answer nothing until a deadline."""
-        suspects = set[int]()
+        last_ran: dict[int, float] = {}
+        """When the hosts that were stopped at the last look had run."""
+        looked_at = time.time()
         while True:
             await asyncio.sleep(LOOK_S)
             stopped = {i: pid for i, pid in self.process_ids().items() if is_stopped(pid)}
-            for index in suspects.intersection(stopped):
-                self._stopped.add(index)
+            for index in last_ran.keys() & stopped:
+                self._stopped[index] = last_ran[index]
                 with suppress(ProcessLookupError):
                     os.kill(stopped[index], signal.SIGKILL)
-            suspects = set(stopped)
+            last_ran = {index: last_ran.get(index, looked_at) for index in stopped}
+            looked_at = time.time()
 
     def process_ids(self) -> Mapping[int, int]:
         here = machine_id()
@@ -279,7 +283,7 @@ class RayTransport:
             async with self._nodes.fail_if_silent(node):
                 reply: Reply = await ref
         except NodeLost:
-            raise node_lost(node, f"{host} was lost in {method!r}: ") from None
+            raise self._nodes.lost_error(node, f"{host} was lost in {method!r}: ") from None
         except asyncio.CancelledError:
             # No caller waits any more; without this the call would stay in the host's event loop.
             ray.cancel(ref)
@@ -287,9 +291,10 @@ class RayTransport:
         except RayActorError as error:
             if host.index in self._stopped:
                 message = f"{host} was stopped by a signal in {method!r}, and killed for that"
-                raise WorkerHung(message, fix="find out what sends SIGSTOP") from None
+                fix, last_ran = "find out what sends SIGSTOP", self._stopped[host.index]
+                raise WorkerHung(message, fix=fix, failed_at=last_ran) from None
             if not await self._nodes.answers(node):
-                raise node_lost(node, f"{host} was lost in {method!r}: ") from None
+                raise self._nodes.lost_error(node, f"{host} was lost in {method!r}: ") from None
             fix = "see the worker's log in Ray's session folder; a usual cause is out of memory"
             raise WorkerLost(f"{host} was lost in {method!r}: {error}", fix=fix) from None
         except RayError as error:

@@ -44,7 +44,8 @@ from rollick.children.process_tree import (
 from rollick.commands.standby import Standby, start_run
 from rollick.config.load import load_recipe
 from rollick.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, WorkerLost
-from rollick.observe.faults import Fault, FaultLog
+from rollick.observe.faults import Fault, FaultLog, LostTime
+from rollick.observe.goodput import read_goodput
 from rollick.run_folder import RunFolder, refuse_existing_run
 
 LOG = logging.getLogger("rollick")
@@ -144,10 +145,14 @@ class RunSupervisor:
         self._faults = FaultLog(folder, step=lambda: last_logged_step(folder) or 0)
         self._fault: Fault | None = None
         """The last crash, until the restarted run has made a step."""
+        self._lost_before = LostTime()
+        """What the run had lost before the last crash."""
         self._memory_kills_before = 0
         self._stopped_since: float | None = None
         self._was_stopped = False
         """Whether the last run was killed because it was stopped."""
+        self._failed_at = 0.0
+        """When the last run ended or was stopped, in seconds since the epoch."""
         self._children_before: set[ProcessId] = set()
         """Children that this process had when `run` was called."""
 
@@ -196,6 +201,8 @@ class RunSupervisor:
             if self._look_for_progress(started_at) and self._standby:
                 self._standby.start()
             self._kill_if_stopped(process)
+        if not self._was_stopped:
+            self._failed_at = time.time()
         signals.on_stop = lambda number: None
         self._look_for_progress(started_at)
         if self._fault:
@@ -212,6 +219,7 @@ class RunSupervisor:
             self._stopped_since = now
         elif now - self._stopped_since >= STOPPED_S:
             self._was_stopped = True
+            self._failed_at = time.time() - (now - self._stopped_since)
             process.kill()
 
     def _look_for_progress(self, started_at: float) -> bool:
@@ -222,7 +230,9 @@ class RunSupervisor:
         if (last_logged_step(self._folder) or 0) <= resumed_from:
             return False
         if self._fault is not None:
-            self._fault.rejoined(redone_steps=max(0, self._fault.step - resumed_from))
+            redone = max(0, self._fault.step - resumed_from)
+            lost = read_lost_time(self._folder).since(self._lost_before)
+            self._fault.rejoined(redone_steps=redone, lost=lost)
             self._fault = None
         return True
 
@@ -232,7 +242,9 @@ class RunSupervisor:
         store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
         step, cause = store.newest_step(), self._describe_exit(code)
         kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
-        fault = self._faults.begin("controller", 0, kind=kind, cause=cause)
+        fault = self._faults.begin(
+            "controller", 0, kind=kind, cause=cause, failed_at=self._failed_at
+        )
         delay_s, budget = self._budget.take(step), self._budget
         where = "the beginning" if step is None else f"the checkpoint of step {step}"
         if delay_s is None:
@@ -240,7 +252,7 @@ class RunSupervisor:
             fault.give_up(reason)
             LOG.error("the run crashed: %s; giving up: %s", cause, reason)
             return None
-        self._fault = fault
+        self._fault, self._lost_before = fault, read_lost_time(self._folder)
         when = f"in {delay_s:g} s" if delay_s else "now"
         LOG.warning(
             "the run crashed: %s, after step %d; restart %d of %d %s, from %s",
@@ -307,6 +319,11 @@ def find_unused_shared_memory() -> list[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unused.append(folder)
     return unused
+
+
+def read_lost_time(folder: Path) -> LostTime:
+    seconds = read_goodput(folder).seconds
+    return LostTime(seconds["recover"], seconds["redo"])
 
 
 def last_logged_step(folder: Path) -> int | None:

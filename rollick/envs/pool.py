@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -275,6 +276,8 @@ class EnvPool:
                 blamed = {n for n, end in self._call_ends(worker).items() if end <= now()}
                 silent = min(worker.sent.values(), default=inf) + self.limits.step_s <= now()
                 if blamed or (silent and not worker.started):
+                    began = [worker.started[n] for n in blamed] or worker.sent.values()
+                    worker.child.failed_at = time.time() - (now() - min(began))
                     return EnvCallResult(EnvStatus.TIMEOUT, detail="its process was killed"), blamed
                 continue
             except (ChildLost, ConnectionError):

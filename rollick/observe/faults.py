@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rollick.errors import EngineCorrupt, EngineLost, NodeLost, RollickError, WorkerHung, WorkerLost
 from rollick.observe.row_file import append_row, read_rows
@@ -47,6 +47,25 @@ def fault_kind(error: RollickError) -> FaultKind:
     return "killed" if isinstance(error, WorkerLost | EngineLost) else "raised"
 
 
+def failure_time(error: Exception) -> float | None:
+    """When the worker of a failed call ended or last showed life; None if that is unknown."""
+    return error.failed_at if isinstance(error, WorkerLost) else None
+
+
+class LostTime(NamedTuple):
+    """Seconds that a fault cost the run: it waited for the repair, or lost work."""
+
+    recover_s: float = 0.0
+    redo_s: float = 0.0
+
+    def since(self, earlier: LostTime) -> LostTime:
+        recover_s, redo_s = self.recover_s - earlier.recover_s, self.redo_s - earlier.redo_s
+        return LostTime(max(0.0, recover_s), max(0.0, redo_s))
+
+
+NO_LOST_TIME = LostTime()
+
+
 @dataclass(slots=True)
 class Fault:
     """One fault. Times are seconds since the epoch; None if that did not happen."""
@@ -59,22 +78,28 @@ class Fault:
     step: int
     """Steps that were done when it was noticed."""
     failed_at: float
-    """When it happened, if known, else when it was noticed."""
+    """When it happened; for a hang, when the process last showed life. When it was noticed, if that
+    is unknown."""
     detected_at: float
     restarted_at: float | None = None
     rejoined_at: float | None = None
     gave_up: str | None = None
     """Why it was not repaired."""
     redone_steps: int = 0
+    recover_s: float = 0.0
+    """Time for which the run waited for the repair."""
+    redo_s: float = 0.0
+    """Time of work that was lost, and of doing it again."""
     _write: Callable[[Fault], None] = field(default=lambda fault: None, repr=False, compare=False)
 
     def restarted(self) -> None:
         """A new process has replaced the lost one."""
         self.restarted_at = time.time()
 
-    def rejoined(self, *, redone_steps: int = 0) -> None:
-        """The role takes part in the run again. `redone_steps`: steps whose work was repeated."""
+    def rejoined(self, *, redone_steps: int = 0, lost: LostTime = NO_LOST_TIME) -> None:
+        """The role takes part in the run again. `redone_steps`: steps whose work was lost."""
         self.rejoined_at, self.redone_steps = time.time(), redone_steps
+        self.recover_s, self.redo_s = lost
         self._write(self)
 
     def give_up(self, reason: str) -> None:
@@ -110,7 +135,7 @@ class FaultLog:
             kind=kind,
             cause=cause,
             step=self._step(),
-            failed_at=failed_at or now,
+            failed_at=now if failed_at is None else min(failed_at, now),
             detected_at=now,
             _write=self._append,
         )

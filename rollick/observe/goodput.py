@@ -10,8 +10,9 @@
     save      training waits for a checkpoint
     validate  held-out prompts are sampled and scored
     recover   the step, or the whole run, waits for the repair of a fault
-    redo      the work was lost and is done again: steps after the restored checkpoint, and the
-              time from the last finished step to a crash
+    redo      the work was lost: steps after the restored checkpoint, the time from the last
+              finished step to a crash, steps that a rollback undid, and calls that failed; or a new
+              worker trains on earlier batches again
 
 The account is always in one state, so the states sum to the wall time. The wall time of a run that
 crashed includes the time until it was resumed (recover). The time between an orderly end (finished,
@@ -30,7 +31,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from rollick.observe.diagnosis import read_run_snapshot
-from rollick.observe.faults import Fault, FaultKind
+from rollick.observe.faults import Fault, FaultKind, LostTime
 from rollick.observe.row_file import append_row, read_rows
 
 GOODPUT = "goodput.jsonl"
@@ -38,7 +39,7 @@ GOODPUT = "goodput.jsonl"
 State = Literal[
     "start", "train", "generate", "wait", "publish", "save", "validate", "recover", "redo"
 ]
-Event = Literal["opened", "begun", "step", "restored", "stopped", "failed"]
+Event = Literal["opened", "begun", "step", "restored", "rolled_back", "stopped", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 PROGRESS: frozenset[State] = frozenset({"train", "generate", "wait", "publish", "validate"})
 """States in which the run makes progress, if it is not lost later."""
@@ -72,9 +73,11 @@ class TimeRow:
     """The step that the time was spent for; None if it cannot be lost with a step."""
     seconds: Mapping[State, float] = field(default_factory=no_time)
     event: Event = "step"
-    """opened: a process started. begun: its first step began. step: a step ended. restored: the
-    steps after `step` were lost. stopped, failed: the process ended; after a crash both are
-    missing."""
+    """opened: a process started. begun: its first step began. step: a step ended. restored,
+    rolled_back: the steps after `step` were lost. stopped, failed: the process ended; after a crash
+    both are missing."""
+    redone_steps: int = 0
+    """Steps since the previous row whose work was lost, without those that the event names."""
 
 
 @dataclass(slots=True)
@@ -104,10 +107,10 @@ class Goodput:
         return {state: spent / wall_s for state, spent in self.seconds.items() if spent > 0}
 
     def add(self, row: TimeRow) -> None:
-        if row.event == "restored":
+        self._add_time(row)
+        if row.event in ("restored", "rolled_back"):
             self._lose_steps_after(row.step)
-        else:
-            self._add_time(row)
+        self.redone_steps += row.redone_steps
         self.processes += row.event == "opened"
         self.last = row
 
@@ -153,6 +156,10 @@ class TimeAccount:
         self._base: State = "start"
         self._state: State = "start"
         self._recoveries = 0
+        self._replays = 0
+        self._redone_steps = 0
+        """Since the last row."""
+        self._claimed = LostTime()
         self._unwritten = no_time()
         self._step_seconds = no_time()
         """Since the last row of metrics."""
@@ -176,11 +183,12 @@ class TimeAccount:
         account, last = cls(folder / GOODPUT, totals, clock, now), totals.last
         if last is not None and last.event != "stopped":
             died_at = min(_crash_time(folder, last), account.at)
-            is_step_lost = last.event in ("begun", "step")
+            is_step_lost = last.event in ("begun", "step", "rolled_back")
             account._unwritten["redo" if is_step_lost else "recover"] += died_at - last.at
             account._unwritten["recover"] += account.at - died_at
             account._base = account._state = "recover"
         account._write(None, "opened")
+        account.claim_lost_time()
         return account
 
     @property
@@ -202,12 +210,13 @@ class TimeAccount:
         self._since = now
         self._state = self.waiting_state() if self._base == "generate" else self._base
         if self._recoveries:
-            self._state = "recover"
+            self._state = "redo" if self._replays else "recover"
 
     def begin_steps(self) -> None:
         """The run has started: from now on it trains."""
         self._base = "train"
         self._write(None, "begun")
+        self.claim_lost_time()  # The supervisor records the crash, and what it cost.
 
     @contextmanager
     def during(self, state: State) -> Generator[None]:
@@ -238,6 +247,38 @@ class TimeAccount:
             self._recoveries -= 1
             self.refresh()
 
+    @contextmanager
+    def redoing(self, steps: int) -> Generator[None]:
+        """A repaired role is trained on the batches of these steps again while the block runs."""
+        self._replays += 1
+        self.refresh()
+        try:
+            yield
+            self._redone_steps += steps
+        finally:
+            self._replays -= 1
+            self.refresh()
+
+    def undo_steps_after(self, step: int) -> None:
+        """A rollback has undone the steps after `step`, with the one under way."""
+        self.refresh()
+        for seconds in (self._unwritten, self._step_seconds):
+            for state in STATES:
+                if state not in NEVER_REDONE:
+                    seconds["redo"] += seconds[state]
+                    seconds[state] = 0.0
+        self._redone_steps += 1
+        self._write(step, "rolled_back")
+
+    def claim_lost_time(self) -> LostTime:
+        """The time of `recover` and `redo` since the last call. A repaired fault claims it, so that
+        each second is that of one fault; of several at a time, the first that is repaired."""
+        self.refresh()
+        states: tuple[State, State] = ("recover", "redo")
+        lost = LostTime(*(self.totals.seconds[state] + self._unwritten[state] for state in states))
+        claimed, self._claimed = self._claimed, lost
+        return lost.since(claimed)
+
     def finish_step(self, step: int) -> dict[str, float]:
         """Record the step. Returns its time by state as metrics, and the totals of the run."""
         self._write(step, "step")
@@ -261,8 +302,9 @@ class TimeAccount:
     def _write(self, step: int | None, event: Event) -> None:
         self.refresh()
         seconds: TimeByState = {state: spent for state, spent in self._unwritten.items() if spent}
+        redone, self._redone_steps = self._redone_steps, 0
         self._unwritten = no_time()
-        self._append(TimeRow(self.at, step, seconds, event))
+        self._append(TimeRow(self.at, step, seconds, event, redone))
 
     def _append(self, row: TimeRow) -> None:
         self.totals.add(row)
@@ -288,6 +330,8 @@ class RoleFaults:
     redone_steps: int
     recovery_s: Sequence[float]
     """From each fault to its repair."""
+    lost_s: float = 0.0
+    """Time of the run that they cost: it waited for repairs, or lost work."""
 
     @property
     def count(self) -> int:
@@ -318,6 +362,7 @@ def summarise_faults(faults: Iterable[Fault]) -> list[RoleFaults]:
                 for fault in role_faults
                 if fault.rejoined_at is not None and fault.kind not in NO_REPAIR
             ],
+            lost_s=sum(fault.recover_s + fault.redo_s for fault in role_faults),
         )
         for role, role_faults in by_role.items()
     ]

@@ -28,6 +28,10 @@ MIN_LABEL = 0.06
 """Smaller shares have no label in the bar, only in the legend."""
 
 
+MIN_LOST_S = 0.05
+"""Less is not shown as the cost of faults."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reliability:
     """The time and the faults of a run."""
@@ -69,6 +73,8 @@ def describe_faults(role: RoleFaults) -> str:
     if role.median_s is not None and role.longest_s is not None:
         median, longest = duration(role.median_s), duration(role.longest_s)
         parts.append(f"repaired in {median} (median; longest {longest})")
+    if role.lost_s >= MIN_LOST_S:
+        parts.append(f"cost {duration(role.lost_s)} of the run")
     if role.gave_up:
         parts.append(f"{role.gave_up} not repaired")
     if role.redone_steps:
@@ -121,11 +127,13 @@ def _time_table(goodput: Goodput) -> str:
 def _faults_table(faults: Sequence[RoleFaults]) -> str:
     if not faults:
         return ""
-    head = ["role", "faults", "kinds", "median repair", "longest repair", "not repaired"]
+    head = ["role", "faults", "kinds", "median repair", "longest repair", "cost", "not repaired"]
     rows: list[list[str]] = []
     for role in faults:
         kinds = ", ".join(f"{number} {_words(kind)}" for kind, number in role.kinds.items())
-        times = ["" if s is None else duration(s) for s in (role.median_s, role.longest_s)]
+        cost_s = role.lost_s if role.lost_s >= MIN_LOST_S else None
+        seconds = (role.median_s, role.longest_s, cost_s)
+        times = ["" if s is None else duration(s) for s in seconds]
         rows.append([role.role, str(role.count), kinds, *times, str(role.gave_up or "")])
     return f"<h2>Faults</h2>{_table(head, rows)}"
 

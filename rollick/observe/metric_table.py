@@ -147,7 +147,11 @@ METRICS: Mapping[str, tuple[str, str]] = {
         "save, validate, recover or redo; every second is in one of them.",
     ),
     "time/goodput/ettr": ("share", "Time of progress that was not lost, of the run's wall time."),
-    "time/goodput/redone_steps": ("steps", "Steps of the run that were lost and done again."),
+    "time/goodput/redone_steps": (
+        "steps",
+        "Steps of the run whose work was lost: done again after a crash or the loss of a learner, "
+        "or undone by a rollback.",
+    ),
     "time/goodput/faults/*": ("faults", "Faults of the run by role."),
     "time/goodput/recovery/*": ("s", "Median time from a fault to its repair by role."),
     "speed/slow_engines": ("engines", "Engines that decode at half of the others' speed or less."),

@@ -83,7 +83,10 @@ class EngineRestarter(ABC):
             failure, kind = engine.failure, engine.fault
             assert failure is not None, "a lost engine has a failure"
             fault = fault or self.faults.begin(
-                self.group.role, rank, kind=kind, cause=failure.message
+                *(self.group.role, rank),
+                kind=kind,
+                cause=failure.message,
+                failed_at=engine.failed_at,
             )
             if not self._may_restart(rank):
                 fault.give_up(f"the restarts are used up ({self.budget_setting})")
@@ -94,7 +97,7 @@ class EngineRestarter(ABC):
                 await self._replace_host(rank, failure, repairs)
                 fault.restarted()
                 await self.rejoin(rank)
-                fault.rejoined()
+                fault.rejoined(lost=self.recovery.goodput.claim_lost_time())
                 fault = None
             except RollickError as error:
                 message = "%s could not be restarted (%d restarts left): %s"

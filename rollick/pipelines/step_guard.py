@@ -40,6 +40,7 @@ class _TroubledStep:
     number: int
     batch: Batch
     trouble: str
+    noticed_at: float
 
 
 class StepGuard:
@@ -88,7 +89,7 @@ class StepGuard:
         kind = "exploded" if signals.changed else "not_finite"
         fault = self._faults.begin(role, 0, kind=kind, cause=cause)
         fault.rejoined()
-        troubled.append(_TroubledStep(fault.step + 1, batch, trouble))
+        troubled.append(_TroubledStep(fault.step + 1, batch, trouble, fault.detected_at))
         LOG.warning("a step of the %s went wrong: %s", role, cause)
         if len(troubled) >= self._train.max_skipped_steps and (why := self._cannot_roll_back()):
             raise self._error(role, why)
@@ -103,9 +104,12 @@ class StepGuard:
         if not roles:
             return False
         cause, path = self._describe(roles[0]), self._quarantine()
-        fault = self._faults.begin(roles[0], 0, kind="rolled_back", cause=cause)
-        undone = await self._recovery.roll_back()
-        fault.rejoined(redone_steps=undone)
+        first = self._troubled[roles[0]][0]
+        fault = self._faults.begin(
+            roles[0], 0, kind="rolled_back", cause=cause, failed_at=first.noticed_at
+        )
+        undone = await self._recovery.roll_back(step)
+        fault.rejoined(redone_steps=undone, lost=self._recovery.goodput.claim_lost_time())
         self.rollbacks += 1
         LOG.error(
             "%s: rolled back by %d steps at step %d (%d of %d rollbacks); the batches are in %s",

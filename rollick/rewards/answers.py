@@ -31,10 +31,12 @@ PHRASE = re.compile(
           | [*_"']{0,2}(?:\s*[:=]|\s[-–—]\s)
         )
       | ^[#*_ \t]{0,8}(?:(?:the|my|final)[ \t]+){0,2}answer[*_ \t]{0,4}$
+      | \bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)
     )(?:[\s:=}]|(?<=\n)>|[*_]++(?=[\s:=]|$))*+""",
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
-"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, and so on."""
+"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, `TL;DR: `, and
+so on."""
 NO_CLAIM_BEFORE = re.compile(
     r"(?:\b(?:if|whether|suppose|assum\w+|doubt|unlikely|unless|not\s+sure)"
     r"|(?:not|n['’]t)\s+(?:think|believe))\b"
@@ -71,6 +73,11 @@ NEXT_QUESTION = re.compile(
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
 """Where a model that does not stop begins something new."""
+CALCULATION = re.compile(r"[0-9]\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+\s?=")
+EXPLAINS = re.compile(
+    r"\b(?:check|verif|explanation|explained|reason|because|since|proof|justif|note\b)", re.IGNORECASE
+)
+"""Begins what explains or checks the answer before it."""
 DIGIT = re.compile(r"\d")
 SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z\"'(]|\s*$)|\n")
 JOINED_BOXES = re.compile(r"[\s$,]*(?:,|\band\b)[\s$,]*(?:and\b)?[\s$]*")
@@ -168,7 +175,8 @@ def _join_boxes(text: str, boxes: list[Span]) -> str:
 
 def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
     """The rest of the sentence after a phrase; empty if the sentence does not state it: a question,
-    a condition, a denial, or a claim that the next sentence takes back."""
+    a condition, a denial, a claim that the next sentence takes back, or the first step of a
+    solution."""
     begin = phrase.end()
     following = text[begin : begin + MAX_SENTENCE]
     sentence, end = _rest_of_sentence(following)
@@ -179,11 +187,23 @@ def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
     if is_question or is_condition or is_denied:
         return ""
     rest = following[end + 1 :]
+    if _begins_solution(before + phrase[0], sentence, rest):
+        return ""
     takes_back = RETRACTION.match(rest) or OTHER_QUESTION.match(rest)
     is_corrected = takes_back and any(letter.isdigit() for letter in rest)
     if is_corrected or 0 in find_retractions(f"\n{rest[:200].lstrip()}"):
         return ""
     return sentence.strip("\"', }") if '"' in phrase[0] else sentence
+
+
+def _begins_solution(label: str, sentence: str, rest: str) -> bool:
+    """Whether `Answer:` is the heading of a solution: a statement, and a calculation later in the
+    same paragraph: `Answer: He had 30. He lost 3. 30 - 3 = 27.`"""
+    if not label.strip("#*_> \t\n").lower().startswith("answer") or ":" not in label:
+        return False
+    steps = EXPLAINS.split(rest.partition("\n\n")[0], maxsplit=1)[0]
+    is_statement = sentence[:1].isalpha() and "=" not in sentence and DIGIT.search(sentence)
+    return bool(is_statement) and CALCULATION.search(steps) is not None
 
 
 def _rest_of_sentence(text: str) -> tuple[str, int]:

@@ -60,6 +60,9 @@ UNIT = re.compile(
 )
 DENIED_AFTER = re.compile(
     r"[^.;0-9]{0,40}\bbut\s+(?:it|that|this)\s+(?:is|was)(?:n['’]t|\s+not|\s+wrong)\b|"
+    r"[^.;0-9]{0,40}\b(?:but|which|however,)\s+(?:(?:it|(?:that|this)(?:\s+[a-z]+)?)\s+)?(?:"
+    r"does(?:\s+not|n['’]t)\s+(?:satisfy|work|fit|solve|hold|check\s+out)"
+    r"|fails\b|is\s+(?:an?\s+)?extraneous)|"
     r"\s*times\s+(?:as|more|larger|bigger|greater|that|the)\b|"
     r"\s*(?:[a-z]+\s+){0,2}(?:is|are|was|were|would\s+be|ca|can|does"
     r"|do(?=(?:n['’]t|\s+not)\s+(?:work|fit|satisfy|hold)))"
@@ -76,6 +79,10 @@ UNSOLVED = re.compile(
     r"|(?:^|[\s$])(?:[0-9]*\s?[n-qt-z]\s*[-+*/]|[0-9.]+\s*[-+*/]\s*[0-9]*[n-qt-z]\b)[^=\n]{0,60}="
 )
 """An equation that is not solved: `2x = 27`, `25x + 34 = 257`."""
+UNIT_POWER = re.compile(r"([0-9]\s?[a-zA-Z]{1,12})\s?\$\s?\^\s?\{?([23])\}?\s?\$")
+"""A unit with its power in a formula: `27 m$^3$`."""
+MARKS = re.compile(r"[ \t][\[(][0-9] marks?[\])](?=[ \t.]*$)", re.IGNORECASE | re.MULTILINE)
+"""What a step is worth in an exam: `[1 mark]`."""
 _POWER = r"(?:\^\{?[23]\}?|[²³])?"
 _SHORT_UNIT = rf"(?:[ckd]?m|mm|[gslhLNWJVA]){_POWER}"
 _TEXT_UNIT = rf"(?:\\[,;:! ]|[~\s]){{0,4}}\\(?:text|mathrm|mbox|rm)\s?\{{[^{{}}]{{0,30}}\}}{_POWER}"
@@ -108,6 +115,13 @@ ASIDE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
+_EQUATION_SIDE = r"[^=:;,_□\n]{0,40}"
+_BLANK = r"(?:_{2,}+(?![0-9])|□)"
+BLANK_EQUATION = re.compile(
+    rf"(?:^|[:;,(])(?:{_EQUATION_SIDE}{_BLANK}{_EQUATION_SIDE}=|{_EQUATION_SIDE}={_EQUATION_SIDE}{_BLANK})"
+    r"[^;]*"
+)
+"""An equation with a blank that the value before it fills: `27: ___ + 3 = 30`."""
 _VERB = (
     r"(?<!who\s)\b(?:is|are|was|were|has|have|had|gets?|got|gives?|leaves?|left|makes?|needs?)\b"
 )
@@ -134,7 +148,7 @@ NOT_STATED = re.compile(
       | \b(?:rather\s+than|instead\s+of|other\s+than|except|without|unlike|than|out\s+of
           |(?:far|away|up|down)\s+from|among|asked\s+about|[0-9]+\s+of(?!\s+(?:them|us|you)\b)|of\s+(?:the|these|all|his|her|their|my)
           |to\s+(?:reach|make))\s+(?:(?!(?:is|are|was|equals|has|have|had|gets?)\b)[a-z]+\s+){0,3}
-      | \bwould\s+(?:only\s+)?have\s+(?:[a-z]+\s+){1,2}
+      | \bwould\s+(?:only\s+)?have\s+(?!to\b)(?:[a-z]+\s+){1,2}
       | \b(?:equation|eq|problem|question|exercise|step|figure|table|page|chapter)\.?\s*
       | (?<![a-z0-9+*/-])(?:[0-9]+\s*[a-z]|[a-z]\^\{?[0-9]+\}?)\s*=\s*
       | \b(?:at\s+(?:least|most)|over|under|above|below|exceeds?|between|up\s+to|within)\s+

@@ -46,7 +46,7 @@ def trim_claim(text: str) -> str | None:
 def read_claim(text: str) -> list[str]:
     """What the text after "the answer is" may state: all of it, the value at its head, or the value
     of a statement such as "that she has 27 apples"."""
-    text = collapse_spaces(text[:MAX_SENTENCE])
+    text = patterns.UNIT_POWER.sub(r"\1^\2", collapse_spaces(text[:MAX_SENTENCE]))
     text = patterns.OPERAND_UNIT.sub(r"\g<operand>", patterns.CALCULATION.sub("", text))
     text = patterns.CLOSING_EMPHASIS.sub("", patterns.EMPHASIS.sub(r"\2", text))
     if text.endswith(")") and text.count("(") < text.count(")"):  # `(Answer: 27)`
@@ -81,6 +81,7 @@ def read_plain(response: str) -> list[str]:
     """What a response without a mark may state as its answer: its last line, or the value that
     the last sentence with a value states. Empty if that is a question or an unfinished sentence."""
     response = patterns.CALCULATION.sub("", collapse_spaces(response))
+    response = patterns.UNIT_POWER.sub(r"\1^\2", patterns.MARKS.sub("", response))
     leading_value = patterns.VALUE_FIRST.match(response)
     if leading_value and not sentence_patterns.CONCLUDES.search(response, leading_value.end()):
         return [leading_value[1]]
@@ -109,6 +110,8 @@ def read_plain(response: str) -> list[str]:
                 continue
             if _states_nothing(sentence, bool(is_offer)):
                 return []
+            if sentence_patterns.NO_SOLUTION.match(sentence):
+                return [line.rstrip(".")]
             if is_offer or not any(map(str.isalnum, sentence)):
                 continue
             if sentence is not first and _is_remark(sentence):
@@ -147,6 +150,8 @@ def _is_remark(sentence: str) -> bool:
     if sentence_patterns.REASON.match(sentence):
         return not sentence_patterns.CONCLUDES_VALUE.search(sentence)
     if sentence_patterns.EARLIER.search(sentence) and "=" not in sentence:
+        return True
+    if sentence_patterns.HYPOTHESIS.match(sentence) or patterns.BLANK_EQUATION.match(sentence):
         return True
     return sentence_patterns.REMARK.search(sentence) is not None
 
@@ -236,6 +241,9 @@ def stated_values(sentence: str) -> list[str]:
     bounds = patterns.BOUNDS.search(sentence)
     if bounds and _has_value(sentence[: bounds.start()]):
         sentence = sentence[: bounds.start()] + sentence[bounds.end() :]
+    blank = patterns.BLANK_EQUATION.search(sentence)
+    if blank and _has_value(sentence[: blank.start()]):
+        sentence = sentence[: blank.start()]
     aside = patterns.ASIDE.search(sentence)
     if aside:
         before, after = sentence[: aside.start()], sentence[aside.end() :]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -308,6 +309,7 @@ class RewardPool:
                         _resolve(remaining.pop(number), scores)
             return None
         except TimeoutError:
+            child.failed_at = time.time() - self.timeout_s
             reason = f"no result within {self.timeout_s:g} s; its process was killed"
             failed = Score.failed(reason, status=ScoreStatus.TIMEOUT)
             failure = replace(failed, seconds=self.timeout_s)

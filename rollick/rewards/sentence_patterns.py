@@ -14,6 +14,7 @@ import re
 EXPLANATION = re.compile(
     r"^[ \t#*_>-]{0,12}(?:step\s+[0-9]{1,2}[:.]\s{0,4})?"
     r"(?:explanation|reasoning|justification|proof|check(?:ing)?|verif(?:y|ying|ication)|note|breakdown"
+    r"|(?:(?:the|more|full)\s+)?details"
     r"|let(?:['’]s|\s+(?:me|us))\s+(?:double[- ])?(?:check|verify)"
     r"|here(?:['’]s|\s+is)\s+(?:why|how|(?:the|my)\s+[a-z-]+))\b[^\n]{0,40}?(?::|$)",
     re.IGNORECASE | re.MULTILINE,
@@ -50,11 +51,20 @@ not: it has a main clause."""
 REMARK = re.compile(r"\b(?:common\s+(?:mistake|error|misconception)|would\s+give)\b", re.IGNORECASE)
 """Says what would be wrong."""
 EARLIER = re.compile(
-    r"\b(?:would\s+have|(?:began|started)\s+with|at\s+first|initially|originally"
+    r"\b(?:would\s+have(?!\s+to\b)|(?:began|started)\s+with|at\s+first|initially|originally"
     r"|at\s+the\s+(?:start|beginning))\b",
     re.IGNORECASE,
 )
 """Says what would be different or what the problem gives, unless it calculates a value."""
+HYPOTHESIS = re.compile(
+    r"""\W*if\b(?:
+        .{0,200}?\b(?:also|instead)\b.{0,200}?\bwould\b
+      | .{0,200}?\bwould\b.{0,200}?,\s+but\b
+      | .{0,200}?,.{0,100}?\ba\s+different\s+(?:solution|answer|result|value|number|total)\b
+    )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Says what the answer to another problem is: `If you also bought socks, it would be $30.`"""
 PARENTHESES = re.compile(r"\s*\([^()]*\)[.\s]*")
 
 # What concludes a value after all.
@@ -134,6 +144,14 @@ NO_ANSWER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """The values of this sentence are no answer."""
+NO_SOLUTION = re.compile(
+    r"""\W*(?:(?:so|thus|hence|therefore|then|but|however),?\s+)?
+    (?:there\s+(?:is|are)|(?:the|this)\s+(?:[a-z]+\s+)?(?:equation|problem|system)\s+has)\s+no\s+
+    (?:real\s+|valid\s+|possible\s+)?solutions?(?:\s+(?:because|since|as|to)\b|\s?[:;,—–-]|[\s*]*[.!]|[\s*]*$)
+    (?!.*\b(?:so|thus|hence|therefore|except|unless)\b)""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Says that nothing solves the problem: the values after it were rejected."""
 ONLY_GIVEN = re.compile(
     r"""\b(?:(?:i|we|you|one)\s+(?:can|could)\s+only\s+(?:say|tell|confirm)
       | (?:i|we)\s+only\s+(?:know|have\s+been\s+told)

@@ -10,6 +10,7 @@ its first step compiles kernels.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,4 +68,5 @@ class EngineHealth:
             requests = f"{load.running} running and {load.waiting} waiting requests"
             who = f"{self.role} {self.rank}"
             text = f"{who} generated no token for {stood_still_s:.0f} s with {requests}"
-            raise WorkerHung(text, fix="see the worker's log")
+            failed_at = time.time() - stood_still_s
+            raise WorkerHung(text, fix="see the worker's log", failed_at=failed_at)

@@ -33,7 +33,7 @@ from rollick.errors import (
     WorkerError,
     WorkerLost,
 )
-from rollick.observe.faults import FaultKind, fault_kind
+from rollick.observe.faults import FaultKind, failure_time, fault_kind
 from rollick.roles.calls import RoleHandle
 from rollick.roles.engine_health import EngineHealth
 from rollick.roles.protocols import (
@@ -101,6 +101,8 @@ class RemoteEngine:
         self.failure: RollickError | None = None
         self.fault: FaultKind = "killed"
         """Kind of its failure."""
+        self.failed_at: float | None = None
+        """When it ended or last showed life, if that is known."""
         self.host_answers = False
         """Whether the engine itself reported its loss, so that its host can close it."""
         self.lost_event = asyncio.Event()
@@ -196,6 +198,7 @@ class RemoteEngine:
             self.fault = (
                 fault_kind(error) if isinstance(error, WorkerLost | EngineCorrupt) else "killed"
             )
+            self.failed_at = failure_time(error)
             self.host_answers = isinstance(error, EngineLost)
         reason, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):

@@ -1,7 +1,7 @@
 """The snapshots of a trained role, and the batches that it was trained on since the newest one.
 
-    train -> later_batches -> take() -> restore() in a new process:
-                                        the newest snapshot, then the later batches again
+    train -> later_batches -> take() -> restore() in a new process: the newest snapshot
+                                        replay(): the later batches again
 
 Two memories alternate, so that one complete snapshot exists while the next is written. A snapshot
 counts when all ranks have written it.
@@ -31,6 +31,8 @@ class _Slot:
     memories: list[SnapshotMemory]
     records: list[SnapshotRecord] = field(default_factory=list[SnapshotRecord])
     in_use: asyncio.Lock = field(default_factory=asyncio.Lock)
+    batches: int = 0
+    """How many batches of this process the snapshot contains."""
 
     def close(self) -> None:
         for memory in self.memories:
@@ -78,6 +80,7 @@ class RoleSnapshots:
                 self.is_enabled, self._newest = False, None
                 self.later_batches.clear()
                 return
+            slot.batches = contained + (self._newest.batches if self._newest else 0)
             self._newest, self.seconds = slot, now() - begun
             del self.later_batches[:contained]
 
@@ -89,16 +92,18 @@ class RoleSnapshots:
             self._slots[index] = self._new_slot()
         return self._slots[index]
 
-    async def restore(self) -> int:
-        """Restore the state in new processes; returns how many batches were trained on again."""
+    async def restore(self) -> None:
+        """Restore the state of the newest snapshot in new processes; `replay` does the rest."""
         assert self.is_enabled
         if self._newest is not None:
             await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
         elif self.loaded_from is not None:
             await self.handle.load(self.loaded_from)
+
+    async def replay(self) -> None:
+        """Train on the batches again that the restored snapshot does not contain."""
         for batch in self.later_batches:
             await self.handle.train(batch)
-        return len(self.later_batches)
 
     @property
     def can_roll_back(self) -> bool:
@@ -111,12 +116,13 @@ class RoleSnapshots:
 
     async def roll_back(self) -> int:
         """Restore the snapshot before the newest one, in the same processes. Returns how many
-        batches this undoes, at least: those since the newest, and one before."""
+        batches this undoes."""
+        assert self._newest is not None
         assert self.can_roll_back, "there are two snapshots"
         older = self._older
         async with older.in_use:
             await self.handle.restore_snapshots(older.records, older.memories)
-        undone = len(self.later_batches) + 1
+        undone = self._newest.batches + len(self.later_batches) - older.batches
         self._newest = older
         self._older.records = []
         self.later_batches.clear()

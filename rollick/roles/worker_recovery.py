@@ -30,9 +30,9 @@ from typing import TypeVar
 from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.worker import RoleSpec
 from rollick.data.batch import Batch
-from rollick.errors import RollickError, WorkerError, WorkerLost
+from rollick.errors import RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.infer.cancellation import cancel_tasks
-from rollick.observe.faults import Fault, FaultLog, fault_kind
+from rollick.observe.faults import Fault, FaultLog, failure_time, fault_kind
 from rollick.observe.goodput import TimeAccount
 from rollick.roles.handles import Roles
 from rollick.roles.protocols import Role, TrainedRole
@@ -76,7 +76,7 @@ class WorkerRecovery:
         """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
         self._make_specs = make_specs
         self._faults = faults
-        self._goodput = goodput
+        self.goodput = goodput
         self._restarts = restarts
         self._spent: Counter[RoleName] = Counter()
         """Restarts of each role since the last finished step."""
@@ -118,7 +118,7 @@ class WorkerRecovery:
             except WorkerError as error:
                 if self._group.is_closed or (others and await self._answers(role)):
                     raise
-                error = await self._root_cause(role, error)
+                error = await self._root_cause(role, error, begun_at=time.time() - (now() - begun))
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # A new process raised too: its input is the cause.
                     raise
@@ -136,7 +136,7 @@ class WorkerRecovery:
     def _account(self, role: RoleName, *, lost_s: float = 0.0) -> AbstractContextManager[None]:
         """Accounts for the time of a repair that a step waits for."""
         if role in BLOCKS_STEP:
-            return self._goodput.recovering(lost_s=lost_s)
+            return self.goodput.recovering(lost_s=lost_s)
         return nullcontext()
 
     def trained(self, role: RoleName, batch: Batch) -> None:
@@ -157,12 +157,15 @@ class WorkerRecovery:
             return "there is no snapshot from before them"
         return ""
 
-    async def roll_back(self) -> int:
+    async def roll_back(self, step: int) -> int:
         """Restore the trained roles from the snapshots before the newest ones. Returns how many
-        batches this undoes."""
-        await self.settle()
-        snapshots = self.snapshots.items()
-        return max([await self.run(role, of_role.roll_back) for role, of_role in snapshots])
+        steps this undoes, with `step`, the one under way."""
+        with self.goodput.recovering():
+            await self.settle()
+            snapshots = self.snapshots.items()
+            undone = max([await self.run(role, taken.roll_back) for role, taken in snapshots])
+        self.goodput.undo_steps_after(step - undone)
+        return undone
 
     def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
         """Refill the budget of repairs, and take snapshots in the background. With `amortise`, only
@@ -241,10 +244,16 @@ class WorkerRecovery:
             return False
         return True
 
-    async def _root_cause(self, role: RoleName, error: WorkerError) -> WorkerError:
-        """The loss of a rank, if the error is that of another one which was connected to it."""
+    async def _root_cause(
+        self, role: RoleName, error: WorkerError, *, begun_at: float
+    ) -> WorkerError:
+        """The loss of a rank, if the error is that of another one which was connected to it. The
+        failed call began at `begun_at`."""
         if role != "policy" or isinstance(error, WorkerLost):
             return error
+
+        now = asyncio.get_running_loop().time
+        pinged = now()
 
         async def ping(rank: int) -> WorkerLost | None:
             with suppress(WorkerError):
@@ -252,6 +261,8 @@ class WorkerRecovery:
                     machine = TrainedRole.machine
                     await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
+                    if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
+                        lost.failed_at = begun_at  # It hung in the call, not in this one.
                     return lost
             return None
 
@@ -267,7 +278,12 @@ class WorkerRecovery:
                 return
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
-            fault = self._faults.begin(role, 0, kind=fault_kind(error), cause=error.message)
+            fault = self._faults.begin(
+                *(role, 0),
+                kind=fault_kind(error),
+                cause=error.message,
+                failed_at=failure_time(error),
+            )
             while not (refusal := self._refusal(role, hosts)):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
@@ -281,7 +297,8 @@ class WorkerRecovery:
                     self._failures[role] = failed
                     raise
                 else:
-                    fault.rejoined(redone_steps=redone)
+                    lost = self.goodput.claim_lost_time()
+                    fault.rejoined(redone_steps=redone, lost=lost)
                     LOG.warning("the %s works again", role)
                     return
                 finally:
@@ -303,7 +320,7 @@ class WorkerRecovery:
         return ""
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
-        """Returns how many batches were trained on again."""
+        """Returns how many steps were trained on again."""
         missing = await self._group.transport.replace(hosts)
         if missing:
             hosts = self._continue_without(missing, hosts)
@@ -311,7 +328,13 @@ class WorkerRecovery:
         fault.restarted()
         for host in hosts:
             self._repairs[host.index] += 1
-        redone = sum([await self.snapshots[name].restore() for name in _trained_on(hosts)])
+        snapshots = [self.snapshots[name] for name in _trained_on(hosts)]
+        for taken in snapshots:
+            await taken.restore()
+        redone = max((len(taken.later_batches) for taken in snapshots), default=0)
+        with self.goodput.redoing(redone):
+            for taken in snapshots:
+                await taken.replay()
         for host in hosts:
             await self.on_replaced(host)
         return redone

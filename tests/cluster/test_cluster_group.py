@@ -20,7 +20,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import PlacementError, WeightError, WorkerError
+from rollick.errors import PlacementError, WeightError, WorkerError, WorkerHung
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -132,8 +132,11 @@ async def test_a_slow_call_blocks_no_other_and_can_be_cancelled(group):
 
 async def test_a_call_past_its_deadline_fails_and_is_cancelled_in_the_worker(group):
     _, cancelled = await group.call("generators", "waiting")
-    with pytest.raises(WorkerError, match=r"generators 0 on host 0 .* 'wait' within 0\.2 s"):
+    begun_at = time.time()
+    name = r"generators 0 on host 0 .* 'wait' within 0\.2 s"
+    with pytest.raises(WorkerHung, match=name) as hung:
         await group.call("generators", "wait", 60.0, timeout_s=0.2)
+    assert hung.value.failed_at == pytest.approx(begun_at, abs=0.1)
     await until_waiting(group, now=0, cancelled=cancelled + 1)
 
 
@@ -238,6 +241,20 @@ async def test_a_dead_worker_is_an_error_that_names_host_and_roles(ray_on_this_m
         with pytest.raises(WorkerError, match="was lost in 'add'"):
             await group.call("policy", "add")
         assert await group.call("generators", "add", rank=1) == 1
+
+
+async def test_a_worker_that_is_stopped_failed_when_it_last_ran(ray_on_this_machine, monkeypatch):
+    from rollick.cluster import pool
+
+    monkeypatch.setattr(pool, "LOOK_S", 0.5)
+    async with group_of("ray", policy="cpu") as group:
+        await group.call("policy", "add")
+        stopped_at = time.time()
+        os.kill(group.worker_processes()["policy 0"], signal.SIGSTOP)
+        with pytest.raises(WorkerHung, match="was stopped by a signal") as hung:
+            await group.call("policy", "add")
+        assert stopped_at - 2 < hung.value.failed_at <= stopped_at
+        assert time.time() - stopped_at > 0.5
 
 
 async def test_a_lost_worker_is_replaced_by_a_spare_that_has_imported(

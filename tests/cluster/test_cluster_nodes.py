@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
+from rollick.cluster import node_watch
 from rollick.cluster.devices import DeviceMap, HostSpec
-from rollick.cluster.node_watch import ClusterNode, plan_placement
+from rollick.cluster.node_watch import ClusterNode, NodeWatch, plan_placement
 from rollick.config.devices import parse_devices
+from rollick.errors import NodeLost
 from rollick.roles.worker_recovery import kept_ranks
 
 
@@ -75,3 +80,40 @@ def test_hosts_keep_their_index_when_a_policy_loses_ranks() -> None:
     again = fewer.with_ranks("policy", [1])
     assert [host.index for host in again.hosts()] == [1, 2, 3]
     assert again.host_of("policy", 0).index == 2
+
+
+class Ray:
+    """A cluster of the controller's machine and another, which answers `answers` times."""
+
+    def __init__(self, answers: int) -> None:
+        self.left = answers
+        self.beat = SimpleNamespace(remote=self._beat)
+        self.answered_at = 0.0
+
+    def get_runtime_context(self) -> SimpleNamespace:
+        return SimpleNamespace(get_node_id=lambda: "controller")
+
+    def kill(self, sentinel: object) -> None: ...
+
+    async def _beat(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            await asyncio.Event().wait()
+        self.answered_at = time.time()
+
+
+async def test_a_silent_machine_failed_when_it_last_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = Ray(answers=3)
+    fakes = {"ray": ray, "_create_sentinel": lambda node: ray, "_read_nodes": lambda: ([], {})}
+    for name, value in {**fakes, "BEAT_S": 0.01, "SILENT_S": 0.5}.items():
+        monkeypatch.setattr(node_watch, name, value)
+    watch = NodeWatch()
+    watch.watch("other")
+    with pytest.raises(NodeLost) as lost:
+        async with watch.fail_if_silent("other"):
+            await asyncio.sleep(30)
+    watch.close()
+    assert lost.value.failed_at == pytest.approx(ray.answered_at, abs=0.1)
+    assert time.time() - ray.answered_at >= 0.5

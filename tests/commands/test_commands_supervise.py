@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollick.children.process_tree import find_descendants, is_running
-from rollick.commands.supervise import RestartBudget, last_logged_step
+from rollick.commands.supervise import STOPPED_S, RestartBudget, last_logged_step
 from rollick.observe.faults import read_faults
 
 SUPERVISOR = """
@@ -71,6 +71,9 @@ if "leave" in action:
     open("left.txt", "a").write(pid)
 if "save" in action:
     saved(action["save"])
+for row in action.get("time", []):
+    with open("goodput.jsonl", "a") as file:
+        file.write(json.dumps({"at": 0, **row}) + "\\n")
 for step in action.get("log", []):
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\\n")
@@ -153,7 +156,19 @@ def test_a_crash_resumes_from_the_newest_checkpoint_and_is_recorded(
     assert fault.restarted_at is not None
     assert fault.rejoined_at is not None
     assert fault.detected_at <= fault.restarted_at <= fault.rejoined_at
+    noticed_after_s = fault.detected_at - fault.failed_at
+    assert noticed_after_s >= STOPPED_S if kind == "hung" else noticed_after_s > 0
     assert fault.redone_steps == 1
+
+
+def test_a_crash_costs_the_time_until_the_next_step_and_the_lost_steps(tmp_path: Path) -> None:
+    steps = [{"step": step, "seconds": {"train": 10, "recover": 1}} for step in (1, 2, 3)]
+    opened = {"event": "opened", "seconds": {"recover": 5, "redo": 3}}
+    resumed = [opened, {"step": 2, "event": "restored"}]
+    first = {"save": 2, "log": [1, 2, 3], "time": steps, "signal": 9}
+    supervise(tmp_path, first, {"time": resumed, "log": [3, 4], "exit": 0})
+    (fault,) = read_faults(tmp_path)
+    assert (fault.recover_s, fault.redo_s, fault.redone_steps) == (5, 3 + 10, 1)
 
 
 def test_a_run_that_was_killed_for_lack_of_memory_is_reported_as_such(tmp_path: Path) -> None:

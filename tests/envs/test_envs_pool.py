@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollick.envs.child import EnvCallResult, EnvStatus
 from rollick.envs.frozen_lake import FrozenLake
 from rollick.envs.pool import EnvLimits, EnvPool, EnvSession
 from rollick.errors import EnvError
+from rollick.observe.faults import FaultLog
 from rollick.types import Turn
 
 ENVS = '''
@@ -232,6 +234,17 @@ async def test_the_steps_of_an_episode_have_a_deadline_together(folder: Path) ->
         assert (reply.status, slow.over) == (EnvStatus.TIMEOUT, True)
         assert reply.detail == "the episode took more than 0.3 s; its process was killed"
         assert (await other.step("x")).status is EnvStatus.LOST
+
+
+async def test_a_hanging_step_failed_when_it_began(folder: Path) -> None:
+    faults = FaultLog(folder)
+    limits = EnvLimits(step_s=60, episode_s=0.5)
+    async with open_pool(folder, limits=limits, faults=faults) as pool:
+        session = await pool.reset("count", {}, 0)
+        begun_at = time.time()
+        await session.step("hang")
+    [fault] = faults.faults
+    assert begun_at <= fault.failed_at <= fault.detected_at - 0.4
 
 
 async def test_an_answer_that_comes_too_late_is_a_timeout_counted_once(folder: Path) -> None:

@@ -1,25 +1,46 @@
 """faults.jsonl: what is written, and what a reader makes of it."""
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rollick.observe.faults import FAULTS, FaultLog, read_faults
+from rollick.errors import EngineLost, WorkerError, WorkerHung
+from rollick.observe.faults import FAULTS, FaultLog, LostTime, failure_time, read_faults
 
 
 def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> None:
     faults = FaultLog(tmp_path, step=lambda: 7)
     fault = faults.begin("generators", 1, kind="killed", cause="signal 9", failed_at=5.0)
     fault.restarted()
-    fault.rejoined(redone_steps=1)
+    fault.rejoined(redone_steps=1, lost=LostTime(recover_s=3.0, redo_s=2.0))
     (read,) = read_faults(tmp_path)
     assert read == fault
+    assert (read.recover_s, read.redo_s) == (3.0, 2.0)
     assert (read.role, read.rank, read.step, read.failed_at, read.redone_steps) == (
         "generators", 1, 7, 5.0, 1,
     )  # fmt: skip
     assert read.restarted_at is not None
     assert read.rejoined_at is not None
     assert read.failed_at < read.detected_at <= read.restarted_at <= read.rejoined_at
+
+
+def test_a_fault_does_not_happen_after_it_was_noticed(tmp_path: Path) -> None:
+    fault = FaultLog(tmp_path).begin("policy", 0, kind="hung", cause="no answer", failed_at=9e9)
+    assert fault.failed_at == fault.detected_at
+
+
+@pytest.mark.parametrize("make_copy", [WorkerHung.copy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_a_copy_of_an_error_tells_the_same_time_of_failure(
+    make_copy: Callable[[WorkerHung], WorkerHung],
+) -> None:
+    error = make_copy(WorkerHung("no answer", fix="see the log", failed_at=5.0))
+    assert (failure_time(error), error.message, error.fix) == (5.0, "no answer", "see the log")
+
+
+def test_an_error_that_is_not_a_loss_of_a_worker_has_no_time_of_failure() -> None:
+    assert failure_time(WorkerError("ValueError")) is failure_time(EngineLost("gone")) is None
 
 
 def test_a_fault_is_on_disk_before_it_is_repaired_and_keeps_its_place(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollick.observe.diagnosis import RunSnapshot, write_run_snapshot
-from rollick.observe.faults import Fault, FaultLog
+from rollick.observe.faults import Fault, FaultLog, LostTime
 from rollick.observe.goodput import (
     GOODPUT,
     STATES,
@@ -123,6 +123,94 @@ def test_a_repair_is_recovery_and_the_lost_part_of_the_call_is_done_again(
     account.close(1)
     assert spent(tmp_path) == {"train": 4, "redo": 3, "recover": 9}
     assert read_goodput(tmp_path).wall_s == 16
+
+
+def run_three_steps(account: TimeAccount, clock: Clock) -> None:
+    """Of 10 s each."""
+    account.begin_steps()
+    for step in (1, 2, 3):
+        clock.at += 10
+        account.finish_step(step)
+
+
+def test_the_time_of_steps_that_a_rollback_undid_is_no_progress(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    run_three_steps(account, clock)
+    spend(account, clock, "generate", 4)
+    clock.at += 6
+    with account.recovering():
+        clock.at += 2
+    account.undo_steps_after(2)  # Step 3, and step 4, which is under way.
+    spend(account, clock, "publish", 3)
+    metrics = account.finish_step(4)
+    account.close(4)
+    goodput = read_goodput(tmp_path)
+    assert spent(tmp_path) == {"train": 20, "redo": 10 + 10, "recover": 2, "publish": 3}
+    assert goodput.wall_s == clock.at == 45
+    assert (goodput.redone_steps, goodput.ettr) == (2, 23 / 45)
+    assert {name.removeprefix("time/goodput/"): value for name, value in metrics.items()} == {
+        "train": 0, "redo": 10, "recover": 2, "publish": 3, "ettr": 23 / 45, "redone_steps": 2,
+    }  # fmt: skip
+
+
+def test_a_step_that_was_under_way_after_a_rollback_is_lost_in_a_crash(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    run_three_steps(account, clock)
+    account.undo_steps_after(1)
+    clock.at += 5
+    write_run_snapshot(tmp_path, snapshot(BEGAN + clock.at))
+    clock.at += 7
+    clock.open(tmp_path)
+    assert spent(tmp_path) == {"train": 10, "redo": 20 + 5, "recover": 7}
+
+
+def test_batches_that_a_new_worker_trains_on_again_are_redone_while_the_step_waits(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    run_three_steps(account, clock)
+    with account.recovering():
+        clock.at += 3
+        with account.redoing(2):
+            clock.at += 5
+        clock.at += 1
+    with account.during("generate"), account.redoing(1):
+        clock.at += 8
+    metrics = account.finish_step(4)
+    account.close(4)
+    assert spent(tmp_path) == {"train": 30, "recover": 4, "redo": 5, "generate": 8}
+    assert metrics["time/goodput/redone_steps"] == read_goodput(tmp_path).redone_steps == 3
+
+
+def test_each_second_that_was_lost_is_claimed_by_one_fault(
+    tmp_path: Path, clock: Clock, account: TimeAccount
+) -> None:
+    run_three_steps(account, clock)
+    with account.recovering(lost_s=0):
+        clock.at += 3
+        with account.redoing(1):
+            clock.at += 5
+        assert account.claim_lost_time() == LostTime(3, 5)
+    account.undo_steps_after(2)
+    account.finish_step(4)
+    assert account.claim_lost_time() == LostTime(0, 10)
+    assert account.claim_lost_time() == LostTime(0, 0)
+
+
+def test_a_fault_of_a_resumed_run_does_not_claim_what_the_crash_cost(
+    tmp_path: Path, clock: Clock
+) -> None:
+    crash_in_step_4(tmp_path, clock, seen_for_s=6)
+    clock.at += 36
+    account = clock.open(tmp_path)
+    assert account.claim_lost_time() == LostTime()
+    clock.at += 8
+    account.drop_rows_after(2)
+    account.begin_steps()
+    with account.recovering():
+        clock.at += 1
+    assert account.claim_lost_time() == LostTime(1, 0)
 
 
 def test_redone_time_is_at_most_the_time_that_was_lost(
@@ -303,20 +391,24 @@ def test_time_to_recover_is_from_the_fault_to_its_repair_by_role() -> None:
 
         return change
 
+    def cost(one: Fault) -> None:
+        repair(30)(one)
+        one.recover_s, one.redo_s = 4, 5
+
     def skip(one: Fault) -> None:
         one.kind, one.rejoined_at = "not_finite", one.failed_at
 
     faults = [
         fault("generators", repair(10), at=5),
         fault("policy", skip, at=6),
-        fault("generators", repair(30), at=50),
+        fault("generators", cost, at=50),
         fault("generators", lambda one: one.give_up("spent"), at=90),
     ]
     generators, policy = summarise_faults(faults)
     assert (generators.role, generators.kinds, generators.gave_up) == (
         "generators", {"killed": 3}, 1,
     )  # fmt: skip
-    assert (generators.median_s, generators.longest_s) == (20, 30)
+    assert (generators.median_s, generators.longest_s, generators.lost_s) == (20, 30, 9)
     assert (policy.count, policy.kinds, policy.median_s) == (1, {"not_finite": 1}, None)
     assert fault_metrics(faults) == {
         "time/goodput/faults/generators": 3,
@@ -328,7 +420,7 @@ def test_time_to_recover_is_from_the_fault_to_its_repair_by_role() -> None:
 RELIABILITY = Reliability(
     Goodput(),
     [
-        RoleFaults("generators", {"killed": 2, "hung": 1}, 0, 0, [17.0, 19.0, 25.0]),
+        RoleFaults("generators", {"killed": 2, "hung": 1}, 0, 0, [17.0, 19.0, 25.0], 41.5),
         RoleFaults("<b>policy", {"not_finite": 1}, 1, 2, []),
     ],
 )
@@ -341,7 +433,8 @@ def test_time_and_faults_in_a_few_lines() -> None:
     assert RELIABILITY.lines() == [
         "time: 10 min: start 10%, train 50%, save 7%, recover 17%, redo 17%",
         "effective training time ratio (ETTR) 50.0%, 1 step done again",
-        "faults of generators: 2 killed, 1 hung; repaired in 19 s (median; longest 25 s)",
+        "faults of generators: 2 killed, 1 hung; repaired in 19 s (median; longest 25 s); cost "
+        "41.5 s of the run",
         "faults of <b>policy: 1 not finite; 1 not repaired; 2 steps done again",
     ]
     assert Reliability(Goodput()).lines() == []
@@ -352,7 +445,7 @@ def test_the_page_has_a_bar_and_tables_of_time_and_faults() -> None:
     assert page.count("<img alt='time by state' src='data:image/png;base64,") == 1
     assert "<tr><td>train</td><td>300 s</td><td>50.0%</td></tr>" in page
     assert "<tr><td>ETTR</td><td></td><td>50.0%</td></tr>" in page
-    assert "<td>3</td><td>2 killed, 1 hung</td><td>19 s</td><td>25 s</td><td></td>" in page
+    assert "<td>3</td><td>2 killed, 1 hung</td><td>19 s</td><td>25 s</td><td>41.5 s</td>" in page
     assert "<td>&lt;b&gt;policy</td>" in page
     assert Reliability(Goodput()).html_section() == ""
 

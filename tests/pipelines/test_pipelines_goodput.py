@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from rollick.commands.doctor import examine
 from rollick.config.load import LoadedRecipe, dump_recipe, recipe_from_dict
 from rollick.errors import EngineLost, RollickError, WorkerError, WorkerHung
 from rollick.observe.faults import FaultLog, read_faults
-from rollick.observe.goodput import GOODPUT, STATES, TimeAccount, read_goodput
+from rollick.observe.goodput import (
+    GOODPUT,
+    STATES,
+    TimeAccount,
+    fault_metrics,
+    read_goodput,
+)
 from rollick.observe.metric_table import is_documented
 from rollick.observe.metrics import read_metrics
 from rollick.pipelines.group_source import attribute_waits
@@ -142,7 +149,7 @@ async def test_a_wait_for_groups_is_accounted_by_what_the_engines_do(
     assert {state: spent for state, spent in seconds.items() if spent} == expected
 
 
-def lose_until_restarted(pipeline: RLPipeline, error: type[WorkerError]) -> None:
+def lose_until_restarted(pipeline: RLPipeline, error: Callable[[str], WorkerError]) -> None:
     """The host of generator 0 raises the error until it has been restarted."""
     transport: Any = pipeline.roles.generators.group.transport  # pyright: ignore
     send: Callable[..., Awaitable[Any]] = transport.send
@@ -162,10 +169,12 @@ def lose_until_restarted(pipeline: RLPipeline, error: type[WorkerError]) -> None
     transport.send, transport.replace = cut, replaced
 
 
-@pytest.mark.parametrize(("error", "kind"), [(WorkerError, "killed"), (WorkerHung, "hung")])
+@pytest.mark.parametrize("kind", ["killed", "hung"])
 async def test_the_loss_of_the_only_engine_is_a_fault_and_its_repair_is_recovery(
-    toy: Toy, error: type[WorkerError], kind: str
+    toy: Toy, kind: str
 ) -> None:
+    hung_at = time.time() - 60
+    error = partial(WorkerHung, failed_at=hung_at) if kind == "hung" else WorkerError
     async with open_run(toy(*ONE_ENGINE, steps=99)) as run, open_rl(run) as pipeline:
         await pipeline.step()
         goodput = run.telemetry.goodput
@@ -176,6 +185,7 @@ async def test_the_loss_of_the_only_engine_is_a_fault_and_its_repair_is_recovery
         after = goodput.finish_step(2)
         assert after["time/goodput/recover"] > 0
         assert after["time/goodput/generate"] > 0
+        recover_s = after["time/goodput/recover"]
         folder = run.state.folder.path
     (fault,) = read_faults(folder)
     assert (fault.role, fault.rank, fault.kind, fault.gave_up) == ("generators", 0, kind, None)
@@ -183,6 +193,10 @@ async def test_the_loss_of_the_only_engine_is_a_fault_and_its_repair_is_recovery
     assert fault.restarted_at is not None
     assert fault.rejoined_at is not None
     assert fault.detected_at <= fault.restarted_at <= fault.rejoined_at
+    assert 0 < fault.recover_s <= recover_s
+    assert fault.failed_at == (hung_at if kind == "hung" else fault.detected_at)
+    recovery_s = fault_metrics([fault])["time/goodput/recovery/generators"]
+    assert recovery_s == fault.rejoined_at - fault.failed_at
 
 
 async def test_an_engine_that_cannot_be_restarted_is_one_fault_that_was_given_up(toy: Toy) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollick.children.process import STOP_CHECK_SECONDS
 from rollick.config.load import recipe_from_dict
 from rollick.errors import RewardError
 from rollick.observe.faults import read_faults
@@ -97,6 +98,7 @@ def test_a_run_whose_environment_process_was_lost_ends_with_the_same_weights(
     [fault] = read_faults(hurt.folder)
     assert (fault.role, fault.rank) == ("environments", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
+    assert fault.failed_at < fault.detected_at - STOP_CHECK_SECONDS / 2 * (fault.kind == "hung")
     assert fault.rejoined_at is not None
 
 
@@ -111,6 +113,7 @@ def test_a_run_whose_reward_process_was_lost_ends_with_the_same_weights(
     [fault] = read_faults(hurt.folder)
     assert (fault.role, fault.rank) == ("rewards", 0)
     assert fault.kind == {signal.SIGKILL: "killed", signal.SIGSTOP: "hung"}[number]
+    assert fault.failed_at < fault.detected_at - STOP_CHECK_SECONDS / 2 * (fault.kind == "hung")
     assert fault.rejoined_at is not None
 
 

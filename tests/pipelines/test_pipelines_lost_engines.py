@@ -344,6 +344,7 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
         [fault] = losses(pipeline)
         assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "hung")
         assert fault.detected_at - stopped_at < allowed_s
+        assert fault.failed_at < stopped_at + 1
         await steps_until(pipeline, lambda: pipeline.source.restarter.restarts == 1)
         assert processes[host.index].pid != stopped
         check_ledger(rollout.ledger)

@@ -17,6 +17,7 @@ import pytest
 
 from rollick.config.schema import RewardSpec
 from rollick.errors import RewardError, WorkerLost
+from rollick.observe.faults import FaultLog
 from rollick.rewards.pool import RewardPool, RewardPoolStats
 from rollick.testing.fakes import prompt, sample
 from rollick.types import Sample, Score, ScoreStatus
@@ -244,6 +245,14 @@ async def test_a_hanging_call_is_killed_and_fails_no_other_sample(folder: Path):
         assert scores[1].detail == "act: no result within 1 s; its process was killed"
         stats = pool.stats
         assert (stats.calls, stats.failures, stats.timeouts, stats.restarts) == (4, 1, 1, 1)
+
+
+async def test_a_hanging_call_failed_when_it_began(folder: Path):
+    faults = FaultLog(folder)
+    async with open_pool(folder, timeout_s=1.0, faults=faults) as pool:
+        await pool.score(attempt("spin"), act_in(folder))
+    [fault] = faults.faults
+    assert fault.detected_at - fault.failed_at >= 1.0
 
 
 async def test_a_time_out_kills_the_processes_that_the_reward_has_started(folder: Path):

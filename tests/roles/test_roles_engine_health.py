@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -72,6 +73,15 @@ def test_an_engine_that_responds_without_generating_is_hung() -> None:
     for _ in range(3):
         engine.drain(tokens=5)
     assert PROGRESS_FLOOR_S < engine.drain_until_hung() <= PROGRESS_FLOOR_S + DRAIN_WAIT_S
+
+
+def test_a_hung_engine_failed_when_it_made_its_last_token() -> None:
+    engine = Engine()
+    for _ in range(3):
+        engine.drain(tokens=5)
+    with pytest.raises(WorkerHung) as hung:
+        engine._drain_for(2 * CEILING_S)
+    assert hung.value.failed_at == pytest.approx(time.time() - PROGRESS_FLOOR_S, abs=5)
 
 
 def test_an_engine_with_slow_steps_has_more_time_for_the_next() -> None:

@@ -21,6 +21,8 @@ from rollick.commands.doctor import examine
 from rollick.data.store import load_batch
 from rollick.errors import RollickError
 from rollick.observe.faults import Fault, read_faults
+from rollick.observe.goodput import GOODPUT, TimeRow, read_goodput
+from rollick.observe.row_file import read_rows
 from rollick.rollout.ledger.log import read_log
 from rollick.rollout.unchecked import DAMAGED
 
@@ -110,13 +112,27 @@ def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path
         [fault] = faults_of(folder, "rolled_back")
         assert "2 steps in a row broke the policy" in fault.cause
         assert fault.redone_steps == 3
-        assert len(faults_of(folder, "exploded")) == 2
+        exploded = faults_of(folder, "exploded")
+        assert len(exploded) == 2
+        check_cost(folder, fault)
+        assert fault.failed_at == exploded[0].detected_at
         for step in (4, 5):
             batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
             assert batch.rows == 16
     versions = [row["version"] for row in figures(result)]
     assert versions == sorted(set(versions)), "the version never goes back"
     assert "1 rolled back" in "\n".join(examine(result.folder).lines())
+
+
+def check_cost(folder: Path, rollback: Fault) -> None:
+    """The time of steps 3 and 4, and of step 5 up to the rollback, is no progress."""
+    rows, goodput = [TimeRow(**row) for row in read_rows(folder / GOODPUT)], read_goodput(folder)
+    booked = {row.step: sum(row.seconds.values()) for row in rows if row.event == "step"}
+    assert goodput.wall_s == pytest.approx(rows[-1].at - rows[0].at, abs=1e-3)
+    assert goodput.redone_steps == rollback.redone_steps
+    assert goodput.seconds["redo"] > booked[3] + booked[4]
+    assert goodput.seconds["redo"] == pytest.approx(rollback.redo_s)
+    assert 0 < rollback.recover_s <= goodput.seconds["recover"]
 
 
 def test_what_a_broken_policy_has_generated_is_dropped(run: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rollick.children.process_tree import process_exists
 from rollick.cluster.ray_start import start_ray
 from rollick.errors import WorkerLost
 from rollick.observe.faults import Fault, read_faults
+from rollick.observe.goodput import read_goodput
 from rollick.pipelines.loop import RunLoop
 from rollick.pipelines.open_run import open_run
 from rollick.pipelines.rl import open_rl
@@ -99,6 +100,9 @@ def test_a_learner_that_is_killed_in_its_update_ends_with_the_same_weights(run: 
     faulty = run("faulty", SEPARATE, die=["in_update:2"])
     check_repaired(faulty)
     check_equal(faulty, calm)
+    [fault], seconds = faults_of(faulty, "policy"), read_goodput(faulty.folder).seconds
+    assert 0 < fault.redo_s == pytest.approx(seconds["redo"])
+    assert 0 < fault.recover_s <= seconds["recover"]
 
 
 def test_a_learner_that_is_killed_before_its_first_snapshot_begins_again(run: Run) -> None:
@@ -119,6 +123,15 @@ def test_a_resumed_learner_that_is_killed_before_its_first_snapshot_loads_the_ch
     faulty = run_recipe(loaded, resume=True)
     check_repaired(faulty)
     check_equal(faulty, calm)
+
+
+@pytest.mark.slow
+def test_a_batch_that_a_new_learner_trains_on_again_is_a_redone_step(run: Run) -> None:
+    faulty = run("faulty", SEPARATE, die=["publish:2"])  # Before the snapshot of its step.
+    [fault], goodput = faults_of(faulty, "policy"), read_goodput(faulty.folder)
+    assert goodput.redone_steps == fault.redone_steps == 1
+    assert rows(faulty.folder, "metrics.jsonl")[-1]["time/goodput/redone_steps"] == 1
+    assert 0 < fault.redo_s == pytest.approx(goodput.seconds["redo"])
 
 
 @pytest.mark.slow
@@ -162,6 +175,7 @@ def test_a_rank_that_is_stopped_while_the_other_waits_in_a_collective_is_replace
     assert "stopped by a signal" in fault.cause
     assert fault.rejoined_at is not None
     assert fault.rejoined_at - fault.detected_at < 60
+    assert fault.detected_at - fault.failed_at > 1
 
 
 async def run_with_early_deadlines(loaded: LoadedRecipe) -> RunResult:

@@ -18,6 +18,7 @@ from node_cluster import NodeCluster, wait_for_step
 
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore
+from rollick.cluster.node_watch import SILENT_S
 from rollick.commands.supervise import last_logged_step
 from rollick.config.load import dump_recipe
 from rollick.observe.faults import Fault, read_faults
@@ -129,6 +130,8 @@ def test_a_learner_whose_machine_is_lost_continues_on_another_with_the_same_weig
     check_completed(ended)
     [fault] = ended.faults("policy")
     assert fault.kind == "node"
+    if act is not kill:
+        assert fault.detected_at - fault.failed_at > SILENT_S / 2
     assert fault.rejoined_at is not None
     calm = runner.calm(*LEARNER_APART)
     assert checkpoint_state(replace(calm, folder=ended.folder)) == checkpoint_state(calm)
