@@ -3,7 +3,7 @@
 FAULTY_ENGINE names a file with REQUESTS:KIND. The first process whose engine has got so many
 requests takes the file away, leaves its pid in a file beside it (`taken_by`), and
 
-    flip     flips a byte of its weights
+    flip     flips a byte of its weights after the next step of its runner
     hang     blocks in the next step of its runner
     slow     needs three times as long for each step of its runner
 
@@ -43,6 +43,20 @@ def flip_byte(engine: NativeEngine) -> None:
     memory.view(torch.uint8).view(-1)[3] ^= 0x40
 
 
+def flip_after_step(engine: NativeEngine) -> None:
+    """When a step has run, the engine has the copies of weights from which it decodes."""
+    runner: Any = engine.runner
+    step = runner.step
+
+    def step_and_flip() -> Any:
+        finished = step()
+        flip_byte(engine)
+        runner.step = step
+        return finished
+
+    runner.step = step_and_flip
+
+
 def hang(engine: NativeEngine) -> None:
     runner: Any = engine.runner
     runner.step = threading.Event().wait
@@ -61,7 +75,7 @@ def slow_down(engine: NativeEngine) -> None:
     runner.step = slow_step
 
 
-FAULTS = {"flip": flip_byte, "hang": hang, "slow": slow_down}
+FAULTS = {"flip": flip_after_step, "hang": hang, "slow": slow_down}
 
 
 class FaultyEngine(NativeEngine):
