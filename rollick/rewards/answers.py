@@ -31,7 +31,7 @@ PHRASE = re.compile(
           | [*_"']{0,2}(?:\s*[:=]|\s[-–—]\s)
         )
       | ^[#*_ \t]{0,8}(?:(?:the|my|final)[ \t]+){0,2}answer[*_ \t]{0,4}$
-      | \bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)
+      | \bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)(?=[^\n]{0,200}[0-9])
     )(?:[\s:=}]|(?<=\n)>|[*_]++(?=[\s:=]|$))*+""",
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
@@ -73,9 +73,11 @@ NEXT_QUESTION = re.compile(
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
 """Where a model that does not stop begins something new."""
+LABEL = re.compile(r"[#*_> \t]*answer[*_ \t]*[:\n]", re.IGNORECASE)
 CALCULATION = re.compile(r"[0-9]\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+\s?=")
 EXPLAINS = re.compile(
-    r"\b(?:check|verif|explanation|explained|reason|because|since|proof|justif|note\b)", re.IGNORECASE
+    r"\b(?:check|verif|explanation|explained|reason|because|since|proof|justif|note\b)",
+    re.IGNORECASE,
 )
 """Begins what explains or checks the answer before it."""
 DIGIT = re.compile(r"\d")
@@ -199,7 +201,7 @@ def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
 def _begins_solution(label: str, sentence: str, rest: str) -> bool:
     """Whether `Answer:` is the heading of a solution: a statement, and a calculation later in the
     same paragraph: `Answer: He had 30. He lost 3. 30 - 3 = 27.`"""
-    if not label.strip("#*_> \t\n").lower().startswith("answer") or ":" not in label:
+    if not LABEL.match(label):
         return False
     steps = EXPLAINS.split(rest.partition("\n\n")[0], maxsplit=1)[0]
     is_statement = sentence[:1].isalpha() and "=" not in sentence and DIGIT.search(sentence)

@@ -79,7 +79,7 @@ UNSOLVED = re.compile(
     r"|(?:^|[\s$])(?:[0-9]*\s?[n-qt-z]\s*[-+*/]|[0-9.]+\s*[-+*/]\s*[0-9]*[n-qt-z]\b)[^=\n]{0,60}="
 )
 """An equation that is not solved: `2x = 27`, `25x + 34 = 257`."""
-UNIT_POWER = re.compile(r"([0-9]\s?[a-zA-Z]{1,12})\s?\$\s?\^\s?\{?([23])\}?\s?\$")
+UNIT_POWER = re.compile(r"([0-9]\$?\s?[a-zA-Z]{1,12})\s?\$\s?\^\s?\{?([23])\}?\s?\$")
 """A unit with its power in a formula: `27 m$^3$`."""
 MARKS = re.compile(r"[ \t][\[(][0-9] marks?[\])](?=[ \t.]*$)", re.IGNORECASE | re.MULTILINE)
 """What a step is worth in an exam: `[1 mark]`."""
@@ -115,7 +115,7 @@ ASIDE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """A remark that says nothing about what the sentence states."""
-_EQUATION_SIDE = r"[^=:;,_□\n]{0,40}"
+_EQUATION_SIDE = r"[^=:;,(_□a-z\n]{0,40}"
 _BLANK = r"(?:_{2,}+(?![0-9])|□)"
 BLANK_EQUATION = re.compile(
     rf"(?:^|[:;,(])(?:{_EQUATION_SIDE}{_BLANK}{_EQUATION_SIDE}=|{_EQUATION_SIDE}={_EQUATION_SIDE}{_BLANK})"

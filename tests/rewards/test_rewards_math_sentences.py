@@ -400,6 +400,119 @@ def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
     assert gives_27_and_not_30(completion)
 
 
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Question: How many pears are left?\nAnswer: Tom had 30 pears. He ate 3. 30 - 3 = 27. So 27 "
+        "pears are left.",
+        "**Answer:** The shop had $30. It spent $3. $30 - $3 = $27. The shop has $27.",
+        "Q: How many are there now?\nAnswer:\nThere were 30 cars.\nThen 3 left.\n30 − 3 = 27\nNow "
+        "there are 27 cars.",
+        "## Answer\n\nEach box holds 30 pens. We take out 3 of them. We calculate 30 - 3 = 27.",
+        # here it is the mark of the first value
+        "Answer: She has 27 pears. Check: 27 + 3 = 30.",
+        "Answer: There are 27 pears left, because he ate some. 27 + 3 = 30.",
+        "Answer: 27 pears. To get 30 we add 3: 27 + 3 = 30.",
+        "Answer: She has 27 pears.\n\nSomebody gives her more: 27 + 3 = 30.",
+        "Final answer: She has 27 pears. With those of Tom we get 27 + 3 = 30.",
+    ],
+)
+def test_an_answer_label_before_a_whole_solution_is_a_heading(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "**TL;DR:** 27 miles.\n\n**Details:** The loop is 30 miles, the shortcut saves 3 miles.",
+        "TL;DR: She pays $27.\n\nThe price was $30, and the coupon saves $3.",
+        "TLDR: there are 27 pears left.\n\nTom had 57 pears at first. He sold 30.",
+        "**TL;DR** — 27\n\nWe begin with 57 and take away the 30 that were sold.",
+        "She pays **$27**.\n\nDetails: the price is $30 and she has a coupon of 3 dollars.",
+        "TL;DR: subtract both.\n\nWe have 57 pears and sell 30. So 27 pears are left.",
+    ],
+)
+def test_a_summary_before_the_details_is_the_answer(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "So the volume of the pool is 27 m$^3$.",
+        "The answer is 27 cm$^2$.",
+        "The area is $27$ cm$^{2}$.",
+        "Area of the square: 30 cm²\n\nShaded area: 27 cm² [1 mark]",
+        "Area = 30 - 3 = 27 m² (2 marks)",
+    ],
+)
+def test_a_power_of_a_unit_or_the_marks_of_a_step_are_no_value(completion: str):
+    assert gives_27_and_not_30(completion)
+    assert math_answer(completion, "2").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "There is no solution: squaring gives x = 27, but this value doesn't satisfy the equation.",
+        "Squaring gives $x = 27$, but this does not satisfy the original equation. Therefore, there "
+        "is no solution.",
+        "The equation has no real solution. The only candidate is 27, which does not work.",
+        "We get x = 27, but it fails in the first equation.",
+        "So there are no solutions, since x = 27 is not allowed.",
+    ],
+)
+def test_a_rejected_solution_is_no_answer(completion: str):
+    assert math_answer(completion, "27").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "We get x = 30 or x = 27. But x = 30 does not satisfy the equation, so x = 27.",
+        "The solution is x = 27. There are no other solutions.",
+        "There are no solutions with x > 27. The only root is x = 27.",
+        "x = 27, since the second factor has no real solutions.",
+        "There is no solution below 27, so the smallest one is 27.",
+        "She has 27 pears, but this does not include the 30 of Tom.",
+    ],
+)
+def test_a_solution_beside_rejected_ones_is_read(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "You would have to pay $27 for the shoes. If you also bought the socks, it would be $30, but "
+        "the question only asks about the shoes.",
+        "The solution is $x = 27$. If you replace the 30 by 57, you get a different solution.",
+        "There are 27 pears left. If he had bought 3 more instead, there would be 30 of them.",
+        "She pays 27 dollars. If she paid in cash, it would be 30 dollars, but she has a card.",
+        # without an answer to another problem, it is the conclusion
+        "Tom has 30 pears. If he eats 3, there would be 27 left.",
+        "There are 30 rows. If we also subtract the 3 empty ones, we get 27.",
+    ],
+)
+def test_a_supposition_does_not_replace_the_answer_before_it(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The number that belongs in the blank is 27: ___ + 3 = 30.",
+        "The missing number is 27 (30 - ___ = 3).",
+        "You have to write 27 in the box: 30 = □ + 3.",
+        "The number in the blank is 27. ____ + 3 = 30",
+        "To solve ___ + 3 = 30, we subtract 3. The blank is 27.",
+    ],
+)
+def test_an_equation_with_a_blank_does_not_replace_the_number_in_it(completion: str):
+    assert gives_27_and_not_30(completion)
+    assert math_answer(completion, "3").value == 0.0
+
+
 def gives_27_and_not_30(completion: str) -> bool:
     scores = [math_answer(completion, answer).value for answer in ("27", "30")]
     return scores == [1.0, 0.0]

@@ -129,9 +129,9 @@ async def test_a_snapshot_that_waits_for_a_training_contains_its_batch(
         await asyncio.sleep(0.01)
         await run.snapshots(role).take()
         await training
-        restored = await run.snapshots(role).restore()
+        await run.snapshots(role).restore()
+        await run.snapshots(role).replay()
         assert run.learners[role].batches == 1
-        assert restored == 0
 
 
 @pytest.mark.parametrize("role", TRAINED)
