@@ -74,7 +74,8 @@ NEXT_QUESTION = re.compile(
 )
 """Where a model that does not stop begins something new."""
 LABEL = re.compile(r"[#*_> \t]*answer[*_ \t]*[:\n]", re.IGNORECASE)
-CALCULATION = re.compile(r"[0-9]\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+\s?=")
+"""`Answer:` at the beginning of a line."""
+COMPUTES = re.compile(r"[0-9]\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+\s?=")
 EXPLAINS = re.compile(
     r"\b(?:check|verif|explanation|explained|reason|because|since|proof|justif|note\b)",
     re.IGNORECASE,
@@ -205,7 +206,7 @@ def _begins_solution(label: str, sentence: str, rest: str) -> bool:
         return False
     steps = EXPLAINS.split(rest.partition("\n\n")[0], maxsplit=1)[0]
     is_statement = sentence[:1].isalpha() and "=" not in sentence and DIGIT.search(sentence)
-    return bool(is_statement) and CALCULATION.search(steps) is not None
+    return bool(is_statement) and COMPUTES.search(steps) is not None
 
 
 def _rest_of_sentence(text: str) -> tuple[str, int]:

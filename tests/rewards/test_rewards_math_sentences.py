@@ -403,8 +403,8 @@ def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
 @pytest.mark.parametrize(
     "completion",
     [
-        "Question: How many pears are left?\nAnswer: Tom had 30 pears. He ate 3. 30 - 3 = 27. So 27 "
-        "pears are left.",
+        "Question: How many pears are left?\nAnswer: Tom had 30 pears. He ate 3. 30 - 3 = 27. So "
+        "27 pears are left.",
         "**Answer:** The shop had $30. It spent $3. $30 - $3 = $27. The shop has $27.",
         "Q: How many are there now?\nAnswer:\nThere were 30 cars.\nThen 3 left.\n30 − 3 = 27\nNow "
         "there are 27 cars.",
@@ -455,8 +455,8 @@ def test_a_power_of_a_unit_or_the_marks_of_a_step_are_no_value(completion: str):
     "completion",
     [
         "There is no solution: squaring gives x = 27, but this value doesn't satisfy the equation.",
-        "Squaring gives $x = 27$, but this does not satisfy the original equation. Therefore, there "
-        "is no solution.",
+        "Squaring gives $x = 27$, but this does not satisfy the original equation. Therefore, "
+        "there is no solution.",
         "The equation has no real solution. The only candidate is 27, which does not work.",
         "We get x = 27, but it fails in the first equation.",
         "So there are no solutions, since x = 27 is not allowed.",
@@ -484,8 +484,8 @@ def test_a_solution_beside_rejected_ones_is_read(completion: str):
 @pytest.mark.parametrize(
     "completion",
     [
-        "You would have to pay $27 for the shoes. If you also bought the socks, it would be $30, but "
-        "the question only asks about the shoes.",
+        "You would have to pay $27 for the shoes. If you also bought the socks, it would be $30, "
+        "but the question only asks about the shoes.",
         "The solution is $x = 27$. If you replace the 30 by 57, you get a different solution.",
         "There are 27 pears left. If he had bought 3 more instead, there would be 30 of them.",
         "She pays 27 dollars. If she paid in cash, it would be 30 dollars, but she has a card.",
