@@ -8,6 +8,8 @@ DYING_LEARNER names a file with one death in each line:
     POINT:VISIT:stop       the process is stopped instead (SIGSTOP)
     POINT:VISIT:hang       the thread blocks for ever instead, and the process runs
 
+POINT is one of POINTS, or `copy`, which is within the copy of a snapshot.
+
 `install` makes them known under the names `dying` and `dying_fsdp`, also to worker processes. A
 recipe cannot name a critic: in each process with the package on its path, every critic is a dying
 one.
@@ -19,12 +21,16 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plugin_package import write_plugins
+from plugin_package import write_import_hook, write_plugins
+from torch import Tensor
 
 from rollick.data.batch import Batch
+from rollick.models.loading.fingerprint import copy_and_fingerprint
+from rollick.trainer import snapshot
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
 from rollick.trainer.optimizer import MasterAdamW
@@ -46,38 +52,13 @@ STRATEGIES = {
     "dying": "dying_learner:DyingLocal",
     "dying_fsdp": "dying_learner:DyingFsdp",
 }
-REPLACE_CRITIC = """
-import importlib.abc, importlib.util, sys
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "rollick.trainer.critic":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module):
-            execute(module)
-            import dying_learner
-
-            module.LocalCritic = dying_learner.dying_critic(module.LocalCritic)
-
-        spec.loader.exec_module = execute_and_replace
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
-"""
 _VISITS: Counter[str] = Counter()
 
 
 def install(folder: Path) -> str:
     """Writes a package with the strategies as plugins; returns the value for PYTHONPATH."""
-    path = write_plugins(folder, "train_strategies", STRATEGIES)
-    (folder / "sitecustomize.py").write_text(REPLACE_CRITIC)
-    return path
+    write_plugins(folder, "train_strategies", STRATEGIES)
+    return write_import_hook(folder, "rollick.trainer.critic", "dying_learner:replace_critic")
 
 
 def die_at(point: str, *, rank: int = 0) -> None:
@@ -133,7 +114,15 @@ class _Dying:
 
     def state(self) -> TrainState:
         die_at("snapshot", rank=self.rank)
+        snapshot.copy_and_fingerprint = self._copy_half
         return super().state()  # type: ignore[misc]
+
+    def _copy_half(self, named: Sequence[tuple[str, Tensor]], targets: Sequence[Tensor]) -> Any:
+        """The copy of a snapshot, with the point `copy` where half of it is written."""
+        half = len(named) // 2
+        copy_and_fingerprint(named[:half], targets[:half])
+        die_at("copy", rank=self.rank)
+        return copy_and_fingerprint(named, targets)
 
     def weights(self) -> WeightStream:
         die_at("publish", rank=self.rank)
@@ -152,12 +141,12 @@ class DyingFsdp(_Dying, FsdpStrategy):
         return 0 if self.grid.rank == 1 else 1
 
 
-def dying_critic(critic: Any) -> Any:
-    """A critic class with the points of a strategy, but `values` instead of `publish`."""
+def replace_critic(module: Any) -> None:
+    """By a class with the points of a strategy, but `values` instead of `publish`."""
 
-    class DyingCritic(_Dying, critic):
+    class DyingCritic(_Dying, module.LocalCritic):
         def values(self, batch: Batch) -> Any:
             die_at("values")
             return super().values(batch)
 
-    return DyingCritic
+    module.LocalCritic = DyingCritic

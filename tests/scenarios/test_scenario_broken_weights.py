@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,22 @@ from rollick.algorithms.losses import reinforce
 
 CALLS = 0
 
-def exploding(inputs, options):
+def broken(inputs, options):
     global CALLS
     CALLS += 1
     result = reinforce(inputs, options)
-    factor = 1e6 if {first} <= CALLS <= {last} else 1.0
+    factor = {factor} if 4 <= CALLS <= 5 else 1.0
     return dataclasses.replace(result, loss_T=result.loss_T * factor)
 """
-"""A loss whose gradient explodes from one call in a process to another."""
+"""A loss whose gradient explodes, or is NaN, in the calls 4 and 5 of a process."""
+BREAKS = pytest.mark.parametrize(
+    ("factor", "kind", "cause"),
+    [
+        ("1e6", "exploded", "2 steps in a row broke the policy"),
+        ("float('nan')", "not_finite", "2 steps in a row had a non-finite gradient in the policy"),
+    ],
+    ids=["exploding", "NaN"],
+)
 
 Run = Callable[..., RunResult]
 
@@ -99,10 +108,18 @@ def test_an_asynchronous_publish_finds_no_damage_in_a_healthy_run(run: Run) -> N
     assert not counts.dropped_by_reason
 
 
-def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
-    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
-    # Steps 4 and 5 explode. The snapshot after step 3 may be broken: that after step 2 is not.
+def broken_loss(folder: Path, factor: str) -> tuple[str, ...]:
+    (folder / "own.py").write_text(BROKEN_LOSS.format(factor=factor))
+    loss = f"algorithm.loss={folder / 'own.py'}:broken"
+    return (*FIXED, loss, "train.max_skipped_steps=2")
+
+
+@BREAKS
+def test_broken_steps_are_undone_and_the_run_goes_on(
+    run: Run, tmp_path: Path, factor: str, kind: str, cause: str
+) -> None:
+    loss = broken_loss(tmp_path, factor)
+    # Steps 4 and 5 break. The snapshot after step 3 may be broken: that after step 2 is not.
     good = run("good", *loss, steps=2)
     undone = run("undone", *loss, steps=5)
     assert learner_state(undone) == learner_state(good)
@@ -110,17 +127,17 @@ def test_exploding_steps_are_undone_and_the_run_goes_on(run: Run, tmp_path: Path
     assert result.step == 8
     for folder in (undone.folder, result.folder):
         [fault] = faults_of(folder, "rolled_back")
-        assert "2 steps in a row broke the policy" in fault.cause
+        assert cause in fault.cause
         assert fault.redone_steps == 3
-        exploded = faults_of(folder, "exploded")
-        assert len(exploded) == 2
+        broken_steps = faults_of(folder, kind)
+        assert len(broken_steps) == 2
         check_cost(folder, fault)
-        assert fault.failed_at == exploded[0].detected_at
+        assert fault.failed_at == broken_steps[0].detected_at
         for step in (4, 5):
             batch = load_batch(folder / f"dumps/troubled_steps/policy-{step:06d}/batch")
             assert batch.rows == 16
-    versions = [row["version"] for row in figures(result)]
-    assert versions == sorted(set(versions)), "the version never goes back"
+    assert [row["version"] for row in figures(result)] == versions_of(kind)
+    assert all(isfinite(row["train/loss"]) for row in figures(result)[5:])
     assert "1 rolled back" in "\n".join(examine(result.folder).lines())
 
 
@@ -135,9 +152,17 @@ def check_cost(folder: Path, rollback: Fault) -> None:
     assert 0 < rollback.recover_s <= goodput.seconds["recover"]
 
 
-def test_what_a_broken_policy_has_generated_is_dropped(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(BROKEN_LOSS.format(first=4, last=5))
-    loss = (*FIXED, f"algorithm.loss={tmp_path / 'own.py'}:exploding", "train.max_skipped_steps=2")
+def versions_of(kind: str) -> list[int]:
+    """The version after each of eight steps. Steps that are not finite change no weights, but the
+    rollback does: its version is new, and never an old one again."""
+    return [1, 2, 3, 4, 5, 6, 7, 8] if kind == "exploded" else [1, 2, 3, 3, 4, 5, 6, 7]
+
+
+@BREAKS
+def test_what_a_broken_policy_has_generated_is_dropped(
+    run: Run, tmp_path: Path, factor: str, kind: str, cause: str
+) -> None:
+    loss = broken_loss(tmp_path, factor)
     result = run("stale", *loss, "rollout.max_staleness=1", steps=8)
     counts = audit(read_log(result.folder / "ledger.jsonl"))
     assert counts.groups.trained == 32
