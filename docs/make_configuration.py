@@ -38,8 +38,9 @@ rollout: {groups_per_step: 16, group_size: 8}
 
 Any key can be overridden on the command line, `rollick train recipe.yaml rollout.group_size=4`, and
 `extends: other.yaml` takes the keys of another recipe. `${a.b}` is the value of another key,
-`${oc.env:NAME}` an environment variable. Options of advantages, losses and corrections are in
-[algorithms](algorithms/README.md). This page is written by `docs/make_configuration.py`.
+`${oc.env:NAME}` an environment variable; both are written to the run's folder as plain values, so
+name the variable of an API key instead (`key_env`). Options of advantages, losses and corrections
+are in [algorithms](algorithms/README.md). This page is written by `docs/make_configuration.py`.
 """
 
 

@@ -22,7 +22,7 @@ from rollick.pipelines.state import RunState
 from rollick.roles.handles import Critic, Policy, Roles
 from rollick.roles.publisher import Publisher
 from rollick.roles.worker_recovery import WorkerRecovery
-from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
+from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord, read_snapshot
 from rollick.trainer.trainable_model import save_snapshot
 from rollick.types import Group, PolicyVersion
 
@@ -107,7 +107,7 @@ class RunCheckpoints:
         """The Writer of the newest snapshots of all trained roles, which do not change until the
         stack is closed. None if a role has no snapshot of its current state."""
         await self.recovery.settle()
-        held: dict[str, tuple[SnapshotMemory, SnapshotRecord]] = {}
+        held: dict[str, list[tuple[SnapshotMemory, SnapshotRecord]]] = {}
         for role, name in self._trained_roles:
             snapshots = self.recovery.snapshots.get(role.role)
             newest = await stack.enter_async_context(snapshots.hold()) if snapshots else None
@@ -116,8 +116,8 @@ class RunCheckpoints:
             held[name] = newest
 
         def write(path: Path) -> None:
-            for name, (memory, record) in held.items():
-                save_snapshot(path / name, name, memory, steps=record.steps)
+            for name, ranks in held.items():
+                _write_snapshot(path / name, name, ranks)
 
         return write
 
@@ -174,6 +174,19 @@ class RunCheckpoints:
     def _trained_roles(self) -> list[tuple[Policy | Critic, str]]:
         named = ((self.roles.policy, "learner"), (self.roles.critic, "critic"))
         return [(role, name) for role, name in named if role.ranks]
+
+
+def _write_snapshot(
+    path: Path, name: str, ranks: Sequence[tuple[SnapshotMemory, SnapshotRecord]]
+) -> None:
+    memory, record = ranks[0]
+    if not record.shards:
+        save_snapshot(path, name, memory, steps=record.steps)
+        return
+    # Imported here, because it takes a second and few runs need it.
+    from rollick.trainer.parallel.checkpoint import save_states
+
+    save_states(path, [read_snapshot(record) for _, record in ranks])
 
 
 async def _log_failure(saving: Coroutine[Any, Any, None]) -> None:

@@ -101,14 +101,21 @@ class JudgeSettings:
         if self.votes < 1 or self.scale < 1:
             raise ValueError(f"votes={self.votes} and scale={self.scale} must be at least 1")
 
-    def headers(self) -> dict[str, str]:
-        """HTTP headers with the API key. Raises ValueError if the variable `key_env` is unset."""
-        if not self.key_env:
-            return {}
+    @property
+    def key(self) -> str:
+        """The API key; empty without `key_env`. Raises ValueError if that variable is unset."""
         key = os.environ.get(self.key_env, "")
-        if not key:
+        if self.key_env and not key:
             raise ValueError(f"the environment has no {self.key_env} with the judge's API key")
-        return {"Authorization": f"Bearer {key}"}
+        return key
+
+    def headers(self) -> dict[str, str]:
+        """HTTP headers with the API key."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def redact(self, content: bytes) -> bytes:
+        """A reply without the API key: parts of replies are written to the run's folder."""
+        return content.replace(self.key.encode(), b"[API key]") if self.key else content
 
     def request_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         temperature = self.temperature
@@ -225,7 +232,7 @@ class _BatchJudge:
         request = self.client.stream("POST", url, json=body)
         try:
             async with asyncio.timeout(settings.request_s), request as response:
-                content = await _read_body(response)
+                content = settings.redact(await _read_body(response))
         except TimeoutError:
             raise NoResponse(f"no response within {settings.request_s:g} s") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

@@ -129,15 +129,15 @@ class RoleSnapshots:
         return undone
 
     @asynccontextmanager
-    async def hold(self) -> AsyncGenerator[tuple[SnapshotMemory, SnapshotRecord] | None]:
-        """The newest snapshot, which does not change while the block runs. None if it does not
-        contain all training, or if the role has several ranks."""
+    async def hold(self) -> AsyncGenerator[list[tuple[SnapshotMemory, SnapshotRecord]] | None]:
+        """The newest snapshot, by rank; it does not change while the block runs. None if it does
+        not contain all training."""
         slot = self._newest
-        if slot is None or self.later_batches or len(slot.records) > 1:
+        if slot is None or self.later_batches:
             yield None
             return
         async with slot.in_use:
-            yield slot.memories[0], slot.records[0]
+            yield list(zip(slot.memories, slot.records, strict=True))
 
     def close(self) -> None:
         for slot in self._slots:

@@ -15,7 +15,7 @@ from rollick.config.load import dump_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REWARD = """
-import errno
+import errno, time
 from pathlib import Path
 from rollick.testing.toys import nears_letter
 
@@ -26,6 +26,8 @@ def score(completion, answer):
     with COUNT.open("ab") as file:
         file.write(b"x")
     if number == {full_at}:
+        while not (DISK / "full" / "checkpoints" / "step-000001").exists():
+            time.sleep(0.01)
         with (DISK / "filler").open("wb", buffering=0) as file:
             try:
                 while True:
@@ -46,8 +48,13 @@ exit $code
 """
 
 
+INLINE: tuple[str, ...] = ()
+RAY = ("cluster.backend=ray", "devices.generators=cpu:1")
+"""Checkpoints are written from snapshots, in the background."""
+
+
 def run_on_small_disk(
-    model: Path, folder: Path, *, full_at: int, free_at: int
+    model: Path, folder: Path, backend: tuple[str, ...], *, full_at: int, free_at: int
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run six steps of 16 samples. The disk is full from one call of the reward to another."""
     if shutil.which("unshare") is None:
@@ -60,7 +67,7 @@ def run_on_small_disk(
     (folder / "mine.py").write_text(code)
     reward = f"data.domains.letters.rewards=[{folder / 'mine.py'}:score]"
     options = (reward, "checkpoint.every=1", "rewards.processes=1", "data.validation={}")
-    loaded = toy(model, disk, *options, name="full", steps=6)
+    loaded = toy(model, disk, *options, *backend, name="full", steps=6)
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     _, env = marked_environment()
@@ -73,10 +80,11 @@ def run_on_small_disk(
     return ended, copy / "full"
 
 
+@pytest.mark.parametrize("backend", [INLINE, RAY], ids=["inline", "ray"])
 def test_a_disk_that_is_full_for_two_steps_costs_no_row_and_no_step(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, backend: tuple[str, ...]
 ) -> None:
-    ended, folder = run_on_small_disk(tiny_folder, tmp_path, full_at=20, free_at=60)
+    ended, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("metrics.jsonl cannot be written: No space left on device") == 1
     assert "was not saved" in ended.stderr
@@ -88,9 +96,10 @@ def test_a_disk_that_is_full_for_two_steps_costs_no_row_and_no_step(
     )
 
 
+@pytest.mark.parametrize("backend", [INLINE, RAY], ids=["inline", "ray"])
 def test_a_disk_that_stays_full_ends_the_run_for_a_retry_with_the_last_checkpoint(
-    tiny_folder: Path, tmp_path: Path
+    tiny_folder: Path, tmp_path: Path, backend: tuple[str, ...]
 ) -> None:
-    ended, folder = run_on_small_disk(tiny_folder, tmp_path, full_at=20, free_at=10**9)
+    ended, folder = run_on_small_disk(tiny_folder, tmp_path, backend, full_at=20, free_at=10**9)
     assert ended.returncode == 69, ended.stderr
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000001"]

@@ -1,13 +1,18 @@
-"""The snapshots of all ranks restored on another number of ranks."""
+"""The snapshots of all ranks: restored on another number of ranks, and written to files."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks, own_part
+from tiny_mixture import save_tiny_mixture
+from torch.distributed.checkpoint import FileSystemReader
 
 from rollick.algorithms.losses import LossInputs, ppo
 from rollick.algorithms.objective import Loss
@@ -17,6 +22,7 @@ from rollick.testing.batches import random_batch, recipe_of, weighted_loss
 from rollick.testing.tiny import save_tiny
 from rollick.trainer.fsdp import FsdpStrategy
 from rollick.trainer.local import LocalStrategy
+from rollick.trainer.parallel.checkpoint import COUNTERS, FOLDER, save_states
 from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord, SnapshotWriter, read_snapshot
 from rollick.trainer.strategy import TrainState
 
@@ -76,3 +82,39 @@ def test_one_rank_continues_from_the_snapshots_of_two(
     [(state, loss)] = ranks(1).run(train, make_recipe(folder), [each[0] for each in first], 1)
     assert state.steps == 2
     assert [first[0][1], loss] == pytest.approx(expected, abs=2e-5)
+
+
+def train_and_save(recipe: Recipe, path: Path) -> TrainState:
+    """Take one step, save; the state."""
+    strategy = FsdpStrategy(recipe)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], loss_of)
+    strategy.step()
+    strategy.save(path)
+    return through_memory(strategy.state())
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    reader = FileSystemReader(path / FOLDER)
+    saved: Any = reader.read_metadata().state_dict_metadata
+    tensors = {n: torch.empty(each.size, dtype=each.properties.dtype) for n, each in saved.items()}
+    with warnings.catch_warnings():  # Warns about reading in a single process.
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"tensor": 2}, {"expert": 2}], ids=str)
+def test_files_written_from_the_snapshots_of_all_ranks_are_those_that_the_ranks_write(
+    ranks: RanksOf, tmp_path: Path, parallel: Any
+) -> None:
+    save = save_tiny_mixture if "expert" in parallel else save_tiny
+    folder = save(tmp_path / "tiny", hidden=64, heads=8, kv_heads=4)
+    by_ranks, by_controller = tmp_path / "ranks", tmp_path / "controller"
+    save_states(
+        by_controller, ranks(2).run(train_and_save, make_recipe(folder, **parallel), by_ranks)
+    )
+    expected, written = read_tensors(by_ranks), read_tensors(by_controller)
+    assert written.keys() == expected.keys()
+    assert {"rng.0", "rng.1"} < written.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    assert (by_controller / COUNTERS).read_text() == (by_ranks / COUNTERS).read_text()

@@ -1,8 +1,9 @@
 """The files of a sharded learner: written by all ranks, read by any number of them.
 
-Each rank saves its shards of masters and moments with torch's distributed checkpoints (DCP). A rank
-reads what its own shards need, however the writer was sharded. Snapshots of other ranks are copied
-from memory.
+The shards of masters and moments are in the format of torch's distributed checkpoints (DCP). Each
+rank writes its own, or one process writes those of all ranks from their snapshots. A rank reads
+what its own shards need, however the writer was sharded. Snapshots of other ranks are copied from
+memory.
 
     learner.dcp/   the tensors            learner.json   counters
 """
@@ -20,7 +21,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -44,7 +57,59 @@ def save_state(path: Path, tensors: Mapping[str, Tensor], *, steps: int) -> None
     rng_state = {f"rng.{dist.get_rank()}": torch.get_rng_state()}
     dcp.save({**tensors, **rng_state}, storage_writer=FileSystemWriter(path / FOLDER))
     if dist.get_rank() == 0:
-        (path / COUNTERS).write_text(json.dumps({"steps": steps}))
+        _write_counters(path, steps)
+
+
+class _Parts(DefaultSavePlanner):
+    """Parts of tensors that this process has, each with its place in the complete tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[MetadataIndex, Tensor] = {}
+        self.items: list[WriteItem] = []
+
+    def add(self, name: str, part: Tensor, shard: Shard) -> None:
+        """Add a part, unless another rank holds the same one."""
+        offsets = torch.Size(shard.offsets)
+        index = MetadataIndex(name, offsets)
+        if index in self.parts or not part.numel():
+            return
+        self.parts[index] = part
+        chunk = ChunkStorageMetadata(offsets, part.shape)
+        data = TensorWriteData(chunk, TensorProperties(part.dtype), torch.Size(shard.full))
+        self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.parts[write_item.index]
+
+
+def save_states(path: Path, states: Sequence[TrainState]) -> None:
+    """Write the states of all ranks, as `save_state` does, in one process without a group."""
+    path.mkdir(parents=True, exist_ok=True)
+    parts = _Parts()
+    for rank, state in enumerate(states):
+        for name, tensor in state.tensors.items():
+            if name == "rng.cpu":
+                parts.add(f"rng.{rank}", tensor, _complete(tensor))
+            elif not name.startswith("step."):
+                parts.add(name, tensor, state.shards.get(name) or _complete(tensor))
+    # Without copying ahead, for which the writer would start CUDA in this process.
+    writer = FileSystemWriter(path / FOLDER, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(True)
+    plans, metadata = create_default_global_save_plan(
+        [writer.prepare_local_plan(SavePlan(parts.items))], rewrite_index_hints=False
+    )
+    [plan] = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(plan, parts).wait()])
+    _write_counters(path, states[0].steps)
+
+
+def _complete(tensor: Tensor) -> Shard:
+    return Shard((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def _write_counters(path: Path, steps: int) -> None:
+    (path / COUNTERS).write_text(json.dumps({"steps": steps}))
 
 
 def load_state(path: Path, tensors: Mapping[str, Tensor]) -> int:
