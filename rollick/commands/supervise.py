@@ -207,9 +207,13 @@ class RunSupervisor:
         self._look_for_progress(started_at)
         if self._fault:
             cause = self._describe_exit(process.returncode)
-            self._fault.give_up(f"the restarted run ended before a step: {cause}")
+            reason = f"the restarted run ended before a step: {cause}"
+            self._fault.give_up(reason, lost=self._lost_since_crash())
             self._fault = None
         return process.returncode
+
+    def _lost_since_crash(self) -> LostTime:
+        return read_lost_time(self._folder).since(self._lost_before)
 
     def _kill_if_stopped(self, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
@@ -231,8 +235,7 @@ class RunSupervisor:
             return False
         if self._fault is not None:
             redone = max(0, self._fault.step - resumed_from)
-            lost = read_lost_time(self._folder).since(self._lost_before)
-            self._fault.rejoined(redone_steps=redone, lost=lost)
+            self._fault.rejoined(redone_steps=redone, lost=self._lost_since_crash())
             self._fault = None
         return True
 

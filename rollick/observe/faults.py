@@ -102,8 +102,8 @@ class Fault:
         self.recover_s, self.redo_s = lost
         self._write(self)
 
-    def give_up(self, reason: str) -> None:
-        self.gave_up = reason
+    def give_up(self, reason: str, *, lost: LostTime = NO_LOST_TIME) -> None:
+        self.gave_up, (self.recover_s, self.redo_s) = reason, lost
         self._write(self)
 
 

@@ -171,6 +171,18 @@ def test_a_crash_costs_the_time_until_the_next_step_and_the_lost_steps(tmp_path:
     assert (fault.recover_s, fault.redo_s, fault.redone_steps) == (5, 3 + 10, 1)
 
 
+def test_crashes_before_a_step_have_a_cost_each(tmp_path: Path) -> None:
+    def opened(recover_s: float) -> dict[str, Any]:
+        return {"event": "opened", "seconds": {"recover": recover_s}}
+
+    crash = {"save": 1, "log": [1], "signal": 9}
+    again = {"time": [opened(5)], "signal": 9}
+    supervise(tmp_path, crash, again, {"time": [opened(7)], "log": [2], "exit": 0})
+    first, second = read_faults(tmp_path)
+    assert first.gave_up == "the restarted run ended before a step: killed by SIGKILL"
+    assert (first.recover_s, second.recover_s) == (5, 7)
+
+
 def test_a_run_that_was_killed_for_lack_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
     code, messages = supervise(tmp_path, {"kills": 4, "signal": 9}, {"exit": 0})
