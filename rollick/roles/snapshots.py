@@ -91,8 +91,12 @@ class RoleSnapshots:
     async def restore(self) -> int:
         """Restore the state in new processes; returns how many batches were trained on again."""
         assert self.is_enabled
-        if self._newest is not None:
-            await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
+        if (newest := self._newest) is not None:
+            try:
+                await self.handle.restore_snapshots(newest.records, newest.memories)
+            except CheckpointError:
+                self._newest = None  # It is damaged: it must not become a checkpoint either.
+                raise
         elif self.loaded_from is not None:
             await self.handle.load(self.loaded_from)
         for batch in self.untaken:
