@@ -95,8 +95,12 @@ class RoleSnapshots:
     async def restore(self) -> None:
         """Restore the state of the newest snapshot in new processes; `replay` does the rest."""
         assert self.is_enabled
-        if self._newest is not None:
-            await self.handle.restore_snapshots(self._newest.records, self._newest.memories)
+        if (newest := self._newest) is not None:
+            try:
+                await self.handle.restore_snapshots(newest.records, newest.memories)
+            except CheckpointError:
+                self._newest = None  # It is damaged: it must not become a checkpoint either.
+                raise
         elif self.loaded_from is not None:
             await self.handle.load(self.loaded_from)
 

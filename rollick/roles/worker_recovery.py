@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     AsyncExitStack,
@@ -83,7 +83,8 @@ class WorkerRecovery:
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
         self._failures: dict[RoleName, RollickError] = {}
-        """Why roles cannot be repaired, such as a lack of room. These errors end the run."""
+        """Why roles cannot be repaired, such as a lack of room or of their state. These errors end the
+        run: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
         self._replacing: set[int] = set()
         """Hosts whose roles do not have their state yet, by index."""
@@ -112,6 +113,8 @@ class WorkerRecovery:
         now, raised = asyncio.get_running_loop().time, 0
         while True:
             await self._until_restored(role)
+            if (failure := self._failures.get(role)) is not None:
+                raise failure.copy()
             begun, before = now(), self._repaired(self._hosts_of(role))
             try:
                 return await attempt()
@@ -284,6 +287,7 @@ class WorkerRecovery:
                 cause=error.message,
                 failed_at=failure_time(error),
             )
+            stateless: list[RoleName] = []
             while not (refusal := self._refusal(role, hosts)):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
@@ -291,10 +295,10 @@ class WorkerRecovery:
                 try:
                     redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
-                    error = failed
+                    error, stateless = failed, _trained_on(hosts)
                 except RollickError as failed:
                     fault.give_up(failed.message)
-                    self._failures[role] = failed
+                    self._fail([role, *_trained_on(hosts)], failed)
                     raise
                 else:
                     lost = self.goodput.claim_lost_time()
@@ -304,7 +308,12 @@ class WorkerRecovery:
                 finally:
                     self._replacing = set()
             fault.give_up(refusal)
+            self._fail(stateless, error)
             raise error
+
+    def _fail(self, roles: Iterable[RoleName], failure: RollickError) -> None:
+        for role in roles:
+            self._failures[role] = failure
 
     def _refusal(self, role: RoleName, hosts: Sequence[HostSpec]) -> str:
         """Why a loss of these hosts cannot be repaired; empty if it can."""

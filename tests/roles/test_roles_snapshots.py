@@ -19,7 +19,7 @@ from rollick.cluster.machine import machine_id
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import CheckpointError, WorkerLost
+from rollick.errors import CheckpointError, RollickError, WorkerError, WorkerLost
 from rollick.observe.faults import FaultLog
 from rollick.observe.goodput import TimeAccount
 from rollick.roles import worker_recovery
@@ -43,6 +43,7 @@ class CountingLearner:
     """Snapshots."""
     has_memory: bool = True
     busy_s: float = 0.05
+    restore_error: RollickError | None = None
 
     def train(self, batch: Any) -> None:
         time.sleep(self.busy_s)
@@ -59,6 +60,8 @@ class CountingLearner:
 
     def restore_snapshots(self, records: list[SnapshotRecord]) -> None:
         time.sleep(0.05)
+        if self.restore_error is not None:
+            raise self.restore_error
         self.batches = records[0].steps
 
     def peak_memory(self) -> int:
@@ -94,7 +97,8 @@ LEARNERS: dict[RoleName, CountingLearner] = {}
 
 
 def create(context: HostContext, rank: int, role: RoleName) -> CountingLearner:
-    LEARNERS[role] = CountingLearner()
+    old = LEARNERS.get(role, CountingLearner())
+    LEARNERS[role] = CountingLearner(restore_error=old.restore_error)
     return LEARNERS[role]
 
 
@@ -105,6 +109,7 @@ OpenRun = Callable[[], AbstractAsyncContextManager[Run]]
 def opened(tmp_path: Path) -> OpenRun:
     @asynccontextmanager
     async def open_run() -> AsyncGenerator[Run]:
+        LEARNERS.clear()
         devices = DeviceMap({"policy": parse_devices("cpu:0"), "critic": parse_devices("cpu:1")})
         specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
         cluster = ClusterConfig(backend="inline")
@@ -165,6 +170,36 @@ async def test_a_call_during_a_repair_waits_until_the_new_process_has_its_state(
         await repairing
         assert read == 1, "a process without its state was called"
         assert run.learners[role].batches == 2, "a training was lost"
+
+
+@pytest.mark.parametrize("role", TRAINED)
+@pytest.mark.parametrize(
+    "error", [CheckpointError("the snapshot is damaged"), WorkerError("the state does not fit")]
+)
+async def test_a_new_process_that_cannot_get_its_state_is_never_called(
+    opened: OpenRun, role: RoleName, error: RollickError
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        run.learners[role].restore_error = error
+        with pytest.raises(type(error), match=error.message):
+            await run.repair(role)
+        for _ in range(2):
+            with pytest.raises(type(error), match=error.message):
+                await run.handle(role).train(BATCH)
+            run.recovery.finish_step(hold=True)
+        assert run.learners[role].batches == 0
+        assert run.faults.faults[-1].gave_up
+
+
+async def test_a_damaged_snapshot_does_not_become_a_checkpoint(opened: OpenRun) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        run.learners["policy"].restore_error = CheckpointError("the snapshot is damaged")
+        with pytest.raises(CheckpointError):
+            await run.repair("policy")
+        async with run.snapshots("policy").hold() as held:
+            assert held is None
 
 
 async def test_a_call_to_another_role_does_not_wait_for_a_repair(opened: OpenRun) -> None:
