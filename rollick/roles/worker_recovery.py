@@ -83,8 +83,8 @@ class WorkerRecovery:
         self._repairs: Counter[int] = Counter()
         """How often each host was replaced, by index."""
         self._failures: dict[RoleName, RollickError] = {}
-        """Why roles cannot be repaired, such as a lack of room or of their state. These errors end the
-        run: a new process without its state must not be called."""
+        """Why roles cannot be repaired, such as a lack of room or of their state. These errors end
+        the run: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
         self._replacing: set[int] = set()
         """Hosts whose roles do not have their state yet, by index."""
