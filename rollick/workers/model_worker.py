@@ -37,11 +37,15 @@ class Meter:
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         self.initial_bytes = resident_bytes()
+        self._peak_bytes = 0
 
     def peak(self) -> int:
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated()
-        return max(0, resident_bytes(peak=True) - self.initial_bytes)
+        # The kernel's own peak is approximate, and a newer Meter of this process resets it.
+        growth = resident_bytes(peak=True) - self.initial_bytes
+        self._peak_bytes = max(self._peak_bytes, growth)
+        return self._peak_bytes
 
 
 def resident_bytes(*, peak: bool = False) -> int:

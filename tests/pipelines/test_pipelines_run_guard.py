@@ -73,9 +73,9 @@ def test_a_guard_without_a_free_file_descriptor_still_ends_a_stop_that_takes_too
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        guard.look()
+        guard.end_if_stuck()
         guard.signalled_at = -31.0
-        guard.look()
+        guard.end_if_stuck()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert ended == [75]
