@@ -139,8 +139,8 @@ def test_naming_another_part_drops_the_options_of_the_one_before(folder: Path) -
         ),
         (
             "rollout.group_size=1",
-            "rollout.group_size: advantage dr_grpo compares the samples of a group, and 1 gives "
-            "it no other; use 2 or more",
+            "rollout.group_size: advantage dr_grpo compares the samples of a group, and a group "
+            "of 1 has nothing to compare; use 2 or more",
         ),
     ],
 )
