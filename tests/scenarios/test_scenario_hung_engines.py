@@ -82,7 +82,7 @@ async def test_the_requests_of_an_engine_whose_step_blocks_run_elsewhere_and_it_
         assert len(set(trained)) == 16
         [fault] = faults_of(pipeline, "hung")
         assert fault.rank == before.index(hung)
-        assert "made no token for" in fault.cause
+        assert "generated no token for" in fault.cause
         async with asyncio.timeout(120):
             while not pipeline.source.restarter.restarts:
                 await pipeline.step()
