@@ -41,7 +41,7 @@ def hidden_states(decoder: nn.Module, token_ids_N: Tensor, layout: PackedLayout)
     if spec is None:
         return None
     residual_NE = embedding(token_ids_N, spec.embedding.weight)
-    cos_1ND, sin_1ND = spec.rotary_angles(layout.position_ids_N[None], residual_NE[None])
+    cos_1ND, sin_1ND = spec.rotary_cos_sin(layout.position_ids_N[None], residual_NE[None])
     cos_sin = cos_1ND[0][:, None], sin_1ND[0][:, None]
     output_NE: Tensor | None = None
     for layer in spec.layers:
@@ -217,7 +217,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """(residual + sublayer_output, its norm); without a residual, (None, norm of sublayer_output)."""
+    """(residual + sublayer_output, its norm); without a residual, (None, the norm)."""
 
     @staticmethod
     def forward(

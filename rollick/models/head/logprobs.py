@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollick.errors import ModelError
-from rollick.models.decoder.batch_invariant import batch_invariant_product, tiled_linear
+from rollick.models.decoder.batch_invariant import batch_invariant_matmul, tiled_linear
 
 
 class OutputHead(NamedTuple):
@@ -84,7 +84,7 @@ def head_logits(hidden_TD: Tensor, head: OutputHead, *, batch_invariant: bool = 
     """
     wide, weight_VD, bias_V = _result_dtype(hidden_TD), head.weight_VD, head.bias_V
     if hidden_TD.is_cuda and batch_invariant:
-        product_TV = batch_invariant_product(hidden_TD, weight_VD, bias_V, dtype=wide)
+        product_TV = batch_invariant_matmul(hidden_TD, weight_VD, bias_V, dtype=wide)
         return head.finish(product_TV)
     if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
         product_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
