@@ -21,7 +21,7 @@ from rollick.types import BoolArray, Group, ScoredSample
 
 
 def step_return(groups: Sequence[Group], options: StepReturnAdvantage) -> Advantages:
-    """R_k = r_k + gamma R_{k+1}: discount between turns, never inside one.
+    """R_k = r_k + gamma R_{k+1}: discounted between turns, never inside one.
 
     With `whiten`: (R - mean) / (std + epsilon) over all turns of the batch, each counted once.
     """

@@ -126,7 +126,7 @@ def test_tails_of_one_length_and_parent_make_one_kernel_call():
 
 @pytest.mark.parametrize("parents", [[0, ROOT], [ROOT, 1], [ROOT, -2]])
 def test_a_segment_cannot_continue_itself_or_a_later_one(parents: list[int]):
-    with pytest.raises(ValueError, match="continues an earlier one"):
+    with pytest.raises(ValueError, match="must be an earlier segment"):
         PackedLayout.of([1, 1], parents=parents)
 
 
