@@ -1,8 +1,7 @@
 """Advantages with one value per token: returns, GAE, on-policy distillation.
 
-Each function takes (groups, options) and returns, per group and member, one value per token. Only
-tokens inside the loss mask are steps: discounts, TD errors and statistics skip the others, whose
-results are 0.
+(groups, options) -> per group, per member, one value per token. Only tokens inside the loss mask
+are steps: discounts, TD errors and statistics skip the others, whose results are 0.
 
 Shapes: T tokens of one sample, prompt and observations included; mask_T is its loss mask.
 """

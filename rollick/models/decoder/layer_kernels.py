@@ -157,11 +157,9 @@ def _rotate_and_store(
         norm = key_norm
         if head < HEADS:
             norm = query_norm
-        angle = (
-            tl.load(position + n, mask=is_token, other=0).to(tl.int64)[:, None] * DIM + d[None, :]
-        )
-        c = tl.load(cosine + angle, mask=inside, other=0.0)
-        s = tl.load(sine + angle, mask=inside, other=0.0)
+        pos = tl.load(position + n, mask=is_token, other=0).to(tl.int64)[:, None] * DIM + d[None, :]
+        c = tl.load(cosine + pos, mask=inside, other=0.0)
+        s = tl.load(sine + pos, mask=inside, other=0.0)
         x = norm_and_rotate(row, d[None, :], inside, norm, c, s, eps, DIM, NORMED, 1)
     else:
         x = tl.load(row + d[None, :], mask=inside, other=0.0)
