@@ -1,9 +1,9 @@
 """Loss aggregation: the weight of each trained token in the loss of the batch.
 
-Pure functions: (counts_B, group_B, *, max_tokens) -> weights_B, float64. `counts_B` is the number
-of trained tokens of each sample of the global batch, `group_B` the group of each sample. The loss
-is the sum of weight * loss over the trained tokens, so it does not depend on the split into
-micro-batches or ranks. A sample without trained tokens has weight 0 and is not counted.
+(counts_B, group_B, *, max_tokens) -> weights_B, float64. `counts_B` is the number of trained tokens
+of each sample of the global batch, `group_B` the group of each sample. The loss is the sum of
+weight * loss over the trained tokens, so it does not depend on the split into micro-batches or
+ranks. A sample without trained tokens has weight 0 and is not counted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights
 
 def sequence_mean_token_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Mean over a sample's tokens, then over samples: tokens of short samples weigh more."""
-    return _reciprocals(counts_B, _samples(counts_B) * np.asarray(counts_B, np.float64))
+    return _reciprocals(counts_B, _count_samples(counts_B) * np.asarray(counts_B, np.float64))
 
 
 def sequence_mean_token_sum(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Sum over a sample's tokens, mean over samples."""
-    return _reciprocals(counts_B, np.full(len(counts_B), _samples(counts_B), np.float64))
+    return _reciprocals(counts_B, np.full(len(counts_B), _count_samples(counts_B), np.float64))
 
 
 def fixed_length(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weights:
     """Sum over tokens / (samples * max_tokens): the weights do not depend on lengths."""
     return _reciprocals(
-        counts_B, np.full(len(counts_B), _samples(counts_B) * max_tokens, np.float64)
+        counts_B, np.full(len(counts_B), _count_samples(counts_B) * max_tokens, np.float64)
     )
 
 
@@ -53,7 +53,7 @@ def prompt_mean(counts_B: Counts, group_B: Counts, *, max_tokens: int) -> Weight
     return _reciprocals(counts_B, float(np.count_nonzero(tokens_G)) * tokens_G[index_B])
 
 
-def _samples(counts_B: Counts) -> int:
+def _count_samples(counts_B: Counts) -> int:
     return int(np.count_nonzero(counts_B))
 
 

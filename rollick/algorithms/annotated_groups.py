@@ -1,7 +1,8 @@
-"""Copies a batch's annotations (log-probs, values) to the members of its groups.
+"""Group operations that need a batch's annotations: copy them, mask untrained members, subtract
+the KL penalty.
 
 `rows` maps each sample to its rows of the batch (Batch.rows_by_sample). A member without rows is
-not trained on and has no annotations. Pure functions.
+not trained on and has no annotations.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import numpy.typing as npt
 from rollick.data.batch import Batch
 from rollick.types import Annotations, FloatArray, Group, SampleId, Score, ScoredSample
 
-Rows = Mapping[SampleId, range]
+RowRanges = Mapping[SampleId, range]
 
 
-def annotate_group(group: Group, batch: Batch, rows: Rows) -> Group:
+def annotate_group(group: Group, batch: Batch, rows: RowRanges) -> Group:
     """Add the batch's log-probs and values to the group's members."""
     offsets, last_B = batch.offsets_B1, batch.last_values_B
 
-    def annotations(uid: SampleId) -> Annotations:
+    def annotations_of(uid: SampleId) -> Annotations:
         sample_rows = rows.get(uid)
         if sample_rows is None:
             return Annotations()
@@ -40,11 +41,11 @@ def annotate_group(group: Group, batch: Batch, rows: Rows) -> Group:
         )
 
     return _with_members(
-        group, (replace(m, annotations=annotations(m.sample.uid)) for m in group.members)
+        group, (replace(m, annotations=annotations_of(m.sample.uid)) for m in group.members)
     )
 
 
-def drop_untrained_members(group: Group, rows: Rows) -> Group:
+def drop_untrained_members(group: Group, rows: RowRanges) -> Group:
     """Mark the scores of members without rows as failed, so that no statistic uses them."""
     failed = Score.failed("not trained on")
     return _with_members(
@@ -56,7 +57,7 @@ def subtract_kl_penalty(groups: Sequence[Group], coefficient: float) -> tuple[li
     """Subtract coefficient * KL (k1 estimator) per token. Also returns the summed KL."""
     total = 0.0
 
-    def penalised(member: ScoredSample) -> ScoredSample:
+    def apply_penalty(member: ScoredSample) -> ScoredSample:
         nonlocal total
         if not member.score.ok:
             return member
@@ -69,8 +70,8 @@ def subtract_kl_penalty(groups: Sequence[Group], coefficient: float) -> tuple[li
             annotations=replace(member.annotations, penalty=penalty_T),
         )
 
-    result = [_with_members(group, map(penalised, group.members)) for group in groups]
-    return result, total
+    penalised = [_with_members(group, map(apply_penalty, group.members)) for group in groups]
+    return penalised, total
 
 
 def _k1_to_reference(member: ScoredSample) -> npt.NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """Credit assignment: from groups and an annotated batch to each token's advantage and weight.
 
     groups -> KL in the reward -> score shaping -> advantage ------> advantages_N, returns_N
-    batch  -> correction (old against behaviour) -> aggregation ---> weights_N
+    batch  -> correction (pi_old / mu) -> aggregation -------------> weights_N
                                         -> KL and entropy coefficients -> kl_weights_N,
                                                                           entropy_weights_N
 
@@ -30,7 +30,7 @@ import torch
 from rollick.algorithms.advantages import AdvantageFn, AdvantagesAndReturns
 from rollick.algorithms.aggregation import AggregationFn
 from rollick.algorithms.annotated_groups import (
-    Rows,
+    RowRanges,
     annotate_group,
     drop_untrained_members,
     subtract_kl_penalty,
@@ -97,7 +97,7 @@ class CreditAssigner:
     """Assigns an advantage, weights and an algorithm to each token of a step's batch."""
 
     def __init__(self, recipe: RlRecipe, *, base: Path | None) -> None:
-        """Files named in the recipe are relative to `base`."""
+        """`base` is the folder of files that the recipe names."""
         self.recipe = recipe
         domains = recipe.data.domains
         self._component_of = {name: recipe.component(name) for name in domains}
@@ -108,8 +108,8 @@ class CreditAssigner:
         )
         self._running = [RunningStatistics() for _ in self._components]
         self._kl_coefficients = [c.algorithm.kl.coefficient for c in self._components]
-        self._tokens = [0 for _ in self._components]
-        """Trained tokens of the last batch by component."""
+        self._trained_tokens = [0 for _ in self._components]
+        """Trained tokens of the last batch, for each component."""
 
     def _resolve(self, number: int, algorithm: AlgorithmConfig, base: Path | None) -> _Component:
         limits = [self._max_tokens[name] for name, c in self._component_of.items() if c == number]
@@ -131,12 +131,12 @@ class CreditAssigner:
         )
 
     def assign(self, groups: Sequence[Group], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """The batch with its credit, and metrics as means over the trained tokens."""
+        """The batch with advantages and weights, and metrics as means over the trained tokens."""
         component_of = {group.uid: self._component_of[group.prompt.domain] for group in groups}
         component_B = np.array([component_of[uid.group] for uid in batch.uids], np.int8)
         component_N = np.repeat(component_B, batch.lengths_B)
         trained_T = component_N[batch.loss_mask_N]
-        self._tokens = np.bincount(trained_T, minlength=len(self._components)).tolist()
+        self._trained_tokens = np.bincount(trained_T, minlength=len(self._components)).tolist()
         arrays = [np.zeros(batch.tokens) for _ in range(5)]
         credit = _TokenCredit(*arrays, scores_B=np.zeros(batch.rows))
         rows = batch.rows_by_sample()
@@ -162,19 +162,19 @@ class CreditAssigner:
         trained = max(int(np.count_nonzero(batch.loss_mask_N)), 1)
         return credited, {name: value / trained for name, value in credit.sums.items()}
 
-    def update_kl_coefficients(self, samples: int, means: Mapping[str, float]) -> None:
+    def update_kl_coefficients(self, samples: int, metrics: Mapping[str, float]) -> None:
         """Adapt the KL coefficients to the KL in the metrics of the learner and of `assign`."""
         for number, component in enumerate(self._components):
             kl = component.algorithm.kl
-            mean = means.get("reward_kl" if kl.in_reward else "kl")
-            if mean is None or kl.coefficient == 0 or not self._tokens[number]:
+            mean_kl = metrics.get("reward_kl" if kl.in_reward else "kl")
+            if mean_kl is None or kl.coefficient == 0 or not self._trained_tokens[number]:
                 continue
             # The mean is over all trained tokens, including those of components without this KL.
-            observed = mean * sum(self._tokens) / self._tokens_with_kl(kl.place)
-            control = fixed_coefficient
+            observed = mean_kl * sum(self._trained_tokens) / self._tokens_with_kl(kl.place)
+            update = fixed_coefficient
             if kl.controller == "adaptive":
-                control = partial(adaptive_coefficient, target=kl.target, horizon=kl.horizon)
-            self._kl_coefficients[number] = control(
+                update = partial(adaptive_coefficient, target=kl.target, horizon=kl.horizon)
+            self._kl_coefficients[number] = update(
                 self._kl_coefficients[number], observed=observed, samples=samples
             )
 
@@ -198,18 +198,24 @@ class CreditAssigner:
     def _tokens_with_kl(self, place: str) -> int:
         """Trained tokens of the last batch whose algorithm has a KL in this place."""
         kls = [component.algorithm.kl for component in self._components]
-        return sum(compress(self._tokens, [kl.coefficient and kl.place == place for kl in kls]))
+        has_kl = [kl.coefficient != 0 and kl.place == place for kl in kls]
+        return sum(compress(self._trained_tokens, has_kl))
 
     def _fill_advantages(
-        self, number: int, groups: Sequence[Group], batch: Batch, rows: Rows, credit: _TokenCredit
+        self,
+        number: int,
+        groups: Sequence[Group],
+        batch: Batch,
+        rows: RowRanges,
+        credit: _TokenCredit,
     ) -> None:
         component = self._components[number]
         annotated = [annotate_group(group, batch, rows) for group in groups]
         if component.reads_annotations:
             annotated = [drop_untrained_members(group, rows) for group in annotated]
         if component.algorithm.kl.in_reward:
-            annotated, total = subtract_kl_penalty(annotated, self._kl_coefficients[number])
-            credit.add({"reward_kl": total})
+            annotated, kl_sum = subtract_kl_penalty(annotated, self._kl_coefficients[number])
+            credit.add({"reward_kl": kl_sum})
         shaped = self._shape_scores(number, annotated)
         offsets = batch.offsets_B1
         for group, values in zip(shaped, component.advantage(shaped), strict=True):
@@ -256,7 +262,7 @@ class CreditAssigner:
         credit.weights_N += algorithm.weight * weights_N * correction_N
         if not (algorithm.kl.in_loss or algorithm.entropy):
             return
-        # Dropped tokens still measure the distance of the policy from its reference.
+        # KL and entropy also include the tokens that the correction drops.
         all_weights_N = algorithm.weight * aggregate(among_N=trained_N)
         if algorithm.kl.in_loss:
             credit.kl_weights_N += self._kl_coefficients[number] * all_weights_N

@@ -1,4 +1,4 @@
-"""Divergences between student and teacher on the teacher's k most likely tokens. Pure functions.
+"""Divergences between student and teacher on the teacher's k most likely tokens.
 
 T positions, K tokens. `teacher_TK` and `student_TK` are log-probs of the same tokens over the full
 vocabulary, not normalised over the K. All other tokens form a single outcome with the remaining
@@ -18,10 +18,10 @@ from rollick.config.names import resolve
 from rollick.config.schema.losses import DistillationLoss
 from rollick.errors import ConfigError
 
-MIN_REST = 1e-6
+MIN_OTHER_PROBABILITY = 1e-6
 """Lower bound of the other tokens' probability: below it, 1 - sum is inaccurate in float32."""
 
-ROWS_AT_ONCE = 1 << 16
+CHUNK_POSITIONS = 1 << 16
 """Positions per chunk, to limit memory: a divergence holds a dozen [T, K] arrays at once."""
 
 MIN_LOGPROB = -1e4
@@ -40,14 +40,14 @@ def distillation(inputs: LossInputs, options: DistillationLoss) -> TokenLoss:
         divergence = partial(divergence, skew=options.skew)
     elif options.divergence == "adaptive":
         divergence = partial(divergence, head=options.head)
-    chunks = (values_TK.split(ROWS_AT_ONCE) for values_TK in (inputs.teacher_TK, inputs.student_TK))
-    loss_T = torch.cat([divergence(*both) for both in zip(*chunks, strict=True)])
+    chunks = (x_TK.split(CHUNK_POSITIONS) for x_TK in (inputs.teacher_TK, inputs.student_TK))
+    loss_T = torch.cat([divergence(*chunk) for chunk in zip(*chunks, strict=True)])
     return TokenLoss(loss_T, {"divergence": loss_T.detach().sum()})
 
 
 def forward_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
     """KL(t || s): mode-covering."""
-    return _kl(_with_rest(teacher_TK), _with_rest(student_TK))
+    return _kl(_append_other_tokens(teacher_TK), _append_other_tokens(student_TK))
 
 
 def reverse_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def reverse_kl(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tens
 
 def js(teacher_TK: torch.Tensor, student_TK: torch.Tensor) -> torch.Tensor:
     """(KL(t || m) + KL(s || m)) / 2, m = (t + s) / 2; at most ln 2."""
-    teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
+    teacher, student = _append_other_tokens(teacher_TK), _append_other_tokens(student_TK)
     mixture = _mixture(teacher, student, 0.5)
     return 0.5 * (_kl(teacher, mixture) + _kl(student, mixture))
 
@@ -66,7 +66,7 @@ def skewed_kl(
     teacher_TK: torch.Tensor, student_TK: torch.Tensor, *, skew: float = 0.1
 ) -> torch.Tensor:
     """KL(t || skew t + (1 - skew) s): finite where the student has no mass (arXiv 2402.03898)."""
-    teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
+    teacher, student = _append_other_tokens(teacher_TK), _append_other_tokens(student_TK)
     return _kl(teacher, _mixture(teacher, student, skew))
 
 
@@ -85,27 +85,27 @@ def adaptive_kl(
     The head is the teacher's most likely tokens up to the mass `head`. The forward KL first fits
     the head and the reverse KL the tail, so each is weighted by its gap (arXiv 2404.02657).
     """
-    teacher, student = _with_rest(teacher_TK), _with_rest(student_TK)
+    teacher, student = _append_other_tokens(teacher_TK), _append_other_tokens(student_TK)
     with torch.no_grad():
         gap = (teacher.exp() - student.exp()).abs()
         order = teacher.argsort(dim=-1, descending=True)
         mass = teacher.exp().gather(-1, order)
-        before = mass.cumsum(-1) - mass
-        in_head = torch.zeros_like(gap).scatter(-1, order, (before < head).to(gap.dtype))
-        share_T = (gap * in_head).sum(-1) / gap.sum(-1).clamp(min=torch.finfo(gap.dtype).tiny)
-    return share_T * _kl(teacher, student) + (1 - share_T) * _kl(student, teacher)
+        mass_before = mass.cumsum(-1) - mass
+        in_head = torch.zeros_like(gap).scatter(-1, order, (mass_before < head).to(gap.dtype))
+        weight_T = (gap * in_head).sum(-1) / gap.sum(-1).clamp(min=torch.finfo(gap.dtype).tiny)
+    return weight_T * _kl(teacher, student) + (1 - weight_T) * _kl(student, teacher)
 
 
-def _with_rest(logprobs_TK: torch.Tensor) -> torch.Tensor:
-    """[T, K + 1]: appends the log of the mass of all other tokens."""
-    known_TK = logprobs_TK.clamp(min=MIN_LOGPROB)
-    rest_T1 = 1 - known_TK.exp().sum(-1, keepdim=True)
-    return torch.cat([known_TK, rest_T1.clamp(min=MIN_REST).log()], dim=-1)
+def _append_other_tokens(logprobs_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K + 1]: the last column is the log of the other tokens' probability."""
+    clamped_TK = logprobs_TK.clamp(min=MIN_LOGPROB)
+    other_T1 = 1 - clamped_TK.exp().sum(-1, keepdim=True)
+    return torch.cat([clamped_TK, other_T1.clamp(min=MIN_OTHER_PROBABILITY).log()], dim=-1)
 
 
-def _mixture(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
-    """log(share first + (1 - share) second)."""
-    return torch.logaddexp(first + log(share), second + log(1 - share))
+def _mixture(first: torch.Tensor, second: torch.Tensor, weight: float) -> torch.Tensor:
+    """log(weight first + (1 - weight) second)."""
+    return torch.logaddexp(first + log(weight), second + log(1 - weight))
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,14 @@
-"""Losses of policies, and of a critic. Pure functions: (LossInputs, options) -> TokenLoss.
+"""Losses of policies, and of a critic: (LossInputs, options) -> TokenLoss.
 
 A policy loss uses the importance ratio of each token, or that of its sample or turn; then each
 token carries the loss of its sample or turn, so that aggregations work in the same way.
 
-    pi   the present policy        r    pi / pi_old, the ratio to the policy before the step
+    pi   the current policy        r    pi / pi_old, the ratio to the policy before the step
     mu   the behaviour policy      rho  pi / mu, the ratio to the policy that sampled the token
     A    the advantage             sg   stop-gradient: the value without its gradient
 
 Shapes: T trained tokens of a micro-batch. Tokens outside the loss mask are not passed to a loss.
-The trainer applies the weights: the loss of a batch is sum(weights_T * loss_T), whatever the split
+The trainer applies the weights: the loss of a batch is sum(weights_T * loss_T) for any split
 into micro-batches and ranks. A token that a loss leaves out (outside the trust region, or of a
 sample without a positive score) has loss 0 and still counts in the denominator, because weights
 are computed before training.
@@ -46,7 +46,7 @@ from rollick.errors import ConfigError
 class LossInputs:
     """The inputs of a loss. logprobs_T, student_TK and entropy_T carry gradients.
 
-    logprobs_T: log pi of the present policy. old_T: log pi_old. behaviour_T: log mu.
+    logprobs_T: log pi of the current policy. old_T: log pi_old. behaviour_T: log mu.
     reference_T: log pi_ref.
     sequence_T: index of the token's sample (or of its segment, if the sample has several),
     ascending. A micro-batch holds whole samples.
@@ -102,8 +102,8 @@ def dppo_tv(inputs: LossInputs, options: DppoTvLoss) -> TokenLoss:
     A token is kept iff pi - mu <= delta (A > 0) or pi - mu >= -delta (A < 0).
     """
     with torch.no_grad():
-        moved_T = inputs.logprobs_T.exp() - inputs.behaviour_T.exp()
-        above_T, below_T = moved_T > options.delta, moved_T < -options.delta
+        change_T = inputs.logprobs_T.exp() - inputs.behaviour_T.exp()
+        above_T, below_T = change_T > options.delta, change_T < -options.delta
     return _dppo(inputs, above_T, below_T, options.max_ratio)
 
 
@@ -114,9 +114,9 @@ def dppo_kl(inputs: LossInputs, options: DppoKlLoss) -> TokenLoss:
     back towards mu.
     """
     with torch.no_grad():
-        far_T = binary_kl(inputs.behaviour_T, inputs.logprobs_T) > options.delta
-        above_T = far_T & (inputs.logprobs_T > inputs.behaviour_T)
-        below_T = far_T & (inputs.logprobs_T < inputs.behaviour_T)
+        outside_T = binary_kl(inputs.behaviour_T, inputs.logprobs_T) > options.delta
+        above_T = outside_T & (inputs.logprobs_T > inputs.behaviour_T)
+        below_T = outside_T & (inputs.logprobs_T < inputs.behaviour_T)
     return _dppo(inputs, above_T, below_T, options.max_ratio)
 
 
@@ -143,7 +143,7 @@ def reinforce(inputs: LossInputs, options: PlainLoss) -> TokenLoss:
 
 def truncated_is(inputs: LossInputs, options: TruncatedIsLoss) -> TokenLoss:
     """-sg(clip(rho, low, high)) A log pi."""
-    return _weighted_by_rho(inputs, low=options.low, high=options.high)
+    return _clip_rho(inputs, low=options.low, high=options.high)
 
 
 def cispo(inputs: LossInputs, options: CispoLoss) -> TokenLoss:
@@ -152,16 +152,16 @@ def cispo(inputs: LossInputs, options: CispoLoss) -> TokenLoss:
     PPO's clip removes rare tokens that start a new line of reasoning from the gradient after the
     first step (MiniMax-M1, arXiv 2506.13585).
     """
-    return _weighted_by_rho(inputs, low=1 - options.clip_low, high=1 + options.clip_high)
+    return _clip_rho(inputs, low=1 - options.clip_low, high=1 + options.clip_high)
 
 
-def _weighted_by_rho(inputs: LossInputs, *, low: float, high: float) -> TokenLoss:
+def _clip_rho(inputs: LossInputs, *, low: float, high: float) -> TokenLoss:
     # Uses pi / mu, because pi / pi_old is 1 with one optimizer step per batch.
     with torch.no_grad():
         ratio_T = bounded_ratio(inputs.logprobs_T, inputs.behaviour_T)
         factor_T = ratio_T.clamp(low, high) * inputs.advantages_T
-        cut_T = (ratio_T < low) | (ratio_T > high)
-    return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(cut_T, inputs.advantages_T))
+        clipped_T = (ratio_T < low) | (ratio_T > high)
+    return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(clipped_T, inputs.advantages_T))
 
 
 def sapo(inputs: LossInputs, options: SapoLoss) -> TokenLoss:
@@ -207,13 +207,13 @@ def gspo(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
     The reward belongs to a whole sample, so the importance ratio does too; ratios of single tokens
     add noise (arXiv 2507.18071).
     """
-    return _on_mean_ratio(inputs, inputs.sequence_T, options)
+    return _clip_mean_ratio(inputs, inputs.sequence_T, options)
 
 
 def segment(inputs: LossInputs, options: GspoLoss) -> TokenLoss:
     """gspo with the mean over the token's turn instead of the sample."""
     turn_T = inputs.sequence_T if inputs.turn_T is None else inputs.turn_T
-    return _on_mean_ratio(inputs, turn_T, options)
+    return _clip_mean_ratio(inputs, turn_T, options)
 
 
 def gmpo(inputs: LossInputs, options: GmpoLoss) -> TokenLoss:
@@ -246,11 +246,11 @@ def topr(inputs: LossInputs, options: ToprLoss) -> TokenLoss:
         ratio_T = log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
         down_T = options.negative_weight * ratio_T.clamp(max=options.cap)
         factor_T = torch.where(good_T, options.positive_weight, down_T) * advantages_T
-        cut_T = ~good_T & (ratio_T > options.cap)
-    return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(cut_T, advantages_T))
+        clipped_T = ~good_T & (ratio_T > options.cap)
+    return TokenLoss(-factor_T * inputs.logprobs_T, clip_sums(clipped_T, advantages_T))
 
 
-def _on_mean_ratio(inputs: LossInputs, segment_T: torch.Tensor, options: GspoLoss) -> TokenLoss:
+def _clip_mean_ratio(inputs: LossInputs, segment_T: torch.Tensor, options: GspoLoss) -> TokenLoss:
     mean_T = segment_mean(inputs.logprobs_T - inputs.old_T, segment_T)
     ratio_T = bounded_ratio(mean_T, torch.zeros_like(mean_T))
     return clipped_surrogate(ratio_T, inputs.advantages_T, options)

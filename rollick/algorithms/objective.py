@@ -3,8 +3,7 @@
     LossInputs -> per component: policy loss, KL to the reference, entropy
                -> sum of weight * loss, each with its own weights -> Loss
 
-The weights in the batch include all denominators and coefficients, so the trainer only adds up
-losses.
+The weights in the batch include all denominators and coefficients: the trainer only sums losses.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -
     """The recipe's advantage as a function of shaped groups. Its results are checked."""
     compute = _bind("advantages", algorithm.advantage, base)
     name = algorithm.advantage.name
-    plain = ShapingConfig(difficulty=algorithm.shaping.difficulty)
-    if name == "gdpo" and algorithm.shaping != plain:
+    default = ShapingConfig(difficulty=algorithm.shaping.difficulty)
+    if name == "gdpo" and algorithm.shaping != default:
         raise ConfigError(
             "algorithm.shaping changes the score, and advantage gdpo uses only its parts",
             fix="remove the shaping, or use another advantage",
@@ -78,10 +77,10 @@ def build_objective(
     """The loss of the recipe: algorithm c computes the loss of the tokens with component_T == c.
 
     Files of the user are relative to `base`, the recipe's folder. `one_step`: a batch makes one
-    optimizer step, so the old policy is the present one if only the loss needs it.
+    optimizer step, so the old policy is the current one if only the loss needs it.
     """
     configs = [algorithms] if isinstance(algorithms, AlgorithmConfig) else algorithms
-    return _Objective(tuple(_component(config, base, one_step=one_step) for config in configs))
+    return _Objective(tuple(_compose(config, base, one_step=one_step) for config in configs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +95,11 @@ class _Objective:
         total = inputs.logprobs_T.new_zeros(())
         sums: dict[str, torch.Tensor] = {}
         for number, component in enumerate(self.components):
-            own_T = inputs.component_T == number
-            if own_T.any():
-                part = component(inputs.where(own_T))
-                total = total + part.total
-                sums |= {name: sums.get(name, 0) + value for name, value in part.sums.items()}
+            mask_T = inputs.component_T == number
+            if mask_T.any():
+                loss = component(inputs.where(mask_T))
+                total = total + loss.total
+                sums |= {name: sums.get(name, 0) + value for name, value in loss.sums.items()}
         return Loss(total, sums)
 
 
@@ -112,11 +111,11 @@ class _Component:
     loss: Callable[[LossInputs], TokenLoss]
     kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     correct: CorrectionFn | None
-    old_is_now: bool = False
-    """Uses the present policy as the old one: equal if a batch makes one optimizer step."""
+    old_is_current: bool = False
+    """Use the current policy as the old one: equal if a batch makes one optimizer step."""
 
     def __call__(self, inputs: LossInputs) -> Loss:
-        inputs = self._with_old(inputs)
+        inputs = self._replace_old(inputs)
         policy = self.loss(inputs)
         weights_T = inputs.weights_T
         if self.correct is not None:
@@ -133,10 +132,10 @@ class _Component:
             total = total - _weighted_sum(entropy(inputs), weights_T)
         return Loss(total, sums)
 
-    def _with_old(self, inputs: LossInputs) -> LossInputs:
+    def _replace_old(self, inputs: LossInputs) -> LossInputs:
         if self.algorithm.old_is_behaviour:
             return replace(inputs, old_T=inputs.behaviour_T)
-        if self.old_is_now:
+        if self.old_is_current:
             return replace(inputs, old_T=inputs.logprobs_T.detach())
         if self.algorithm.interpolates_old:
             age_T = _require(inputs.age_T, "age")
@@ -160,7 +159,7 @@ class _Component:
         return {"ratio": ratio_T.sum(), "ratio_squared": ratio_T.square().sum()}
 
 
-def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool) -> _Component:
+def _compose(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool) -> _Component:
     if algorithm.kl.in_loss and algorithm.kl.form == "k1":
         raise ConfigError(
             "algorithm.kl.form=k1 in the loss has an expected gradient of zero on-policy",
@@ -173,7 +172,7 @@ def _component(algorithm: AlgorithmConfig, base: Path | None, *, one_step: bool)
         loss=_bind("losses", algorithm.loss, base),
         kl=resolve("kl_forms", algorithm.kl.form),
         correct=resolve_correction(algorithm, base=base) if algorithm.interpolates_old else None,
-        old_is_now=one_step and algorithm.old_only_in_loss,
+        old_is_current=one_step and algorithm.old_only_in_loss,
     )
 
 
@@ -182,10 +181,10 @@ def _weighted_sum(values_T: torch.Tensor, weights_T: torch.Tensor) -> torch.Tens
     return (weights_T * torch.where(weights_T == 0, 0.0, values_T)).sum()
 
 
-def _require(values_T: torch.Tensor | None, what: str) -> torch.Tensor:
+def _require(values_T: torch.Tensor | None, name: str) -> torch.Tensor:
     if values_T is None:
         raise ConfigError(
-            f"the algorithm needs the {what} of each token, and the batch has none",
+            f"the algorithm needs the {name} of each token, and the batch has none",
             fix="annotate the batch before training",
         )
     return values_T
@@ -196,8 +195,8 @@ def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
     name: str = part.name  # pyright: ignore[reportAttributeAccessIssue]
     function = resolve(kind, name, base=base)
     if not callable(function):
-        kind = type(function).__name__
-        raise ConfigError(f"{name} is a {kind}, not a function", fix="name a function")
+        problem = f"{name} is a {type(function).__name__}, not a function"
+        raise ConfigError(problem, fix="name a function")
     options: Any = dict(part.options) if isinstance(part, CustomPart) else part
     return lambda *inputs: function(*inputs, options)
 
@@ -217,20 +216,20 @@ def checked_advantages(advantages: Any, groups: Sequence[Group], name: str) -> A
                 fix="return one value for each sample, failed ones included (0.0)",
             )
         for value, sample in zip(values, group.samples, strict=True):
-            for stream in value if isinstance(value, AdvantagesAndReturns) else (value,):
-                _check_value(stream, sample.length, f"advantage {name} of sample {sample.uid}")
+            for array in value if isinstance(value, AdvantagesAndReturns) else (value,):
+                _check_value(array, sample.length, f"advantage {name} of sample {sample.uid}")
     return advantages
 
 
-def _check_value(value: Any, length: int, what: str) -> None:
+def _check_value(value: Any, length: int, name: str) -> None:
     try:
         numbers = np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        raise ConfigError(f"{what} is {value!r}", fix="return numbers") from None
+        raise ConfigError(f"{name} is {value!r}", fix="return numbers") from None
     if numbers.shape not in ((), (length,)):
         raise ConfigError(
-            f"{what} has the shape {numbers.shape}, and the sample has {length} tokens",
+            f"{name} has the shape {numbers.shape}, and the sample has {length} tokens",
             fix="return a float, or one value for each token of the sample",
         )
     if not np.isfinite(numbers).all():
-        raise ConfigError(f"{what} is not finite: {value}", fix="guard divisions in the function")
+        raise ConfigError(f"{name} is not finite: {value}", fix="guard divisions in the function")

@@ -1,9 +1,9 @@
 """Preference losses on pairs of a chosen and a rejected answer: (LossInputs, options) -> TokenLoss.
 
-Pure functions. The two answers of a pair share an index in `pair_T`; the chosen one has positive
-advantages, the rejected one negative. The margin of a pair is the sum of log pi - log pi_ref over
-the tokens of the chosen answer, minus that of the rejected answer. Each token carries the loss of
-its pair, so that the aggregation prompt_mean is the mean over pairs.
+The two answers of a pair share an index in `pair_T`; the chosen one has positive advantages, the
+rejected one negative. The margin of a pair is the sum of log pi - log pi_ref over the tokens of the
+chosen answer, minus that of the rejected answer. Each token carries the loss of its pair, so that
+the aggregation prompt_mean is the mean over pairs.
 
 Shapes: T trained tokens, P pairs.
 """
@@ -25,8 +25,8 @@ def dpo(inputs: LossInputs, options: PairLoss) -> TokenLoss:
     beta, smoothing = options.beta, options.label_smoothing
 
     def loss(margin_P: torch.Tensor) -> torch.Tensor:
-        likely_P, swapped_P = logsigmoid(beta * margin_P), logsigmoid(-beta * margin_P)
-        return -(1 - smoothing) * likely_P - smoothing * swapped_P
+        kept_P, swapped_P = logsigmoid(beta * margin_P), logsigmoid(-beta * margin_P)
+        return -(1 - smoothing) * kept_P - smoothing * swapped_P
 
     return _pair_loss(inputs, loss)
 
@@ -39,8 +39,8 @@ def ipo(inputs: LossInputs, options: PairLoss) -> TokenLoss:
     target, smoothing = 1 / (2 * options.beta), options.label_smoothing
 
     def loss(margin_P: torch.Tensor) -> torch.Tensor:
-        likely_P, swapped_P = (margin_P - target).square(), (margin_P + target).square()
-        return (1 - smoothing) * likely_P + smoothing * swapped_P
+        kept_P, swapped_P = (margin_P - target).square(), (margin_P + target).square()
+        return (1 - smoothing) * kept_P + smoothing * swapped_P
 
     return _pair_loss(inputs, loss)
 
@@ -53,8 +53,8 @@ def _pair_loss(inputs: LossInputs, loss: Callable[[torch.Tensor], torch.Tensor])
         )
     sign_T = inputs.advantages_T.sign()
     log_ratio_T = sign_T * (inputs.logprobs_T - inputs.reference_T.detach())
-    pairs = int(inputs.pair_T.max()) + 1 if len(inputs.pair_T) else 0
-    margin_P = log_ratio_T.new_zeros(pairs).index_add(0, inputs.pair_T, log_ratio_T)
+    num_pairs = int(inputs.pair_T.max()) + 1 if len(inputs.pair_T) else 0
+    margin_P = log_ratio_T.new_zeros(num_pairs).index_add(0, inputs.pair_T, log_ratio_T)
     loss_T = loss(margin_P)[inputs.pair_T]
     with torch.no_grad():
         sums = {

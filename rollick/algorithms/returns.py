@@ -1,7 +1,7 @@
 """Advantages with one value per token: returns, GAE, on-policy distillation.
 
-Pure functions: (groups, options) -> per group, per member, one value per token. Only tokens inside
-the loss mask are steps: discounts, TD errors and statistics skip the others, whose results are 0.
+(groups, options) -> per group, per member, one value per token. Only tokens inside the loss mask
+are steps: discounts, TD errors and statistics skip the others, whose results are 0.
 
 Shapes: T tokens of one sample, prompt and observations included; mask_T is its loss mask.
 """
@@ -57,22 +57,22 @@ def reinforce_pp_baseline(
     if options.whiten_over == "samples":
         return whiten_samples(groups, centred, options.epsilon)
     values = [
-        [np.where(m.sample.loss_mask, v, 0.0) for m, v in zip(group.members, own, strict=True)]
-        for group, own in zip(groups, centred, strict=True)
+        [np.where(m.sample.loss_mask, v, 0.0) for m, v in zip(group.members, row, strict=True)]
+        for group, row in zip(groups, centred, strict=True)
     ]
     return whiten_tokens(groups, values, options.epsilon)
 
 
 def gae(groups: Sequence[Group], options: GaeAdvantage) -> Advantages:
     """GAE over the critic's values. Returns are computed from the advantages before whitening."""
-    computed = [[_gae_of(member, options) for member in group.members] for group in groups]
+    results = [[_compute_gae(member, options) for member in group.members] for group in groups]
     if not options.whiten:
-        return computed
-    plain = [[value.advantages_T for value in of_group] for of_group in computed]
-    white = whiten_tokens(groups, plain, options.epsilon)
+        return results
+    advantages = [[result.advantages_T for result in row] for row in results]
+    whitened = whiten_tokens(groups, advantages, options.epsilon)
     return [
-        [value._replace(advantages_T=a_T) for a_T, value in zip(of_white, of_group, strict=True)]
-        for of_white, of_group in zip(white, computed, strict=True)
+        [result._replace(advantages_T=values_T) for values_T, result in zip(*rows, strict=True)]
+        for rows in zip(whitened, results, strict=True)
     ]
 
 
@@ -81,7 +81,7 @@ def opd(groups: Sequence[Group], options: OpdAdvantage) -> Advantages:
 
     The student is the learner's old policy if known, else the policy that sampled the token.
     """
-    return [[_opd_of(member, options.limit) for member in group.members] for group in groups]
+    return [[_compute_opd(member, options.limit) for member in group.members] for group in groups]
 
 
 def token_rewards(member: ScoredSample) -> Values:
@@ -119,7 +119,7 @@ def turn_spans(mask_T: BoolArray) -> list[slice]:
 
 def discounted_returns(rewards_T: FloatArray, mask_T: BoolArray, *, gamma: float) -> Values:
     """G_t = r_t + gamma G_{t+1}, where t+1 is the next token inside the mask; 0 outside."""
-    return _scatter(discounted(np.asarray(rewards_T, np.float64)[mask_T], gamma), mask_T)
+    return _scatter(discount(np.asarray(rewards_T, np.float64)[mask_T], gamma), mask_T)
 
 
 def token_gae(
@@ -138,9 +138,9 @@ def token_gae(
     token: 0 if the sample terminated, the critic's value if it was truncated and is bootstrapped.
     """
     values = np.asarray(values_T, np.float64)[mask_T]
-    following = np.append(values[1:], bootstrap)[: len(values)]
-    errors = np.asarray(rewards_T, np.float64)[mask_T] + gamma * following - values
-    advantages = discounted(errors, gamma * lam)
+    next_values = np.append(values[1:], bootstrap)[: len(values)]
+    td_errors = np.asarray(rewards_T, np.float64)[mask_T] + gamma * next_values - values
+    advantages = discount(td_errors, gamma * lam)
     return AdvantagesAndReturns(_scatter(advantages, mask_T), _scatter(advantages + values, mask_T))
 
 
@@ -165,18 +165,18 @@ def whiten_tokens(
     masks = [member.sample.loss_mask & member.score.ok for member in members]
     flat = list(chain.from_iterable(values))
     inside = [values_T[mask_T] for values_T, mask_T in zip(flat, masks, strict=True)]
-    known = np.concatenate(inside) if inside else np.zeros(0)
-    # Equal values have no signal: exactly 0, whatever the rounding of their mean.
-    same = not len(known) or known.min() == known.max()
-    middle, scale = (0.0, 1.0) if same else (known.mean(), known.std(ddof=1) + epsilon)
-    white = iter(
-        np.zeros(len(values_T)) if same else np.where(mask_T, (values_T - middle) / scale, 0.0)
+    trained = np.concatenate(inside) if inside else np.zeros(0)
+    # Equal values give exactly 0, also if their mean is rounded.
+    all_equal = not len(trained) or trained.min() == trained.max()
+    mean, scale = (0.0, 1.0) if all_equal else (trained.mean(), trained.std(ddof=1) + epsilon)
+    whitened = iter(
+        np.zeros(len(values_T)) if all_equal else np.where(mask_T, (values_T - mean) / scale, 0.0)
         for values_T, mask_T in zip(flat, masks, strict=True)
     )
-    return [[next(white) for _ in of_group] for of_group in values]
+    return [[next(whitened) for _ in row] for row in values]
 
 
-def discounted(values: Values, factor: float) -> Values:
+def discount(values: Values, factor: float) -> Values:
     """x_t + factor * x_{t+1} + factor^2 * x_{t+2} + ..."""
     if factor == 1.0:
         return np.cumsum(values[::-1])[::-1]
@@ -189,47 +189,47 @@ def discounted(values: Values, factor: float) -> Values:
 
 
 def _returns(groups: Sequence[Group], gamma: float) -> list[list[Values]]:
-    def of(member: ScoredSample) -> Values:
-        return discounted_returns(token_rewards(member), member.sample.loss_mask, gamma=gamma)
+    return [
+        [discounted_returns(token_rewards(m), m.sample.loss_mask, gamma=gamma) for m in g.members]
+        for g in groups
+    ]
 
-    return [[of(member) for member in group.members] for group in groups]
 
-
-def _gae_of(member: ScoredSample, options: GaeAdvantage) -> AdvantagesAndReturns:
+def _compute_gae(member: ScoredSample, options: GaeAdvantage) -> AdvantagesAndReturns:
     mask_T, annotations = member.sample.loss_mask, member.annotations
     if not member.score.ok:
         return AdvantagesAndReturns(np.zeros(len(mask_T)), np.zeros(len(mask_T)))
-    bootstraps = options.bootstrap_truncated and member.sample.truncated
+    is_bootstrapped = options.bootstrap_truncated and member.sample.truncated
     return token_gae(
         token_rewards(member),
-        _required(annotations.values, member, "the advantage gae needs values of a critic"),
+        _require(annotations.values, member, "the advantage gae needs values of a critic"),
         mask_T,
         gamma=options.gamma,
         lam=options.lam,
-        bootstrap=annotations.last_value if bootstraps else 0.0,
+        bootstrap=annotations.last_value if is_bootstrapped else 0.0,
     )
 
 
-def _opd_of(member: ScoredSample, limit: float) -> Values:
+def _compute_opd(member: ScoredSample, limit: float) -> Values:
     sample, annotations = member.sample, member.annotations
     if not member.score.ok:
         return np.zeros(sample.length)
-    what = "the advantage opd needs log-probs of a teacher"
-    teacher_T = _required(annotations.teacher, member, what)
+    need = "the advantage opd needs log-probs of a teacher"
+    teacher_T = _require(annotations.teacher, member, need)
     student_T = sample.logprobs if annotations.old is None else annotations.old
     return token_opd(teacher_T, student_T, sample.loss_mask, limit=limit)
 
 
-def _required(values_T: FloatArray | None, member: ScoredSample, what: str) -> FloatArray:
-    """The annotation, checked to have one value per token. `what` begins the error message."""
+def _require(values_T: FloatArray | None, member: ScoredSample, need: str) -> FloatArray:
+    """The annotation, checked to have one value per token. `need` begins the error message."""
     if values_T is None:
         raise ConfigError(
-            f"{what}, and sample {member.sample.uid} has none",
+            f"{need}, and sample {member.sample.uid} has none",
             fix="annotate the batch before its advantages are computed",
         )
     if values_T.shape != (member.sample.length,):
         raise ConfigError(
-            f"{what}: sample {member.sample.uid} has {member.sample.length} tokens, and the values "
+            f"{need}: sample {member.sample.uid} has {member.sample.length} tokens, and the values "
             f"have the shape {values_T.shape}",
             fix="give one value for each token, prompt included",
         )

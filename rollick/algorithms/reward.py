@@ -1,7 +1,7 @@
-"""The loss of a reward model on pairs of a better and a worse answer. Pure functions.
+"""The loss of a reward model on pairs of a better and a worse answer.
 
 B samples, P pairs. The weight of a sample is the sum of its tokens' weights. With the aggregation
-prompt_mean the loss is the mean over all pairs of the batch, whatever its split.
+prompt_mean the loss is the mean over all pairs of the batch, however it is split.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ScoreInputs:
 
 def bradley_terry(inputs: ScoreInputs) -> Loss:
     """-log sigmoid(better - worse): the Bradley-Terry model of preferences (1952)."""
-    pairs = int(inputs.pair_B.max()) + 1 if len(inputs.pair_B) else 0
-    zeros_P = inputs.scores_B.new_zeros(pairs)
+    num_pairs = int(inputs.pair_B.max()) + 1 if len(inputs.pair_B) else 0
+    zeros_P = inputs.scores_B.new_zeros(num_pairs)
     margin_P = zeros_P.index_add(0, inputs.pair_B, inputs.better_B * inputs.scores_B)
     weights_P = zeros_P.index_add(0, inputs.pair_B, inputs.weights_B)
     total = -(weights_P * logsigmoid(margin_P)).sum()

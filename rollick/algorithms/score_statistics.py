@@ -1,7 +1,6 @@
 """Mean and standard deviation of scores and advantages, for a list or for a whole run.
 
-Scores and advantages use the same functions, so that empty lists, single values and equal values
-give the same result everywhere.
+Shared, so that empty lists, single values and equal values give the same result everywhere.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from math import fsum, sqrt
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of an empty list."""
+    """The mean; 0 for an empty list."""
     if not values:
         return 0.0
-    # The computed mean of equal floats can differ from them by rounding. Divided by a std that is
-    # as small, the difference would become an advantage.
+    # Rounding can make the mean of equal floats differ from them. Divided by an equally small std,
+    # the difference would become an advantage.
     return values[0] if min(values) == max(values) else fsum(values) / len(values)
 
 
@@ -24,19 +23,19 @@ def sample_std(values: Sequence[float]) -> float:
     """The sample standard deviation (n - 1); exactly 0 if all values are equal, or fewer than 2."""
     if len(values) < 2:
         return 0.0
-    return sqrt(fsum(value * value for value in centred(values)) / (len(values) - 1))
+    return sqrt(fsum(value * value for value in subtract_mean(values)) / (len(values) - 1))
 
 
-def centred(values: Sequence[float]) -> list[float]:
+def subtract_mean(values: Sequence[float]) -> list[float]:
     """Each value minus the mean; equal values give exactly 0."""
-    middle = mean(values)
-    return [value - middle for value in values]
+    center = mean(values)
+    return [value - center for value in values]
 
 
-def whitened(values: Sequence[float], epsilon: float) -> list[float]:
+def whiten(values: Sequence[float], epsilon: float) -> list[float]:
     """(x - mean) / (std + epsilon); equal values give exactly 0."""
     scale = sample_std(values) + epsilon
-    return [value / scale for value in centred(values)]
+    return [value / scale for value in subtract_mean(values)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,13 @@ class RunningStatistics:
 
     def updated(self, values: Iterable[float]) -> RunningStatistics:
         """A copy that includes these scores, by Welford's method (numerically stable)."""
-        count, middle, squares = self.count, self.mean, self.squares
+        count, mean, squares = self.count, self.mean, self.squares
         for value in values:
             count += 1
-            step = value - middle
-            middle += step / count
-            squares += step * (value - middle)
-        return RunningStatistics(count, middle, squares)
+            step = value - mean
+            mean += step / count
+            squares += step * (value - mean)
+        return RunningStatistics(count, mean, squares)
 
     def to_state(self) -> dict[str, float]:
         """JSON-serialisable state."""

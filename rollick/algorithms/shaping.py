@@ -2,9 +2,9 @@
 
     score -> + length penalty -> (score - mean) / std -> clip -> advantage
 
-Failed scores are neither changed nor counted. The parts of a score stay as the rewards returned
-them. `trained_members` masks samples: a masked sample enters neither the sum nor the denominator of
-the loss, so masks are applied by collate and not through scores.
+Failed scores are neither changed nor counted; the parts of a score do not change. `trained_members`
+selects the samples that collate trains on: the others enter neither the sum nor the denominator of
+the loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def soft_length_penalty(length: float, *, limit: float, buffer: float) -> float:
 def normalise_scores(
     groups: Sequence[Group], options: ShapingConfig, running: RunningStatistics
 ) -> Sequence[Group]:
-    """(score - mean) / (std + epsilon), then clipped to +-clip (0 is off).
+    """(score - mean) / (std + epsilon), then clipped to +-clip (0: no clip).
 
     Scores with a std of 0 are not divided. `running` must already include the scores of these
     groups.
@@ -54,16 +54,16 @@ def normalise_scores(
     if (options.mean, options.std, options.clip) == ("none", "none", 0.0):
         return groups
     clip = options.clip
-    batch = valid_scores(groups)
+    batch_scores = valid_scores(groups)
 
-    def shaped(group: Group) -> list[float]:
-        center, _ = _mean_and_std(options.mean, group.valid_scores, batch, running)
-        _, std = _mean_and_std(options.std, group.valid_scores, batch, running)
+    def shape_scores(group: Group) -> list[float]:
+        mean_score, _ = _mean_and_std(options.mean, group.valid_scores, batch_scores, running)
+        _, std = _mean_and_std(options.std, group.valid_scores, batch_scores, running)
         scale = std + EPSILON if std > 0 else 1.0
-        values = [(score - center) / scale for score in group.scores]
+        values = [(score - mean_score) / scale for score in group.scores]
         return [max(-clip, min(clip, value)) for value in values] if clip else values
 
-    return [_with_scores(group, shaped(group)) for group in groups]
+    return [_with_scores(group, shape_scores(group)) for group in groups]
 
 
 def valid_scores(groups: Sequence[Group]) -> list[float]:
@@ -86,13 +86,13 @@ def trained_members(
 
 
 def _mean_and_std(
-    source: Source, of_group: Sequence[float], of_batch: Sequence[float], running: RunningStatistics
+    source: Source, in_group: Sequence[float], in_batch: Sequence[float], running: RunningStatistics
 ) -> tuple[float, float]:
     if source == "none":
         return 0.0, 0.0
     if source == "running":
         return running.mean, running.std
-    values = of_group if source == "group" else of_batch
+    values = in_group if source == "group" else in_batch
     return mean(values), sample_std(values)
 
 

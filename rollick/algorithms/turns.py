@@ -1,8 +1,8 @@
 """Advantages with one value per turn: step returns and GiGPO.
 
-Pure functions: (groups, options) -> per group, per member, one value per token, equal for all
-tokens of a turn (a run of the loss mask). Without `Score.turn_rewards`, the last turn gets the
-score. Without `Sample.states`, GiGPO accepts only samples of one turn.
+Each function takes (groups, options) and returns, per group and member, one value per token, equal
+for all tokens of a turn (a run of the loss mask). Without `Score.turn_rewards`, the last turn gets
+the score. Without `Sample.states`, GiGPO accepts only samples of one turn.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from itertools import chain
 import numpy as np
 
 from rollick.algorithms.advantages import Advantages
-from rollick.algorithms.returns import Values, discounted, token_rewards, turn_spans
-from rollick.algorithms.score_statistics import whitened
+from rollick.algorithms.returns import Values, discount, token_rewards, turn_spans
+from rollick.algorithms.score_statistics import whiten
 from rollick.config.schema.advantages import GigpoAdvantage, StepReturnAdvantage
 from rollick.errors import DataError
 from rollick.types import BoolArray, Group, ScoredSample
@@ -31,11 +31,11 @@ def step_return(groups: Sequence[Group], options: StepReturnAdvantage) -> Advant
         for member in members
     ]
     if options.whiten:
-        white = iter(whitened([*chain.from_iterable(returns)], options.epsilon))
-        returns = [[next(white) for _ in of_member] for of_member in returns]
+        whitened = iter(whiten([*chain.from_iterable(returns)], options.epsilon))
+        returns = [[next(whitened) for _ in member_returns] for member_returns in returns]
     advantages = iter(
-        expand_turns(of_member, member.sample.loss_mask) if member.score.ok else 0.0
-        for of_member, member in zip(returns, members, strict=True)
+        expand_turns(member_returns, member.sample.loss_mask) if member.score.ok else 0.0
+        for member_returns, member in zip(returns, members, strict=True)
     )
     return [[next(advantages) for _ in group.members] for group in groups]
 
@@ -79,7 +79,7 @@ def turn_states(member: ScoredSample) -> tuple[Hashable, ...]:
 
 def turn_returns(rewards: Sequence[float], *, gamma: float) -> list[float]:
     """R_k = r_k + gamma R_{k+1} over turns."""
-    return [float(value) for value in discounted(np.asarray(rewards, np.float64), gamma)]
+    return [float(value) for value in discount(np.asarray(rewards, np.float64), gamma)]
 
 
 def expand_turns(values: Sequence[float], mask_T: BoolArray) -> Values:
@@ -99,18 +99,18 @@ def gigpo_turn_advantages(
 
     norm is (x - mean) / (std + epsilon), and 0 for a single value.
     """
-    episodes = whitened([float(sum(of_sample)) for of_sample in rewards], options.epsilon)
-    returns = [turn_returns(of_sample, gamma=options.gamma) for of_sample in rewards]
+    episodes = whiten([float(sum(sample_rewards)) for sample_rewards in rewards], options.epsilon)
+    returns = [turn_returns(sample_rewards, gamma=options.gamma) for sample_rewards in rewards]
     visits: dict[Hashable, list[tuple[int, int]]] = {}
-    for sample, of_sample in enumerate(states):
-        for turn, state in enumerate(of_sample):
+    for sample, sample_states in enumerate(states):
+        for turn, state in enumerate(sample_states):
             visits.setdefault(state, []).append((sample, turn))
-    steps = [[0.0] * len(of_sample) for of_sample in rewards]
-    for of_state in visits.values():
-        values = whitened([returns[sample][turn] for sample, turn in of_state], options.epsilon)
-        for (sample, turn), value in zip(of_state, values, strict=True):
+    steps = [[0.0] * len(sample_rewards) for sample_rewards in rewards]
+    for turns in visits.values():
+        values = whiten([returns[sample][turn] for sample, turn in turns], options.epsilon)
+        for (sample, turn), value in zip(turns, values, strict=True):
             steps[sample][turn] = value
     return [
-        [options.episode_weight * episode + options.step_weight * step for step in of_sample]
-        for episode, of_sample in zip(episodes, steps, strict=True)
+        [options.episode_weight * episode + options.step_weight * step for step in sample_steps]
+        for episode, sample_steps in zip(episodes, steps, strict=True)
     ]

@@ -1,7 +1,7 @@
-"""Whether bfloat16 works on this CPU, tested in a child process where a crash does no harm.
+"""Tests in a child process, which may crash, whether bfloat16 works on this CPU.
 
-On some CPUs a bfloat16 product ends the process with an illegal instruction, because the kernel
-library uses instructions that the CPU announces but does not support. No `except` catches that. The
+On some CPUs a bfloat16 matmul ends the process with an illegal instruction, because the kernel
+library uses instructions that the CPU reports but does not support. No `except` catches that. The
 result is cached until the next boot. Imports no torch.
 """
 
@@ -38,10 +38,10 @@ def cache_folder() -> Path:
 
 
 def probe_bf16(*, trial: str = _TRIAL) -> bool:
-    """Whether a child process survives a bfloat16 product; tested once per boot."""
-    known = known_bf16()
-    if known is not None:
-        return known
+    """Whether a child process survives a bfloat16 matmul; tested once per boot."""
+    cached = known_bf16()
+    if cached is not None:
+        return cached
     works = _survives(trial)
     _write_atomically(_result_file(), "works" if works else "crashes")
     return works
@@ -54,7 +54,7 @@ def known_bf16() -> bool | None:
 
 
 def _result_file() -> Path:
-    """Another one after each boot, so that a moved or updated machine is tested again."""
+    """A new file after each boot, so that a moved or updated machine is tested again."""
     source = Path("/proc/sys/kernel/random/boot_id")
     boot = source.read_text().strip() if source.is_file() else "unknown"
     return cache_folder() / f"bf16-{boot}.txt"
@@ -62,7 +62,7 @@ def _result_file() -> Path:
 
 def safe_environment() -> dict[str, str]:
     """Environment variables that make bfloat16 work in a CPU process; empty if none are needed. Set
-    them before the first bfloat16 product: the library reads them once."""
+    them before the first bfloat16 matmul: the library reads them once."""
     if all(name in os.environ for name in LIMITED_ISA) or probe_bf16():
         return {}
     _log.warning(

@@ -1,9 +1,9 @@
 """Releases the OpenMP threads of a thread that computed in parallel on the CPU.
 
 Every thread that computes in parallel has its own OpenMP threads. If a process has more of them
-than cores (a learner's and an engine's), none spins for work any more, and each small kernel wakes
-a sleeping one (measured: 2,400 wake-ups in 600 products of 64 rows, not 20). So a thread that will
-not compute for a while releases its own; OpenMP creates new ones when it computes again.
+than cores (a learner's and an engine's), they sleep instead of spinning, and each small kernel must
+wake them (measured: 2,400 wake-ups in 600 matmuls of 64 rows, not 20). So a thread that will not
+compute for a while releases its OpenMP threads; OpenMP creates new ones for its next computation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SOFT = 1
 
 
 def release_openmp_threads() -> bool:
-    """End the OpenMP threads of the calling thread; False if the library cannot."""
+    """End the OpenMP threads of the calling thread; False if the library has no function for it."""
     pause = _find_pause()
     return pause is not None and pause(_SOFT) == 0
 

@@ -190,12 +190,12 @@ def pack(
             per_sequence=deterministic,
             batch_invariant=batch_invariant,
         ),
-        rows_T=on_device(plan.row_N[indices_T - 1], torch.int64),
+        rows_T=on_device(plan.packed_index_N[indices_T - 1], torch.int64),
         targets_T=on_device(batch.token_ids_N[indices_T], torch.int64),
         temperature_T=on_device(temperature_B[sequence_T], torch.float64),
         sequence_T=on_device(sequence_T, torch.int64),
         indices_T=indices_T,
-        last_rows_B=on_device(plan.row_N[batch.offsets_B1[1:] - 1], torch.int64),
+        last_rows_B=on_device(plan.packed_index_N[batch.offsets_B1[1:] - 1], torch.int64),
     )
 
 

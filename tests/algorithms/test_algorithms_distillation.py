@@ -256,7 +256,7 @@ def test_a_large_micro_batch_is_computed_piece_by_piece_with_the_same_result(
     at = random_inputs(7)
     assert at.student_TK is not None
     full = build_objective(algorithm("js"))(at).total
-    monkeypatch.setattr("rollick.algorithms.distillation.ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("rollick.algorithms.distillation.CHUNK_POSITIONS", 2)
     pieces = build_objective(algorithm("js"))(at).total
     assert pieces.item() == pytest.approx(full.item(), rel=1e-14)
     first, second = (torch.autograd.grad(total, at.student_TK)[0] for total in (full, pieces))

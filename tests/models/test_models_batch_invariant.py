@@ -61,15 +61,15 @@ def _products_row_by_row(kernel_device: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_row_of_a_product_has_the_same_bits_alone_and_in_any_batch(
     kernel_device: str, biased: bool
 ):
-    from rollick.models.decoder.batch_invariant_kernels import launch_product
+    from rollick.models.decoder.batch_invariant_kernels import launch_matmul
 
     torch.manual_seed(0)
     rows, weight = torch.randn(130, 100).to(kernel_device), torch.randn(70, 100).to(kernel_device)
     bias = torch.randn(70).to(kernel_device) if biased else None
-    full = launch_product(rows, weight, bias, dtype=torch.float32)
+    full = launch_matmul(rows, weight, bias, dtype=torch.float32)
     torch.testing.assert_close(full, nn.functional.linear(rows, weight, bias))
     for start, stop in ((0, 1), (77, 78), (5, 69), (64, 130)):
-        part = launch_product(rows[start:stop], weight, bias, dtype=torch.float32)
+        part = launch_matmul(rows[start:stop], weight, bias, dtype=torch.float32)
         assert torch.equal(part, full[start:stop])
 
 

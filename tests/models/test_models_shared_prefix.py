@@ -61,19 +61,19 @@ def test_the_plan_has_prefixes_first_and_then_the_tails_by_length():
     assert plan.lengths == (2, 3, 1, 2)
     assert plan.parents == (ROOT, ROOT, 1, 1)
     assert plan.source_C.tolist() == [5, 6, 0, 1, 2, 10, 3, 4]
-    assert plan.row_N.tolist() == [2, 3, 4, 6, 7, 0, 1, 2, 3, 4, 5]
+    assert plan.packed_index_N.tolist() == [2, 3, 4, 6, 7, 0, 1, 2, 3, 4, 5]
 
 
 def test_a_sample_whose_group_is_on_another_engine_is_computed_in_full():
     plan = plan_prefixes([3], group_B=[0], shared_B=[2])
     assert plan.lengths == (3,)
-    assert plan.row_N.tolist() == [0, 1, 2]
+    assert plan.packed_index_N.tolist() == [0, 1, 2]
 
 
 def test_without_sharing_the_tokens_stay_where_they_are():
     plan = plan_unshared([2, 1])
     assert (plan.lengths, plan.parents) == ((2, 1), (ROOT, ROOT))
-    assert plan.source_C.tolist() == plan.row_N.tolist() == [0, 1, 2]
+    assert plan.source_C.tolist() == plan.packed_index_N.tolist() == [0, 1, 2]
 
 
 @st.composite
@@ -94,9 +94,9 @@ def test_every_sample_is_found_again_along_its_segments(case: tuple[list[list[in
     layout = PackedLayout.of(plan.lengths, parents=plan.parents)
 
     computed = ids[plan.source_C]
-    assert computed[plan.row_N].tolist() == ids.tolist()
+    assert computed[plan.packed_index_N].tolist() == ids.tolist()
     in_sample = np.concatenate([np.arange(length) for length in lengths])
-    assert layout.position_ids_N.numpy()[plan.row_N].tolist() == in_sample.tolist()
+    assert layout.position_ids_N.numpy()[plan.packed_index_N].tolist() == in_sample.tolist()
     assert layout.order_N is None
     once = {group: shared[groups.index(group)] for group in groups}
     assert len(computed) == sum(lengths) - shared.sum() + sum(once.values())
@@ -126,7 +126,7 @@ def test_tails_of_one_length_and_parent_make_one_kernel_call():
 
 @pytest.mark.parametrize("parents", [[0, ROOT], [ROOT, 1], [ROOT, -2]])
 def test_a_segment_cannot_continue_itself_or_a_later_one(parents: list[int]):
-    with pytest.raises(ValueError, match="continues an earlier one"):
+    with pytest.raises(ValueError, match="must be an earlier segment"):
         PackedLayout.of([1, 1], parents=parents)
 
 

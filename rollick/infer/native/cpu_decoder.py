@@ -70,7 +70,7 @@ class CpuDecoder:
         """The last hidden states [B, T, D]; `step` stores keys and values on the way."""
         spec = self.spec
         hidden_BTD = embedding(token_ids_BT, spec.embedding.weight)
-        rope = RotaryEmbedding.from_angles(*spec.rotary_angles(positions_BT, hidden_BTD))
+        rope = RotaryEmbedding.from_angles(*spec.rotary_cos_sin(positions_BT, hidden_BTD))
         hidden_ND = hidden_BTD.flatten(0, 1)
         for layer in self.layers:
             hidden_ND = layer.forward(hidden_ND, rope, step)

@@ -2,7 +2,7 @@
 
 The kernel reads the keys of a sequence in tiles that begin at its first token, independent of the
 other queries in the batch. A learner that stores its keys in pages therefore gets, for every token,
-the bits that the engine got when it sampled the next one. Used with decoder/batch_invariant.py.
+the bits that the engine got when it sampled the next token. Used with decoder/batch_invariant.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REFERENCE_QUERIES = 64
 
 
 class PagePlan:
-    """The pages of packed segments. `ancestors`: the segments that each one continues, in order."""
+    """The pages of packed segments. `ancestors`: the segments before each one, root first."""
 
     def __init__(
         self, lengths: Sequence[int], ancestors: Sequence[Sequence[int]], *, device: str
@@ -32,17 +32,17 @@ class PagePlan:
         self._spans: list[tuple[int, int]] = []
         self._pages: list[list[int]] = []
         tokens: list[np.ndarray[Any, Any]] = []
-        used = 0
-        for segment, before in enumerate(ancestors):
-            parts = [np.arange(offsets[b], offsets[b + 1]) for b in (*before, segment)]
+        num_pages = 0
+        for segment, path in enumerate(ancestors):
+            parts = [np.arange(offsets[b], offsets[b + 1]) for b in (*path, segment)]
             sequence = np.concatenate(parts)
             count = -(-len(sequence) // PAGE)
             tokens.append(np.pad(sequence, (0, count * PAGE - len(sequence)), mode="edge"))
-            self._pages.append(list(range(used, used + count)))
+            self._pages.append(list(range(num_pages, num_pages + count)))
             self._spans.append((len(sequence) - int(lengths[segment]), len(sequence)))
-            used += count
+            num_pages += count
         self.token_C = torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device)
-        """The packed token at each position (C) of the pages, end to end."""
+        """The packed token in each slot (C) of all pages."""
         self._steps: dict[tuple[int, bool], PagedPrefill] = {}
 
     def step(self, queries: int, *, kernels: bool) -> PagedPrefill:
@@ -66,8 +66,8 @@ def attend_batch_invariant(
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cache = _to_pages(key[0], plan), _to_pages(value[0], plan)
-        queries = query[0] if query.stride(-1) == 1 else query[0].contiguous()
-        qkv = QkvHeads.of(queries, key[0], value[0], options)
+        query_HND = query[0] if query.stride(-1) == 1 else query[0].contiguous()
+        qkv = QkvHeads.of(query_HND, key[0], value[0], options)
         if not query.is_cuda:
             step = plan.step(_REFERENCE_QUERIES, kernels=False)
             return prefill_reference(qkv, cache, step=step)
@@ -80,6 +80,6 @@ def attend_batch_invariant(
 
 
 def _to_pages(heads_KND: Tensor, plan: PagePlan) -> Tensor:
-    """[pages, K, PAGE, D]; slots after a sequence's end repeat its last token and are not read."""
-    chosen = heads_KND.index_select(1, plan.token_C)
-    return chosen.unflatten(1, (-1, PAGE)).transpose(0, 1).contiguous()
+    """[pages, K, PAGE, D]; slots past a sequence's end repeat its last token and are not read."""
+    slots_KCD = heads_KND.index_select(1, plan.token_C)
+    return slots_KCD.unflatten(1, (-1, PAGE)).transpose(0, 1).contiguous()

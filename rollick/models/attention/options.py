@@ -1,7 +1,7 @@
-"""How a layer attends: what transformers passes to an attention function beside the projections.
+"""The options that transformers passes to an attention function besides the projections.
 
-Both attention functions (varlen.py, slot_cache.py) read their options here, and refuse what neither
-computes. `record_layers` shows which layers attended, and with which shapes.
+Both attention functions (varlen.py, slot_cache.py) read them here; unsupported ones raise.
+`record_layers` records which layers attended, and with which shapes.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from rollick.errors import ModelError
 
 _UNSUPPORTED = ("position_bias", "head_mask", "score_mod", "block_mask")
-"""Options that change scores in a way that no kernel here computes."""
+"""Options that change the scores and that no kernel here supports."""
 
 
 class AttentionOptions(NamedTuple):
     scale: float | None = None
-    """Factor of the scores; None: one over the square root of the head dim."""
+    """Factor of the scores; None: 1 / sqrt(head dim)."""
     window: int | None = None
     """Tokens that a query attends to, itself included; None: all before it."""
     softcap: float | None = None
     """A score s becomes softcap * tanh(s / softcap)."""
     sinks_H: Tensor | None = None
-    """One score of each query head that takes part in the softmax and has no value."""
+    """A score for each query head that is in the sum of the softmax and has no value."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's attention kernels compute it."""
+        """Whether torch's attention kernels support the options."""
         return self.softcap is None and self.sinks_H is None
 
 
@@ -53,14 +53,14 @@ _recorded: list[AttendedLayer] | None = None
 
 @contextmanager
 def record_layers() -> Generator[list[AttendedLayer]]:
-    """Every call of our attention functions inside the context, in order. Not for several threads
-    at once."""
+    """Record every call of our attention functions inside the context, in order. Not
+    thread-safe."""
     global _recorded
-    before, _recorded = _recorded, []
+    previous, _recorded = _recorded, []
     try:
         yield _recorded
     finally:
-        _recorded = before
+        _recorded = previous
 
 
 def missing_argument(module: nn.Module) -> ModelError:
@@ -76,8 +76,8 @@ def read_options(
     mask: Tensor | None,
     kwargs: Mapping[str, Any],
 ) -> AttentionOptions:
-    """The options with which transformers calls an attention function. Raises if the call has
-    others, which no kernel here computes."""
+    """The options of a call of an attention function by transformers. Raises for options that no
+    kernel here supports."""
     if _recorded is not None:
         query, key, value = projections
         layer: Any = getattr(module, "layer_idx", None)
@@ -86,9 +86,9 @@ def read_options(
         _recorded.append(shape)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if mask is not None or unsupported:
-        what = "a mask of its own" if mask is not None else " and ".join(unsupported)
+        reason = "a mask of its own" if mask is not None else " and ".join(unsupported)
         raise ModelError(
-            f"{type(module).__name__} attends with {what}, which the native engine and the "
+            f"{type(module).__name__} attends with {reason}, which the native engine and the "
             "learner do not compute",
             fix="choose a model of a family that docs/models.md lists as exact",
         )

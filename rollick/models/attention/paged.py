@@ -8,8 +8,9 @@ the cache, attaches it to the layers (`attach_cache`) and assigns pages to seque
 The operator reads the step from a thread-local variable: a compiled layer gets tensors only, and
 one compilation serves all layers.
 
-Legend: R rows of a decode, B sequences of a prefill, P pages of one, N packed tokens, T tiles, H
-query heads, K key/value heads, D head dim. Keys and values of a layer are [pages, K, PAGE, D].
+Legend: R rows of a decode, B sequences of a prefill, P pages of a sequence, N packed tokens, T
+tiles, H query heads, K key/value heads, D head dim. Keys and values of a layer are [pages, K, PAGE,
+D].
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Cache = tuple[Tensor, Tensor]
 
 
 class QkvHeads(NamedTuple):
-    """Query, key and value of a layer, each [heads, tokens, D], and how it attends."""
+    """Query, key and value of a layer, each [heads, tokens, D], and its attention options."""
 
     query: Tensor
     key: Tensor
@@ -85,23 +86,23 @@ class FusedQkv(NamedTuple):
     def split(self) -> QkvHeads:
         """Views of `rows`, without QK norm and rotary embedding."""
         heads = self.rows.unflatten(1, (-1, self.dim)).transpose(0, 1)
-        parts = heads.split((self.heads, self.kv_heads, self.kv_heads))
-        return QkvHeads(parts[0], parts[1], parts[2], self.scale, self.window)
+        query, key, value = heads.split((self.heads, self.kv_heads, self.kv_heads))
+        return QkvHeads(query, key, value, self.scale, self.window)
 
     def rotated(self, position_N: Tensor) -> QkvHeads:
-        """QK norm and rotary embedding in torch: the reference for the kernels."""
+        """With QK norm and rotary embedding, in torch: the reference for the kernels."""
         qkv = self.split()
         query, key = qkv.query, qkv.key
         if self.norms is not None:
             query = reference_rms_norm(query, self.norms[0], self.eps)
             key = reference_rms_norm(key, self.norms[1], self.eps)
         index_N = position_N.long().clamp(min=0)
-        angles = self.cosine[index_N], self.sine[index_N]
-        return qkv._replace(query=apply_rope(query, *angles), key=apply_rope(key, *angles))
+        cos_sin = self.cosine[index_N], self.sine[index_N]
+        return qkv._replace(query=apply_rope(query, *cos_sin), key=apply_rope(key, *cos_sin))
 
 
 class PagedStep(Protocol):
-    """How one forward stores keys and values and attends to them."""
+    """Stores keys and values in one forward, and attends to them."""
 
     def attend(self, qkv: QkvHeads, cache: Cache) -> Tensor:
         """Store the keys and values, then attend. Returns [tokens, H, D]."""
@@ -119,7 +120,7 @@ class PagedDecode:
     table_RP: Tensor
     length_R: Tensor
     splits: int = 1
-    """Programs that divide the keys of a row between them."""
+    """Kernel programs that share the keys of a row."""
     kernels: bool = True
     """Use the Triton kernels; False: their references in torch."""
     batch_invariant: bool = False
@@ -191,10 +192,10 @@ class PagedPrefill:
             token += stop - start
         positions = np.concatenate([np.arange(start, stop) for start, stop in spans])
         # Each array starts at a multiple of 16 bytes, so kernels are compiled for that case only.
-        of_tokens = np.zeros((3, -(-len(positions) // 16) * 16), np.int64)
+        token_arrays = np.zeros((3, -(-len(positions) // 16) * 16), np.int64)
         columns = positions, np.concatenate(pages_of_tokens), positions % PAGE
-        of_tokens[:, : len(positions)] = columns
-        position_N, page_N, offset_N = to_device(of_tokens, device)[:, : len(positions)]
+        token_arrays[:, : len(positions)] = columns
+        position_N, page_N, offset_N = to_device(token_arrays, device)[:, : len(positions)]
         tiles_T4 = to_device(np.asarray(tiles, np.int32), device)
         table = to_device(table_BP, device)
         return cls(table, position_N, page_N, offset_N, tiles_T4, kernels)
@@ -218,7 +219,7 @@ class PagedPrefill:
         return self.attend_stored(query_NHD.transpose(0, 1), cache, qkv)
 
     def attend_stored(self, query: Tensor, cache: Cache, qkv: QkvHeads | FusedQkv) -> Tensor:
-        """Attend to keys and values that are in the cache already; `qkv` has the options."""
+        """Attend to keys and values that the cache already holds; `qkv` has the options."""
         from rollick.models.attention.paged_kernels import launch_prefill
 
         return launch_prefill(query, cache, self.table_BP, self.tiles_T4, qkv)
@@ -243,11 +244,11 @@ def use_step(step: PagedStep) -> Generator[None]:
 
 
 def attach_cache(module: nn.Module, layers: Sequence[Cache] | None) -> None:
-    """Set the KV cache of every layer; None removes it. Plain attributes, not buffers: `to()` and
-    `state_dict()` ignore them."""
+    """Set the KV cache of every layer; None removes it. The tensors are attributes, not buffers:
+    `to()` and `state_dict()` ignore them."""
     for part in module.modules():
         index = part.__dict__.get("layer_idx")
-        # Parts of another tower may have a number as well, and never read the cache.
+        # Layers of another tower may have an index too, and never read the cache.
         if isinstance(index, int) and (layers is None or index < len(layers)):
             part.__dict__["paged_keys"] = None if layers is None else layers[index][0]
             part.__dict__["paged_values"] = None if layers is None else layers[index][1]
@@ -272,11 +273,11 @@ def _paged_attend(
     numbers: list[float],
     sinks: Tensor | None,
 ) -> Tensor:
-    """`numbers`: scale, window and softcap. Writes to keys and values without declaring it: a
-    compiled graph uses them only here."""
+    """`numbers`: scale, window and softcap. Writes to keys and values without declaring it, because
+    nothing else in a compiled graph uses them."""
     step: PagedStep | None = getattr(_thread, "step", None)
     if step is None:
-        raise ModelError("a layer was called outside use_step", fix="generate through an engine")
+        raise ModelError("a layer was called outside use_step", fix="generate with an engine")
     scale, window, softcap = numbers
     q, k, v = (x[0] if x.stride(-1) == 1 else x[0].contiguous() for x in (query, key, value))
     attended = step.attend(QkvHeads(q, k, v, scale, int(window), softcap, sinks), (keys, values))
@@ -290,7 +291,7 @@ def _(query: Tensor, *_others: Any) -> Tensor:
 
 
 def decode_reference(qkv: QkvHeads, cache: Cache, *, table_RP: Tensor, length_R: Tensor) -> Tensor:
-    """What the decode kernel computes, row by row in torch."""
+    """The decode kernel's computation in torch, row by row."""
     keys, values = cache
     outputs: list[Tensor] = []
     for row, length in enumerate(length_R.tolist()):
@@ -303,7 +304,7 @@ def decode_reference(qkv: QkvHeads, cache: Cache, *, table_RP: Tensor, length_R:
 
 
 def prefill_reference(qkv: QkvHeads, cache: Cache, *, step: PagedPrefill) -> Tensor:
-    """What the prefill kernel computes, tile by tile in torch."""
+    """The prefill kernel's computation in torch, tile by tile."""
     outputs: list[Tensor] = []
     for token, count, position, row in step.tiles_T4.tolist():
         query, table_P = qkv.query[:, token : token + count], step.table_BP[row]

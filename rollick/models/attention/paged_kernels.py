@@ -7,7 +7,7 @@ only where Triton is needed.
 Legend: R rows, H query heads, K key/value heads, G = H / K, D head dim, N packed tokens.
 """
 
-# Triton's language has no types that a checker could follow, and Triton is not on every machine.
+# pyright cannot type-check Triton kernels, and Triton is not installed on every machine.
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 
@@ -27,9 +27,9 @@ KEY_TILE = 64
 _PAGE = tl.constexpr(PAGE)
 
 PREFILL_ROWS = 32
-"""Rows of queries (tokens times heads of a group) of a prefill's program. With 64 the compiler
-takes Hopper's own matrix instruction, and bfloat16 with a window came out wrong in some layouts
-(measured: H200, Triton 3.6; float32, and the 16 rows of the decode kernel, were right)."""
+"""Rows of queries (tokens times heads of a group) of a prefill program. With 64 the compiler uses
+Hopper's wgmma instruction, and bfloat16 with a window was wrong in some memory layouts (measured:
+H200, Triton 3.6; float32, and the 16 rows of the decode kernel, were correct)."""
 
 
 @triton.jit
@@ -39,24 +39,24 @@ def _cap(score, softcap):
 
 
 @triton.jit
-def _add_sink(peak, total, mixed, sinks, member, count):
+def _add_sink(peak, total, acc, sinks, member, count):
     """The online softmax with the sink of each of the first `count` heads of a group: a score
     without a value."""
     sink = tl.load(sinks + member, mask=member < count, other=float("-inf")).to(tl.float32)
-    higher = tl.maximum(peak, sink)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    shrink = tl.exp(peak - base)
-    return higher, total * shrink + tl.exp(sink - base), mixed * shrink[:, None]
+    new_peak = tl.maximum(peak, sink)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    rescale = tl.exp(peak - base)
+    return new_peak, total * rescale + tl.exp(sink - base), acc * rescale[:, None]
 
 
 @triton.jit
 def _attend_cached(
-    q, position, peak, total, mixed, keys, values, pages, start, stop, scale, window, softcap,
+    q, position, peak, total, acc, keys, values, pages, start, stop, scale, window, softcap,
     cache_page, DIM: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the cached positions [start, stop) of the sequence with these `pages`:
-    takes and returns each query's highest score, sum of weights and weighted sum of values. A
-    query at `position` attends to the `window` keys up to its own."""
+    updates each query's highest score, sum of weights and weighted sum of values. A query at
+    `position` attends to the `window` keys up to its position."""
     d = tl.arange(0, q.shape[1])
     for begin in range(start, stop, TILE):
         key_position = begin + tl.arange(0, TILE)
@@ -69,18 +69,18 @@ def _attend_cached(
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
             score = _cap(score, softcap)
-        behind = position[:, None] - key_position[None, :]
-        seen = inside[None, :] & (behind >= 0) & (behind < window)
-        score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
+        distance = position[:, None] - key_position[None, :]
+        attended = inside[None, :] & (distance >= 0) & (distance < window)
+        score = tl.where(attended, score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1))
         # A query that has attended to nothing yet has no peak; -inf minus -inf would be NaN.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp(peak - base)
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        rescale = tl.exp(peak - base)
         weight = tl.exp(score - base[:, None])
-        total = total * shrink + tl.sum(weight, 1)
-        mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        peak = higher
-    return peak, total, mixed
+        total = total * rescale + tl.sum(weight, 1)
+        acc = acc * rescale[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        peak = new_peak
+    return peak, total, acc
 
 
 @triton.jit
@@ -94,39 +94,39 @@ def _store_token(keys, values, pages, position, key, value, cache_page, DIM: tl.
 
 @triton.jit
 def _load_and_rotate(
-    query, key, real, position, cosine, sine, query_norm, key_norm, eps,
+    query, key, mask, position, cosine, sine, query_norm, key_norm, eps,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """The queries and the key of a token, normed and rotated by its position."""
+    """The queries and the key of a token, normed and rotated to its position."""
     d = tl.arange(0, DIM_PAD)
-    along = d[None, :]
+    row_d = d[None, :]
     in_dim = d < DIM
     angle = position.to(tl.int64) * DIM + d
     c = tl.load(cosine + angle, mask=in_dim, other=0.0)
     s = tl.load(sine + angle, mask=in_dim, other=0.0)
-    q = norm_and_rotate(query, along, real, query_norm, c[None, :], s[None, :], eps, DIM, NORMED, 1)
+    q = norm_and_rotate(query, row_d, mask, query_norm, c[None, :], s[None, :], eps, DIM, NORMED, 1)
     return q, norm_and_rotate(key, d, in_dim, key_norm, c, s, eps, DIM, NORMED, 0)
 
 
 @triton.jit
-def _start_from_new_token(q, new_k, new_v, own, scale, softcap, CAPPED: tl.constexpr):
+def _start_from_new_token(q, new_k, new_v, in_split, scale, softcap, CAPPED: tl.constexpr):
     """The online softmax of the new token alone, or of nothing if it is not in this split."""
     score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
     if CAPPED:
         score = _cap(score, softcap)
-    peak = tl.where(own, score, float("-inf"))
-    total = tl.where(own, score * 0.0 + 1.0, 0.0)
-    mixed = tl.where(own, 1.0, 0.0) * new_v.to(tl.float32)[None, :]
-    return peak, total, mixed + tl.zeros([q.shape[0], q.shape[1]], tl.float32)
+    peak = tl.where(in_split, score, float("-inf"))
+    total = tl.where(in_split, score * 0.0 + 1.0, 0.0)
+    acc = tl.where(in_split, 1.0, 0.0) * new_v.to(tl.float32)[None, :]
+    return peak, total, acc + tl.zeros([q.shape[0], q.shape[1]], tl.float32)
 
 
 @triton.jit
 def _split_range(last, window, split, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """The positions [start, stop) of one of SPLITS parts of what the token at `last` attends to."""
+    """The positions [start, stop) of one of SPLITS parts of the keys of the token at `last`."""
     first = tl.maximum(last + 1 - window, 0)
-    share = tl.cdiv(last + 1 - first, SPLITS * TILE) * TILE
-    start = first + split * share
-    return start, tl.minimum(start + share, last + 1)
+    size = tl.cdiv(last + 1 - first, SPLITS * TILE) * TILE
+    start = first + split * size
+    return start, tl.minimum(start + size, last + 1)
 
 
 @triton.jit
@@ -138,46 +138,47 @@ def _decode(
     DIM_PAD: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ROTATED: tl.constexpr,
     NORMED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's new key of one head, attend to a split of the keys. ROTATED: rotate first."""
+    """Store a row's new key of one head; attend to a split of the keys. ROTATED: rotate first."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     last = tl.load(length + row).to(tl.int32) - 1
     start, stop = _split_range(last, window, split, SPLITS, TILE)
     g, d = tl.arange(0, GROUP_PAD), tl.arange(0, DIM_PAD)
     in_dim, member = d < DIM, head * GROUP + g
-    real = (g < GROUP)[:, None] & in_dim[None, :]
-    q_at = query + member[:, None] * query_head + row * query_row
-    k_at = key + head * key_head + row * key_row
+    mask = (g < GROUP)[:, None] & in_dim[None, :]
+    q_ptrs = query + member[:, None] * query_head + row * query_row
+    k_ptr = key + head * key_head + row * key_row
     if ROTATED:
-        at = tl.maximum(last, 0)  # an unused row has no last token
+        position = tl.maximum(last, 0)  # an unused row has no last token
         q, new_k = _load_and_rotate(
-            q_at, k_at, real, at, cosine, sine, query_norm, key_norm, eps, DIM, DIM_PAD, NORMED
-        )
+            q_ptrs, k_ptr, mask, position, cosine, sine, query_norm, key_norm, eps,
+            DIM, DIM_PAD, NORMED,
+        )  # fmt: skip
     else:
-        q = tl.load(q_at + d[None, :], mask=real, other=0.0)
-        new_k = tl.load(k_at + d, mask=in_dim, other=0.0)
+        q = tl.load(q_ptrs + d[None, :], mask=mask, other=0.0)
+        new_k = tl.load(k_ptr + d, mask=in_dim, other=0.0)
     new_v = tl.load(value + head * value_head + row * value_row + d, mask=in_dim, other=0.0)
     keys, values = keys + head * cache_head, values + head * cache_head
-    pages, own = table + row * table_row, (last >= start) & (last < stop)
-    if own:
+    pages, in_split = table + row * table_row, (last >= start) & (last < stop)
+    if in_split:
         _store_token(keys, values, pages, last, new_k, new_v, cache_page, DIM)
-    # What this program has just stored may not be visible to its own loads yet: the sums start
-    # from the new token, and the loop covers the older ones.
-    p, t, x = _start_from_new_token(q, new_k, new_v, own, scale, softcap, CAPPED)
-    at, end = last + 0 * g, tl.minimum(stop, last)
-    peak, total, mixed = _attend_cached(
-        q, at, p, t, x, keys, values, pages, start, end,
+    # The stored token may not be visible yet to this program's loads: the sums start from it, and
+    # the loop covers the older tokens.
+    peak, total, acc = _start_from_new_token(q, new_k, new_v, in_split, scale, softcap, CAPPED)
+    position, end = last + 0 * g, tl.minimum(stop, last)
+    peak, total, acc = _attend_cached(
+        q, position, peak, total, acc, keys, values, pages, start, end,
         scale, window, softcap, cache_page, DIM, TILE, CAPPED,
     )  # fmt: skip
     if SINKS:
         count = tl.where(split == 0, GROUP, 0)  # only the first split has sinks
-        peak, total, mixed = _add_sink(peak, total, mixed, sinks + head * GROUP, g, count)
+        peak, total, acc = _add_sink(peak, total, acc, sinks + head * GROUP, g, count)
     if SPLITS == 1:
         out = (row * heads * GROUP + member)[:, None] * DIM + d[None, :]
-        tl.store(output + out, (mixed / total[:, None]).to(output.dtype.element_ty), mask=real)
+        tl.store(output + out, (acc / total[:, None]).to(output.dtype.element_ty), mask=mask)
     else:
         slot = ((row * heads + head) * SPLITS + split) * GROUP_PAD + g
-        tl.store(parts + slot[:, None] * DIM_PAD + d[None, :], mixed)
+        tl.store(parts + slot[:, None] * DIM_PAD + d[None, :], acc)
         tl.store(peaks + slot, peak)
         tl.store(sums + slot, total)
 
@@ -195,16 +196,16 @@ def _combine(
     for split in tl.static_range(SPLITS):
         peak = tl.maximum(peak, tl.load(peaks + (base + split) * GROUP_PAD + g))
     total = tl.zeros([GROUP_PAD], tl.float32)
-    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
     for split in tl.static_range(SPLITS):
         slot = (base + split) * GROUP_PAD + g
         weight = tl.exp(tl.load(peaks + slot) - peak)
         total += weight * tl.load(sums + slot)
-        mixed += weight[:, None] * tl.load(parts + slot[:, None] * DIM_PAD + d[None, :])
+        acc += weight[:, None] * tl.load(parts + slot[:, None] * DIM_PAD + d[None, :])
     out = (row * heads * GROUP + head * GROUP + g)[:, None] * DIM + d[None, :]
-    result = mixed / total[:, None]
-    real = (g < GROUP)[:, None] & (d < DIM)[None, :]
-    tl.store(output + out, result.to(output.dtype.element_ty), mask=real)
+    result = acc / total[:, None]
+    mask = (g < GROUP)[:, None] & (d < DIM)[None, :]
+    tl.store(output + out, result.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_row"])
@@ -214,32 +215,33 @@ def _prefill(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, TILE: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Some consecutive tokens of one sequence and one key/value head, over all keys so far."""
+    """Consecutive tokens of one sequence and one key/value head, over all keys up to them."""
     head, heads = tl.program_id(1), tl.num_programs(1)
-    # A tile: its first token in the pack, how many there are, the first one's position, its row.
-    at = tiles + tl.program_id(0) * 4
-    token, count, position, row = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    # A tile: its first token in the pack, the count, the first token's position, the row.
+    tile = tiles + tl.program_id(0) * 4
+    token, count = tl.load(tile), tl.load(tile + 1)
+    position, row = tl.load(tile + 2), tl.load(tile + 3)
     m, d = tl.arange(0, QUERIES * GROUP_PAD), tl.arange(0, DIM_PAD)
-    nth, member = m // GROUP_PAD, m % GROUP_PAD
-    real = ((nth < count) & (member < GROUP))[:, None] & (d < DIM)[None, :]
-    row_at = (head * GROUP + member)[:, None] * query_head + (token + nth)[:, None] * query_token
-    q = tl.load(query + row_at + d[None, :], mask=real, other=0.0)
+    i, member = m // GROUP_PAD, m % GROUP_PAD
+    mask = ((i < count) & (member < GROUP))[:, None] & (d < DIM)[None, :]
+    q_offset = (head * GROUP + member)[:, None] * query_head + (token + i)[:, None] * query_token
+    q = tl.load(query + q_offset + d[None, :], mask=mask, other=0.0)
     start = (tl.maximum(position + 1 - window, 0) // TILE) * TILE
     stop = position + count
-    p = tl.full([QUERIES * GROUP_PAD], float("-inf"), tl.float32)
-    t = tl.zeros([QUERIES * GROUP_PAD], tl.float32)
-    x = tl.zeros([QUERIES * GROUP_PAD, DIM_PAD], tl.float32)
+    peak = tl.full([QUERIES * GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP_PAD], tl.float32)
+    acc = tl.zeros([QUERIES * GROUP_PAD, DIM_PAD], tl.float32)
     keys, values = keys + head * cache_head, values + head * cache_head
-    here, pages = position + nth, table + row * table_row
-    peak, total, mixed = _attend_cached(
-        q, here, p, t, x, keys, values, pages, start, stop, scale, window, softcap,
-        cache_page, DIM, TILE, CAPPED,
+    query_position, pages = position + i, table + row * table_row
+    peak, total, acc = _attend_cached(
+        q, query_position, peak, total, acc, keys, values, pages, start, stop,
+        scale, window, softcap, cache_page, DIM, TILE, CAPPED,
     )  # fmt: skip
     if SINKS:
-        peak, total, mixed = _add_sink(peak, total, mixed, sinks + head * GROUP, member, GROUP)
-    result = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    out = ((token + nth) * heads * GROUP + head * GROUP + member)[:, None] * DIM + d[None, :]
-    tl.store(output + out, result.to(output.dtype.element_ty), mask=real)
+        peak, total, acc = _add_sink(peak, total, acc, sinks + head * GROUP, member, GROUP)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = ((token + i) * heads * GROUP + head * GROUP + member)[:, None] * DIM + d[None, :]
+    tl.store(output + out, result.to(output.dtype.element_ty), mask=mask)
 
 
 def launch_decode(
@@ -267,14 +269,14 @@ def launch_decode(
         parts = query.new_empty(slots, sizes["DIM_PAD"], dtype=torch.float32)
         peaks = query.new_empty(slots, dtype=torch.float32)
         sums = torch.empty_like(peaks)
-    angles = (query, query) if fused is None else (fused.cosine, fused.sine)
+    cos_sin = (query, query) if fused is None else (fused.cosine, fused.sine)
     norms = None if fused is None else fused.norms
     eps = 0.0 if fused is None else fused.eps
     sinks = query if qkv.sinks is None else qkv.sinks
     strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
     _decode[(rows, kv_heads, splits)](
         *(query, key, value, keys, values, table, length, output, parts, peaks, sums),
-        *(*angles, *(norms or angles), sinks, qkv.scale, qkv.window, qkv.softcap, eps),
+        *(*cos_sin, *(norms or cos_sin), sinks, qkv.scale, qkv.window, qkv.softcap, eps),
         *(*strides, table.stride(0), *keys.stride()[:2]),
         **sizes,
         TILE=KEY_TILE,

@@ -1,13 +1,13 @@
 """Plans packs in which the shared prefix of a group is computed once.
 
 Samples of a prompt mostly begin with the same tokens, whose hidden states are equal and whose
-gradients add up. The pack holds the prefix once, then each sample's rest; varlen.py computes it as
-segments with parents, of any depth, of which two levels are planned here.
+gradients add up. The pack holds the prefix once, then the suffix of each sample. varlen.py supports
+segment trees of any depth; this file plans two levels, prefix and suffix.
 
     group's samples   p q r a b | p q r c | p q r d e
-    pack              p q r | c | a b | d e              (rests of one length are adjacent)
+    pack              p q r | c | a b | d e              (suffixes of equal length are adjacent)
 
-Legend: B samples, N their tokens end to end, C tokens that are computed.
+Legend: B samples, N their concatenated tokens, C tokens of the pack.
 """
 
 from __future__ import annotations
@@ -25,57 +25,58 @@ IndexArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPlan:
-    """The segments of a pack, and the mapping between its tokens and the samples'."""
+    """The segments of a pack, and the mapping between its tokens and those of the samples."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
-    """Of each segment: see `PackedLayout.of`."""
+    """The parent of each segment; see `PackedLayout.of`."""
     source_C: IndexArray
-    """The index of each computed token among those of the samples."""
-    row_N: IndexArray
-    """The row that computes each token of the samples."""
+    """The index of each token of the pack among the samples' tokens."""
+    packed_index_N: IndexArray
+    """The position in the pack of each sample token."""
 
 
 def plan_unshared(lengths_B: npt.ArrayLike) -> PrefixPlan:
-    """Every sample separately, in the given order."""
+    """A pack of complete samples, in order."""
     lengths: list[int] = np.asarray(lengths_B).tolist()
-    every = np.arange(sum(lengths))
-    return PrefixPlan(tuple(lengths), (ROOT,) * len(lengths), source_C=every, row_N=every)
+    indices = np.arange(sum(lengths))
+    return PrefixPlan(tuple(lengths), (ROOT,) * len(lengths), indices, indices)
 
 
 def plan_prefixes(
     lengths_B: npt.ArrayLike, *, group_B: npt.ArrayLike, shared_B: npt.ArrayLike
 ) -> PrefixPlan:
-    """The samples of a group share their first `shared_B` tokens. Equal lengths are adjacent:
-    prefixes and unshared samples first, then the rests of each group."""
+    """The samples of a group share their first `shared_B` tokens. Prefixes and unshared samples are
+    first, then the suffixes of each group. Segments are sorted by length, so that equal lengths are
+    adjacent."""
     lengths: list[int] = np.asarray(lengths_B).tolist()
     shared: list[int] = np.asarray(shared_B).tolist()
     starts = np.cumsum([0, *lengths])
-    prefix_groups = [
+    root_members = [
         group
         for members in members_by_group(group_B)
         for group in ([members] if shared[members[0]] else [[b] for b in members])
     ]
 
-    def first_length(members: Sequence[int]) -> int:
+    def root_length(members: Sequence[int]) -> int:
         return lengths[members[0]] if len(members) == 1 else shared[members[0]]
 
-    prefix_groups.sort(key=first_length)
-    segments = [(ROOT, int(starts[members[0]]), first_length(members)) for members in prefix_groups]
-    for parent, members in enumerate(prefix_groups):
+    root_members.sort(key=root_length)
+    segments = [(ROOT, int(starts[members[0]]), root_length(members)) for members in root_members]
+    for parent, members in enumerate(root_members):
         if len(members) > 1:
-            first = first_length(members)
+            prefix = root_length(members)
             for b in sorted(members, key=lambda b: lengths[b]):
-                segments.append((parent, int(starts[b]) + first, lengths[b] - first))
+                segments.append((parent, int(starts[b]) + prefix, lengths[b] - prefix))
     source_C = np.concatenate([np.arange(start, start + size) for _, start, size in segments])
-    row_N = np.empty(sum(lengths), np.int64)
-    row_N[source_C] = np.arange(len(source_C))
-    for members in prefix_groups:
-        common = np.arange(first_length(members))
+    packed_index_N = np.empty(sum(lengths), np.int64)
+    packed_index_N[source_C] = np.arange(len(source_C))
+    for members in root_members:
+        offsets = np.arange(root_length(members))
         for b in members[1:]:
-            row_N[starts[b] + common] = row_N[starts[members[0]] + common]
+            packed_index_N[starts[b] + offsets] = packed_index_N[starts[members[0]] + offsets]
     parents, _, sizes = zip(*segments, strict=True)
-    return PrefixPlan(sizes, parents, source_C, row_N)
+    return PrefixPlan(sizes, parents, source_C, packed_index_N)
 
 
 def shared_lengths(
@@ -86,21 +87,21 @@ def shared_lengths(
     limit_B: npt.ArrayLike,
 ) -> IndexArray:
     """The length of the prefix that each sample shares with all others of its group: at most the
-    smallest limit, which must leave each sample a token of its own; 0 for a group of one."""
+    smallest limit, which must leave each sample one more token; 0 for a group of one."""
     token_ids, limits = np.asarray(token_ids_N), np.asarray(limit_B)
     starts = np.concatenate([[0], np.cumsum(lengths_B)])
     shared_B = np.zeros(len(limits), np.int64)
     for members in members_by_group(group_B):
         if len(members) > 1:
             limit = int(limits[members].min())
-            rows = np.stack([token_ids[starts[b] : starts[b] + limit] for b in members])
-            differs = (rows != rows[0]).any(axis=0)
+            prefixes_BL = np.stack([token_ids[starts[b] : starts[b] + limit] for b in members])
+            differs = (prefixes_BL != prefixes_BL[0]).any(axis=0)
             shared_B[members] = differs.argmax() if differs.any() else limit
     return shared_B
 
 
 def members_by_group(group_B: npt.ArrayLike) -> list[list[int]]:
-    """The indices of each group's samples; groups in order of their first one."""
+    """The indices of each group's samples; groups in the order of their first samples."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(np.asarray(group_B).tolist()):
         members.setdefault(group, []).append(index)

@@ -1,14 +1,14 @@
 """Attention over a slot cache of keys and values, for generation.
 
-Owns the attention function registered with transformers as CACHED, and three kinds of step: a
-packed prefill, a batched decode, and deterministic tiles of each row (TiledStep). A LayerStore owns
-the memory. No mask function is registered for CACHED, so transformers builds no mask.
+Defines the attention function that is registered with transformers as CACHED, and three kinds of
+step: packed prefill, batched decode, and batch-invariant tiles (TiledStep). A LayerStore owns the
+memory. No mask function is registered for CACHED, so transformers builds no mask.
 
     model(..., step=DecodeStep(...)) -> attention of layer i -> step.attend(i) -> store.layer(i)
 
 A call without a step uses the paged cache (paged.py).
 
-Dims: R rows (sequences), H query heads, K key/value heads, G = H / K, L positions, D head dim,
+Legend: R rows (sequences), H query heads, K key/value heads, G = H / K, L positions, D head dim,
 N packed tokens.
 """
 
@@ -52,10 +52,10 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionStep(Protocol):
-    """What one forward does in each attention layer: store keys and values, then attend."""
+    """Stores keys and values in each attention layer of one forward, and attends to them."""
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Stores the keys and values, then attends. Returns [batch, tokens, H, D]."""
+        """Store the keys and values, then attend. Returns [batch, tokens, H, D]."""
         ...
 
 
@@ -68,41 +68,43 @@ class PrefillSpan(NamedTuple):
 
 
 class PrefillStep:
-    """Spans packed end to end in [1, N]. First spans with start 0, one attention call for each
-    length; then spans that continue a row, one call for each."""
+    """Concatenated spans, [1, N]: first those with start 0, one attention call per length; then
+    those that continue a row, one call for each."""
 
     def __init__(self, store: LayerStore, spans: Sequence[PrefillSpan]) -> None:
         order = [(span.start > 0, span.length) for span in spans]
-        assert order == sorted(order), "a prefill is packed beginnings first, by length"
+        assert order == sorted(order), (
+            "a prefill starts with the spans of start 0, sorted by length"
+        )
         self._store = store
-        beginnings = (span for span in spans if not span.start)
-        self._beginnings: list[tuple[int, list[int]]] = [
+        first_spans = (span for span in spans if not span.start)
+        self._first_spans: list[tuple[int, list[int]]] = [
             (length, [span.row for span in members])
-            for length, members in groupby(beginnings, key=lambda span: span.length)
+            for length, members in groupby(first_spans, key=lambda span: span.length)
         ]
-        self._later = [span for span in spans if span.start]
+        self._later_spans = [span for span in spans if span.start]
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         keys, values = self._store.layer(layer, inputs.key, inputs.value)
         outputs: list[Tensor] = []
-        first = 0
-        for length, rows in self._beginnings:
-            stop = first + length * len(rows)
+        offset = 0
+        for length, rows in self._first_spans:
+            stop = offset + length * len(rows)
             query, key, value = (
-                packed[0, :, first:stop].unflatten(1, (len(rows), length)).transpose(0, 1)
+                packed[0, :, offset:stop].unflatten(1, (len(rows), length)).transpose(0, 1)
                 for packed in inputs[:3]
             )
             keys[rows, :, :length] = key
             values[rows, :, :length] = value
             outputs.append(attend_causal(query, key, value, inputs.options))
-            first = stop
-        for row, start, length in self._later:
-            query, key, value = (packed[:, :, first : first + length] for packed in inputs[:3])
+            offset = stop
+        for row, start, length in self._later_spans:
+            query, key, value = (packed[:, :, offset : offset + length] for packed in inputs[:3])
             keys[row, :, start : start + length] = key[0]
             values[row, :, start : start + length] = value[0]
             cached = slice(row, row + 1), slice(None), slice(start + length)
             outputs.append(attend_causal(query, keys[cached], values[cached], inputs.options))
-            first += length
+            offset += length
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
@@ -123,7 +125,7 @@ class DecodeStep:
         keys[self._rows_R, :, self._positions_R] = inputs.key[:, :, 0]
         values[self._rows_R, :, self._positions_R] = inputs.value[:, :, 0]
         if not inputs.options.is_plain:
-            return self._attend_by_definition(inputs, keys, values)
+            return self._attend_with_mask(inputs, keys, values)
         query_RKGD = inputs.query[:, :, 0].unflatten(1, (keys.shape[1], -1))
         is_cpu_float32 = query_RKGD.device.type == "cpu" and query_RKGD.dtype == torch.float32
         kernel = _attend_with_bmm if is_cpu_float32 else scaled_dot_product_attention
@@ -140,14 +142,12 @@ class DecodeStep:
         attended_RKGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return attended_RKGD.flatten(1, 2).unsqueeze(1)
 
-    def _attend_by_definition(
-        self, inputs: AttentionInputs, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _attend_with_mask(self, inputs: AttentionInputs, keys: Tensor, values: Tensor) -> Tensor:
         """With a soft cap or sinks, which torch's kernels lack."""
         outputs: list[Tensor] = []
         for start, stop, length in self._spans:
             masked_RL = self._masked(start, stop, length, inputs.options.window)
-            key, value = (each[start:stop, :, :length] for each in (keys, values))
+            key, value = (x[start:stop, :, :length] for x in (keys, values))
             attends, query = ~masked_RL[:, None, None, None], inputs.query[start:stop]
             outputs.append(attend_with_mask(query, key, value, attends, inputs.options))
         return torch.cat(outputs).transpose(1, 2)
@@ -172,9 +172,9 @@ class DecodeStep:
 
 
 class TiledStep:
-    """Any tokens of any rows in [1, N]. Attends in tiles of TILE_ROWS positions, so that prefill,
-    decode and the learner's forward are bitwise equal. Tokens after len(rows) are padding. Slow: a
-    decode computes a tile for each row and uses one query of it."""
+    """Any tokens of any rows, [1, N]. Attends in tiles of TILE_ROWS positions, so that prefill,
+    decode and the learner's forward are bitwise equal. Tokens from index len(rows) on are padding.
+    Slow: a decode computes a tile for each row and uses one query of it."""
 
     def __init__(self, store: LayerStore, *, rows: Sequence[int], positions: Sequence[int]) -> None:
         self._store = store
@@ -201,7 +201,7 @@ class TiledStep:
 
 
 class ShapeStep:
-    """Stores and computes nothing, to see with which shapes a model attends."""
+    """Stores and computes nothing; only for recording the shapes of a model's attention."""
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         batch, heads, tokens, _ = inputs.query.shape
@@ -209,8 +209,8 @@ class ShapeStep:
 
 
 def plan_spans(positions: Sequence[int], *, rows: int = 32) -> list[tuple[int, int, int]]:
-    """(first row, stop row, cached positions to read) of each attention call of a decode. One call,
-    unless calls of `rows` rows read less than 0.7 of its positions."""
+    """(start row, stop row, positions to read) of each attention call of a decode. One call, unless
+    calls of `rows` rows read less than 0.7 times its positions."""
 
     def span(start: int, stop: int) -> tuple[int, int, int]:
         # Rounded up to 8, the mask alignment of GPU kernels; the cache has room for it.
@@ -219,8 +219,8 @@ def plan_spans(positions: Sequence[int], *, rows: int = 32) -> list[tuple[int, i
     single = span(0, len(positions))
     count = len(positions)
     parts = [span(start, min(start + rows, count)) for start in range(0, count, rows)]
-    area = sum((stop - start) * length for start, stop, length in parts)
-    return parts if area < 0.7 * count * single[2] else [single]
+    num_reads = sum((stop - start) * length for start, stop, length in parts)
+    return parts if num_reads < 0.7 * count * single[2] else [single]
 
 
 def _attend_with_bmm(

@@ -1,17 +1,17 @@
 """Causal attention over packed sequences, through transformers' attention interface.
 
-The model is called with the tokens of many sequences end to end, [1, N], with positions that
-restart, and with a `PackedLayout` as the keyword `layout`. Sequences of equal length are one kernel
-call, [n, heads, length, D], without padding or mask. On a GPU, in half precision, one call takes
-all lengths and shared prefixes, if torch has the kernel. No mask function is registered for VARLEN,
-so transformers builds no mask.
+The model is called with the concatenated tokens of many sequences, [1, N], with positions that
+restart, and with a `PackedLayout` as the keyword `layout`. One kernel call computes all sequences
+of equal length, [n, heads, length, D], without padding or mask. On a GPU, in half precision, one
+call computes all lengths and shared prefixes, if torch has the kernel. No mask function is
+registered for VARLEN, so transformers builds no mask.
 
 A prefix that several sequences share can be in the pack once. The packed tokens are then segments:
-each begins a sequence or continues another segment (its parent), and its queries attend to the keys
-of its ancestors and its own. shared_prefix.py plans which tokens are shared.
+each begins a sequence or continues another segment (its parent), and its queries attend to its keys
+and those of its ancestors. shared_prefix.py plans which tokens are shared.
 
 Legend: N packed tokens, H query heads, K key/value heads, D head dim, B segments (sequences where
-nothing is shared), M keys that the segments attend to, shared ones once for each segment.
+nothing is shared), M keys that the segments attend to, counted for each segment.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROOT = -1
 _HALF = (torch.bfloat16, torch.float16)
 
 SegmentIndex = tuple[int, int]
-"""The number of the call that computes a segment, and the segment's index in that call."""
+"""The index of the call that computes a segment, and the segment's index in that call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class AttentionCall:
     count: int
     length: int
     before: tuple[SegmentIndex, ...] = ()
-    """The ancestors of these segments, first one first."""
+    """The ancestors of these segments, from the root."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextShard:
-    """The rows of a pack on this rank, where several ranks share it."""
+    """The rows of a pack on this rank, if several ranks share the pack."""
 
     own: range
     """The calls whose queries are on this rank."""
@@ -69,7 +69,7 @@ class ContextShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendedKeys:
-    """The keys of each segment end to end: those of its ancestors, then its own."""
+    """The concatenated keys of all segments: for each, its ancestors' keys, then its own."""
 
     indices_M: Tensor
     """The index of each key in the pack."""
@@ -91,8 +91,8 @@ class AttendedKeys:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
     """The segments of the packed tokens, built once per micro-batch. `calls` divides the tokens in
-    the order `order_N`; both orders are None if the segments of each call are adjacent already, and
-    then the kernel reads the tokens in place."""
+    the order `order_N`. `order_N` and `inverse_N` are None if the segments of each call are already
+    adjacent; then the kernel reads the tokens in place."""
 
     lengths: tuple[int, ...]
     calls: tuple[AttentionCall, ...]
@@ -102,12 +102,12 @@ class PackedLayout:
     order_N: Tensor | None = None
     inverse_N: Tensor | None = None
     attended: AttendedKeys | None = None
-    """Set if segments continue others; for the kernel that takes all lengths."""
+    """Set if segments continue others; for the kernel for all lengths."""
     page_plan: PagePlan | None = None
     """Set to attend with the engine's kernel (batch_invariant.py)."""
     parents: tuple[int, ...] = ()
     shard: ContextShard | None = None
-    """Set if only some rows are here; `position_ids_N` are then those of these rows."""
+    """Set if only some rows are on this rank; `position_ids_N` are then those of these rows."""
 
     @classmethod
     def of(
@@ -119,9 +119,9 @@ class PackedLayout:
         per_sequence: bool = False,
         batch_invariant: bool = False,
     ) -> PackedLayout:
-        """`parents` is the earlier segment that each one continues (ROOT: none, the default).
-        `per_sequence` makes separate calls for each segment, so that no result depends on the
-        others; complete sequences then have the bits of an engine's tokens (attend_in_tiles)."""
+        """`parents` is the earlier segment that each segment continues (ROOT: none, the default).
+        `per_sequence` makes a separate call for each segment, so that no result depends on the
+        others; complete sequences then get the bits of an engine (attend_in_tiles)."""
         parents = [ROOT] * len(lengths) if parents is None else parents
         _check_segments(lengths, parents)
         segments = range(len(lengths))
@@ -146,13 +146,13 @@ class PackedLayout:
 
 
 def unsupported_layer_types(config: PretrainedConfig) -> list[str]:
-    """Layer types that mix tokens without our attention: packed sequences would leak there."""
+    """Layer types that mix tokens without our attention, and so would mix packed sequences."""
     text = config.get_text_config()
     return sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
 
 
 def path_to(parents: Sequence[int], segment: int) -> list[int]:
-    """The segments from a root down to `segment`; none for ROOT."""
+    """The segments from a root down to `segment`; empty for ROOT."""
     upwards: list[int] = []
     while segment != ROOT:
         upwards.append(segment)
@@ -162,9 +162,9 @@ def path_to(parents: Sequence[int], segment: int) -> list[int]:
 
 def _check_segments(lengths: Sequence[int], parents: Sequence[int]) -> None:
     if min(lengths, default=0) < 1:
-        raise ValueError(f"a layout needs sequences of at least one token, got {lengths}")
+        raise ValueError(f"a layout needs sequences of at least one token, got lengths {lengths}")
     if not all(ROOT <= parent < b for b, parent in enumerate(parents)):
-        raise ValueError(f"a segment continues an earlier one or none, got parents {parents}")
+        raise ValueError(f"a parent must be an earlier segment or ROOT, got parents {parents}")
 
 
 def _positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -183,11 +183,11 @@ def _token_order(lengths: Sequence[int], segments: Sequence[int]) -> np.ndarray[
 def plan_calls(
     lengths: Sequence[int], parents: Sequence[int], keys: Sequence[Any], *, ordered: Sequence[int]
 ) -> tuple[AttentionCall, ...]:
-    """One call for neighbours with equal keys among the segments in the order `ordered`."""
+    """One call for each run of segments with equal keys, in the order `ordered`."""
     calls: list[AttentionCall] = []
     indices: dict[int, SegmentIndex] = {}
-    for _, same in groupby(ordered, key=keys.__getitem__):
-        members = list(same)
+    for _, group in groupby(ordered, key=keys.__getitem__):
+        members = list(group)
         first = members[0]
         before = tuple(indices[b] for b in path_to(parents, parents[first]))
         indices |= {b: (len(calls), index) for index, b in enumerate(members)}
@@ -220,18 +220,18 @@ def varlen_attention(
 def _attend_packed(
     query: Tensor, key: Tensor, value: Tensor, *, layout: PackedLayout, options: AttentionOptions
 ) -> Tensor:
-    """One kernel call for all lengths, or one for each, [N, H, D]."""
+    """One kernel call for all lengths, or one for each length, [N, H, D]."""
     calls = layout.calls
-    chosen = range(len(calls))
+    own_calls = range(len(calls))
     if layout.shard is not None:
-        chosen = layout.shard.own
+        own_calls = layout.shard.own
         key, value = (layout.shard.gather(packed) for packed in (key, value))
     elif _can_attend_ragged(query, value, layout, options):
         return attend_ragged(query, key, value, layout, options)
     elif layout.order_N is not None:
         query, key, value = (x.index_select(2, layout.order_N) for x in (query, key, value))
-    queries = _split_by_call(query, calls[chosen.start : chosen.stop])
-    keys, values = (_keys_by_call(x, calls, options.window, chosen) for x in (key, value))
+    queries = _split_by_call(query, calls[own_calls.start : own_calls.stop])
+    keys, values = (_keys_by_call(x, calls, options.window, own_calls) for x in (key, value))
     has_parents = any(call.before for call in calls)
     in_tiles = layout.per_sequence and layout.shard is None and not has_parents
     outputs = [
@@ -245,11 +245,11 @@ def _attend_packed(
 def _can_attend_ragged(
     query: Tensor, value: Tensor, layout: PackedLayout, options: AttentionOptions
 ) -> bool:
-    """Whether one kernel for all lengths may replace (and beats) one call for each length."""
+    """Whether one kernel call for all lengths is possible, and faster than one for each length."""
     is_half_on_gpu = query.is_cuda and query.dtype in _HALF
-    plain = options.is_plain and query.shape[-1] == value.shape[-1]
+    is_plain = options.is_plain and query.shape[-1] == value.shape[-1]
     is_ragged = not layout.per_sequence and len(layout.calls) > 1
-    return is_half_on_gpu and plain and is_ragged and ragged_kernel() is not None
+    return is_half_on_gpu and is_plain and is_ragged and ragged_kernel() is not None
 
 
 @cache
@@ -274,7 +274,7 @@ def attend_ragged(
     key_starts_B1 = layout.starts_B1
     if layout.attended is not None:
         indices_M = layout.attended.indices_M
-        key_NKD, value_NKD = (_Gather.apply(each, indices_M) for each in (key_NKD, value_NKD))
+        key_NKD, value_NKD = (_Gather.apply(x, indices_M) for x in (key_NKD, value_NKD))
         key_starts_B1, longest_key = layout.attended.starts_B1, layout.attended.longest
     # Key/value heads are repeated here because not every version of the kernel does it.
     group = query.shape[1] // key.shape[1]
@@ -291,7 +291,7 @@ def attend_ragged(
 
 
 class _Gather(torch.autograd.Function):
-    """Rows by their indices; the gradients of a row are summed in float32."""
+    """Select rows by index; the gradients of a row are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, packed_NKD: Tensor, indices_M: Tensor) -> Tensor:
@@ -307,8 +307,8 @@ class _Gather(torch.autograd.Function):
 
 
 def _split_by_call(packed: Tensor, calls: Sequence[AttentionCall]) -> list[Tensor]:
-    """The tokens of each call, [count, heads, length, D], by one split for all: the gradient of a
-    slice is as long as the pack."""
+    """The tokens of each call, [count, heads, length, D]. One split, because the gradient of a
+    slice would have the length of the pack."""
     parts = packed[0].split([call.count * call.length for call in calls], dim=1)
     return [
         part.unflatten(1, (call.count, call.length)).transpose(0, 1)
@@ -317,22 +317,22 @@ def _split_by_call(packed: Tensor, calls: Sequence[AttentionCall]) -> list[Tenso
 
 
 def _keys_by_call(
-    packed: Tensor, calls: Sequence[AttentionCall], window: int | None, chosen: range
+    packed: Tensor, calls: Sequence[AttentionCall], window: int | None, own_calls: range
 ) -> list[Tensor]:
-    """Keys (or values) of each chosen call: of its ancestors, within the window, then its own."""
-    own = _split_by_call(packed, calls)
+    """Keys (or values) of each own call: its ancestors' within the window, then its own."""
+    parts = _split_by_call(packed, calls)
     if not any(call.before for call in calls):
-        return [own[number] for number in chosen]
-    segments = [of_call.unbind(0) for of_call in own]
+        return [parts[number] for number in own_calls]
+    segments = [part.unbind(0) for part in parts]
     keys: list[Tensor] = []
-    for number in chosen:
-        of_call, call = own[number], calls[number]
+    for number in own_calls:
+        part, call = parts[number], calls[number]
         if call.before:
             before = torch.cat([segments[other][index] for other, index in call.before], dim=1)
             if window is not None:
                 before = before[:, max(0, before.shape[1] - window + 1) :]
-            of_call = torch.cat([before.expand(call.count, -1, -1, -1), of_call], dim=2)
-        keys.append(of_call)
+            part = torch.cat([before.expand(call.count, -1, -1, -1), part], dim=2)
+        keys.append(part)
     return keys
 
 

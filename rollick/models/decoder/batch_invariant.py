@@ -1,15 +1,15 @@
 """Linear layers and norms that are batch-invariant: a row's bits do not depend on the batch.
 
-A matrix product gives a row slightly different bits in batches of different sizes, because the
-kernel divides the work by shape. An engine computes one token of many sequences at a time, a
-learner all tokens of a sequence; in bfloat16 a log-prob then differs by some hundredths. Here both
-use one arithmetic. Only the forward is batch-invariant.
+A matmul gives a row slightly different bits in batches of different sizes, because the kernel
+divides the work by shape. An engine computes one token of many sequences at a time, a learner all
+tokens of a sequence; in bfloat16 a log-prob then differs by some hundredths. Here both sum in the
+same order. Only the forward is batch-invariant.
 
 On the CPU every linear layer computes in tiles of TILE_ROWS rows, the last one padded with zero
 rows, so a row's bits depend only on that row and the weights. Element-wise kernels treat the last
 few elements of an array differently (measured: silu), so packed rows should also be padded to full
-tiles: see `round_up_to_tile`. A backward sums over the micro-batch anyway; it repeats bit for bit
-if micro-batches come in the same order with the same number of threads.
+tiles: see `round_up_to_tile`. A backward sums over the micro-batch; its bits repeat for the same
+order of micro-batches and number of threads.
 
 On a GPU both use the same kernels: linear layers and norms (this file), attention
 (attention/batch_invariant.py) and the output head (head/logprobs.py). The rest is element-wise.
@@ -29,12 +29,12 @@ from rollick.errors import ModelError
 TILE_ROWS = 32
 """Rows per tile; the same for every thread count and batch size."""
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """rows [N, I], weight [O, I], bias [O] -> [N, O]."""
 
 
 def use_batch_invariant_kernels(module: nn.Module) -> None:
-    """Replace the forward of every linear layer (except the head) and norm inside, in place."""
+    """Replace the forward of every linear layer (except the head) and norm of the module."""
     head: Any = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     for part in module.modules():
         layer: Any = part
@@ -54,8 +54,8 @@ class BatchInvariantLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not input.is_cuda:
             return tiled_linear(input, self.weight, self.bias)
-        product = partial(batch_invariant_product, dtype=input.dtype)
-        return linear_with(product, input, self.weight, self.bias)
+        matmul = partial(batch_invariant_matmul, dtype=input.dtype)
+        return linear_with(matmul, input, self.weight, self.bias)
 
 
 class BatchInvariantNorm(nn.Module):
@@ -72,26 +72,26 @@ class BatchInvariantNorm(nn.Module):
         return with_gradient_of(reference, kernel, hidden_states, self.weight)
 
 
-def batch_invariant_product(
+def batch_invariant_matmul(
     rows_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, dtype: torch.dtype
 ) -> Tensor:
-    """The product on a GPU, without a gradient."""
-    from rollick.models.decoder.batch_invariant_kernels import launch_product
+    """A linear layer on a GPU, without gradient."""
+    from rollick.models.decoder.batch_invariant_kernels import launch_matmul
 
-    return launch_product(rows_NI, weight_OI, bias_O, dtype=dtype)
+    return launch_matmul(rows_NI, weight_OI, bias_O, dtype=dtype)
 
 
 def reference_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A root-mean-square norm, rounded as in transformers."""
-    wide = hidden.float()
-    narrow = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * narrow.to(hidden.dtype)
+    """RMSNorm, rounded as in transformers."""
+    upcast = hidden.float()
+    normed = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(hidden.dtype)
 
 
 def with_gradient_of(
     reference: Callable[..., Tensor], kernel: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
-    """The kernel's value with the gradient of `reference`, which is evaluated in the backward."""
+    """The kernel's output with the gradient of `reference`, which the backward evaluates."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _WithGradientOf.apply(reference, kernel, *tensors)
     return kernel(*tensors)
@@ -113,8 +113,8 @@ class _WithGradientOf(torch.autograd.Function):
         inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in pairs]
         with torch.enable_grad():
             output = ctx.reference(*inputs)
-        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
-        input_gradients = iter(torch.autograd.grad(output, differentiable, *gradients))
+        differentiated = [tensor for tensor in inputs if tensor.requires_grad]
+        input_gradients = iter(torch.autograd.grad(output, differentiated, *gradients))
         return None, None, *(next(input_gradients) if needs else None for needs in needed)
 
 
@@ -134,17 +134,17 @@ class TiledLinear(nn.Linear):
 
 def tiled_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., I] times weight [O, I] transposed, plus bias; differentiable."""
-    return linear_with(_tiled_product, input, weight, bias)
+    return linear_with(_tiled_matmul, input, weight, bias)
 
 
-def linear_with(product: Product, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer with `product` as its forward and the usual gradients."""
+def linear_with(matmul: Matmul, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer with `matmul` as its forward and the usual gradients."""
     rows = input.reshape(-1, input.shape[-1])
     needs_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (input, weight, bias) if tensor is not None
     )
     inputs = rows, weight, bias
-    output: Any = _Linear.apply(*inputs, product) if needs_gradient else product(*inputs)
+    output: Any = _Linear.apply(*inputs, matmul) if needs_gradient else matmul(*inputs)
     return output.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -156,31 +156,31 @@ def round_up_to_tile(count: int) -> int:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, product: Product
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, matmul: Matmul
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        return product(rows, weight, bias)
+        return matmul(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,), (rows, weight) = gradients, ctx.saved_tensors
-        for_input, for_weight, for_bias, _ = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         return (
-            gradient @ weight if for_input else None,
-            gradient.t() @ rows if for_weight else None,
-            gradient.sum(0) if for_bias else None,
+            gradient @ weight if needs_input else None,
+            gradient.t() @ rows if needs_weight else None,
+            gradient.sum(0) if needs_bias else None,
             None,
         )
 
 
-def _tiled_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _tiled_matmul(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     count = rows.shape[0]
-    height = round_up_to_tile(count)
-    if height != count:
-        rows = torch.cat([rows, rows.new_zeros(height - count, rows.shape[1])])
-    output = rows.new_empty(height, weight.shape[0])
+    padded_rows = round_up_to_tile(count)
+    if padded_rows != count:
+        rows = torch.cat([rows, rows.new_zeros(padded_rows - count, rows.shape[1])])
+    output = rows.new_empty(padded_rows, weight.shape[0])
     transposed = weight.t()
-    for start in range(0, height, TILE_ROWS):
+    for start in range(0, padded_rows, TILE_ROWS):
         tile = slice(start, start + TILE_ROWS)
         if bias is None:
             torch.mm(rows[tile], transposed, out=output[tile])

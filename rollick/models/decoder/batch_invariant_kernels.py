@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, OUTPUTS, INPUTS = 64, 64, 64
-"""The tile for every shape and device. Inputs of 4 bytes use 32 instead of INPUTS."""
+"""The tile for every shape and device. Inputs of 4 bytes use a tile of 32 INPUTS."""
 
 
 @triton.jit
-def _product(
+def _matmul(
     x, weight, bias, out, rows, inputs, outputs, x_row, weight_row,
     BIASED: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def _product(
     i = tl.arange(0, INPUTS)
     x_rows = n.to(tl.int64)[:, None] * x_row
     weight_rows = o.to(tl.int64)[:, None] * weight_row
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    accumulator = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for begin in range(0, inputs, INPUTS):
         inside = begin + i < inputs
         columns = (begin + i)[None, :]
@@ -39,12 +39,12 @@ def _product(
         b = tl.load(
             weight + weight_rows + columns, mask=(o < outputs)[:, None] & inside[None, :], other=0.0
         )
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        accumulator = tl.dot(a, tl.trans(b), accumulator, input_precision="ieee")
     if BIASED:
-        total += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[None, :]
-    at = out + n.to(tl.int64)[:, None] * outputs + o[None, :]
+        accumulator += tl.load(bias + o, mask=o < outputs, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out + n.to(tl.int64)[:, None] * outputs + o[None, :]
     mask = (n < rows)[:, None] & (o < outputs)[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, accumulator.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def _norm(x, weight, out, width, eps, x_row, WIDTH_PAD: tl.constexpr):
     d = tl.arange(0, WIDTH_PAD)
     inside = d < width
     values = tl.load(x + row * x_row + d, mask=inside, other=0.0)
-    wide = values.to(tl.float32)
-    mean = tl.sum(wide * wide, 0) / width
-    narrow = (wide * (1.0 / tl.sqrt(mean + eps))).to(values.dtype)
-    scaled = tl.load(weight + d, mask=inside, other=0.0) * narrow
+    x_f32 = values.to(tl.float32)
+    mean_square = tl.sum(x_f32 * x_f32, 0) / width
+    normed = (x_f32 * (1.0 / tl.sqrt(mean_square + eps))).to(values.dtype)
+    scaled = tl.load(weight + d, mask=inside, other=0.0) * normed
     tl.store(out + row * width + d, scaled.to(out.dtype.element_ty), mask=inside)
 
 
-def launch_product(
+def launch_matmul(
     flat_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, dtype: torch.dtype
 ) -> Tensor:
     """flat @ weight.T + bias, accumulated in float32. Returns [N, O] of `dtype`."""
@@ -69,7 +69,7 @@ def launch_product(
     outputs = weight_OI.shape[0]
     out = torch.empty(rows, outputs, dtype=dtype, device=flat_NI.device)
     bias = weight_OI if bias_O is None else bias_O
-    _product[(triton.cdiv(rows, ROWS), triton.cdiv(outputs, OUTPUTS))](
+    _matmul[(triton.cdiv(rows, ROWS), triton.cdiv(outputs, OUTPUTS))](
         *(flat_NI, weight_OI, bias, out, rows, inputs, outputs),
         *(flat_NI.stride(0), weight_OI.stride(0)),
         BIASED=bias_O is not None,

@@ -1,14 +1,15 @@
-"""Linear layers that read one input, computed as one product over unchanged parameters.
+"""Linear layers that read one input, computed as one matmul. Their parameters keep their names,
+shapes and values.
 
-A decoder calls query, key and value one after another with one input, and gate and up. One large
-product is faster than several small ones. Names, shapes and values of the parameters stay.
+A decoder calls query, key and value one after another with one input, and so gate and up. One large
+matmul is faster than several small ones.
 
-    fuse_storage(module)       make sibling weights adjacent, before the parameters are shared
-    fuse_linears(module)       siblings whose weights are adjacent compute as one from now on
-    unfuse_linears(module)     before the parameters free their memory
+    fuse_storage(module)       makes sibling weights adjacent; call it before parameters are shared
+    fuse_linears(module)       fuses siblings whose weights are adjacent
+    unfuse_linears(module)     undoes this; call it before the parameters free their memory
 
 The native engine on the CPU fuses with packed copies of the weights instead: packed_linear.py.
-Moving a module to another device separates the weights: call the first two again.
+A move to another device separates the weights: call the first two again.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedWeights(Protocol):
-    """The weights of all layers of a group, in a form that one product can use."""
+    """The weights of all layers of a group, in a form for one matmul."""
 
     def product(self, input: Tensor) -> Tensor:
-        """The outputs of all layers side by side; no gradient flows through it."""
+        """The concatenated outputs of all layers, without gradient."""
         ...
 
 
@@ -58,7 +59,7 @@ class FusedGroup:
             self._input = input
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
-            # All supported decoders call this one last. Another order only computes again.
+            # All supported decoders call this layer last. Another order only repeats the matmul.
             self.forget_outputs()
         return output
 
@@ -68,7 +69,7 @@ class FusedGroup:
 
 
 class FusedLinear(nn.Linear):
-    """nn.Linear that computes with its group, or alone if it needs a gradient."""
+    """nn.Linear that computes with its group, or by itself if it needs a gradient."""
 
     group: FusedGroup
     index: int
@@ -89,7 +90,7 @@ def make_fused(layers: Sequence[nn.Linear], weights: FusedWeights) -> FusedGroup
 
 
 def fused_weights(layers: Sequence[nn.Linear]) -> FusedWeights | None:
-    """The weights of exactly these layers, if they are a group."""
+    """The weights of these layers if they form a group."""
     first = layers[0]
     if not isinstance(first, FusedLinear) or list(first.group.layers) != list(layers):
         return None
@@ -101,27 +102,27 @@ def fuse_storage(module: nn.Module) -> None:
     for layers in sibling_linears(module):
         for parameters in _parameters(layers):
             if adjacent_view(parameters) is None:
-                joined = torch.cat([parameter.data for parameter in parameters])
-                views = joined.split([len(parameter) for parameter in parameters])
+                fused = torch.cat([parameter.data for parameter in parameters])
+                views = fused.split([len(parameter) for parameter in parameters])
                 for parameter, view in zip(parameters, views, strict=True):
                     parameter.data = view
 
 
 def fuse_linears(module: nn.Module) -> int:
-    """Fuse siblings whose parameters are adjacent, and no others. Returns how many groups."""
+    """Fuse siblings whose parameters are adjacent. Returns the number of groups."""
     unfuse_linears(module)
-    count = 0
+    num_groups = 0
     for layers in sibling_linears(module):
         views = [adjacent_view(parameters) for parameters in _parameters(layers)]
         weight_and_bias = [view for view in views if view is not None]
         if len(weight_and_bias) == len(views):
             make_fused(layers, AdjacentWeights(*weight_and_bias))
-            count += 1
-    return count
+            num_groups += 1
+    return num_groups
 
 
 def unfuse_linears(module: nn.Module) -> None:
-    """Every layer is an nn.Linear again; a group would hold the memory of its weights."""
+    """Turn every layer back into nn.Linear, because a group keeps the memory of its weights."""
     for part in module.modules():
         if type(part) is FusedLinear:
             layer: Any = part
@@ -130,7 +131,7 @@ def unfuse_linears(module: nn.Module) -> None:
 
 
 def sibling_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Linear layers that can compute as one product."""
+    """Groups of linear layers that one matmul can compute."""
     for part in module.modules():
         for names in _SIBLINGS:
             layers: list[Any] = [getattr(part, name, None) for name in names]
@@ -140,7 +141,7 @@ def sibling_linears(module: nn.Module) -> Iterator[list[nn.Linear]]:
 
 
 def linear_groups(module: nn.Module) -> Iterator[list[nn.Linear]]:
-    """All linear layers but the output head: siblings as one group, others each as its own."""
+    """All linear layers except the output head: siblings as one group, each other one by itself."""
     grouped: set[int] = set()
     for layers in sibling_linears(module):
         grouped |= {id(layer) for layer in layers}

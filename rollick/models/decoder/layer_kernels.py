@@ -1,14 +1,14 @@
-"""Triton kernels of a Llama-style decoder layer: everything between its products and attention.
+"""Triton kernels of a Llama-style decoder layer: everything between its matmuls and attention.
 
 decoder/paged.py decides what to compute and has a reference in torch. Results are rounded where the
 modules of transformers round, so only the order of sums differs. Imported only where Triton is
 needed.
 
-Legend: N tokens, E width of the model, F width between gate/up and down, H query heads, K
-key/value heads, D head dim.
+Legend: N tokens, E hidden size, F MLP intermediate size, H query heads, K key/value heads, D head
+dim.
 """
 
-# Triton's language has no types that a checker could follow, and Triton is not on every machine.
+# pyright cannot type-check Triton kernels, and Triton is not installed on every machine.
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportAttributeAccessIssue=false
@@ -28,7 +28,7 @@ _ROTATE_TOKENS = 16
 
 SMALL_TILE = {"ROWS": 64, "OUTPUTS": 64, "INPUTS": 64, "num_warps": 4, "num_stages": 4}
 LARGE_TILE = SMALL_TILE | {"ROWS": 128, "num_warps": 8, "num_stages": 3}
-"""Tiles of the product of gate and up: up to 512 rows, and above."""
+"""Tiles of the gate and up matmul: up to 512 rows, and above."""
 FLOAT32_TILE = {"ROWS": 32, "OUTPUTS": 32, "INPUTS": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -41,10 +41,10 @@ def _rotate(x, y, cosine, sine):
 
 
 @triton.jit
-def _scale(x, factor, weight):
-    """The last steps of a root-mean-square norm."""
-    narrow = (x.to(tl.float32) * factor).to(x.dtype)
-    return (weight.to(tl.float32) * narrow.to(tl.float32)).to(x.dtype)
+def _scale(x, rstd, weight):
+    """The last steps of an RMSNorm."""
+    normed = (x.to(tl.float32) * rstd).to(x.dtype)
+    return (weight.to(tl.float32) * normed.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -53,22 +53,22 @@ def norm_and_rotate(
     DIM: tl.constexpr, NORMED: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """The values of the heads at `head`, normed and rotated; `d` indexes them along AXIS."""
-    ahead = d < DIM // 2
-    other = tl.where(ahead, d + DIM // 2, d - DIM // 2)
+    in_first_half = d < DIM // 2
+    other = tl.where(in_first_half, d + DIM // 2, d - DIM // 2)
     x = tl.load(head + d, mask=inside, other=0.0)
     y = tl.load(head + other, mask=inside, other=0.0)
     if NORMED:
-        wide = x.to(tl.float32)
-        mean = tl.sum(wide * wide, AXIS, keep_dims=True) / DIM
-        factor = 1.0 / tl.sqrt(mean + eps)
-        x = _scale(x, factor, tl.load(norm + d, mask=d < DIM, other=0.0))
-        y = _scale(y, factor, tl.load(norm + other, mask=d < DIM, other=0.0))
-    return _rotate(x, y, cosine, tl.where(ahead, -sine, sine))
+        x_f32 = x.to(tl.float32)
+        mean_square = tl.sum(x_f32 * x_f32, AXIS, keep_dims=True) / DIM
+        rstd = 1.0 / tl.sqrt(mean_square + eps)
+        x = _scale(x, rstd, tl.load(norm + d, mask=d < DIM, other=0.0))
+        y = _scale(y, rstd, tl.load(norm + other, mask=d < DIM, other=0.0))
+    return _rotate(x, y, cosine, tl.where(in_first_half, -sine, sine))
 
 
 @triton.jit
 def _norm(
-    tokens, embedding, change, residual, weight, out, width, eps,
+    tokens, embedding, sublayer_output, residual, weight, out, width, eps,
     FIRST: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     """One row of the residual: look it up or add to it, store it and its norm."""
@@ -81,34 +81,34 @@ def _norm(
         x = tl.load(embedding + token * width + d, mask=inside, other=0.0)
     else:
         before = tl.load(residual + row * width + d, mask=inside, other=0.0)
-        added = tl.load(change + row * width + d, mask=inside, other=0.0)
+        added = tl.load(sublayer_output + row * width + d, mask=inside, other=0.0)
         x = (before.to(tl.float32) + added.to(tl.float32)).to(before.dtype)
     tl.store(residual + row * width + d, x, mask=inside)
-    wide = x.to(tl.float32)
-    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    tl.store(out + row * width + d, _scale(x, factor, scale), mask=inside)
+    x_f32 = x.to(tl.float32)
+    rstd = 1.0 / tl.sqrt(tl.sum(x_f32 * x_f32, 0) / width + eps)
+    tl.store(out + row * width + d, _scale(x, rstd, scale), mask=inside)
 
 
 @triton.jit
-def _gate(both, out, width, BLOCK: tl.constexpr):
-    """silu(gate) * up of a row whose first half is gate and whose second is up."""
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    """silu(gate) * up of a row of gate, then up."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
-    gate = tl.load(both + row * 2 * width + d, mask=inside, other=0.0)
-    up = tl.load(both + row * 2 * width + width + d, mask=inside, other=0.0)
-    tl.store(out + row * width + d, _silu_product(gate, up), mask=inside)
+    gate = tl.load(gate_up + row * 2 * width + d, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + d, mask=inside, other=0.0)
+    tl.store(out + row * width + d, _silu_multiply(gate, up), mask=inside)
 
 
 @triton.jit
-def _silu_product(gate, up):
-    wide = gate.to(tl.float32)
-    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+def _silu_multiply(gate, up):
+    gate_f32 = gate.to(tl.float32)
+    activated = (gate_f32 / (1.0 + tl.exp(-gate_f32))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated_product(
+def _swiglu_linear(
     x, weight, out, rows, inputs, outputs,
     EVEN: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -116,28 +116,28 @@ def _gated_product(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     i = tl.arange(0, INPUTS)
-    # Rows and outputs beyond the last are computed from real ones, and not stored.
-    x_at = x + (n % rows).to(tl.int64)[:, None] * inputs + i[None, :]
-    gate_at = weight + (o % outputs).to(tl.int64)[None, :] * inputs + i[:, None]
-    up_at = gate_at + outputs.to(tl.int64) * inputs
+    # Rows and outputs past the end wrap around to valid ones, and are not stored.
+    x_ptrs = x + (n % rows).to(tl.int64)[:, None] * inputs + i[None, :]
+    gate_ptrs = weight + (o % outputs).to(tl.int64)[None, :] * inputs + i[:, None]
+    up_ptrs = gate_ptrs + outputs.to(tl.int64) * inputs
     gate = tl.zeros([ROWS, OUTPUTS], tl.float32)
     up = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for begin in range(0, inputs, INPUTS):
         if EVEN:
-            a = tl.load(x_at + begin)
-            g = tl.load(gate_at + begin)
-            u = tl.load(up_at + begin)
+            a = tl.load(x_ptrs + begin)
+            g = tl.load(gate_ptrs + begin)
+            u = tl.load(up_ptrs + begin)
         else:
             left = begin + i < inputs
-            a = tl.load(x_at + begin, mask=left[None, :], other=0.0)
-            g = tl.load(gate_at + begin, mask=left[:, None], other=0.0)
-            u = tl.load(up_at + begin, mask=left[:, None], other=0.0)
+            a = tl.load(x_ptrs + begin, mask=left[None, :], other=0.0)
+            g = tl.load(gate_ptrs + begin, mask=left[:, None], other=0.0)
+            u = tl.load(up_ptrs + begin, mask=left[:, None], other=0.0)
         gate = tl.dot(a, g, gate, input_precision="ieee")
         up = tl.dot(a, u, up, input_precision="ieee")
-    kind = out.dtype.element_ty
+    dtype = out.dtype.element_ty
     mask = (n < rows)[:, None] & (o < outputs)[None, :]
-    at = out + n.to(tl.int64)[:, None] * outputs + o[None, :]
-    tl.store(at, _silu_product(gate.to(kind), up.to(kind)), mask=mask)
+    out_ptrs = out + n.to(tl.int64)[:, None] * outputs + o[None, :]
+    tl.store(out_ptrs, _silu_multiply(gate.to(dtype), up.to(dtype)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -157,9 +157,9 @@ def _rotate_and_store(
         norm = key_norm
         if head < HEADS:
             norm = query_norm
-        at = tl.load(position + n, mask=is_token, other=0).to(tl.int64)[:, None] * DIM + d[None, :]
-        c = tl.load(cosine + at, mask=inside, other=0.0)
-        s = tl.load(sine + at, mask=inside, other=0.0)
+        pos = tl.load(position + n, mask=is_token, other=0).to(tl.int64)[:, None] * DIM + d[None, :]
+        c = tl.load(cosine + pos, mask=inside, other=0.0)
+        s = tl.load(sine + pos, mask=inside, other=0.0)
         x = norm_and_rotate(row, d[None, :], inside, norm, c, s, eps, DIM, NORMED, 1)
     else:
         x = tl.load(row + d[None, :], mask=inside, other=0.0)
@@ -185,17 +185,17 @@ def launch_embed_norm(
 
 
 def launch_add_norm(
-    residual_NE: Tensor, change_NE: Tensor, weight_E: Tensor, *, eps: float
+    residual_NE: Tensor, output_NE: Tensor, weight_E: Tensor, *, eps: float
 ) -> Tensor:
-    """Adds to the residual in place; returns the norm of the sum."""
-    inputs = residual_NE, residual_NE, change_NE
+    """Add to the residual in place; return the norm of the sum."""
+    inputs = residual_NE, residual_NE, output_NE
     return _launch_norm(residual_NE, inputs, weight_E, eps, first=False)
 
 
 def _launch_norm(
     residual: Tensor, inputs: tuple[Tensor, ...], weight: Tensor, eps: float, first: bool
 ) -> Tensor:
-    """`inputs`: tokens and embedding (read if `first`), and the change (read otherwise)."""
+    """`inputs`: tokens and embedding (read if `first`), and the sublayer output (read if not)."""
     rows, width = residual.shape
     out = torch.empty_like(residual)
     _norm[(rows,)](
@@ -212,12 +212,12 @@ def launch_gate(gate_up_N2F: Tensor) -> Tensor:
     rows, width = gate_up_N2F.shape[0], gate_up_N2F.shape[1] // 2
     out = gate_up_N2F.new_empty(rows, width)
     grid = rows, triton.cdiv(width, _SILU_BLOCK)
-    _gate[grid](gate_up_N2F, out, width, BLOCK=_SILU_BLOCK, num_warps=4)
+    _swiglu[grid](gate_up_N2F, out, width, BLOCK=_SILU_BLOCK, num_warps=4)
     return out
 
 
 def launch_gated_product(x_NE: Tensor, weight_2FE: Tensor) -> Tensor:
-    """silu(x gate') * (x up'), [N, F]; the products are summed in float32."""
+    """silu(x gate') * (x up'), [N, F]; both matmuls accumulate in float32."""
     rows, inputs = x_NE.shape
     outputs = weight_2FE.shape[0] // 2
     half_tile = SMALL_TILE if rows <= 512 else LARGE_TILE
@@ -225,14 +225,14 @@ def launch_gated_product(x_NE: Tensor, weight_2FE: Tensor) -> Tensor:
     out = x_NE.new_empty(rows, outputs)
     grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(outputs, tile["OUTPUTS"])
     even = inputs % tile["INPUTS"] == 0
-    _gated_product[grid](x_NE, weight_2FE, out, rows, inputs, outputs, EVEN=even, **tile)
+    _swiglu_linear[grid](x_NE, weight_2FE, out, rows, inputs, outputs, EVEN=even, **tile)
     return out
 
 
 def launch_rotate(
     qkv: FusedQkv, cache: Cache, *, position_N: Tensor, page_N: Tensor, offset_N: Tensor
 ) -> Tensor:
-    """Stores keys and values in their pages; returns the queries, [N, H, D]."""
+    """Store keys and values in their pages; return the queries, [N, H, D]."""
     keys, values = cache
     tokens, dim = len(qkv.rows), qkv.dim
     query = qkv.rows.new_empty(tokens, qkv.heads, dim)

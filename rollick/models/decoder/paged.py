@@ -1,12 +1,12 @@
 """The forward of a Llama-style decoder over a paged cache, without its modules.
 
-Supported decoders are those of spec.py; the attention, which also rotates and stores keys and
-values, is attention/paged.py.
+Supports the decoders of spec.py. attention/paged.py computes the attention, which also applies RoPE
+and stores keys and values.
 
-Through its modules a layer is about fifty calls of Python and eleven kernels: a GPU waits for the
-host in a prefill, and between kernels in a decode. Here a layer is eight kernels.
+Through its modules a layer is about fifty Python calls and eleven kernels: a GPU waits for the host
+in a prefill, and between kernels in a decode. Here a layer is eight kernels.
 
-Legend: N tokens, E width of the model, F width between gate/up and down.
+Legend: N tokens, E hidden size, F MLP intermediate size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rollick.models.decoder.fused_linear import AdjacentWeights, fused_weights
 from rollick.models.decoder.spec import DecoderLayer, DecoderSpec, describe_decoder
 
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings whose angles do not depend on the length of the sequence."""
+"""Rotary embeddings whose frequencies do not depend on the length of the sequence."""
 
 FUSED_GATE_MAX_BYTES = 12_000_000
-"""Up to this size of gate's and up's weights, one kernel computes their product and the gate:
-launching kernels takes most of the time there. Above, the library's product is faster."""
+"""Up to this size of the gate and up weights, one kernel computes the matmul and SwiGLU, because
+kernel launches take most of the time. Above it, torch's matmul and a separate kernel are faster."""
 
 
 class PagedLayer(NamedTuple):
-    """The parameters of a layer: each product with its weight and bias."""
+    """The parameters of a layer: a weight and bias for each linear layer."""
 
     attention_norm: Tensor
     qkv: tuple[Tensor, Tensor | None]
@@ -49,21 +49,21 @@ class PagedLayer(NamedTuple):
 
 
 class PagedDecoder:
-    """Computes the hidden states of a decoder; made by `paged_decoder`."""
+    """Computes the hidden states of a decoder; created by `paged_decoder`."""
 
     def __init__(
         self,
         spec: DecoderSpec,
         layers: Sequence[PagedLayer],
         *,
-        angles: tuple[Tensor, Tensor],
+        cos_sin: tuple[Tensor, Tensor],
         kernels: bool,
     ) -> None:
         self._embedding = spec.embedding.weight
         self._last_norm = spec.norm.weight
         self._eps = float(spec.norm.variance_epsilon)
         self._layers = layers
-        self._angles = angles
+        self._cos_sin = cos_sin
         self._kernels: Any = None
         if kernels:
             from rollick.models.decoder import layer_kernels
@@ -71,21 +71,21 @@ class PagedDecoder:
             self._kernels = layer_kernels
 
     def hidden(self, token_N: Tensor, step: PagedStep) -> Tensor:
-        """[N, E], after the last norm; keys and values are stored."""
+        """Store keys and values; return the hidden states after the last norm, [N, E]."""
         residual, normed = self._embed_and_norm(token_N, self._layers[0].attention_norm)
-        following = [layer.attention_norm for layer in self._layers[1:]]
-        for layer, next_norm in zip(self._layers, [*following, self._last_norm], strict=True):
-            attended = step.attend_fused(self._project(layer, normed), layer.cache)
-            change = linear(attended.flatten(1), *layer.output)
-            normed = self._add_norm(residual, change, layer.mlp_norm)
-            change = linear(self._gate(normed, *layer.gate_up), *layer.down)
-            normed = self._add_norm(residual, change, next_norm)
+        next_norms = [layer.attention_norm for layer in self._layers[1:]]
+        for layer, next_norm in zip(self._layers, [*next_norms, self._last_norm], strict=True):
+            attended = step.attend_fused(self._project_qkv(layer, normed), layer.cache)
+            output = linear(attended.flatten(1), *layer.output)
+            normed = self._add_norm(residual, output, layer.mlp_norm)
+            output = linear(self._swiglu(normed, *layer.gate_up), *layer.down)
+            normed = self._add_norm(residual, output, next_norm)
         return normed
 
-    def _project(self, layer: PagedLayer, normed_NE: Tensor) -> FusedQkv:
+    def _project_qkv(self, layer: PagedLayer, normed_NE: Tensor) -> FusedQkv:
         rows, heads = linear(normed_NE, *layer.qkv), (layer.num_heads, layer.num_kv_heads)
         options = layer.scale, layer.window, layer.head_norms, self._eps
-        return FusedQkv(rows, *heads, *self._angles, *options)
+        return FusedQkv(rows, *heads, *self._cos_sin, *options)
 
     def _embed_and_norm(self, token_N: Tensor, weight_E: Tensor) -> tuple[Tensor, Tensor]:
         if self._kernels:
@@ -95,13 +95,13 @@ class PagedDecoder:
         residual = embedding(token_N, self._embedding)
         return residual, reference_rms_norm(residual, weight_E, self._eps)
 
-    def _add_norm(self, residual_NE: Tensor, change_NE: Tensor, weight_E: Tensor) -> Tensor:
+    def _add_norm(self, residual_NE: Tensor, output_NE: Tensor, weight_E: Tensor) -> Tensor:
         if self._kernels:
-            return self._kernels.launch_add_norm(residual_NE, change_NE, weight_E, eps=self._eps)
-        residual_NE += change_NE
+            return self._kernels.launch_add_norm(residual_NE, output_NE, weight_E, eps=self._eps)
+        residual_NE += output_NE
         return reference_rms_norm(residual_NE, weight_E, self._eps)
 
-    def _gate(self, normed_NE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None) -> Tensor:
+    def _swiglu(self, normed_NE: Tensor, weight_2FE: Tensor, bias_2F: Tensor | None) -> Tensor:
         if not self._kernels:
             gate, up = linear(normed_NE, weight_2FE, bias_2F).chunk(2, dim=-1)
             return silu(gate) * up
@@ -125,9 +125,9 @@ def paged_decoder(
         return None
     positions_1T = torch.arange(positions, device=spec.device)[None]
     with torch.no_grad():
-        cos, sin = spec.rotary_angles(positions_1T, spec.embedding.weight.new_empty(1))
-    angles = cos[0].contiguous(), sin[0].contiguous()
-    return PagedDecoder(spec, layers, angles=angles, kernels=kernels)
+        cos, sin = spec.rotary_cos_sin(positions_1T, spec.embedding.weight.new_empty(1))
+    cos_sin = cos[0].contiguous(), sin[0].contiguous()
+    return PagedDecoder(spec, layers, cos_sin=cos_sin, kernels=kernels)
 
 
 def _paged_layer(layer: DecoderLayer, cache: Cache) -> PagedLayer | None:

@@ -1,4 +1,4 @@
-"""Describes decoders of the Llama family by their parts, so that a forward can use them directly.
+"""Describes Llama-style decoders by their parts, so that a forward can use the parts directly.
 
 Three forwards read the description, each faster than the modules' own for its case.
 
@@ -26,7 +26,7 @@ _SILU_NAMES = ("silu", "swish")
 
 
 class RmsNorm(Protocol):
-    """A root-mean-square norm, as transformers implements it."""
+    """An RMSNorm module of transformers."""
 
     weight: Tensor
     variance_epsilon: float
@@ -34,7 +34,7 @@ class RmsNorm(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The parts of one layer: norm, attention, norm, gated MLP, each pair with a residual sum."""
+    """The parts of one layer: norm and attention, norm and MLP, each pair with a residual."""
 
     index: int
     attention: nn.Module
@@ -49,7 +49,7 @@ class DecoderLayer:
     head_dim: int
     scale: float
     window: int | None
-    """Positions that a token attends to, itself included; None for all before it."""
+    """Positions that a token attends to, itself included; None: all before it."""
 
     @property
     def num_heads(self) -> int:
@@ -62,7 +62,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderSpec:
-    """The parts of a decoder; made by `describe_decoder`."""
+    """The parts of a decoder; created by `describe_decoder`."""
 
     embedding: nn.Embedding
     layers: tuple[DecoderLayer, ...]
@@ -71,7 +71,7 @@ class DecoderSpec:
     dtype: torch.dtype
     device: torch.device
 
-    def rotary_angles(self, positions_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotary_cos_sin(self, positions_BT: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position, [B, T, head_dim], in the dtype of `like`."""
         return self.rotary_embedding(like, position_ids=positions_BT)
 
@@ -79,8 +79,8 @@ class DecoderSpec:
 def describe_decoder(decoder: nn.Module) -> DecoderSpec | None:
     """The decoder's parts; None if its class is not supported or any part of it was changed."""
     # By name: other classes may have the same parts and combine them differently.
-    known = type(decoder).__name__ in _CLASS_NAMES
-    if not known or not type(decoder).__module__.startswith("transformers."):
+    is_known_class = type(decoder).__name__ in _CLASS_NAMES
+    if not is_known_class or not type(decoder).__module__.startswith("transformers."):
         return None
     parts: Any = decoder
     for part in parts.modules():

@@ -1,15 +1,15 @@
-"""Log-probs and entropy of given tokens on a GPU, with kernels that read the logits once.
+"""Log-probs and entropy of tokens on a GPU, with kernels that read the logits once.
 
 torch reads the logits of a chunk about ten times (temperature, log-softmax, entropy, gradient,
-rounding), which takes longer than their product with a vocabulary of 150,000. Here a chunk's logits
-are computed by one product, read once for log-probs and entropy, and once more for their gradient,
-which is written in the dtype of the model. Logits of the last chunk are kept for the backward.
-logprobs.py has a reference in torch. Imported only where Triton is needed.
+rounding), which takes longer than the matmul that computes them, for a vocabulary of 150,000. Here
+one matmul computes a chunk's logits, one kernel reads them for log-probs and entropy, and another
+for their gradient, which is written in the dtype of the model. The backward reuses the logits of
+the last chunk. logprobs.py has a reference in torch. Imported only where Triton is needed.
 
 Legend: T rows, D hidden size, V vocabulary, C rows of a chunk.
 """
 
-# Triton's language has no types that a checker could follow, and Triton is not on every machine.
+# pyright cannot type-check Triton kernels, and Triton is not installed on every machine.
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportOperatorIssue=false
@@ -51,11 +51,11 @@ def _read_rows(
         moment += tl.where(valid, weight * (x - new_peak), 0.0)
         total = rescale * total + weight
         peak = new_peak
-    top = tl.max(peak, 0)
-    rescale = tl.exp(peak - top)
-    moment = tl.sum(rescale * (moment + tl.where(total > 0, total * (peak - top), 0.0)), 0)
+    row_peak = tl.max(peak, 0)
+    rescale = tl.exp(peak - row_peak)
+    moment = tl.sum(rescale * (moment + tl.where(total > 0, total * (peak - row_peak), 0.0)), 0)
     total = tl.sum(rescale * total, 0)
-    logsum = top + tl.log(total)
+    logsum = row_peak + tl.log(total)
     chosen = tl.div_rn(tl.load(start_of_row + tl.load(ids + row)), t)
     tl.store(logprobs + row, chosen - logsum)
     tl.store(entropies + row, tl.log(total) - moment / total)
@@ -157,15 +157,15 @@ class FusedLogprobs(torch.autograd.Function):
         logprob_grad_T, entropy_grad_T = gradients
         hidden_TD, weight_VD, bias_V, ids_T, temperature_T, entropy_T, logsum_T = ctx.saved_tensors
         head = OutputHead(weight_VD, bias_V, ctx.options.scale, ctx.options.softcap)
-        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         logprob_grad_T = (
             torch.zeros_like(logsum_T) if logprob_grad_T is None else logprob_grad_T.float()
         )
-        hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
+        hidden_grad = torch.empty_like(hidden_TD) if needs_hidden else None
         weight_grad = bias_grad = None
         starts = range(0, len(ids_T), ctx.options.chunk)
         # Summed over chunks in float32, so that the result hardly depends on the chunk size.
-        sums = torch.float32 if len(starts) > 1 else weight_VD.dtype
+        sum_dtype = torch.float32 if len(starts) > 1 else weight_VD.dtype
         for start in reversed(starts):
             rows = slice(start, start + ctx.options.chunk)
             logits_CV = ctx.kept.pop(start, None)
@@ -174,7 +174,7 @@ class FusedLogprobs(torch.autograd.Function):
             entropy = None
             if entropy_grad_T is not None:
                 entropy = entropy_grad_T[rows].float().contiguous(), entropy_T[rows]
-            narrow_CV = logit_gradient(
+            grad_CV = logit_gradient(
                 logits_CV,
                 ids_T[rows],
                 temperature_T[rows],
@@ -183,19 +183,19 @@ class FusedLogprobs(torch.autograd.Function):
                 entropy=entropy,
                 dtype=hidden_TD.dtype,
             )
-            narrow_CV = multiply_by_slope(narrow_CV, head.slope(logits_CV))
+            grad_CV = multiply_by_slope(grad_CV, head.slope(logits_CV))
             del logits_CV
             if hidden_grad is not None:
-                hidden_grad[rows] = narrow_CV @ weight_VD
-            if for_weight:
-                part = (narrow_CV.t() @ hidden_TD[rows]).to(sums)
+                hidden_grad[rows] = grad_CV @ weight_VD
+            if needs_weight:
+                part = (grad_CV.t() @ hidden_TD[rows]).to(sum_dtype)
                 weight_grad = part if weight_grad is None else weight_grad.add_(part)
-            if for_bias:
-                part = narrow_CV.sum(0, dtype=torch.float32)
+            if needs_bias:
+                part = grad_CV.sum(0, dtype=torch.float32)
                 bias_grad = part if bias_grad is None else bias_grad.add_(part)
         if not starts:
-            weight_grad = torch.zeros_like(weight_VD) if for_weight else None
-            bias_grad = torch.zeros_like(bias_V) if for_bias else None
+            weight_grad = torch.zeros_like(weight_VD) if needs_weight else None
+            bias_grad = torch.zeros_like(bias_V) if needs_bias else None
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
         bias_grad = None if bias_grad is None else bias_grad.to(bias_V.dtype)
         return hidden_grad, weight_grad, bias_grad, None, None, None

@@ -3,13 +3,12 @@
 Row t is a hidden state; softmax(h_t W' / temperature) is the distribution of the next token. Some
 models scale or cap their logits (OutputHead).
 
-    token_logprobs    of one token per row, with the entropy    sampled tokens
-    chosen_logprobs   of K given tokens per row                 a student at its teacher's tokens
-    top_logprobs      of the top K tokens, no gradient          a teacher
+    token_logprobs    of one token per row, with the entropy    for sampled tokens
+    chosen_logprobs   of K tokens per row                       for a student, the teacher's tokens
+    top_logprobs      of the top K tokens, without gradient     for a teacher
 
-The product with the vocabulary is computed for `chunk` rows at a time, in the forward and again in
-the backward, so at most chunk x V logits (and as many gradients) exist at once. The backward reuses
-those of the last chunk.
+Forward and backward each compute the logits of `chunk` rows at a time, so at most chunk x V logits
+(and as many gradients) are in memory. The backward reuses the logits of the last chunk.
 
 Legend: T rows, D hidden size, V vocabulary, C rows of a chunk, K tokens of a row. All log-probs are
 float32 (float64 for float64 hidden states), for any dtype of the model.
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollick.errors import ModelError
-from rollick.models.decoder.batch_invariant import batch_invariant_product, tiled_linear
+from rollick.models.decoder.batch_invariant import batch_invariant_matmul, tiled_linear
 
 
 class OutputHead(NamedTuple):
@@ -37,17 +36,17 @@ class OutputHead(NamedTuple):
     softcap: float | None = None
 
     def first_tokens(self, tokens: int) -> OutputHead:
-        """The head of the first tokens of the vocabulary."""
+        """The head for the first `tokens` of the vocabulary."""
         bias_V = None if self.bias_V is None else self.bias_V[:tokens]
         return self._replace(weight_VD=self.weight_VD[:tokens], bias_V=bias_V)
 
-    def finish(self, product: Tensor) -> Tensor:
-        """The logits from h W' + b, in its memory."""
+    def finish(self, raw_logits: Tensor) -> Tensor:
+        """Scale and cap h W' + b, in place."""
         if self.scale != 1.0:
-            product.mul_(self.scale)
+            raw_logits.mul_(self.scale)
         if self.softcap is not None:
-            product.div_(self.softcap).tanh_().mul_(self.softcap)
-        return product
+            raw_logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return raw_logits
 
     def slope(self, logits: Tensor) -> Tensor | float:
         """The derivative of finished logits with respect to h W' + b."""
@@ -61,7 +60,7 @@ def output_head(model: nn.Module) -> OutputHead:
     if getattr(head, "weight", None) is None:
         raise ModelError(
             f"{type(model).__name__} has no output head",
-            fix="use a decoder whose logits are the product of its head",
+            fix="use a language model with an output head",
         )
     config: Any = model.config
     scale, softcap = read_logit_scaling(config.get_text_config())
@@ -69,7 +68,7 @@ def output_head(model: nn.Module) -> OutputHead:
 
 
 def read_logit_scaling(text_config: Any) -> tuple[float, float | None]:
-    """(scale, soft cap) of the logits, in the configuration of a language model."""
+    """(scale, soft cap) of the logits, from the configuration of a language model."""
     names = ("logits_scaling", "logit_scale", "final_logit_softcapping")
     divisor, factor, softcap = (getattr(text_config, name, None) for name in names)
     return float(factor or 1.0) / float(divisor or 1.0), softcap or None
@@ -79,26 +78,26 @@ def read_logit_scaling(text_config: Any) -> tuple[float, float | None]:
 def head_logits(hidden_TD: Tensor, head: OutputHead, *, batch_invariant: bool = False) -> Tensor:
     """Logits [T, V] in float32 (float64 for float64 inputs), without gradient.
 
-    A half-precision product is not rounded to half: a bfloat16 logit of 20 is off by up to 0.06,
-    and so would be its log-prob. Engine and learner both compute their logits here.
+    A half-precision matmul is not rounded to half: a bfloat16 logit of 20 is off by up to 0.06, and
+    so would be its log-prob. Engine and learner both compute their logits here.
     """
-    wide, weight_VD, bias_V = _result_dtype(hidden_TD), head.weight_VD, head.bias_V
+    result_dtype, weight_VD, bias_V = _result_dtype(hidden_TD), head.weight_VD, head.bias_V
     if hidden_TD.is_cuda and batch_invariant:
-        product_TV = batch_invariant_product(hidden_TD, weight_VD, bias_V, dtype=wide)
-        return head.finish(product_TV)
-    if hidden_TD.dtype is not wide and hidden_TD.is_cuda:
-        product_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=wide)
-        return head.finish(product_TV if bias_V is None else product_TV.add_(bias_V))
+        raw_TV = batch_invariant_matmul(hidden_TD, weight_VD, bias_V, dtype=result_dtype)
+        return head.finish(raw_TV)
+    if hidden_TD.dtype is not result_dtype and hidden_TD.is_cuda:
+        raw_TV = torch.mm(hidden_TD, weight_VD.t(), out_dtype=result_dtype)
+        return head.finish(raw_TV if bias_V is None else raw_TV.add_(bias_V))
     linear_layer = tiled_linear if batch_invariant else linear
-    bias_V = None if bias_V is None else bias_V.to(wide)
-    return head.finish(linear_layer(hidden_TD.to(wide), weight_VD.to(wide), bias_V))
+    bias_V = None if bias_V is None else bias_V.to(result_dtype)
+    return head.finish(linear_layer(hidden_TD.to(result_dtype), weight_VD.to(result_dtype), bias_V))
 
 
 def exact_logits(hidden_TD: Tensor, head: OutputHead, ids_TK: Tensor) -> Tensor:
     """Logits [T, K] of K tokens per row, in float64.
 
-    A float32 product over the hidden size is off by some 5e-6, differently in each kernel, and most
-    of the error of a log-prob is that of the token's own logit, which is cheap to compute exactly.
+    A float32 sum over the hidden size is off by about 5e-6, differently in each kernel. Most of the
+    error of a log-prob is that of the token's logit, which is cheap to compute exactly.
     """
     weight_TKD = head.weight_VD[ids_TK].double()
     logits_TK = torch.matmul(weight_TKD, hidden_TD.double()[:, :, None])[..., 0]
@@ -116,8 +115,8 @@ def token_logprobs(
     chunk: int,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of its distribution), differentiable; an unused entropy
-    costs nothing. `batch_invariant`: a row's bits do not depend on the other rows."""
+    """(log-prob of each target, entropy of its distribution), differentiable; an unused entropy has
+    no backward cost. `batch_invariant`: a row's bits do not depend on the other rows."""
     tensors = hidden_TD, *head[:2]
     options = ChunkOptions(chunk, *head[2:], batch_invariant=batch_invariant)
     if hidden_TD.is_cuda and not batch_invariant and hidden_TD.dtype is not torch.float64:
@@ -139,7 +138,7 @@ def chosen_logprobs(
     chunk: int,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """Log-probs [T, K] of K given tokens per row; differentiable."""
+    """Log-probs [T, K] of K tokens per row; differentiable."""
     options = ChunkOptions(chunk, *head[2:], batch_invariant=batch_invariant, entropy=False)
     result: Any = _HeadLogprobs.apply(hidden_TD, *head[:2], ids_TK, temperature_T, options)
     return result[0]
@@ -171,7 +170,7 @@ def top_logprobs(
 
 
 class ChunkOptions(NamedTuple):
-    """What the autograd functions need beside tensors; `scale` and `softcap` are the head's."""
+    """Arguments of the autograd functions besides tensors; `scale` and `softcap` of the head."""
 
     chunk: int
     scale: float
@@ -182,7 +181,7 @@ class ChunkOptions(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk's log-softmax [C, V], which the reader may overwrite, and `OutputHead.slope`."""
+    """A chunk's log-softmax [C, V], which the caller may overwrite, and `OutputHead.slope`."""
 
     rows: slice
     logprobs_CV: Tensor
@@ -198,9 +197,9 @@ def _chunks(
     ids_TK: Tensor | None = None,
     kept: list[_Chunk] | None = None,
 ) -> Iterator[_Chunk]:
-    """Chunk by chunk. If there is one id per row (sampled tokens), their logits are computed in
-    float64. A backward passes what the forward `kept`: the last chunk, which then comes first, or
-    nothing."""
+    """Yield chunk by chunk. With one id per row (sampled tokens), the logits of the ids are
+    computed in float64. A backward passes `kept`, the last chunk of the forward or an empty list;
+    the last chunk then comes first."""
     temperature_T = temperature_T.to(_result_dtype(hidden_TD))
     starts = list(range(0, len(hidden_TD), options.chunk))
     for start in starts if kept is None else [*starts[-1:], *starts[:-1]]:
@@ -225,11 +224,11 @@ def _compute_chunk(
     *,
     with_slope: bool,
 ) -> _Chunk:
-    """The division by the temperature is in float32."""
+    """Divides by the temperature in float32."""
     batch_invariant = options.batch_invariant
     logits_CV = head_logits(hidden_CD, head, batch_invariant=batch_invariant)
-    exact = not batch_invariant and needs_exact_logits(hidden_CD)
-    if exact and ids_TK is not None and ids_TK.shape[1] == 1:
+    use_exact = not batch_invariant and needs_exact_logits(hidden_CD)
+    if use_exact and ids_TK is not None and ids_TK.shape[1] == 1:
         exact_CK = exact_logits(hidden_CD, head, ids_TK[rows])
         logits_CV.scatter_(1, ids_TK[rows], exact_CK.to(logits_CV.dtype))
     slope = head.slope(logits_CV) if with_slope else 1.0
@@ -237,7 +236,7 @@ def _compute_chunk(
     if batch_invariant or logits_CV.is_cuda:
         return _Chunk(rows, torch.log_softmax(logits_CV, dim=-1), slope)
     # On the CPU log_softmax sums sequentially: for 50,000 tokens the log-probs are 7e-6 too large.
-    # sum() uses pairwise summation, in an order that depends on the number of rows.
+    # sum() sums pairwise, in an order that depends on the number of rows.
     logits_CV.sub_(logits_CV.amax(-1, keepdim=True))
     return _Chunk(rows, logits_CV.sub_(logits_CV.exp().sum(-1, keepdim=True).log_()), slope)
 
@@ -292,10 +291,10 @@ class _HeadLogprobs(torch.autograd.Function):
         options = options._replace(needs_gradient=any(ctx.needs_input_grad))
         ctx.kept = []
         for chunk in _chunks(hidden_TD, head, temperature_T, options=options, ids_TK=ids_TK):
-            rows, all_CV, _ = chunk
-            logprobs_TK[rows] = all_CV.gather(1, ids_TK[rows])
+            rows, log_softmax_CV, _ = chunk
+            logprobs_TK[rows] = log_softmax_CV.gather(1, ids_TK[rows])
             if entropy_T is not None:
-                entropy_T[rows] = -all_CV.exp().mul_(all_CV).sum(-1)
+                entropy_T[rows] = -log_softmax_CV.exp().mul_(log_softmax_CV).sum(-1)
             if rows.stop >= len(hidden_TD) and options.needs_gradient:
                 ctx.kept.append(chunk)
         ctx.save_for_backward(hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T)
@@ -309,33 +308,33 @@ class _HeadLogprobs(torch.autograd.Function):
         logprob_grad_TK, entropy_grad_T = gradients
         hidden_TD, weight_VD, bias_V, ids_TK, temperature_T, entropy_T = ctx.saved_tensors
         head = OutputHead(weight_VD, bias_V, ctx.options.scale, ctx.options.softcap)
-        for_hidden, for_weight, for_bias, *_ = ctx.needs_input_grad
-        wide = _result_dtype(hidden_TD)
-        temperature_T1 = temperature_T.to(wide)[:, None]
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        result_dtype = _result_dtype(hidden_TD)
+        temperature_T1 = temperature_T.to(result_dtype)[:, None]
         if logprob_grad_TK is None:
-            logprob_grad_TK = torch.zeros_like(ids_TK, dtype=wide)
-        hidden_grad = torch.empty_like(hidden_TD) if for_hidden else None
+            logprob_grad_TK = torch.zeros_like(ids_TK, dtype=result_dtype)
+        hidden_grad = torch.empty_like(hidden_TD) if needs_hidden else None
         # Summed over chunks in float32, so that the result hardly depends on the chunk size.
-        weight_grad = torch.zeros_like(weight_VD, dtype=wide) if for_weight else None
-        bias_grad = torch.zeros_like(bias_V, dtype=wide) if for_bias else None
+        weight_grad = torch.zeros_like(weight_VD, dtype=result_dtype) if needs_weight else None
+        bias_grad = torch.zeros_like(bias_V, dtype=result_dtype) if needs_bias else None
         inputs: Any = {"options": ctx.options, "ids_TK": ids_TK, "kept": ctx.kept}
-        for rows, all_CV, slope in _chunks(hidden_TD, head, temperature_T, **inputs):
+        for rows, log_softmax_CV, slope in _chunks(hidden_TD, head, temperature_T, **inputs):
             entropy = None
             if entropy_grad_T is not None:
                 entropy_grad_C1 = entropy_grad_T[rows, None] / temperature_T1[rows]
                 entropy = entropy_grad_C1, entropy_T[rows, None]
             grad_CV = _logit_gradient(
-                all_CV,
+                log_softmax_CV,
                 ids_TK[rows],
                 logprob_grad_CK=logprob_grad_TK[rows] / temperature_T1[rows],
                 entropy=entropy,
             )
             grad_CV = multiply_by_slope(grad_CV, slope)
-            narrow_CV = grad_CV.to(hidden_TD.dtype)
+            rounded_CV = grad_CV.to(hidden_TD.dtype)
             if hidden_grad is not None:
-                hidden_grad[rows] = narrow_CV @ weight_VD
+                hidden_grad[rows] = rounded_CV @ weight_VD
             if weight_grad is not None:
-                weight_grad += narrow_CV.t() @ hidden_TD[rows]
+                weight_grad += rounded_CV.t() @ hidden_TD[rows]
             if bias_grad is not None:
                 bias_grad += grad_CV.sum(0)
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
@@ -344,5 +343,5 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def multiply_by_slope(gradient_CV: Tensor, slope: Tensor | float) -> Tensor:
-    """In place, unless the slope is 1."""
+    """Multiply in place, unless the slope is 1."""
     return gradient_CV if isinstance(slope, float) and slope == 1.0 else gradient_CV.mul_(slope)

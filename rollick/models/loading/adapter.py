@@ -1,7 +1,7 @@
-"""Low-rank adapters as tensors: how they are named, and how one is merged into its weight.
+"""Low-rank adapters as tensors: their names, and how an adapter is merged into its weight.
 
 An adapter of a weight W [O, I] is a pair A [R, I] and B [O, R]; with it the layer computes with
-W + scale * B A. Learner, engine and export all merge here, so all get the same bits.
+W + scale * B A. Learner, engine and export all merge with this code, so they get the same bits.
 
     model.layers.0.self_attn.q_proj.weight              W, under its public name
     model.layers.0.self_attn.q_proj.lora_A.weight       A
@@ -35,8 +35,8 @@ class Adapter:
     def merged(self, base_OI: Tensor, *, scale: float, out: Tensor | None = None) -> Tensor:
         """base + scale * B A, summed in float32 (float64 stays) and rounded once, into `out`."""
         with torch.no_grad():
-            wide = torch.float64 if base_OI.dtype is torch.float64 else torch.float32
-            base, a_RI, b_OR = (each.to(wide) for each in (base_OI, self.a_RI, self.b_OR))
+            sum_dtype = torch.float64 if base_OI.dtype is torch.float64 else torch.float32
+            base, a_RI, b_OR = (x.to(sum_dtype) for x in (base_OI, self.a_RI, self.b_OR))
             sum_OI = torch.addmm(base, b_OR, a_RI, alpha=scale)
             return sum_OI.to(base_OI.dtype) if out is None else out.copy_(sum_OI)
 
@@ -47,7 +47,7 @@ def public_name(name: str) -> str:
 
 
 def base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the model itself under their public names, tied ones under each name."""
+    """The parameters without adapters under their public names; tied ones under each name."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not is_adapter(name):
             yield public_name(name), parameter
@@ -75,19 +75,19 @@ def adapter_pairs(adapters: Iterable[Adapter]) -> Iterator[tuple[str, Tensor]]:
 def adapters_of(
     pairs: Iterable[tuple[str, Tensor]], targets: Mapping[str, Tensor]
 ) -> list[Adapter]:
-    """The adapters in such a stream. Raises WeightError unless each fits one of the `targets`."""
+    """The adapters in a stream of weights. Raises unless each fits one of the `targets`."""
     tensors = dict(pairs)
     adapters: list[Adapter] = []
     for name, a_RI in list(tensors.items()):
         if name.endswith(A + WEIGHT):
             layer = name.removesuffix(A + WEIGHT)
             adapters.append(Adapter(layer + WEIGHT, a_RI, tensors.pop(layer + B + WEIGHT, a_RI)))
-    wrong = [adapter.name for adapter in adapters if not _fits(adapter, targets.get(adapter.name))]
+    unfit = [adapter.name for adapter in adapters if not _fits(adapter, targets.get(adapter.name))]
     unknown = [name for name in tensors if not name.endswith(A + WEIGHT)]
-    if wrong or unknown:
+    if unfit or unknown:
         raise WeightError(
-            f"the adapters do not fit the model: {len(wrong)} without a weight of their shape "
-            f"{wrong[:3]}, {len(unknown)} tensors that belong to no adapter {unknown[:3]}",
+            f"the adapters do not fit the model: {len(unfit)} without a weight of their shape "
+            f"{unfit[:3]}, {len(unknown)} tensors that belong to no adapter {unknown[:3]}",
             fix="publish adapters that were trained on the engine's model",
         )
     return adapters

@@ -1,9 +1,9 @@
-"""The fingerprint of a set of weights: tells whether two sets are equal, bit for bit.
+"""The fingerprint of a set of weights, to compare two sets bit for bit.
 
-It detects the errors of a transfer: bytes that are missing, stale, zero, shifted, swapped or
-flipped. A change of up to three words (8 bytes each) in a piece is always detected. A larger one is
-missed only if at least four words changed so that it cancels in every row and in every column of
-the piece; by chance that happens less than once in 2^128. It does not protect against forgery: a
+It detects transfer errors: bytes that are missing, stale, zero, shifted, swapped or flipped. A
+change of up to three words (8 bytes each) in a piece is always detected. A larger one is missed
+only if at least four words changed so that it cancels in every row and in every column of the
+piece; by chance that happens less than once in 2^128. It does not protect against forgery: a
 cryptographic hash would, and takes many times as long as copying the memory.
 
     tensor -> pieces of 4 MiB -> 512 rows of 1,024 words, added modulo 2^64
@@ -38,17 +38,17 @@ ROW_BYTES = 8 * COLUMNS
 PIECE_BYTES = ROWS * ROW_BYTES
 SMALL_BYTES = 2 * ROW_BYTES
 SHARES = 4
-"""Work items per thread: small ones, so that all threads end at about the same time."""
+"""Work items per thread: several, so that all threads end at about the same time."""
 KERNEL_BYTES = 64 << 20
-"""On a GPU, fewer bytes are summed by torch: compiling the kernel would take longer."""
+"""On a GPU, torch sums fewer bytes than this, because compiling the kernel would take longer."""
 
 _Bytes = NDArray[np.uint8]
 
 
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-    """Of names, dtypes, shapes and bytes; the order of the pairs does not matter. The tensors of a
-    list or tuple are read in parallel; those of any other stream one by one, because it may reuse
-    its memory."""
+    """The fingerprint of names, dtypes, shapes and bytes, in any order of the pairs. Tensors of a
+    list or tuple are read in parallel; those of another iterable one by one, because it may reuse
+    their memory."""
     parts = [named] if isinstance(named, list | tuple) else ([pair] for pair in named)
     return _combine(digest for part in parts for digest in _digest_tensors(part, None))
 
@@ -56,12 +56,12 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
 def copy_and_fingerprint(
     named: Iterable[tuple[str, Tensor]], targets: Sequence[Tensor]
 ) -> Fingerprint:
-    """Copy each tensor into its target, of equal dtype and shape; the sources' fingerprint. On the
-    CPU both are one pass over the memory, in parallel as for `fingerprint`."""
+    """Copy each tensor into its target, of equal dtype and shape; return the fingerprint of the
+    sources. On the CPU this is one pass over the memory, in parallel as for `fingerprint`."""
     if isinstance(named, list | tuple):
         return _combine(_digest_tensors(named, targets))
     pairs = zip(named, targets, strict=True)
-    return _combine([digest for item, to in pairs for digest in _digest_tensors([item], [to])])
+    return _combine([digest for pair, out in pairs for digest in _digest_tensors([pair], [out])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ def _sum_on_cpu(sources: Sequence[_Source]) -> Iterator[list[bytes]]:
 
 
 def _sum_parts(tasks: Iterable[tuple[_Source, slice]]) -> list[bytes]:
-    # Digests last: short calls, between which waiting for the lock is not worth it.
+    # Digests last: they are short calls, for which waiting for the lock is too expensive.
     sums = [_sum_part(*task) for task in tasks]
-    return [_digest(each) for each in sums]
+    return [_digest(part_sums) for part_sums in sums]
 
 
 def _sum_part(source: _Source, part: slice) -> NDArray[Any]:
@@ -170,15 +170,15 @@ def _sum_piece(data: _Bytes) -> NDArray[np.int64]:
         np.add.reduce(words, axis=1, out=sums[:rows])
         np.add.reduce(words, axis=0, out=columns)
     if rest:
-        filled = np.zeros(ROW_BYTES, np.uint8)
-        filled[:rest] = data[-rest:]
-        columns += filled.view(np.int64)
-        sums[rows] = filled.view(np.int64).sum()
+        padded = np.zeros(ROW_BYTES, np.uint8)
+        padded[:rest] = data[-rest:]
+        columns += padded.view(np.int64)
+        sums[rows] = padded.view(np.int64).sum()
     return sums
 
 
 def _sum_on_gpu(sources: Sequence[_Source]) -> Iterator[list[bytes]]:
-    """The same digests. The sums of a device are copied to the host in one transfer, to save
+    """The same for a GPU. The sums of a device are copied to the host in one transfer, to reduce
     latency."""
     on_host = {
         device: _sum_device([source for source in sources if source.data.device == device])
@@ -193,12 +193,12 @@ def _sum_device(sources: Sequence[_Source]) -> tuple[Iterator[_Bytes], Iterator[
     """The input of each part's digest: of large sources, and of small ones."""
     small = [source.data for source in sources if source.is_small]
     large = [source.data for source in sources if not source.is_small]
-    words = [8 * _count_sums(part) for s in sources if not s.is_small for part in s.parts]
-    by_kernel = sum(data.numel() for data in large) >= KERNEL_BYTES
-    by_kernel = by_kernel and importlib.util.find_spec("triton") is not None
-    sums = (_sum_by_kernel if by_kernel else _sum_by_torch)(large)
-    of_small = _split_on_host(_concatenate(small), [data.numel() for data in small])
-    return _split_on_host(sums, words), of_small
+    sizes = [8 * _count_sums(part) for s in sources if not s.is_small for part in s.parts]
+    use_kernel = sum(data.numel() for data in large) >= KERNEL_BYTES
+    use_kernel = use_kernel and importlib.util.find_spec("triton") is not None
+    sums = (_sum_by_kernel if use_kernel else _sum_by_torch)(large)
+    small_parts = _split_on_host(_concatenate(small), [data.numel() for data in small])
+    return _split_on_host(sums, sizes), small_parts
 
 
 def _count_sums(part: slice) -> int:
@@ -219,34 +219,34 @@ def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sum_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
-    """The sums of all pieces of tensors on one device, end to end."""
+    """The concatenated sums of all pieces of tensors on one device."""
     from rollick.models.loading.fingerprint_kernels import ALIGN_BYTES, launch_sums
 
-    held = [_align(data, ALIGN_BYTES) for data in tensors]
+    aligned = [_align(data, ALIGN_BYTES) for data in tensors]
     pieces: list[tuple[int, int, int]] = []
     end = 0
-    for data in held:
+    for data in aligned:
         address, size = data.data_ptr(), data.numel()
         for start in range(0, size, PIECE_BYTES):
             part = slice(start, min(start + PIECE_BYTES, size))
             pieces.append((address + start, (part.stop - start) // 8, end))
             end += _count_sums(part)
-    sums = torch.empty(end, dtype=torch.int64, device=held[0].device)
+    sums = torch.empty(end, dtype=torch.int64, device=aligned[0].device)
     with torch.cuda.device(sums.device) if sums.is_cuda else nullcontext():
         launch_sums(torch.tensor(pieces).to(sums.device), sums, columns=COLUMNS)
     return sums
 
 
 def _sum_by_torch(tensors: Sequence[Tensor]) -> Tensor:
-    """The same, tensor by tensor, as bytes."""
+    """The same with torch, tensor by tensor, as bytes."""
     sums: list[Tensor] = []
     for data in tensors:
         full = data.numel() // PIECE_BYTES * PIECE_BYTES
         if full:
             sums += _sum_pieces(data[:full], ROWS)
         if full < data.numel():
-            filled = _align(data[full:], ROW_BYTES)
-            sums += _sum_pieces(filled, filled.numel() // ROW_BYTES)
+            padded = _align(data[full:], ROW_BYTES)
+            sums += _sum_pieces(padded, padded.numel() // ROW_BYTES)
     return _concatenate(sums)
 
 

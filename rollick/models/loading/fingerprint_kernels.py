@@ -1,10 +1,9 @@
 """The sums of a fingerprint's pieces on a GPU, all of them in one launch.
 
-Owns the kernel; fingerprint.py decides what is summed and has a reference in torch. Imported only
-where Triton is needed.
+fingerprint.py calls it and has a reference in torch. Imported only where Triton is needed.
 """
 
-# Triton's language has no types that a checker could follow, and Triton is not on every machine.
+# pyright cannot type-check Triton kernels, and Triton is not installed on every machine.
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportReturnType=false
 

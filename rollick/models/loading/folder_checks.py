@@ -1,5 +1,5 @@
 """Checks a model's folder before transformers reads it. The files of a model are untrusted: they
-must not choose the code that runs or make loading endless."""
+must not select code to run, nor block loading forever."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
 
 
 def forget_implementations(config: Any) -> Any:
-    """Remove the attention and experts implementations from a configuration: the caller chooses
-    them."""
+    """Remove the attention and experts implementations from a configuration, because the caller
+    sets them."""
     sub_configs: Mapping[str, Any] = getattr(config, "sub_configs", None) or {}
     for part in (config, *(getattr(config, name, None) for name in sub_configs)):
         for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
@@ -68,12 +68,12 @@ def forget_implementations(config: Any) -> Any:
 
 def _walk(value: Any) -> Iterator[tuple[str, Any]]:
     """Every key with its value, at any depth."""
-    left = [value]
-    while left:
-        part = left.pop()
+    remaining = [value]
+    while remaining:
+        part = remaining.pop()
         if isinstance(part, dict):
             pairs = cast("dict[Any, Any]", part).items()
             yield from ((str(key), item) for key, item in pairs)
-            left.extend(item for _, item in pairs)
+            remaining.extend(item for _, item in pairs)
         elif isinstance(part, list):
-            left.extend(cast("list[Any]", part))
+            remaining.extend(cast("list[Any]", part))

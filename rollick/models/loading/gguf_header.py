@@ -30,9 +30,9 @@ CONFIG_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""Keys of a config.json, and of a header after the name of the architecture."""
+"""Keys of a config.json, and the keys of a header after the name of the architecture."""
 MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
-"""Architectures whose name in transformers is another one."""
+"""Architectures with another name in transformers."""
 
 
 def read_gguf_config(file: Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read_gguf_config(file: Path) -> dict[str, Any]:
 
 
 class _Header:
-    """A reader of the header, from its beginning on."""
+    """Reads the header sequentially."""
 
     def __init__(self, view: mmap.mmap) -> None:
         self._view, self._offset = view, 0
@@ -62,13 +62,13 @@ class _Header:
         for _ in range(pairs):
             key = self._string()
             values[key] = self._value(self._number("I"))
-        return self._translate(values, self._has_tensor("output.weight", tensors))
+        return self._to_config(values, self._has_tensor("output.weight", tensors))
 
-    def _translate(self, values: dict[str, Any], has_head: bool) -> dict[str, Any]:
+    def _to_config(self, values: dict[str, Any], has_head: bool) -> dict[str, Any]:
         architecture = str(values.get("general.architecture"))
         config = {
-            ours: values[key]
-            for ours, name in CONFIG_KEYS.items()
+            config_key: values[key]
+            for config_key, name in CONFIG_KEYS.items()
             if (key := f"{architecture}.{name}") in values
         }
         if "tokenizer.ggml.tokens" in values:
@@ -101,7 +101,7 @@ class _Header:
         return range(count)
 
     def _skip_strings(self, count: int) -> None:
-        """A vocabulary has 100 000 of them or more, so without a call for each."""
+        """Skip strings without a call for each: a vocabulary has 100,000 of them or more."""
         read_size, view, offset = struct.Struct("<Q").unpack_from, self._view, self._offset
         for _ in range(count):
             offset += 8 + read_size(view, offset)[0]
@@ -113,13 +113,13 @@ class _Header:
         self._skip(size)
         return self._view[begin : begin + size].decode("utf-8")
 
-    def _number(self, form: str) -> Any:
-        return self._unpack(form)[0]
+    def _number(self, format: str) -> Any:
+        return self._unpack(format)[0]
 
-    def _unpack(self, form: str) -> tuple[Any, ...]:
-        form = f"<{form}"
-        numbers = struct.unpack_from(form, self._view, self._offset)
-        self._offset += struct.calcsize(form)
+    def _unpack(self, format: str) -> tuple[Any, ...]:
+        format = f"<{format}"
+        numbers = struct.unpack_from(format, self._view, self._offset)
+        self._offset += struct.calcsize(format)
         return numbers
 
     def _skip(self, size: int) -> None:

@@ -62,8 +62,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_end_ids(config: ModelConfig) -> tuple[int, ...]:
-    """The end-of-sequence ids of the model's generation config; none if it has none, or with a
-    tokenizer from the recipe, which may number its tokens differently."""
+    """The end-of-sequence ids of the model's generation config; empty if it has none, or with a
+    tokenizer from the recipe, whose ids may differ."""
     if config.tokenizer is not None:
         return ()
     folder = source_folder(config.path)
@@ -84,8 +84,8 @@ def load_model(config: ModelConfig, *, device: str, attention: str) -> nn.Module
 
 
 def load_score_model(config: ModelConfig, *, device: str, attention: str) -> tuple[nn.Module, bool]:
-    """A decoder with a head of one row, loaded as by `load_model`, and whether the head is new
-    because the folder is that of a language model."""
+    """A decoder with a score head, loaded as by `load_model`, and whether the head is randomly
+    initialised because the folder has a language model."""
     options: dict[str, Any] = {"dtype": resolve_dtype(config, device), "num_labels": 1}
     options["output_loading_info"] = True
     with torch.random.fork_rng(devices=[]):
@@ -161,8 +161,8 @@ def save_with_tokenizer(module: nn.Module | None, config: ModelConfig, path: Pat
 
 
 def inherit_permissions(folder: Path) -> None:
-    """Let those who may read the folder read its weights too: safetensors makes them readable by
-    their owner alone."""
+    """Give the weights the permissions of the folder: safetensors makes them readable only for
+    their owner."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
@@ -176,8 +176,8 @@ def write_model(
     dtype: torch.dtype,
     file_bytes: int = 4 << 30,
 ) -> None:
-    """Write a Hugging Face folder from a stream of full parameters, holding one file in memory.
-    `tree` is the module that the names belong to; its own parameters are not read."""
+    """Write a Hugging Face folder from a stream of full parameters, with one file in memory. `tree`
+    is the module with these names; its parameters are not read."""
     path.mkdir(parents=True, exist_ok=True)
     model: Any = tree
     config = copy.deepcopy(model.config)
@@ -187,19 +187,19 @@ def write_model(
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(path)
     files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for name, tensor in stream:
-        if held and sum(part.nbytes for part in held.values()) + tensor.nbytes > file_bytes:
-            files.append(_write_part(path, model, held, number=len(files)))
-            held = {}
-        held[name] = tensor.detach().cpu().contiguous()
-    files.append(_write_part(path, model, held, number=len(files)))
+        if pending and sum(x.nbytes for x in pending.values()) + tensor.nbytes > file_bytes:
+            files.append(_write_part(path, model, pending, number=len(files)))
+            pending = {}
+        pending[name] = tensor.detach().cpu().contiguous()
+    files.append(_write_part(path, model, pending, number=len(files)))
     _name_files(path, files)
 
 
-def _write_part(path: Path, model: Any, held: dict[str, Tensor], *, number: int) -> list[str]:
-    """Under the names of the model's files, which may differ from the module's."""
-    public = {n: t.contiguous() for n, t in revert_weight_conversion(model, held).items()}
+def _write_part(path: Path, model: Any, tensors: dict[str, Tensor], *, number: int) -> list[str]:
+    """Write and return the names of the model's files, which may differ from the module's."""
+    public = {n: t.contiguous() for n, t in revert_weight_conversion(model, tensors).items()}
     save_file(public, path / f"part-{number}.safetensors", metadata={"format": "pt"})
     return list(public)
 
@@ -246,8 +246,8 @@ def source_folder(path: str) -> str:
 
 
 def _train_pad_token(model: nn.Module) -> nn.Module:
-    """Let the embedding of the pad token get a gradient. Batches have no padding, so the pad token
-    is a token like any other: in many models it is the end of the sequence."""
+    """Give the embedding of the pad token a gradient. Batches have no padding, and in many models
+    the pad token is also the end of the sequence."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None
@@ -255,7 +255,7 @@ def _train_pad_token(model: nn.Module) -> nn.Module:
 
 
 def _copy_parameters(model: nn.Module) -> nn.Module:
-    """Copy parameters that are views of the file: rewriting the file would crash the process."""
+    """Copy parameters that are mapped from the file: rewriting it would crash the process."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -279,7 +279,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _move_into_cache(written: Path, folder: Path) -> None:
-    """Rename atomically; a folder that another process has put there first is kept."""
+    """Rename atomically; if another process created the folder first, keep it."""
     finished = written / "complete"
     finished.mkdir()
     for file in list(written.iterdir()):
@@ -313,8 +313,8 @@ def silence_transformers() -> Generator[None]:
 
 @contextmanager
 def _raise_model_error(path: str, *, attention: str | None = None) -> Generator[None]:
-    """Turns errors of transformers into a ModelError that names the path. Catches every Exception,
-    because a damaged or hostile file can raise anything in transformers."""
+    """Turn errors of transformers into a ModelError that names the path. Catches every Exception,
+    because a damaged or hostile file can raise any of them in transformers."""
     try:
         yield
     except (RollickError, torch.OutOfMemoryError):
@@ -326,9 +326,9 @@ def _raise_model_error(path: str, *, attention: str | None = None) -> Generator[
                 "and cannot call ours",
                 fix="choose a model of a family that docs/models.md lists as exact",
             ) from error
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"cannot load {path!r}: {first}",
+            f"cannot load {path!r}: {reason}",
             fix="give a folder with config.json, tokenizer and safetensors, a hub name that this "
             "machine can reach, or a .gguf file",
         ) from error

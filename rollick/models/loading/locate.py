@@ -21,7 +21,7 @@ CACHE_FORMAT = "1"
 """Part of a converted model's name; change it to convert all models again."""
 EDGE_BYTES = 1 << 20
 LOCAL_PREFIXES = (".", "runs/", "recipes/")
-"""Beginnings of paths that are never names on the hub."""
+"""Prefixes of paths that are never names on the hub."""
 MAY_BE_WRITTEN_LATER = (
     "if another recipe or command writes it, run that first; the top of a recipe says so"
 )
@@ -30,7 +30,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """A place to load from. `path`: a folder, a file, or a name on the hub."""
+    """`path` is a folder, a file, or a name on the hub."""
 
     kind: Literal["folder", "gguf", "hub"]
     path: str
@@ -70,8 +70,8 @@ def locate_model(path: str) -> ModelLocation:
 
 
 def check_reachable(location: ModelLocation) -> None:
-    """Raises ModelError if a hub model is neither in the cache nor reachable, for which
-    transformers would try for a minute; MissingExtra if a GGUF file cannot be converted."""
+    """Raises ModelError if a hub model is neither in the cache nor reachable (transformers would
+    retry for a minute); MissingExtra if a GGUF file cannot be converted."""
     needs_gguf = location.kind == "gguf" and location.config_file is None
     if needs_gguf and importlib.util.find_spec("gguf") is None:
         raise MissingExtra.of("gguf", "gguf")

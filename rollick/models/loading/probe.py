@@ -1,10 +1,9 @@
-"""Checks at load, on a few tokens, that our forwards give the results of the model's own.
+"""Checks at load, on a few tokens, that our forwards give the results of the model's own forward.
 
-Engine and learner call a model's decoder with an attention function of ours, and its output head
+Engine and learner call a model's decoder with our attention functions, and its output head
 separately. A model family that needs more than this (its own mask, a state besides keys and values,
 other logits) would give wrong results without an error. So a family that is not known to be exact
-is compared with its own forward, one sequence at a time with eager attention, before anything is
-sampled:
+is first compared with its own forward, one sequence at a time with eager attention:
 
     own logits  =  output head of own hidden states
     own logits  =  two sequences in one pack                      the learner's forward
@@ -42,7 +41,7 @@ PREFILLED = 4
 """Tokens of each sequence that an engine prefills; it decodes the others."""
 
 _WINDOW = 4
-"""Sliding windows are narrowed to this, so that the probe's sequences are longer."""
+"""Sliding windows are narrowed to this, so that the probe's sequences are longer than a window."""
 
 _TOLERANCE = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Maximum relative difference of a forward. In half precision most of it is rounding, which differs
@@ -62,13 +61,13 @@ EngineLogits = Callable[[Sequence[Sequence[int]]], Tensor]
 def needs_probe(module: nn.Module) -> bool:
     """Whether the module's family is unknown, or its code is not that of transformers."""
     config: Any = module.config
-    own_code = not type(module).__module__.startswith("transformers.")
-    return own_code or config.model_type not in EXACT_FAMILIES
+    is_custom_code = not type(module).__module__.startswith("transformers.")
+    return is_custom_code or config.model_type not in EXACT_FAMILIES
 
 
 def has_plain_logits(module: nn.Module) -> bool:
-    """Whether no key of the configuration seems to scale or cap the logits: the family may not read
-    such a key."""
+    """Whether no key of the configuration scales or caps the logits. The family may ignore such a
+    key."""
     config: Any = module.config
     return read_logit_scaling(config.get_text_config()) == (1.0, None)
 
@@ -85,7 +84,7 @@ def check_learner(module: nn.Module, *, max_length: int) -> None:
         if not needs_probe(module):
             return
         device = str(own.device)
-        ids = torch.tensor([token for one in sequences for token in one], device=device)
+        ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
         with record_layers() as layers, _attempt("two sequences in one pack"):
             packed = run_decoder(module.base_model, ids, PackedLayout.of(LENGTHS, device=device))
         _check_layers(module, layers, at_most=None)
@@ -106,8 +105,8 @@ def check_engine(module: nn.Module, compute: EngineLogits, *, max_length: int) -
             decoded = compute(sequences)
         forwards = 1 + max(LENGTHS) - PREFILLED
         _check_layers(module, layers, at_most=forwards)
-        kept = torch.cat([rows[PREFILLED:] for rows in own.split(LENGTHS)])
-        expected = head_logits(kept, output_head(module))
+        decoded_hidden = torch.cat([rows[PREFILLED:] for rows in own.split(LENGTHS)])
+        expected = head_logits(decoded_hidden, output_head(module))
         _check_equal(module, expected, decoded, what="prefill and decode")
 
 
@@ -143,8 +142,8 @@ def _compute_own_hidden(module: nn.Module, sequences: Sequence[Sequence[int]]) -
     base: Any = module.base_model
     with _use_eager_attention(module):
         rows = [
-            base(input_ids=_batch_of(module, one), use_cache=False).last_hidden_state[0]
-            for one in sequences
+            base(input_ids=_batch_of(module, sequence), use_cache=False).last_hidden_state[0]
+            for sequence in sequences
         ]
     return torch.cat(rows)
 
@@ -159,7 +158,7 @@ def _check_head(module: Any, own: Tensor, sequences: Sequence[Sequence[int]]) ->
         return
     with _use_eager_attention(module):
         logits = [
-            module(input_ids=_batch_of(module, one), use_cache=False).logits[0] for one in sequences
+            module(input_ids=_batch_of(module, x), use_cache=False).logits[0] for x in sequences
         ]
     ours = head_logits(own, output_head(module))
     difference = _difference(torch.cat(logits), ours)
@@ -198,7 +197,7 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
 
 @contextmanager
 def _explain(module: nn.Module, part: str) -> Generator[None]:
-    """Raises any failure in the probe as a ModelError that names the model and the part."""
+    """Raise any failure of the probe as a ModelError that names the model and the part."""
     try:
         yield
     except Exception as error:  # code of a model may raise anything
@@ -214,7 +213,7 @@ def _explain(module: nn.Module, part: str) -> Generator[None]:
 
 @contextmanager
 def _attempt(inputs: str) -> Generator[None]:
-    """Says with which inputs the model's own code failed under our attention."""
+    """Raise an error of the model's own code as a ModelError that names the inputs."""
     try:
         yield
     except ModelError:
@@ -231,7 +230,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _use_eager_attention(module: nn.Module) -> Generator[None]:
-    """Inside the context, the model uses transformers' reference attention instead of ours."""
+    """Use transformers' reference attention instead of ours inside the context."""
     configs = [(config, "_attn_implementation") for config in _configs(module)]
     with _change_attributes(configs, lambda _: "eager"):
         yield
@@ -239,8 +238,8 @@ def _use_eager_attention(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _narrow_windows(module: nn.Module, max_length: int) -> Generator[None]:
-    """Windows, by any name, that are shorter than the run's sequences are narrowed, in config and
-    modules. A longer one has no effect in this run."""
+    """Narrow the windows that are shorter than the run's sequences, by any name, in config and
+    modules. Longer ones have no effect in this run."""
     windows: list[tuple[Any, str]] = [
         (holder, name)
         for holder in (*_configs(module), *module.modules())

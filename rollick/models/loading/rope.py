@@ -17,7 +17,7 @@ from rollick.errors import ModelError
 
 _BY_LENGTH = ("dynamic", "longrope")
 _FIXED = "default"
-"""The type of an embedding that transformers never changes."""
+"""The type of a rotary embedding that transformers never changes."""
 
 
 def fix_rope(module: nn.Module, max_length: int) -> None:
