@@ -61,9 +61,9 @@ class RunFolder:
             earlier = load_recipe(self.path / "recipe.yaml", check=False)
         except ConfigError as error:  # Written by another version.
             return [f"recipe.yaml cannot be compared: {error.message}"]
-        # Names of files that another version wrote may be relative to loaded.base.
-        before = record_recipe(replace(earlier, base=loaded.base), self.path)
-        return record_recipe(loaded, self.path).changes(before, self.path)
+        # Names of files that another version wrote may be relative to loaded.base_dir.
+        before = record_recipe(replace(earlier, base_dir=loaded.base_dir), self.path)
+        return record_recipe(loaded, self.path).describe_changes(before, self.path)
 
     def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
         """Add rows to a .jsonl file of the run. On a full disk they wait for room."""

@@ -90,7 +90,7 @@ def hanging(
     recipe = toy_recipe(tiny_folder, base, name="hangs", steps=2)
     recipe["data"]["domains"]["letters"]["rewards"] = ["hangs.py:hangs"]
     del recipe["data"]["validation"]
-    loaded = recipe_from_dict(recipe, overrides=["rewards.timeout_s=200"], base=base)
+    loaded = recipe_from_dict(recipe, overrides=["rewards.timeout_s=200"], base_dir=base)
     (base / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     command = [sys.executable, "-m", "rollick.cli", "train", str(base / "recipe.yaml")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

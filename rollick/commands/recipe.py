@@ -8,13 +8,13 @@ from pathlib import Path
 from rollick.cluster.devices import describe_plan
 from rollick.cluster.machine import memory_bytes
 from rollick.config.load import check_recipe, load_recipe
-from rollick.config.names import names_of, plugins
+from rollick.config.names import find_plugins, names_of
 from rollick.config.presets import PRESETS
 from rollick.config.problems import raise_problems
 from rollick.config.schema import Recipe, SupervisedRecipe, TrainingDomain, rl_recipe
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.source import dump_yaml
-from rollick.config.wording import unknown_name
+from rollick.config.validation_messages import describe_unknown_name
 from rollick.errors import ConfigError
 from rollick.pipelines.memory import (
     GB,
@@ -95,8 +95,9 @@ def _memory_advice(bounds: MachineBounds, memory: int) -> str:
 
 
 def describe_names(kind: str) -> str:
-    """The names of a kind that a recipe can use; added ones with their packages in brackets."""
-    packages = {name: ", ".join(p.package for p in found) for name, found in plugins(kind).items()}
+    """The names of a kind that a recipe can use; plugins with their packages in brackets."""
+    registered = find_plugins(kind).items()
+    packages = {name: ", ".join(p.package for p in plugins) for name, plugins in registered}
     names = [f"{name} ({packages[name]})" if name in packages else name for name in names_of(kind)]
     return ", ".join(names) or "none"
 
@@ -104,7 +105,7 @@ def describe_names(kind: str) -> str:
 def describe_preset(name: str) -> str:
     """The algorithm section of a preset as YAML, under a comment with its paper."""
     if name not in PRESETS:
-        message, fix = unknown_name("presets", name, allow_custom=False)
+        message, fix = describe_unknown_name("presets", name, allow_custom=False)
         raise ConfigError(message, fix=fix)
     preset = PRESETS[name]
     section = AlgorithmConfig(preset=name).model_dump(mode="json")

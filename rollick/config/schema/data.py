@@ -46,12 +46,12 @@ class RewardSpec(Section):
     no limit."""
 
     @property
-    def asks_judge(self) -> bool:
+    def uses_judge(self) -> bool:
         """Whether it uses the recipe's judge, not one at a URL."""
         return self.name == "judge" and "url" not in self.options
 
     @property
-    def asks_reward_model(self) -> bool:
+    def uses_reward_model(self) -> bool:
         """Whether it uses the recipe's reward model."""
         return self.name == "model"
 

@@ -128,8 +128,8 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
     def evaluation_sampling(self, domain: str) -> Sampling:
         held_out = self.data.validation.get(domain)
         own = held_out.sampling if held_out else SamplingConfig()
-        inherited = self.evaluate.sampling.over(self._inherited_limits(domain))
-        return own.over(inherited).resolve(temperature=0.0)
+        inherited = self.evaluate.sampling.with_defaults(self._inherited_limits(domain))
+        return own.with_defaults(inherited).resolve(temperature=0.0)
 
     def _inherited_limits(self, domain: str) -> SamplingConfig:
         """Token limit and stops that evaluation takes from training."""
@@ -152,12 +152,12 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return self.train.lora is not None and self.devices.of("reference") is None
 
     @property
-    def asks_judge(self) -> bool:
-        return any(reward.asks_judge for reward in self.all_rewards)
+    def uses_judge(self) -> bool:
+        return any(reward.uses_judge for reward in self.all_rewards)
 
     @property
-    def asks_reward_model(self) -> bool:
-        return any(reward.asks_reward_model for reward in self.all_rewards)
+    def uses_reward_model(self) -> bool:
+        return any(reward.uses_reward_model for reward in self.all_rewards)
 
     @property
     def all_rewards(self) -> list[RewardSpec]:
@@ -212,12 +212,12 @@ class RlRecipe(Recipe, frozen=True):
 
     def training_sampling(self, domain: str) -> Sampling:
         own = self.data.domains[domain].sampling
-        return own.over(self.sampling).resolve(temperature=1.0)
+        return own.with_defaults(self.sampling).resolve(temperature=1.0)
 
     def _inherited_limits(self, domain: str) -> SamplingConfig:
         trained = self.data.domains.get(domain)
         own = trained.sampling if trained else SamplingConfig()
-        return own.over(self.sampling).limits
+        return own.with_defaults(self.sampling).limits
 
     def rollout_of(self, domain: str) -> RolloutConfig:
         """The rollout's settings with what the domain's filters override."""

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from rollick.config.names import NAMES, is_reference, plugins
+from rollick.config.names import NAMES, find_plugins, is_reference
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -152,4 +152,4 @@ class NamedUnion:
             return "custom"
         if name in NAMES[self.kind]:
             return name
-        return "custom" if is_reference(name) or name in plugins(self.kind) else None
+        return "custom" if is_reference(name) or name in find_plugins(self.kind) else None
