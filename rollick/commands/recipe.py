@@ -32,7 +32,7 @@ from rollick.pipelines.preflight import check_machine, check_memory, check_rows
 def check_and_describe(
     path: Path, overrides: Sequence[str], *, deep: bool, recipe_only: bool = False
 ) -> str:
-    """Raises if the recipe has problems; otherwise describes what it will run, and where.
+    """Check a recipe and describe its run, devices and memory. Raises if it has problems.
 
     `recipe_only`: the recipe is for another machine; skip what depends on this one.
     """
@@ -45,14 +45,13 @@ def check_and_describe(
     if not recipe_only:
         problems += [*check_machine(loaded), *check_memory(loaded, rows)]
     raise_problems(problems, origin=str(path))
-    parts = [_describe_run(recipe), describe_plan(recipe), "", _describe_memory(rows)]
-    return "\n".join(parts)
+    return "\n".join([_describe_run(recipe), describe_plan(recipe), "", _describe_memory(rows)])
 
 
 def _describe_run(recipe: Recipe) -> str:
     if isinstance(recipe, SupervisedRecipe):
-        kind = "pairs" if recipe.compares_pairs else "examples"
-        size = f"{recipe.train.batch_size} {kind}"
+        noun = "pairs" if recipe.compares_pairs else "examples"
+        size = f"{recipe.train.batch_size} {noun}"
     else:
         rollout = rl_recipe(recipe).rollout
         size = f"{rollout.groups_per_step} groups of {rollout.group_size} samples"
@@ -72,7 +71,7 @@ def _describe_shares(domains: Mapping[str, TrainingDomain]) -> str:
 
 def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
     if not rows:
-        return "memory    known when the run starts: not all its models can be read on this machine"
+        return "memory    unknown until the run starts: not all models can be read on this machine"
     lines = [describe_memory(rows), ""]
     on_cpu, memory = machine_bounds(rows), memory_bytes()
     if on_cpu.most:
@@ -83,7 +82,7 @@ def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
 
 
 def _memory_advice(bounds: MachineBounds, memory: int) -> str:
-    """What to change if the machine runs out of memory; empty if it cannot."""
+    """Settings to change if the machine runs out of memory; empty if its memory suffices."""
     if bounds.most <= memory:
         return ""
     tips: list[str] = []

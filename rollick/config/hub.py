@@ -17,9 +17,8 @@ Kind = Literal["model", "dataset"]
 
 def cached_snapshot(name: str, kind: Kind = "model") -> Path | None:
     """The newest snapshot of a repository in the cache of this machine."""
-    folder = (
-        _cache_folder("HF_HUB_CACHE", "hub") / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
-    )
+    repository = f"{kind}s--{name.replace('/', '--')}"
+    folder = _cache_folder("HF_HUB_CACHE", "hub") / repository / "snapshots"
     if not folder.is_dir():
         return None
     snapshots = [path for path in folder.iterdir() if path.is_dir() and any(path.iterdir())]

@@ -154,9 +154,7 @@ def _check_parameters(
             yield context.problem(path, message, "give the option another name")
         elif option not in parameters.names and not parameters.has_kwargs:
             options = [name for name in parameters.names if name not in SAMPLE_ARGUMENTS]
-            advice = (
-                did_you_mean(option, options) or f"it takes {', '.join(options) or 'no option'}"
-            )
+            fix = did_you_mean(option, options) or f"it takes {', '.join(options) or 'no option'}"
             yield context.problem(path, f"{reward.name} has no parameter {option!r}", fix)
 
 
@@ -219,9 +217,8 @@ def _check_file(context: Context, path: KeyPath, source: str) -> Problems:
 @rule()
 def _check_prompt_formats(context: Context) -> Problems:
     for path, domain in context.domains():
-        if domain.prompt_format is not None and (
-            message := _find_format_problem(domain.prompt_format)
-        ):
+        text = domain.prompt_format
+        if text is not None and (message := _find_format_problem(text)):
             fix = 'name columns in braces, such as "What is {a} + {b}?"; a brace itself is {{'
             yield context.problem((*path, "prompt"), message, fix)
 

@@ -80,8 +80,8 @@ class EvaluateConfig(Section):
         """Whether to validate after `step`, if there is validation data."""
         if step == 0:
             return self.at_start is not False
-        regular = bool(self.every) and step % self.every == 0
-        return regular or (step == steps and self.at_end)
+        is_regular = bool(self.every) and step % self.every == 0
+        return is_regular or (step == steps and self.at_end)
 
 
 class RolloutConfig(Section):
