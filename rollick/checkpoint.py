@@ -106,9 +106,8 @@ class CheckpointStore:
                 self._write_manifest(unfinished, header)
                 new = self._verify_new(self._move_into_place(unfinished, header["step"]))
             finally:
-                self._resolve_replaced(
-                    self.folder / f"{REPLACED_PREFIX}{_folder_name(header['step'])}"
-                )
+                name = f"{REPLACED_PREFIX}{_folder_name(header['step'])}"
+                self._resolve_replaced(self.folder / name)
             self._prune(new)
         return new.path
 
@@ -163,9 +162,8 @@ class CheckpointStore:
             if isinstance(error, OSError) or not (disk_full in str(error) or is_nearly_full):
                 raise
             # The first line: the error of a worker contains its traceback.
-            raise OSError(
-                errno.ENOSPC, f"{disk_full} ({str(error).partition(chr(10))[0]})"
-            ) from error
+            reason = str(error).partition("\n")[0]
+            raise OSError(errno.ENOSPC, f"{disk_full} ({reason})") from error
         self._at_point("written")
 
     def _write_manifest(self, folder: Path, header: Mapping[str, JSON]) -> None:

@@ -124,8 +124,7 @@ def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
 
 
 def _build_labels(groups: Sequence[Settings]) -> list[str]:
-    """The settings that distinguish each group; empty if these are too many, or if there is only one
-    group."""
+    """The settings that distinguish each group; empty for too many settings or a single group."""
     names = dict.fromkeys(name for settings in groups for name in settings)
     different = [
         name for name in names if any(group.get(name) != groups[0].get(name) for group in groups)

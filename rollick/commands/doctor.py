@@ -72,12 +72,8 @@ def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     except PermissionError:
         pass
     # A zombie has ended; a reused process id has another start.
-    actual_start = process_start(pid)
-    return (
-        bool(actual_start) and start in (0, actual_start)
-        if Path("/proc/self/stat").exists()
-        else True
-    )
+    actual = process_start(pid)
+    return bool(actual) and start in (0, actual) if Path("/proc/self/stat").exists() else True
 
 
 def environment_facts(*, probe: bool = False) -> dict[str, str]:

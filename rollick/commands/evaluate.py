@@ -60,10 +60,8 @@ async def evaluate_model(
     Saves the report and every sample in the run's folder.
     """
     if not DeviceMap.of(loaded.recipe).ranks("generators"):
-        message = (
-            f"this recipe has no generators: pipeline {loaded.recipe.pipeline} generates only "
-        )
-        message += "to validate"
+        message = "this recipe has no generators: "
+        message += f"pipeline {loaded.recipe.pipeline} generates only to validate"
         raise ConfigError(message, fix="add data.validation with prompts and rewards")
     if not training and not loaded.recipe.data.validation:
         fix = "add data.validation to it, or score the training prompts with --training"

@@ -63,7 +63,7 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_different_scores(self) -> bool:
-        """Whether a group with equal scores has no gradient. False for custom parts, of which this is
+        """Whether a group with equal scores has no gradient. False for custom parts, where this is
         unknown."""
         reads_advantage = self.loss.name not in losses.WITHOUT_ADVANTAGE
         return reads_advantage and self.advantage.name in GROUP_RELATIVE
@@ -96,13 +96,11 @@ class AlgorithmConfig(Section):
     def old_only_in_loss(self) -> bool:
         """Whether only the loss reads the learner's old policy. With one optimizer step per batch
         this is the trained policy, so it needs no forward."""
-        custom_part_reads_old = any(
+        custom_reads_old = any(
             isinstance(part, CustomPart) and "old" in part.needs
             for part in (self.advantage, self.loss, self.correction)
         )
-        is_read_elsewhere = (
-            custom_part_reads_old or self.kl.in_reward or self.advantage.name == "opd"
-        )
+        is_read_elsewhere = custom_reads_old or self.kl.in_reward or self.advantage.name == "opd"
         return self.correction.name == "none" and not is_read_elsewhere
 
     @property

@@ -193,9 +193,7 @@ class RlRecipe(Recipe, frozen=True):
         used = [self._algorithm_of(name) for name in self.data.domains]
         shared = self.algorithm.without_preset_name
         candidates = [shared, *used] if shared in used or not used else used
-        return tuple(
-            item for index, item in enumerate(candidates) if item not in candidates[:index]
-        )
+        return tuple(item for i, item in enumerate(candidates) if item not in candidates[:i])
 
     def _algorithm_of(self, domain: str) -> AlgorithmConfig:
         return (self.data.domains[domain].algorithm or self.algorithm).without_preset_name
@@ -223,10 +221,9 @@ class RlRecipe(Recipe, frozen=True):
 
     def rollout_of(self, domain: str) -> RolloutConfig:
         """The rollout's settings, overridden by the domain's filters."""
-        filters = self.data.domains[domain].filters.model_dump(
-            exclude_none=True, exclude={"scores"}
-        )
-        return self.rollout.model_copy(update=filters)
+        filters = self.data.domains[domain].filters
+        overrides = filters.model_dump(exclude_none=True, exclude={"scores"})
+        return self.rollout.model_copy(update=overrides)
 
     def drops_no_signal(self, domain: str) -> bool:
         """Whether groups of the domain with equal scores are dropped."""
