@@ -8,7 +8,7 @@ from typing import Any
 
 from rollick.config.schema.section import IgnoredWith, Section
 
-TYPES = {"integer": "whole number", "boolean": "true or false", "null": "none", "string": "string"}
+TYPES = {"integer": "whole number", "boolean": "true or false", "null": "none"}
 SCALAR = "true or false or whole number or number or string or none"
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
