@@ -181,7 +181,7 @@ def recipe_of(
 def measure(home: Path, mode: str, **load: Any) -> float:
     """Seconds of a training step."""
     name = f"{mode}{load['seed']}"
-    loaded = recipe_from_dict(recipe_of(home, name, **load), base=home, origin=name)
+    loaded = recipe_from_dict(recipe_of(home, name, **load), base_dir=home, origin=name)
     if mode == "lockstep":
         with in_lockstep(GROUPS * SIZE):
             result = run_recipe(loaded)

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollick.config.schema.section import IgnoredWith, Section
 
-TYPES = {"integer": "whole number", "boolean": "true or false", "null": "none", "string": "text"}
-SCALAR = "true or false or whole number or number or text or none"
+TYPES = {"integer": "whole number", "boolean": "true or false", "null": "none"}
+SCALAR = "true or false or whole number or number or string or none"
 BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
 

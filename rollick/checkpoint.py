@@ -3,7 +3,7 @@
     begin:  .tmp-step-000012/ <- write()
     finish: hashes, fsync, manifest.json, fsync -> rename -> step-000012/
             then the new one is read back and verified, and only then are old ones deleted
-    latest: newest step-* whose manifest, sizes and hashes are correct; reports damaged ones
+    latest: newest step-* with a correct manifest, sizes and hashes; reports damaged ones
 
 A kill at any point leaves step N-1 or step N as the newest loadable checkpoint.
 """
@@ -32,12 +32,12 @@ from rollick.errors import CheckpointError, DiskError, open_files_exhausted
 JSON = Any
 Writer = Callable[[Path], None]
 Finish = Callable[[], Path]
-"""Makes written files a checkpoint and returns its folder. Must be called once."""
+"""Commits the written files as a checkpoint and returns its folder. Must be called once."""
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"^step-(\d{6,})$")
-UNFINISHED = ".tmp-"
-REPLACED = ".old-"
+UNFINISHED_PREFIX = ".tmp-"
+REPLACED_PREFIX = ".old-"
 SAVE_LOCK = ".save.lock"
 TIE_BREAK = "tie_break"
 """Key of `meta`: a number that orders checkpoints with equal scores."""
@@ -63,7 +63,7 @@ class _Damaged(Exception):
 
 class CheckpointStore:
     """The checkpoints in one folder. Opening it removes the leftovers of killed saves. `problems`
-    describes the damaged checkpoints seen so far."""
+    describes the damaged checkpoints found so far."""
 
     def __init__(self, folder: Path, *, keep_last: int, keep_best: int) -> None:
         self.folder = folder
@@ -75,23 +75,22 @@ class CheckpointStore:
     def save(
         self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
     ) -> Path:
-        """Write a checkpoint at once: `begin`, then the function that it returns."""
+        """Write and commit a checkpoint: calls `begin`, then the function that it returns."""
         return self.begin(step, write, meta=meta, score=score)()
 
     def begin(
         self, step: int, write: Writer, *, meta: Mapping[str, JSON], score: float | None = None
     ) -> Finish:
-        """Write the files of the checkpoint of `step`: `write` puts them into the given folder. The
-        returned function makes them a checkpoint: it hashes all files, which takes a while, and
-        training may continue meanwhile.
+        """Write the files of a checkpoint: `write` gets the folder for them. The returned function
+        commits them. It hashes all files, which takes a while; training may continue meanwhile.
 
         On failure (such as a full disk) the older checkpoints stay. A higher score is better; one
         that is not finite counts as none.
         """
         finite = score if score is not None and isfinite(score) else None
-        # Fails early if meta is not JSON; its keys become text, as when read.
+        # Raises early if meta is not JSON; its keys become strings, as when read.
         header = json.loads(json.dumps({"step": step, "score": finite, "meta": dict(meta)}))
-        unfinished = self.folder / f"{UNFINISHED}{_folder_name(step)}"
+        unfinished = self.folder / f"{UNFINISHED_PREFIX}{_folder_name(step)}"
         with self._wrap_errors(step), ExitStack() as stack:
             self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(self._hold_lock())
@@ -101,19 +100,20 @@ class CheckpointStore:
         return partial(self._finish, unfinished, cleanup, header)
 
     def _finish(self, unfinished: Path, cleanup: ExitStack, header: Mapping[str, JSON]) -> Path:
-        """Make the files a checkpoint. `cleanup` removes leftovers and releases the lock."""
+        """Commit the files as a checkpoint. `cleanup` removes leftovers and releases the lock."""
         with self._wrap_errors(header["step"]), cleanup:
             try:
                 self._write_manifest(unfinished, header)
                 new = self._verify_new(self._move_into_place(unfinished, header["step"]))
             finally:
-                self._resolve_replaced(self.folder / f"{REPLACED}{_folder_name(header['step'])}")
+                name = f"{REPLACED_PREFIX}{_folder_name(header['step'])}"
+                self._resolve_replaced(self.folder / name)
             self._prune(new)
         return new.path
 
     def latest(self) -> Checkpoint | None:
         """The newest intact checkpoint; None if there is none. Raises if all are damaged."""
-        folders = self._folders()
+        folders = self._list_folders()
         for path in reversed(folders):
             if checkpoint := self._verify_or_report(path):
                 return checkpoint
@@ -132,18 +132,18 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the highest score, the newer of equals; None if none has one."""
-        for checkpoint in _by_score(self._check_sizes()):
+        for checkpoint in _sort_by_score(self._list_intact()):
             if verified := self._verify_or_report(checkpoint.path):
                 return verified
         return None
 
     def best_step(self) -> int | None:
-        """The step of `best`, from the manifests alone: nothing is hashed."""
-        return next((checkpoint.step for checkpoint in _by_score(self._check_sizes())), None)
+        """The step of `best`, from manifests and sizes alone: nothing is hashed."""
+        return next((checkpoint.step for checkpoint in _sort_by_score(self._list_intact())), None)
 
     def newest_step(self) -> int | None:
         """The step of `latest`, from manifests and sizes alone: nothing is hashed."""
-        return next((checkpoint.step for checkpoint in reversed(self._check_sizes())), None)
+        return next((checkpoint.step for checkpoint in reversed(self._list_intact())), None)
 
     def _at_point(self, name: str) -> None:
         """Called at each point of a save; tests override it to inject faults."""
@@ -155,14 +155,15 @@ class CheckpointStore:
         try:
             write(folder)
         except Exception as error:  # torch and safetensors raise their own errors.
-            # A full disk is reported as OSError. Checked here, before the written files are removed
-            # and the disk has space again.
-            full = os.strerror(errno.ENOSPC)
-            nearly_full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
-            if isinstance(error, OSError) or not (full in str(error) or nearly_full):
+            # Reports a full disk as OSError. Checks it before the written files are removed, which
+            # frees space.
+            disk_full = os.strerror(errno.ENOSPC)
+            is_nearly_full = shutil.disk_usage(folder).free < NEARLY_FULL_BYTES
+            if isinstance(error, OSError) or not (disk_full in str(error) or is_nearly_full):
                 raise
-            # One line: the error of a worker has its traceback as text.
-            raise OSError(errno.ENOSPC, f"{full} ({str(error).partition(chr(10))[0]})") from error
+            # The first line: the error of a worker contains its traceback.
+            reason = str(error).partition("\n")[0]
+            raise OSError(errno.ENOSPC, f"{disk_full} ({reason})") from error
         self._at_point("written")
 
     def _write_manifest(self, folder: Path, header: Mapping[str, JSON]) -> None:
@@ -171,26 +172,26 @@ class CheckpointStore:
             if path.is_file():
                 file_record = {"bytes": path.stat().st_size, "blake2b": _hash_file(path)}
                 files[path.relative_to(folder).as_posix()] = file_record
-            _sync(path)
+            _fsync(path)
         assert MANIFEST not in files, "this name is reserved"
         self._at_point("synced")
         content: dict[str, JSON] = {**header, "files": files}
         manifest = folder / MANIFEST
-        manifest.write_text(json.dumps({**content, "digest": _digest_of(content)}, indent=1))
-        _sync(manifest)
-        _sync(folder)
+        manifest.write_text(json.dumps({**content, "digest": _compute_digest(content)}, indent=1))
+        _fsync(manifest)
+        _fsync(folder)
         self._at_point("manifest")
 
     def _move_into_place(self, unfinished: Path, step: int) -> Path:
         """Rename the folder to a checkpoint. An existing one of this step is moved aside first."""
         path = self.folder / _folder_name(step)
-        replaced = self.folder / f"{REPLACED}{path.name}"
+        replaced = self.folder / f"{REPLACED_PREFIX}{path.name}"
         if path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
             self._at_point("moved_old")
         unfinished.rename(path)
-        _sync(self.folder)
+        _fsync(self.folder)
         self._at_point("renamed")
         return path
 
@@ -206,23 +207,23 @@ class CheckpointStore:
         return checkpoint
 
     def _prune(self, new: Checkpoint) -> None:
-        """Delete checkpoints that are neither new, nor among the last, nor among the best. Damaged
-        ones are neither counted nor deleted: a user may want to inspect them."""
-        intact = self._check_sizes()
-        best = _by_score(intact)[: self._keep_best]
+        """Delete checkpoints that are neither new, nor among the last, nor among the best. Ignores
+        damaged ones: a user may want to inspect them."""
+        intact = self._list_intact()
+        best = _sort_by_score(intact)[: self._keep_best]
         kept = {c.path for c in (new, *intact[-self._keep_last :], *best)}
         for path in (c.path for c in intact if c.path not in kept):
-            # Rename first, so that a kill leaves a removable leftover and not half a checkpoint.
-            unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+            # Rename first, so that a kill leaves a removable leftover and no partial checkpoint.
+            temporary = path.with_name(f"{UNFINISHED_PREFIX}{path.name}")
             try:
-                path.rename(unfinished)
-                shutil.rmtree(unfinished)
+                path.rename(temporary)
+                shutil.rmtree(temporary)
             except OSError as error:
                 log.warning("the old checkpoint %s cannot be deleted: %s", path, error)
 
-    def _check_sizes(self) -> list[Checkpoint]:
-        """Checkpoints with correct manifest and sizes, by step; does not compute hashes."""
-        checkpoints = [self._verify_or_report(path, hashes=False) for path in self._folders()]
+    def _list_intact(self) -> list[Checkpoint]:
+        """Checkpoints with a correct manifest and file sizes, by step; does not compute hashes."""
+        checkpoints = [self._verify_or_report(path, hashes=False) for path in self._list_folders()]
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def _verify_or_report(self, path: Path, *, hashes: bool = True) -> Checkpoint | None:
@@ -233,10 +234,10 @@ class CheckpointStore:
             problem = f"{path.name} is damaged: {damage}"
             if problem not in self.problems:
                 self.problems.append(problem)
-                log.warning("checkpoint %s is damaged and not used: %s", path, damage)
+                log.warning("skipped the damaged checkpoint %s: %s", path, damage)
             return None
 
-    def _folders(self) -> list[Path]:
+    def _list_folders(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
         paths = [path for path in self.folder.iterdir() if STEP_FOLDER.match(path.name)]
@@ -244,8 +245,8 @@ class CheckpointStore:
 
     def _clean(self) -> None:
         """Remove leftovers of killed saves, unless another process is saving right now."""
-        unfinished = list(self.folder.glob(f"{UNFINISHED}step-*"))
-        replaced = list(self.folder.glob(f"{REPLACED}step-*"))
+        unfinished = list(self.folder.glob(f"{UNFINISHED_PREFIX}step-*"))
+        replaced = list(self.folder.glob(f"{REPLACED_PREFIX}step-*"))
         if not unfinished and not replaced:
             return
         try:
@@ -263,7 +264,7 @@ class CheckpointStore:
         """Keep the new checkpoint of a step if it is intact, otherwise restore the old one."""
         if not replaced.is_dir():
             return
-        path = self.folder / replaced.name.removeprefix(REPLACED)
+        path = self.folder / replaced.name.removeprefix(REPLACED_PREFIX)
         try:
             _verify(path, hashes=True)
         except _Damaged:
@@ -286,13 +287,13 @@ class CheckpointStore:
         except BlockingIOError as error:
             raise CheckpointError(
                 f"step {step} was not saved: another process is saving in {self.folder}",
-                fix="let only one run use a folder",
+                fix="use one folder per run",
             ) from error
         except OSError as error:
             if exhausted := open_files_exhausted(error):
                 raise exhausted from error
             disk = shutil.disk_usage(self.folder) if self.folder.is_dir() else None
-            free = f"{disk.free / 1e6:.0f} MB free" if disk else "absent"
+            free = f"{disk.free / 1e6:.0f} MB free" if disk else "missing"
             raise DiskError(
                 f"step {step} was not saved in {self.folder} ({free}): {error}; "
                 "the other checkpoints are untouched",
@@ -304,7 +305,7 @@ def _folder_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+def _sort_by_score(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints with a score, best first; ties: higher TIE_BREAK, then newer first."""
 
     def rank(checkpoint: Checkpoint) -> tuple[float, float, int]:
@@ -320,12 +321,12 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
-def _digest_of(content: Mapping[str, JSON]) -> str:
+def _compute_digest(content: Mapping[str, JSON]) -> str:
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -347,12 +348,12 @@ def _verify(path: Path, *, hashes: bool) -> Checkpoint:
 
 def _read_manifest(path: Path) -> dict[str, JSON]:
     try:
-        size = _file_size(path, MANIFEST)
+        size = _read_file_size(path, MANIFEST)
         if size > MAX_MANIFEST_BYTES:
             raise _Damaged(f"{MANIFEST} has {size} bytes")
         manifest: dict[str, JSON] = json.loads(path.read_bytes())
         digest = manifest.pop("digest")
-        is_unchanged = digest == _digest_of(manifest)
+        is_unchanged = digest == _compute_digest(manifest)
     except FileNotFoundError:
         raise _Damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -368,15 +369,15 @@ def _read_manifest(path: Path) -> dict[str, JSON]:
 
 def _is_manifest(content: Mapping[str, JSON]) -> bool:
     """Whether the keys have the types that `save` writes."""
-    kinds = {"step": int, "meta": dict, "files": dict, "score": int | float | None}
-    if any(key not in content or not isinstance(content[key], k) for key, k in kinds.items()):
+    types = {"step": int, "meta": dict, "files": dict, "score": int | float | None}
+    if any(key not in content or not isinstance(content[key], t) for key, t in types.items()):
         return False
     files = cast("Mapping[str, JSON]", content["files"]).values()
     return all(isinstance(file, dict) and file.keys() >= {"bytes", "blake2b"} for file in files)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _file_size(path: Path, name: str) -> int:
-    """Raises _Damaged for a device or a pipe, which has no end."""
+def _read_file_size(path: Path, name: str) -> int:
+    """The size of a regular file. Raises _Damaged for a device or a pipe, which has no end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise _Damaged(f"{name} is not a regular file")
@@ -385,9 +386,9 @@ def _file_size(path: Path, name: str) -> int:
 
 def _verify_file(path: Path, name: str, expected: Mapping[str, JSON], *, hashes: bool) -> None:
     try:
-        size = _file_size(path, name)
+        size = _read_file_size(path, name)
         if size != expected["bytes"]:
-            raise _Damaged(f"{name} has {size} bytes, {expected['bytes']} were saved")
+            raise _Damaged(f"{name} has {size} bytes, but {expected['bytes']} were saved")
         if hashes and _hash_file(path) != expected["blake2b"]:
             raise _Damaged(f"{name} was changed after it was saved")
     except FileNotFoundError:

@@ -24,11 +24,11 @@ EXIT_INTERRUPTED = 75
 
 MAX_OPEN_FILES = 65_536
 """The limit of open files that a run sets. A higher one slows programs that close all possible
-descriptors when they start another."""
+descriptors when they start a child process."""
 
 UNAVAILABLE_FIX = (
     "check the server and the network to it, then resume the run with --resume; a run with "
-    "--restarts is resumed by itself"
+    "--restarts resumes automatically"
 )
 
 
@@ -43,7 +43,7 @@ class RollickError(Exception):
         super().__init__(f"{message}. {fix}" if fix else message)
 
     def copy(self) -> Self:
-        """A copy for each waiter: raising one shared instance would mix their tracebacks."""
+        """A copy for each waiting task: raising one instance several times would mix tracebacks."""
         return copy(self)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -90,8 +90,8 @@ class WorkerError(RollickError):
 
 
 class WorkerLost(WorkerError):
-    """A worker process died or does not answer. `failed_at`: when it ended or last showed life, in
-    seconds since the epoch; None if that is unknown."""
+    """A worker process died or does not answer. `failed_at`: when it ended or was last known to be
+    alive, in seconds since the epoch; None if unknown."""
 
     exit_code = EXIT_RETRY
 
@@ -121,7 +121,7 @@ class NodeLost(WorkerLost):
 
 
 class WeightError(RollickError):
-    """Published weights failed verification. The receiver keeps its present version."""
+    """Published weights failed verification. The receiver keeps its current version."""
 
 
 class CheckpointError(RollickError):
@@ -173,7 +173,7 @@ class EngineCorrupt(EngineLost):
 
 
 class StuckError(RollickError):
-    """No progress within a deadline. The message states what waits for what."""
+    """No progress before a deadline. The message states what waits for what."""
 
     exit_code = EXIT_RETRY
 
@@ -200,8 +200,8 @@ class MissingExtra(RollickError):
 
 
 def open_files_exhausted(error: BaseException) -> OpenFilesExhausted | None:
-    """The error for a user if `error` means that no more files can be opened. By its text: torch
-    and safetensors raise their own errors."""
+    """An error with advice if `error` means that no more files can be opened; otherwise None. Reads
+    the message, because torch and safetensors raise their own types."""
     if os.strerror(errno.ENFILE) in str(error):
         message, fix = "this machine has no more open files", "raise fs.file-max (sysctl)"
         return OpenFilesExhausted(f"{message}: {error}", fix=fix)
@@ -215,6 +215,6 @@ def open_files_exhausted(error: BaseException) -> OpenFilesExhausted | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed: in Python, in torch on the CPU, or on a GPU."""
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = {base.__name__ for base in type(error).__mro__}
     is_torch_on_cpu = "can't allocate memory" in str(error)
     return is_torch_on_cpu or not names.isdisjoint({"MemoryError", "OutOfMemoryError"})

@@ -1,8 +1,7 @@
 """Interrupts Python code that runs too long, in the thread that runs it.
 
-For code that other people wrote and that cannot be trusted to end, such as a chat template or the
-interpolations of a recipe. C code (one long regex match, one huge multiplication) is interrupted
-only after it returns.
+For untrusted code that may not terminate, such as a chat template or the interpolations of a
+recipe. C code (one long regex match, one huge multiplication) is interrupted only after it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 REPEAT_S = 0.5
-"""Python drops an exception that arrives in a finalizer or a callback of the garbage collector:
+"""Python drops an exception that arrives in a finalizer or a callback of the garbage collector, so
 it is raised again after this time."""
 
 
@@ -23,7 +22,7 @@ class _Interrupted(BaseException):
 
 @contextmanager
 def interrupt_after(seconds: float) -> Generator[None]:
-    """Raises TimeoutError from the block if it takes longer."""
+    """Raise TimeoutError from the block if it takes longer."""
     interrupter = _Interrupter(threading.get_ident(), seconds)
     interrupter.start()
     try:

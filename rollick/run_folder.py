@@ -55,18 +55,18 @@ class RunFolder:
         """Write the recipe with a copy of the code that it names in files."""
         record_recipe(loaded, self.path).write(self.path)
 
-    def changed_settings(self, loaded: LoadedRecipe) -> list[str]:
-        """How the recipe and its code differ from those that the folder holds, one line each."""
+    def describe_changes(self, loaded: LoadedRecipe) -> list[str]:
+        """The differences of the recipe and its code from those in the folder, one per line."""
         try:
             earlier = load_recipe(self.path / "recipe.yaml", check=False)
         except ConfigError as error:  # Written by another version.
             return [f"recipe.yaml cannot be compared: {error.message}"]
-        # Names of files that another version wrote may be relative to loaded.base.
-        before = record_recipe(replace(earlier, base=loaded.base), self.path)
-        return record_recipe(loaded, self.path).changes(before, self.path)
+        # File names that another version wrote may be relative to loaded.base_dir.
+        before = record_recipe(replace(earlier, base_dir=loaded.base_dir), self.path)
+        return record_recipe(loaded, self.path).describe_changes(before, self.path)
 
     def append_rows(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Add rows to a .jsonl file of the run. On a full disk they wait for room."""
+        """Append rows to a .jsonl file of the run. On a full disk they wait for free space."""
         if name not in self._files:
             self._files[name] = RowFile(self.path / name)
         self._files[name].append(rows)
@@ -95,7 +95,7 @@ def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
             refuse_existing_run(folder)
             with writing_to(path):
                 folder.write_recipe(loaded)
-        elif changes := folder.changed_settings(loaded):
+        elif changes := folder.describe_changes(loaded):
             LOG.warning("resuming with other settings:\n  %s", "\n  ".join(changes))
         try:
             yield folder
@@ -105,8 +105,7 @@ def open_folder(loaded: LoadedRecipe, *, resume: bool) -> Generator[RunFolder]:
 
 @contextmanager
 def run_lock(folder: Path) -> Generator[None]:
-    """Prevents a second run in a folder. The kernel releases the lock when the process dies, so a
-    kill needs no cleanup."""
+    """Prevent a second run in a folder. The kernel releases the lock when the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     # The file stays: deleting it would let two runs lock two files of one name.
     with (folder / RUN_LOCK).open("a+") as file:

@@ -23,13 +23,13 @@ FloatArray = npt.NDArray[np.floating[Any]]
 BoolArray = npt.NDArray[np.bool_]
 
 PolicyVersion = NewType("PolicyVersion", int)
-"""Number of the policy's weights: 0 at the start of a run, plus 1 for each publish."""
+"""Version of the policy's weights: 0 at the start of a run, plus 1 for each publish."""
 
 Fingerprint = NewType("Fingerprint", str)
 """Hex digest of a set of weights or of a vocabulary. Equal contents have equal fingerprints."""
 
 NOT_SAMPLED = -1
-"""The version of a token that no policy sampled: prompt, observation, tool output."""
+"""The version of tokens that no policy sampled: prompt, observation, tool output."""
 
 Row = Mapping[str, Any]
 """The columns of one dataset row, by name."""
@@ -148,7 +148,7 @@ class Completion:
     queued_s: float = 0.0
     """From arrival until the request had a slot."""
     prefill_s: float = 0.0
-    """From then until its first token."""
+    """From the start in a slot to the first token."""
     kept_cache: BoolArray | None = None
     """Marks tokens sampled on a KV cache that an older version computed at least partly."""
 
@@ -342,7 +342,7 @@ class Group:
 
     @property
     def valid_scores(self) -> list[float]:
-        """Without failed ones."""
+        """The scores of the samples that could be scored."""
         return [member.score.value for member in self.members if member.score.ok]
 
     @property

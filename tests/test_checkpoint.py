@@ -109,7 +109,7 @@ def flip_a_byte(path: Path) -> None:
 
 DAMAGES = {
     "weights.bin was changed after it was saved": lambda p: flip_a_byte(p / "weights.bin"),
-    "weights.bin has 7 bytes, 200 were saved": lambda p: os.truncate(p / "weights.bin", 7),
+    "weights.bin has 7 bytes, but 200 were saved": lambda p: os.truncate(p / "weights.bin", 7),
     "optimizer/moments.bin is missing": lambda p: (p / "optimizer" / "moments.bin").unlink(),
     "manifest.json is missing": lambda p: (p / "manifest.json").unlink(),
     "manifest.json cannot be read": lambda p: os.truncate(p / "manifest.json", 20),
@@ -160,7 +160,7 @@ def test_a_manifest_that_names_files_outside_its_folder_is_refused(tmp_path: Pat
     content = json.loads(path.read_text())
     del content["digest"]
     content["files"]["../../secret"] = {"bytes": 1, "blake2b": ""}
-    digest = checkpoint._digest_of(content)  # pyright: ignore[reportPrivateUsage]
+    digest = checkpoint._compute_digest(content)  # pyright: ignore[reportPrivateUsage]
     path.write_text(json.dumps({**content, "digest": digest}))
     with pytest.raises(CheckpointError, match="outside the folder"):
         store_of(tmp_path).latest()

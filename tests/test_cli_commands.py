@@ -187,7 +187,7 @@ def test_export_overwrites_neither_a_file_nor_the_run_nor_its_base_model(
     assert (tmp_path / "file").read_text() == "text"
     assert "is the run, and would be overwritten" in rollick("export", trained, trained, code=2)
     model = load_recipe(trained / "recipe.yaml", check=False).recipe.model.path
-    assert "is the model that the run began with" in rollick("export", trained, model, code=2)
+    assert "is the run's initial model" in rollick("export", trained, model, code=2)
 
 
 def test_export_of_something_else_is_refused(rollick: Command, tmp_path: Path) -> None:

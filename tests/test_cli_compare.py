@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollick.commands.compare import choose_metrics, group_runs
-from rollick.commands.doctor import examine
+from rollick.commands.doctor import diagnose_folder
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, DataError
 from rollick.observe.comparison import summarise
@@ -155,8 +155,8 @@ def test_the_doctor_names_what_keeps_a_run_from_learning(make_run: MakeRun) -> N
     row = {"score/mean": 0.1, "train/grad_norm": 0.0, "rollout/truncated": 0.9}
     lines = [json.dumps({"step": step, **row}) + "\n" for step in range(1, 6)]
     (folder / "metrics.jsonl").write_text("".join(lines))
-    diagnosis = examine(folder)
+    diagnosis = diagnose_folder(folder)
     assert list(diagnosis.learning) == ["no_gradient", "at_limit"]
     assert any(line.startswith("at_limit: 90% of the answers") for line in diagnosis.lines())
     (folder / "metrics.jsonl").unlink()
-    assert examine(folder).learning == {}
+    assert diagnose_folder(folder).learning == {}

@@ -21,7 +21,7 @@ from plugin_package import write_plugins
 from rich.console import Console
 
 from rollick import LoadedRecipe, RunResult
-from rollick.commands.doctor import environment_facts, examine
+from rollick.commands.doctor import diagnose_folder, environment_facts
 from rollick.config.load import dump_recipe, recipe_from_dict
 from rollick.errors import ConfigError, StuckError
 from rollick.infer.native.engine import NativeEngine
@@ -90,7 +90,7 @@ def hanging(
     recipe = toy_recipe(tiny_folder, base, name="hangs", steps=2)
     recipe["data"]["domains"]["letters"]["rewards"] = ["hangs.py:hangs"]
     del recipe["data"]["validation"]
-    loaded = recipe_from_dict(recipe, overrides=["rewards.timeout_s=200"], base=base)
+    loaded = recipe_from_dict(recipe, overrides=["rewards.timeout_s=200"], base_dir=base)
     (base / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
     command = [sys.executable, "-m", "rollick.cli", "train", str(base / "recipe.yaml")]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -192,7 +192,7 @@ def test_a_run_that_hangs_too_long_ends_and_leaves_its_stacks(
     assert "RemoteEngine.generate" in tasks.split("\ng0.0\n")[1].split("\ng0.1\n")[0]
     assert "most recent call first" in threads
     assert "step 1 waits for group 0: sample 0 generating" in caplog.text
-    diagnosis = examine(folder)
+    diagnosis = diagnose_folder(folder)
     assert diagnosis.state == "failed"
     assert "step 1 waits for group 0" in diagnosis.headline
     assert "stuck.txt" in diagnosis.advice
@@ -215,7 +215,7 @@ def test_a_run_that_finds_no_signal_does_not_hang_and_leaves_no_stacks(toy: Toy)
         run_recipe(loaded, objects=RunObjects(rewards={"reward": lambda completion: 1.0}))
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     assert not (folder / "stuck.txt").exists()
-    assert examine(folder).state == "failed"
+    assert diagnose_folder(folder).state == "failed"
 
 
 def test_a_finished_run_is_reported_and_not_changed(run_toy: Callable[..., RunResult]) -> None:
@@ -251,7 +251,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_run(
     (folder / "waits.json.new").mkdir(parents=True)
     assert run_recipe(loaded).step == 1
     assert "waits.json could not be updated" in caplog.text
-    diagnosis = examine(folder)
+    diagnosis = diagnose_folder(folder)
     assert diagnosis.state == "unknown"
     assert "step 1 was logged" in diagnosis.headline
 
@@ -262,7 +262,7 @@ def test_a_folder_that_is_no_run_is_refused_with_a_clear_message(tmp_path: Path)
     assert "nothing is not a run's folder" in report.stderr
     assert "Traceback" not in report.stderr
     with pytest.raises(ConfigError, match="is not a run's folder"):
-        examine(tmp_path)
+        diagnose_folder(tmp_path)
 
 
 def test_the_doctor_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
@@ -313,14 +313,14 @@ def test_a_runs_own_report_is_checked(
 def test_a_process_that_has_only_the_number_of_the_run_is_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     write_run_snapshot(tmp_path, snapshot(written_at=time.time()))
-    assert examine(tmp_path).state == "died"
+    assert diagnose_folder(tmp_path).state == "died"
 
 
 def test_the_state_of_a_run_on_another_machine_comes_from_its_reports(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("")
     for written_at, state in ((time.time(), "running"), (time.time() - 60, "silent")):
         write_run_snapshot(tmp_path, snapshot(host="elsewhere", written_at=written_at))
-        assert examine(tmp_path).state == state
+        assert diagnose_folder(tmp_path).state == state
 
 
 def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: Path) -> None:

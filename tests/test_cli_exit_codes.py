@@ -51,7 +51,7 @@ def test_a_lost_worker_exits_with_the_code_for_a_retry(tiny_folder: Path, tmp_pa
     recipe = toy_recipe(tiny_folder, tmp_path, name="lost") | {"cluster": {"backend": "ray"}}
     recipe["algorithm"] = {"loss": "losses.py:die"}
     file = tmp_path / "recipe.yaml"
-    file.write_text(dump_recipe(recipe_from_dict(recipe, base=tmp_path).recipe))
+    file.write_text(dump_recipe(recipe_from_dict(recipe, base_dir=tmp_path).recipe))
     root = str(Path(__file__).parents[1])
     ended = subprocess.run(
         [sys.executable, "-m", "rollick.cli", "train", str(file)],

@@ -122,7 +122,7 @@ def test_every_recipe_on_a_page_is_accepted(tmp_path: Path) -> None:
         rewards = [] if "pipeline" in recipe or "opd" in text else ["exact_match"]
         plain = {"domains": {"mine": {"source": "mine.jsonl", "rewards": rewards}}}
         recipe["data"] = {**plain, **recipe.get("data", {})}
-        recipe_from_dict({"model": {"path": "tiny"}, **recipe}, origin=path, base=tmp_path)
+        recipe_from_dict({"model": {"path": "tiny"}, **recipe}, origin=path, base_dir=tmp_path)
         count += 1
     assert count == len(curves())
 

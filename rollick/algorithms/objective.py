@@ -60,7 +60,7 @@ def resolve_advantage(algorithm: AlgorithmConfig, *, base: Path | None = None) -
 
 def resolve_aggregation(name: str, *, base: Path | None = None) -> AggregationFn:
     """The aggregation of this name, or the user's function as file.py:function."""
-    return resolve("aggregations", name, base=base)
+    return resolve("aggregations", name, base_dir=base)
 
 
 def resolve_correction(algorithm: AlgorithmConfig, *, base: Path | None = None) -> CorrectionFn:
@@ -193,7 +193,7 @@ def _require(values_T: torch.Tensor | None, name: str) -> torch.Tensor:
 def _bind(kind: str, part: Section, base: Path | None) -> Callable[..., Any]:
     """Import the part's function and bind its options; a user's function gets a plain dict."""
     name: str = part.name  # pyright: ignore[reportAttributeAccessIssue]
-    function = resolve(kind, name, base=base)
+    function = resolve(kind, name, base_dir=base)
     if not callable(function):
         problem = f"{name} is a {type(function).__name__}, not a function"
         raise ConfigError(problem, fix="name a function")

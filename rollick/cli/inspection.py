@@ -21,7 +21,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Diagnose a run: is it alive, does it learn, what does each part wait for, what to change."""
-    from rollick.commands.doctor import environment_facts, examine
+    from rollick.commands.doctor import diagnose_folder, environment_facts
     from rollick.observe.diagnosis import environment_table, render
     from rollick.observe.terminal import SafeConsole
 
@@ -29,7 +29,7 @@ def doctor(
         facts = environment_facts(probe=True)
         table = environment_table(facts)
     else:
-        diagnosis = examine(run)
+        diagnosis = diagnose_folder(run)
         facts, table = asdict(diagnosis), render(diagnosis)
     if as_json:
         typer.echo(json.dumps(facts))

@@ -65,10 +65,10 @@ class DeviceMap:
         for role in _annotators(recipe):
             if role != "policy":
                 roles[role] = parse_devices(devices.of(role) or devices.policy)
-        if recipe.reward_model is not None and recipe.asks_reward_model:
+        if recipe.reward_model is not None and recipe.uses_reward_model:
             own = devices.reward_model
             roles["reward_model"] = parse_devices(own) if own else policy[:1]
-        if recipe.judge is not None and recipe.asks_judge:
+        if recipe.judge is not None and recipe.uses_judge:
             roles["judge"] = parse_devices(devices.judge) if devices.judge else policy[:1]
         return cls(roles)
 

@@ -26,7 +26,7 @@ from rollick.observe.report import LOSS
 LOG = logging.getLogger("rollick")
 
 NOT_COMPARED = ("run.name", "run.folder", "run.seed", "observe.")
-"""Settings that do not change what a run learns; beginnings of their names."""
+"""Prefixes of settings that do not change what a run learns."""
 MAX_SETTINGS = 3
 """Maximum settings in the label of a group; if groups differ in more, a label names the runs."""
 
@@ -38,9 +38,9 @@ class NoCurves(DataError):
 
 
 def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
-    """The runs in the order given; those that differ only in their seed are one group.
+    """Read the runs in this order; those that differ only in their seed form one group.
 
-    A pattern such as runs/* also gives evaluations, replays and exported models: they are skipped
+    A pattern such as runs/* also matches evaluations, replays and exported models: they are skipped
     with a warning if there is a run to compare.
     """
     runs: dict[Path, tuple[Settings, RunCurves]] = {}
@@ -48,12 +48,12 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
     for folder in folders:
         try:
             runs[folder.resolve()] = _read_run(folder)
-        except NoCurves as problem:
-            skipped.append(problem)
+        except NoCurves as error:
+            skipped.append(error)
     if not runs and skipped:
         raise skipped[0]
     if skipped:
-        LOG.warning("skipped %d: %s", len(skipped), "; ".join(one.message for one in skipped))
+        LOG.warning("skipped %d: %s", len(skipped), "; ".join(error.message for error in skipped))
     groups: list[tuple[Settings, list[RunCurves]]] = []
     for settings, run in runs.values():
         members = next(
@@ -73,7 +73,7 @@ def group_runs(folders: Sequence[Path]) -> list[RunGroup]:
 
 def _belongs_to_group(run: RunCurves, members: Sequence[RunCurves], settings: Settings) -> bool:
     """Whether a run with the settings of a group differs from its members only in the seed. Rows
-    and rewards given in Python have no name to compare: runs of one seed may differ in them."""
+    and rewards passed from Python cannot be compared: runs with one seed may differ in them."""
     has_objects = any("object:" in show_setting(value) for value in settings.values())
     return not has_objects or run.seed not in [member.seed for member in members]
 
@@ -82,8 +82,8 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
     """The metric of the table, and those of the picture."""
     if metric is None:
         if (common := common_metric(groups)) is None:
-            lacking = "; ".join(_describe_lack(groups, name) for name in DEFAULT_METRICS)
-            message = f"the runs have no default metric in common: {lacking}"
+            reasons = "; ".join(_describe_missing_metric(groups, name) for name in DEFAULT_METRICS)
+            message = f"the runs have no default metric in common: {reasons}"
             raise DataError(message, fix="leave runs out, or choose another metric with --metric")
         held_out = common if common in HELD_OUT else HELD_OUT[0]
         return common, [held_out, TRAINING_SCORE, *([LOSS] if common == LOSS else [])]
@@ -95,18 +95,18 @@ def choose_metrics(groups: Sequence[RunGroup], metric: str | None) -> tuple[str,
     return metric, [metric]
 
 
-def _describe_lack(groups: Sequence[RunGroup], metric: str) -> str:
-    """A run without the metric, and how many others are without it."""
-    lacking = [run.name for group in groups for run in group.runs if not run.points(metric)]
-    others = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-    return f"{metric} is not in {lacking[0]}{others}"
+def _describe_missing_metric(groups: Sequence[RunGroup], metric: str) -> str:
+    """One run without the metric, and the number of the others without it."""
+    names = [run.name for group in groups for run in group.runs if not run.points(metric)]
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{metric} is not in {names[0]}{others}"
 
 
 def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
     if not (folder / "recipe.yaml").is_file():
         fix = "give folders with recipe.yaml, such as runs/NAME"
-        error = NoCurves if folder.exists() else ConfigError
-        raise error(f"{folder} is not a run's folder", fix=fix)
+        error_type = NoCurves if folder.exists() else ConfigError
+        raise error_type(f"{folder} is not a run's folder", fix=fix)
     path = folder / "metrics.jsonl"
     rows = read_metrics(path) if path.is_file() else []
     if not rows or not rows[-1]["step"]:
@@ -124,19 +124,19 @@ def _read_run(folder: Path) -> tuple[Settings, RunCurves]:
 
 
 def _build_labels(groups: Sequence[Settings]) -> list[str]:
-    """How each group differs from the others; empty if in too much, or if it is the only one."""
-    known = dict.fromkeys(name for settings in groups for name in settings)
+    """The settings that distinguish each group; empty for too many settings or a single group."""
+    names = dict.fromkeys(name for settings in groups for name in settings)
     different = [
-        name for name in known if any(each.get(name) != groups[0].get(name) for each in groups)
+        name for name in names if any(group.get(name) != groups[0].get(name) for group in groups)
     ]
     if not 0 < len(different) <= MAX_SETTINGS:
         return [""] * len(groups)
-    short = [name if "/" in name else name.rpartition(".")[2] for name in different]
-    names = short if len(set(short)) == len(short) else different
+    short_names = [name if "/" in name else name.rpartition(".")[2] for name in different]
+    label_names = short_names if len(set(short_names)) == len(short_names) else different
     labels = [
         ", ".join(
             f"{label}={show_setting(settings.get(name))}"
-            for label, name in zip(names, different, strict=True)
+            for label, name in zip(label_names, different, strict=True)
         )
         for settings in groups
     ]

@@ -1,6 +1,6 @@
 """Back end of `rollick doctor`: diagnoses a run from its folder, or reports facts about a machine.
 
-Reads waits.json, run.lock, checkpoints, metrics, time and faults of a run, which may have died.
+Reads waits.json, run.lock, checkpoints, metrics, goodput and faults of a run, which may have died.
 Changes nothing. The controller of the run writes these files (pipelines/status.py).
 """
 
@@ -31,7 +31,7 @@ from rollick.sandbox.layers import probe_layers
 GPU_TIMEOUT_S = 5.0
 
 
-def examine(run: Path) -> Diagnosis:
+def diagnose_folder(run: Path) -> Diagnosis:
     if not (run / "recipe.yaml").is_file():
         fix = "give a folder with recipe.yaml, such as runs/NAME"
         raise ConfigError(f"{run} is not a run's folder", fix=fix)
@@ -72,8 +72,8 @@ def _is_alive(run: Path, snapshot: RunSnapshot | None) -> bool | None:
     except PermissionError:
         pass
     # A zombie has ended; a reused process id has another start.
-    began = process_start(pid)
-    return bool(began) and start in (0, began) if Path("/proc/self/stat").exists() else True
+    actual = process_start(pid)
+    return bool(actual) and start in (0, actual) if Path("/proc/self/stat").exists() else True
 
 
 def environment_facts(*, probe: bool = False) -> dict[str, str]:
@@ -91,8 +91,8 @@ def environment_facts(*, probe: bool = False) -> dict[str, str]:
     facts["cpus"] = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     facts["gpus"] = _describe_gpus()
     works = probe_bf16() if probe else known_bf16()
-    words = {None: "not tried since the last boot", True: "works", False: "crashes: worked around"}
-    facts["bfloat16 on the CPU"] = words[works]
+    states = {None: "not tested since boot", True: "works", False: "crashes: worked around"}
+    facts["bfloat16 on the CPU"] = states[works]
     if probe:
         facts["sandbox"] = asyncio.run(probe_layers()).text
     return facts

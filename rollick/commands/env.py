@@ -33,7 +33,7 @@ from rollick.pipelines.run import wait_for
 from rollick.types import EpisodeRecord, Group
 
 TURN_TOKENS, EPISODE_TOKENS, MAX_LENGTH, CONCURRENT_EPISODES = 256, 1024, 2048, 16
-"""For a model: tokens of a turn, of an episode and of a sequence; episodes at once."""
+"""For a model: token limits of a turn, an episode and a sequence; concurrent episodes."""
 
 
 def test_env(

@@ -19,7 +19,7 @@ from rollick.pipelines.open_run import open_run
 from rollick.types import PolicyVersion
 
 ONLY_TRAINING = ("data.validation={}", "evaluate.every=0", "evaluate.at_start=null")
-"""Overrides that leave a recipe no prompts but those to train on."""
+"""Overrides with which a recipe has only training prompts."""
 
 
 def plan_evaluation(
@@ -60,9 +60,9 @@ async def evaluate_model(
     Saves the report and every sample in the run's folder.
     """
     if not DeviceMap.of(loaded.recipe).ranks("generators"):
-        message = "this recipe has nothing to evaluate with: "
+        message = "this recipe has no generators: "
         message += f"pipeline {loaded.recipe.pipeline} generates only to validate"
-        raise ConfigError(message, fix="give it data.validation with prompts and rewards")
+        raise ConfigError(message, fix="add data.validation with prompts and rewards")
     if not training and not loaded.recipe.data.validation:
         fix = "add data.validation to it, or score the training prompts with --training"
         raise ConfigError("the recipe has no held-out prompts (data.validation)", fix=fix)
@@ -83,5 +83,5 @@ async def evaluate_model(
 
 
 def describe_report(report: EvalReport, *, training: bool) -> dict[str, object]:
-    """The report as JSON, with the kind of its prompts."""
+    """The report as JSON, with the source of its prompts."""
     return {"prompts": "training" if training else "validation", **report.to_json()}

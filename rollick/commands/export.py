@@ -30,10 +30,10 @@ def find_checkpoint(run: Path, *, best: bool = False, step: int | None = None) -
 
 
 def _check_output(out: Path, run: Path, model: str) -> None:
-    """Raises if `out` cannot be written, or is the run or the model that the run began with."""
+    """Raises if `out` cannot be written, or is the run or its initial model."""
     if out.resolve() in (run.resolve(), Path(model).resolve()):
-        what = "the run" if out.resolve() == run.resolve() else "the model that the run began with"
-        raise ConfigError(f"{out} is {what}, and would be overwritten", fix="give another folder")
+        source = "the run" if out.resolve() == run.resolve() else "the run's initial model"
+        raise ConfigError(f"{out} is {source}, and would be overwritten", fix="give another folder")
     with writing_to(out):
         out.mkdir(parents=True, exist_ok=True)
 
@@ -48,7 +48,7 @@ def export_run(
     recipe = load_recipe(run / "recipe.yaml", check=False).recipe
     _check_output(out, run, recipe.model.path)
     if recipe.model.dtype == "auto" and "cpu" not in recipe.devices.policy:
-        # It was sampled in bfloat16 on a GPU: export the weights that were sampled.
+        # The engine sampled in bfloat16 on a GPU: export the same weights.
         recipe = load_recipe(run / "recipe.yaml", ["model.dtype=bfloat16"], check=False).recipe
     state = checkpoint.path / "learner"
     if is_sharded(state):

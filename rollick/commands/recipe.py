@@ -8,13 +8,13 @@ from pathlib import Path
 from rollick.cluster.devices import describe_plan
 from rollick.cluster.machine import memory_bytes
 from rollick.config.load import check_recipe, load_recipe
-from rollick.config.names import names_of, plugins
+from rollick.config.names import find_plugins, names_of
 from rollick.config.presets import PRESETS
 from rollick.config.problems import raise_problems
 from rollick.config.schema import Recipe, SupervisedRecipe, TrainingDomain, rl_recipe
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.source import dump_yaml
-from rollick.config.wording import unknown_name
+from rollick.config.validation_messages import describe_unknown_name
 from rollick.errors import ConfigError
 from rollick.pipelines.memory import (
     GB,
@@ -32,7 +32,7 @@ from rollick.pipelines.preflight import check_machine, check_memory, check_rows
 def check_and_describe(
     path: Path, overrides: Sequence[str], *, deep: bool, recipe_only: bool = False
 ) -> str:
-    """Raises if the recipe has problems; otherwise describes what it will run, and where.
+    """Check a recipe and describe its run, devices and memory. Raises if it has problems.
 
     `recipe_only`: the recipe is for another machine; skip what depends on this one.
     """
@@ -45,14 +45,13 @@ def check_and_describe(
     if not recipe_only:
         problems += [*check_machine(loaded), *check_memory(loaded, rows)]
     raise_problems(problems, origin=str(path))
-    parts = [_describe_run(recipe), describe_plan(recipe), "", _describe_memory(rows)]
-    return "\n".join(parts)
+    return "\n".join([_describe_run(recipe), describe_plan(recipe), "", _describe_memory(rows)])
 
 
 def _describe_run(recipe: Recipe) -> str:
     if isinstance(recipe, SupervisedRecipe):
-        kind = "pairs" if recipe.compares_pairs else "examples"
-        size = f"{recipe.train.batch_size} {kind}"
+        noun = "pairs" if recipe.compares_pairs else "examples"
+        size = f"{recipe.train.batch_size} {noun}"
     else:
         rollout = rl_recipe(recipe).rollout
         size = f"{rollout.groups_per_step} groups of {rollout.group_size} samples"
@@ -72,7 +71,7 @@ def _describe_shares(domains: Mapping[str, TrainingDomain]) -> str:
 
 def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
     if not rows:
-        return "memory    known when the run starts: not all its models can be read on this machine"
+        return "memory    unknown until the run starts: not all models can be read on this machine"
     lines = [describe_memory(rows), ""]
     on_cpu, memory = machine_bounds(rows), memory_bytes()
     if on_cpu.most:
@@ -83,7 +82,7 @@ def _describe_memory(rows: Sequence[PhaseMemory]) -> str:
 
 
 def _memory_advice(bounds: MachineBounds, memory: int) -> str:
-    """What to change if the machine runs out of memory; empty if it cannot."""
+    """Settings to change if the machine runs out of memory; empty if its memory suffices."""
     if bounds.most <= memory:
         return ""
     tips: list[str] = []
@@ -95,8 +94,9 @@ def _memory_advice(bounds: MachineBounds, memory: int) -> str:
 
 
 def describe_names(kind: str) -> str:
-    """The names of a kind that a recipe can use; added ones with their packages in brackets."""
-    packages = {name: ", ".join(p.package for p in found) for name, found in plugins(kind).items()}
+    """The names of a kind that a recipe can use; plugins with their packages in brackets."""
+    registered = find_plugins(kind).items()
+    packages = {name: ", ".join(p.package for p in plugins) for name, plugins in registered}
     names = [f"{name} ({packages[name]})" if name in packages else name for name in names_of(kind)]
     return ", ".join(names) or "none"
 
@@ -104,7 +104,7 @@ def describe_names(kind: str) -> str:
 def describe_preset(name: str) -> str:
     """The algorithm section of a preset as YAML, under a comment with its paper."""
     if name not in PRESETS:
-        message, fix = unknown_name("presets", name, allow_custom=False)
+        message, fix = describe_unknown_name("presets", name, allow_custom=False)
         raise ConfigError(message, fix=fix)
     preset = PRESETS[name]
     section = AlgorithmConfig(preset=name).model_dump(mode="json")

@@ -33,14 +33,14 @@ def plan_replay(
     if only not in halves:
         raise ConfigError(f"there is no half {only!r}", fix="--only takes generate or train")
     if not (dump / "learner").is_dir():
-        fix = "make one with observe.dump_steps=[1]; see RUN/dumps/"
+        fix = "write one with observe.dump_steps=[1]; see RUN/dumps/"
         raise ConfigError(f"{dump} is not a dump", fix=fix)
     return halves[only](load_scratch_recipe(recipe, overrides, purpose="replay"), dump)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReplay:
-    """What training on a dumped batch showed."""
+    """The result of training on a dumped batch."""
 
     max_ratio_error: float
     """Largest |pi/mu - 1| over the trained tokens before the update; 0 up to rounding at step 1."""
@@ -53,7 +53,7 @@ class TrainReplay:
 
 @dataclass(frozen=True, slots=True)
 class GenerateReplay:
-    """What generating a dump's samples again showed."""
+    """The result of generating the samples of a dump again."""
 
     samples: int
     identical: int
@@ -92,13 +92,13 @@ async def replay_generation(loaded: LoadedRecipe, dump: Path) -> GenerateReplay:
         if samples is None:
             raise StoppedBySignal("a signal stopped the replay", fix="start it again")
         scores = [await run.scoring.score(sample) for sample in samples]
-    before = {sample.uid: sample for group in groups for sample in group.samples}
-    same = [np.array_equal(s.token_ids, before[s.uid].token_ids) for s in samples]
-    then = [m.score.value for group in groups for m in group.members if m.score.ok]
+    dumped = {sample.uid: sample for group in groups for sample in group.samples}
+    same = [np.array_equal(s.token_ids, dumped[s.uid].token_ids) for s in samples]
+    scores_then = [m.score.value for group in groups for m in group.members if m.score.ok]
     return GenerateReplay(
         samples=len(samples),
         identical=sum(same),
-        score_then=float(np.mean(then)),
+        score_then=float(np.mean(scores_then)),
         score_now=float(np.mean([score.value for score in scores if score.ok])),
     )
 

@@ -44,9 +44,9 @@ def read_test_rows(reward: str, source: str | None, *, limit: int, base: Path) -
     if source is None:
         if reward in EXAMPLES:
             return list(EXAMPLES[reward])[:limit]
-        kind = "your own reward" if is_reference(reward) else f"the reward {reward!r}"
+        subject = "your own reward" if is_reference(reward) else f"the reward {reward!r}"
         fix = "name a file of rows with a column completion, such as rows.jsonl"
-        raise DataError(f"there are no rows to test {kind} on", fix=fix)
+        raise DataError(f"there are no rows to test {subject} on", fix=fix)
     config = Domain(source=source, limit=limit)
     rows = list(islice(read_rows(config, base=base, objects={}), limit))
     for raw in rows:
@@ -57,7 +57,7 @@ def read_test_rows(reward: str, source: str | None, *, limit: int, base: Path) -
 
 
 def sample_of_row(row: Row, number: int, *, completion: str = COMPLETION) -> Sample:
-    """A sample with the completion of a column; its words stand for tokens."""
+    """A sample with the completion of a column; each word counts as a token."""
     if completion not in row:
         message = f"row {number + 1} has no column {completion!r} with a completion; it has "
         message += ", ".join(map(str, row)) or "none"

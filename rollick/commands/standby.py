@@ -1,8 +1,8 @@
 """A standby of `rollick train --restarts N --standby`: a process that waits to resume the run.
 
     supervisor --start--> rollick train --resume --wait   imports, starts Ray and worker processes
-               --take()-> a line on its stdin             it resumes the run
-               --discard, or end of file on its stdin->   it ends
+               --take--> a line on its stdin              it resumes the run
+               --discard, or end of file on its stdin-->  it ends
 
 Each standby is used once. The next one is started when the resumed run has made a step, so that it
 does not slow the restart down.
@@ -39,15 +39,15 @@ class Standby:
     _has_failed: bool = False
 
     def start(self) -> None:
-        """Start a process unless one is held. If one ended by itself, none is started again."""
+        """Start a process unless one is held. If one ended on its own, none is started again."""
         if self._process is not None and self._process.poll() is not None:
-            LOG.warning("the standby ended by itself; a restart will take longer")
+            LOG.warning("the standby process ended unexpectedly; a restart will take longer")
             self._process, self._has_failed = None, True
         if self._process is None and not self._has_failed:
             self._process = start_run(self.command(), stdin=PIPE)
 
     def take(self) -> subprocess.Popen[bytes] | None:
-        """Tell the process to resume the run, and return it; None if there is none that works."""
+        """Tell the process to resume the run, and return it; None if there is no working one."""
         process, self._process = self._process, None
         if process is None or process.stdin is None or process.poll() is not None:
             return None
@@ -65,8 +65,8 @@ class Standby:
         if self._process is None:
             return set()
         pid = self._process.pid
-        own = {process for process in find_descendants() if process.pid == pid}
-        return own | find_descendants(pid)
+        standby = {process for process in find_descendants() if process.pid == pid}
+        return standby | find_descendants(pid)
 
     def discard(self) -> None:
         """Kill the process. The supervisor kills its children."""
@@ -83,15 +83,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_run(command: Sequence[str], *, stdin: int | None = None) -> subprocess.Popen[bytes]:
-    # A group of its own: a terminal signals the supervisor, which passes the signal on once.
+    # In a separate process group: the supervisor passes a signal of the terminal on once.
     # The run saves if its supervisor dies.
     prepare = partial(signal_on_parent_death, signal.SIGTERM)
     return subprocess.Popen(command, process_group=0, preexec_fn=prepare, stdin=stdin)
 
 
 def wait_for_start() -> bool:
-    """Called in the standby. Waits for the line from the supervisor: True if the standby is to
-    resume the run, False if the supervisor has ended."""
+    """Wait in the standby for the supervisor: True if it asks to resume the run, False if it has
+    ended."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # Ends Ray too.

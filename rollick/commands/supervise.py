@@ -6,10 +6,10 @@
                                        with --resume, after a delay, while the budget lasts
        stopped (SIGSTOP)               it is killed, and restarted like any other
 
-With a standby (standby.py) the restart is a process that has been prepared meanwhile.
+With a standby (standby.py) the run resumes in a process that is already prepared.
 
-SIGINT and SIGTERM are passed on to the run, which saves and exits with 75. After one of them
-nothing is restarted. If the supervisor itself dies, the run gets SIGTERM.
+SIGINT and SIGTERM are passed on to the run, which saves and exits with 75. It is then not
+restarted. If the supervisor itself dies, the run gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ FINAL_CODES = (0, EXIT_MISTAKE, EXIT_INTERRUPTED)
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 KILL_TIMEOUT_S = 60.0
 """How long killed processes may take to end; a GPU driver can hold one for a while."""
-LOOK_S = 1.0
-"""How often to look whether the run is stopped, or a restarted one has made a step."""
+POLL_S = 1.0
+"""Seconds between checks whether the run is stopped, or a restarted one has made a step."""
 STOPPED_S = 1.0
-"""A run that a signal has stopped (SIGSTOP) for this long is killed."""
+"""A run that has been stopped (SIGSTOP) for this long is killed."""
 SHARED_MEMORY = Path("/dev/shm")
 SHOW_CURSOR = "\x1b[?25h"
 TAIL_BYTES = 1 << 16
@@ -75,7 +75,7 @@ class RestartBudget:
 
     def take(self, step: int | None) -> float | None:
         """Seconds to wait before the next restart; None if the budget is spent. The first restart
-        after a new checkpoint comes at once."""
+        after a new checkpoint is immediate."""
         if step is not None and (self.last_step is None or step > self.last_step):
             self.used = 0
         self.last_step = step
@@ -87,7 +87,7 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class Signals:
-    """SIGINT, SIGTERM and SIGCHLD, caught so that one wait sees all of them."""
+    """Catches SIGINT, SIGTERM and SIGCHLD, so that one call waits for all of them."""
 
     pipe: int
     """Readable after a signal."""
@@ -96,7 +96,7 @@ class Signals:
 
     @classmethod
     @contextmanager
-    def caught(cls) -> Generator[Signals]:
+    def catch(cls) -> Generator[Signals]:
         with ExitStack() as stack:
             reader, writer = os.pipe()
             for end in (reader, writer):
@@ -121,13 +121,13 @@ class Signals:
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Whether a stop was requested within the time."""
         deadline = time.monotonic() + timeout_s
-        while not self.stop_requested and (left := deadline - time.monotonic()) > 0:
-            self.wait(left)
+        while not self.stop_requested and (remaining_s := deadline - time.monotonic()) > 0:
+            self.wait(remaining_s)
         return self.stop_requested
 
 
 class RunSupervisor:
-    """Runs `command(resume)` until it ends for good. Nothing else may start children of this
+    """Runs `command(resume)` and restarts it after crashes. Nothing else may start children of this
     process meanwhile: all that did not exist when `run` was called are killed."""
 
     def __init__(
@@ -146,7 +146,7 @@ class RunSupervisor:
         self._fault: Fault | None = None
         """The last crash, until the restarted run has made a step."""
         self._lost_before = LostTime()
-        """What the run had lost before the last crash."""
+        """The time that the run had lost before the last crash."""
         self._memory_kills_before = 0
         self._stopped_since: float | None = None
         self._was_stopped = False
@@ -161,7 +161,7 @@ class RunSupervisor:
         adopt_orphans()
         self._children_before = find_descendants()
         try:
-            with Signals.caught() as signals:
+            with Signals.catch() as signals:
                 return self._run_until_final(signals, resume=resume)
         finally:
             if self._standby is not None:
@@ -190,21 +190,21 @@ class RunSupervisor:
         process = self._standby.take() if self._standby and resume else None
         process = process or start_run(self._command(resume))
         signals.on_stop = process.send_signal
-        if signals.stop_requested:  # It arrived before there was a process to pass it on to.
+        if signals.stop_requested:  # It arrived before the process was started.
             process.send_signal(signal.SIGTERM)
         started_at = time.time()
         if self._fault:
             self._fault.restarted()
         while process.poll() is None:
-            signals.wait(LOOK_S)
+            signals.wait(POLL_S)
             reap_orphans(process.pid)
-            if self._look_for_progress(started_at) and self._standby:
+            if self._check_progress(started_at) and self._standby:
                 self._standby.start()
             self._kill_if_stopped(process)
         if not self._was_stopped:
             self._failed_at = time.time()
         signals.on_stop = lambda number: None
-        self._look_for_progress(started_at)
+        self._check_progress(started_at)
         if self._fault:
             cause = self._describe_exit(process.returncode)
             reason = f"the restarted run ended before a step: {cause}"
@@ -226,16 +226,16 @@ class RunSupervisor:
             self._failed_at = time.time() - (now - self._stopped_since)
             process.kill()
 
-    def _look_for_progress(self, started_at: float) -> bool:
-        """Whether the process has logged a step of its own. Then the last crash is repaired."""
+    def _check_progress(self, started_at: float) -> bool:
+        """Whether the process has logged a new step. If so, ends the last fault."""
         metrics, resumed_from = self._folder / "metrics.jsonl", self._budget.last_step or 0
         if not metrics.exists() or metrics.stat().st_mtime < started_at:
             return False
         if (last_logged_step(self._folder) or 0) <= resumed_from:
             return False
         if self._fault is not None:
-            redone = max(0, self._fault.step - resumed_from)
-            self._fault.rejoined(redone_steps=redone, lost=self._lost_since_crash())
+            redone_steps = max(0, self._fault.step - resumed_from)
+            self._fault.rejoined(redone_steps=redone_steps, lost=self._lost_since_crash())
             self._fault = None
         return True
 
@@ -249,7 +249,7 @@ class RunSupervisor:
             "controller", 0, kind=kind, cause=cause, failed_at=self._failed_at
         )
         delay_s, budget = self._budget.take(step), self._budget
-        where = "the beginning" if step is None else f"the checkpoint of step {step}"
+        start = "the beginning" if step is None else f"the checkpoint of step {step}"
         if delay_s is None:
             reason = f"{budget.limit} restarts in a row made no new checkpoint"
             fault.give_up(reason)
@@ -259,35 +259,35 @@ class RunSupervisor:
         when = f"in {delay_s:g} s" if delay_s else "now"
         LOG.warning(
             "the run crashed: %s, after step %d; restart %d of %d %s, from %s",
-            *(cause, fault.step, budget.used, budget.limit, when, where),
+            *(cause, fault.step, budget.used, budget.limit, when, start),
         )
         return delay_s
 
     def _describe_exit(self, code: int) -> str:
         if self._was_stopped:
-            return "stopped by a signal, and killed for that"
+            return "stopped by a signal, so it was killed"
         if code >= 0:
             return f"exit code {code}"
         return describe_signal(-code, memory_kills_before=self._memory_kills_before)
 
     def _end_processes(self) -> None:
-        """Kill what the run left: Ray, workers, rewards, environments, sandboxes. Free its shared
-        memory."""
+        """Kill the remaining processes of the run: Ray, workers, rewards, environments, sandboxes.
+        Free its shared memory."""
 
-        def find() -> set[ProcessId]:
+        def find_processes() -> set[ProcessId]:
             reap_orphans()
-            found = find_descendants() - self._children_before
+            processes = find_descendants() - self._children_before
             # Read later: a process that the standby has just started is in both.
-            return found - self._standby.processes() if self._standby else found
+            return processes - self._standby.processes() if self._standby else processes
 
-        left = kill_processes(find, timeout_s=KILL_TIMEOUT_S)
+        remaining = kill_processes(find_processes, timeout_s=KILL_TIMEOUT_S)
         for folder in find_unused_shared_memory():
             shutil.rmtree(folder, ignore_errors=True)
         if sys.stdout.isatty():
-            sys.stdout.write(SHOW_CURSOR)  # The live view of a killed run had hidden it.
+            sys.stdout.write(SHOW_CURSOR)  # The live view of a killed run leaves it hidden.
             sys.stdout.flush()
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
+        if remaining:
+            pids = ", ".join(str(process.pid) for process in remaining)
             raise WorkerLost(
                 f"processes {pids} of the run did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
                 fix="wait until they are gone, then resume the run with --resume",
@@ -297,8 +297,8 @@ class RunSupervisor:
 def supervise_train(
     recipe: Path, overrides: Sequence[str], *, restarts: int, standby: bool, resume: bool
 ) -> int:
-    """Run `rollick train` in a child process, with at most `restarts` restarts in a row that make
-    no new checkpoint. Returns the exit code."""
+    """Run `rollick train` in a child process, with at most `restarts` restarts in a row without a
+    new checkpoint. Returns the exit code."""
     loaded = load_recipe(recipe, overrides)
     folder = Path(loaded.recipe.run.folder) / loaded.recipe.run.name
     if not resume:
@@ -315,7 +315,7 @@ def supervise_train(
 
 
 def find_unused_shared_memory() -> list[Path]:
-    """Folders of runs in shared memory whose lock nobody holds: their controller is gone."""
+    """Folders of runs in shared memory whose lock is free: their controller is gone."""
     unused: list[Path] = []
     for folder in SHARED_MEMORY.glob("rollick-*"):
         with suppress(OSError), (folder / "lock").open("r+") as lock:

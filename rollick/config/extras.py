@@ -62,33 +62,33 @@ REQUIREMENTS: Mapping[str, Mapping[str, Requirement]] = {
         "reasoning_gym": _extra("rewards", "reasoning_gym"),
     },
 }
-"""Kind of name -> name in a recipe -> what it needs besides the package itself."""
+"""Kind of name -> name in a recipe -> what it needs besides rollick."""
 
 
 def check_packages(context: Context) -> Problems:
     """A problem for each part of the recipe whose packages are not installed."""
-    for path, what, requirement in _requirements(context):
+    for path, subject, requirement in _find_requirements(context):
         if missing := requirement.missing:
-            are = "are" if len(missing) > 1 else "is"
-            message = f"{what} needs {' and '.join(missing)}, which {are} not installed"
+            verb = "are" if len(missing) > 1 else "is"
+            message = f"{subject} needs {' and '.join(missing)}, which {verb} not installed"
             yield context.problem(path, message, requirement.install)
 
 
-def _requirements(context: Context) -> Iterator[tuple[KeyPath, str, Requirement]]:
+def _find_requirements(context: Context) -> Iterator[tuple[KeyPath, str, Requirement]]:
     if context.recipe.train.lora is not None:
         yield ("train", "lora"), "LoRA", LORA
     for path, domain in context.domains():
         if agent_of(domain) is not None:
             yield (*path, "agent"), "an agent", SERVER
     for path, reward in context.rewards():
-        if reward.asks_judge:
+        if reward.uses_judge:
             yield path, "a judge without a url", SERVER
-    for path, kind, name in _names(context):
+    for path, kind, name in _list_names(context):
         if (requirement := REQUIREMENTS[kind].get(name)) is not None:
             yield path, name, requirement
 
 
-def _names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
+def _list_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
     yield ("infer", "engine"), "engines", context.recipe.infer.engine
     for index, sink in enumerate(context.recipe.observe.sinks):
         yield ("observe", "sinks", index), "sinks", sink

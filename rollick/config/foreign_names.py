@@ -1,6 +1,6 @@
-"""Names of settings in other libraries (TRL, transformers, verl, OpenRLHF), and ours for them.
+"""Settings of other libraries (TRL, transformers, verl, OpenRLHF), and rollick's keys for them.
 
-A recipe does not accept these names. The message about an unknown key names our key.
+A recipe does not accept these names. The message about an unknown key names rollick's key.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ train.lora.dropout: lora_dropout
 train.lora.targets: lora_target_modules target_modules
 train.parallel.recompute: gradient_checkpointing
 """
-"""Each line: our key (NAME stands for a domain), then its names in other libraries."""
+"""Each line: rollick's key (NAME stands for a domain), then its names in other libraries."""
 
 FOREIGN_NAMES: dict[str, list[str]] = {}
-"""Name in another library -> our keys. The message suggests the first key that recipes of the
+"""Name in another library -> rollick's keys. The message suggests the first key that recipes of the
 pipeline have."""
 
 for _line in _TABLE.strip().splitlines():
-    _ours, _, _names = _line.partition(": ")
+    _key, _, _names = _line.partition(": ")
     for _name in _names.split():
-        FOREIGN_NAMES.setdefault(_name, []).append(_ours)
+        FOREIGN_NAMES.setdefault(_name, []).append(_key)

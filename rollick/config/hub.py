@@ -1,6 +1,6 @@
 """Checks whether a model or dataset is available: in the cache, or on the Hugging Face hub.
 
-Returns within seconds; the libraries that download them would retry for a minute.
+Returns within seconds; the download libraries would retry for a minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Kind = Literal["model", "dataset"]
 
 def cached_snapshot(name: str, kind: Kind = "model") -> Path | None:
     """The newest snapshot of a repository in the cache of this machine."""
-    folder = _cache("HF_HUB_CACHE", "hub") / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    repository = f"{kind}s--{name.replace('/', '--')}"
+    folder = _cache_folder("HF_HUB_CACHE", "hub") / repository / "snapshots"
     if not folder.is_dir():
         return None
     snapshots = [path for path in folder.iterdir() if path.is_dir() and any(path.iterdir())]
@@ -26,14 +27,14 @@ def cached_snapshot(name: str, kind: Kind = "model") -> Path | None:
 
 def find_hub_problem(name: str, kind: Kind = "model") -> str:
     """Why a model or dataset is not available; empty if it is in the cache or on the hub."""
-    prepared = _cache("HF_DATASETS_CACHE", "datasets") / name.replace("/", "___")
-    if cached_snapshot(name, kind) or (kind == "dataset" and prepared.is_dir()):
+    dataset = _cache_folder("HF_DATASETS_CACHE", "datasets") / name.replace("/", "___")
+    if cached_snapshot(name, kind) or (kind == "dataset" and dataset.is_dir()):
         return ""
     reason = _query_hub(name, kind)
     return f"it is not in the hub's cache, and {reason}" if reason else ""
 
 
-def _cache(variable: str, folder: str) -> Path:
+def _cache_folder(variable: str, folder: str) -> Path:
     environment = os.environ
     home = environment.get("XDG_CACHE_HOME") or "~/.cache"
     home = environment.get("HF_HOME") or f"{home}/huggingface"

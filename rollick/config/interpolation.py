@@ -1,7 +1,7 @@
-"""Fills in `${a.b}` and `${oc.env:NAME}` in a recipe that was read, by OmegaConf's rules.
+"""Resolves `${a.b}` and `${oc.env:NAME}` in a recipe, by OmegaConf's rules.
 
-A few lines can refer to each other so that their values grow without bound: time and size of what
-is filled in are limited.
+A few lines can refer to each other so that their values grow without bound: the time and the size
+of the values are limited.
 """
 
 from __future__ import annotations
@@ -10,50 +10,50 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rollick.config.problems import KeyPath, Problem, dotted, show
-from rollick.config.source import MAX_NODES, Node, from_plain
+from rollick.config.problems import KeyPath, Problem, format_path, show
+from rollick.config.source import MAX_NODES, Node, node_from_plain
 from rollick.interrupt import interrupt_after
 
-LIMIT_S = 2.0
+TIME_LIMIT_S = 2.0
 MAX_CHARACTERS = 100_000
-"""Length of one value, without its section."""
+"""Maximum length of one string."""
 
 
 def interpolate(root: Node, problems: list[Problem]) -> Node:
-    """The tree with every `${a.b}` and `${oc.env:NAME}` filled in; null where that failed."""
-    leaves = dict(_interpolated_leaves(root, ()))
+    """The tree with every `${a.b}` and `${oc.env:NAME}` resolved; null where that failed."""
+    leaves = dict(_find_interpolations(root, ()))
     if not leaves:
         return root
-    # Imported here: most recipes interpolate nothing, and the import is a fifth of the start-up.
+    # Imported here: most recipes need no interpolation, and the import is a fifth of the start-up.
     from omegaconf import OmegaConf
 
-    filled: dict[KeyPath, Node] = {}
+    resolved: dict[KeyPath, Node] = {}
 
     def fail(path: KeyPath, reason: str) -> None:
         leaf = leaves[path]
-        filled[path] = replace(leaf, value=None)
+        resolved[path] = replace(leaf, value=None)
         message = f"cannot resolve {show(leaf.value)}: {reason}"
-        problems.append(Problem(leaf.location, dotted(path), message))
+        problems.append(Problem(leaf.location, format_path(path), message))
 
     for path, leaf in leaves.items():
         if not _is_well_formed(leaf.value):
             fail(path, "write it as ${a.b} or ${oc.env:NAME}")
-    config: Any = OmegaConf.create(_fill(root, (), filled).plain())
-    unresolved = [path for path in leaves if path not in filled]
+    config: Any = OmegaConf.create(_substitute(root, (), resolved).to_plain())
+    unresolved = [path for path in leaves if path not in resolved]
     try:
-        with interrupt_after(LIMIT_S):
+        with interrupt_after(TIME_LIMIT_S):
             for path in unresolved:
                 leaf = leaves[path]
                 try:
                     value = _resolve(config, path)
-                    filled[path] = from_plain(value, leaf.location, leaf.key_location)
+                    resolved[path] = node_from_plain(value, leaf.location, leaf.key_location)
                 except LookupError as error:
                     fail(path, error.args[0])
     except TimeoutError:
-        too_long = (path for path in unresolved if path not in filled)
-        fail(next(too_long), f"it does not end within {LIMIT_S:g} s; the references multiply")
-        filled |= {path: replace(leaves[path], value=None) for path in too_long}
-    return _fill(root, (), filled)
+        remaining = (path for path in unresolved if path not in resolved)
+        fail(next(remaining), f"it takes longer than {TIME_LIMIT_S:g} s; the references multiply")
+        resolved |= {path: replace(leaves[path], value=None) for path in remaining}
+    return _substitute(root, (), resolved)
 
 
 def _is_well_formed(text: Any) -> bool:
@@ -68,7 +68,7 @@ def _is_well_formed(text: Any) -> bool:
 
 
 def _resolve(config: Any, path: KeyPath) -> Any:
-    """The value at `path`, as plain Python; LookupError says why there is none."""
+    """The value at `path`, as plain Python. Raises LookupError with the reason if there is none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -83,7 +83,7 @@ def _resolve(config: Any, path: KeyPath) -> Any:
         reason = str(error).splitlines()[0].split("interpolation: ")[-1].strip('"')
         raise LookupError(reason[:1].lower() + reason[1:]) from error
     except RecursionError:
-        raise LookupError("it leads back to itself") from None
+        raise LookupError("it refers to itself") from None
 
 
 def _check_size(value: Any) -> None:
@@ -92,27 +92,28 @@ def _check_size(value: Any) -> None:
     for _ in range(MAX_NODES):
         if not pending:
             return
-        part = pending.pop()
-        if isinstance(part, dict):
-            pending.extend(part.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
-        elif isinstance(part, list):
-            pending.extend(part)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(part, str) and len(part) > MAX_CHARACTERS:
-            raise LookupError(f"it grows to {len(part)} characters")
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item.values())  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        elif isinstance(item, list):
+            pending.extend(item)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(item, str) and len(item) > MAX_CHARACTERS:
+            raise LookupError(f"it grows to {len(item)} characters")
     raise LookupError(f"it grows to more than {MAX_NODES} values")
 
 
-def _fill(node: Node, path: KeyPath, filled: Mapping[KeyPath, Node]) -> Node:
-    if path in filled:
-        return filled[path]
-    inside = {key: _fill(child, (*path, key), filled) for key, child in node.children()}
+def _substitute(node: Node, path: KeyPath, leaves: Mapping[KeyPath, Node]) -> Node:
+    """The tree with the nodes in `leaves` at their paths."""
+    if path in leaves:
+        return leaves[path]
+    children = {key: _substitute(child, (*path, key), leaves) for key, child in node.children()}
     if isinstance(node.value, dict):
-        return replace(node, value=inside)
-    return replace(node, value=list(inside.values())) if isinstance(node.value, list) else node
+        return replace(node, value=children)
+    return replace(node, value=list(children.values())) if isinstance(node.value, list) else node
 
 
-def _interpolated_leaves(node: Node, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
+def _find_interpolations(node: Node, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
     if isinstance(node.value, str) and "${" in node.value:
         yield path, node
     for key, child in node.children():
-        yield from _interpolated_leaves(child, (*path, key))
+        yield from _find_interpolations(child, (*path, key))

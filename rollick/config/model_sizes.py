@@ -1,4 +1,4 @@
-"""Reads the sizes that ranks divide from a local model's config.json.
+"""Reads the sizes of a local model that parallel ranks must divide, from its config.json.
 
 Other models are checked by the training strategy when it starts.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What model families call the number of experts in a layer."""
+"""Keys of config.json for the number of experts in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a model that ranks divide, from its config.json; 0 where it has none."""
+    """The sizes of a model that parallel ranks must divide; 0 where it has none."""
 
     heads: int
     kv_heads: int
@@ -37,32 +37,32 @@ class ModelSizes:
         text_config: Any = config.get("text_config")  # pyright: ignore
         values: dict[str, Any] = text_config if isinstance(text_config, dict) else config  # pyright: ignore
         keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        heads, kv_heads, intermediate = (_number(values, key) for key in keys)
-        experts = max(_number(values, key) for key in EXPERT_KEYS)
+        heads, kv_heads, intermediate = (_read_int(values, key) for key in keys)
+        experts = max(_read_int(values, key) for key in EXPERT_KEYS)
         return cls(heads, kv_heads or heads, intermediate, experts) if heads else None
 
     @property
     def tensor_divisible(self) -> int:
-        """`tensor` must divide this number."""
+        """The number that `tensor` must divide."""
         return gcd(self.heads, self.kv_heads, self.intermediate)
 
     def describe(self) -> str:
-        """The sizes that ranks may divide by, and why."""
+        """The allowed numbers of ranks in each dimension, and the sizes that limit them."""
         sizes = f"{self.heads} heads, {self.kv_heads} key-value heads, "
         sizes += f"intermediate size {self.intermediate}"
-        tensor = divisors(self.tensor_divisible)
+        tensor = list_divisors(self.tensor_divisible)
         text = f"tensor may be {tensor} ({sizes}); data and context any number"
         if self.experts:
-            text += f"; expert {divisors(self.experts)} ({self.experts} experts)"
+            text += f"; expert {list_divisors(self.experts)} ({self.experts} experts)"
         return text
 
 
-def _number(values: dict[str, Any], key: str) -> int:
+def _read_int(values: dict[str, Any], key: str) -> int:
     value = values.get(key)
     return value if isinstance(value, int) else 0
 
 
-def divisors(size: int) -> str:
+def list_divisors(size: int) -> str:
     """The divisors of a size up to 64, as text: `1, 2 or 4`."""
     numbers = [str(number) for number in range(1, min(size, 64) + 1) if size % number == 0]
     return numbers[0] if len(numbers) == 1 else f"{', '.join(numbers[:-1])} or {numbers[-1]}"

@@ -1,10 +1,10 @@
 """What a recipe can name: a static table kind -> name -> "module:attribute".
 
 Reading it imports nothing, so `rollick check` and `rollick list` need neither torch nor ray.
-Adding an implementation is one function and one line here. Other packages add names of their own
-as entry points in the group `rollick.KIND`; only the metadata of packages is read, on first use.
+Adding an implementation is one function and one line here. Other packages register names as entry
+points in the group `rollick.KIND`; only the metadata of packages is read, on first use.
 
-    name -- find --> "module:attribute" -- resolve --> what a recipe uses
+    name -- find_target --> "module:attribute" -- resolve --> the object
 
     [project.entry-points."rollick.losses"]        in the pyproject.toml of another package
     my_loss = "my_package.losses:my_loss"
@@ -157,26 +157,26 @@ CLOSED: Mapping[str, Mapping[str, str]] = {
     "gym_tasks": dict.fromkeys(_GYM_TASKS.split(), "rollick.data.reasoning_gym_source:gym_rows"),
     "presets": dict.fromkeys(PRESETS, "rollick.config.presets:PRESETS"),
 }
-"""Kinds that are settings of a part and not names to import: other packages cannot add to them."""
+"""Kinds that are settings of a part, not names to import: other packages cannot add to them."""
 
 NAMES = {**_OPEN, **CLOSED}
 
-REFERENCE = re.compile(r"^(?P<where>[^:]+):(?P<attribute>[A-Za-z_]\w*)$")
-"""`file.py:name` or `package.module:name`: something of the user's own."""
+REFERENCE = re.compile(r"^(?P<module>[^:]+):(?P<attribute>[A-Za-z_]\w*)$")
+"""`file.py:name` or `package.module:name`: a user's object."""
 
 
 def is_reference(name: str) -> bool:
     return REFERENCE.match(name) is not None
 
 
-def nearest(name: str, known: list[str], *, count: int = 3) -> list[str]:
-    """The known names that look most like `name`, best first."""
+def find_similar(name: str, known: list[str], *, count: int = 3) -> list[str]:
+    """The known names that are most similar to `name`, best first."""
     return get_close_matches(name, known, n=count, cutoff=0.6)
 
 
 def names_of(kind: str) -> list[str]:
     """All names of a kind: those of the table, then those of installed packages."""
-    return list(dict.fromkeys([*NAMES[kind], *(() if kind in CLOSED else plugins(kind))]))
+    return list(dict.fromkeys([*NAMES[kind], *(() if kind in CLOSED else find_plugins(kind))]))
 
 
 class Plugin(NamedTuple):
@@ -186,19 +186,19 @@ class Plugin(NamedTuple):
     target: str
 
 
-def plugins(kind: str) -> Mapping[str, list[Plugin]]:
+def find_plugins(kind: str) -> Mapping[str, list[Plugin]]:
     """The plugins of one kind, such as `losses`: name -> registrations, sorted by name."""
     # Cached by sys.path, so that packages added to it later are found.
-    return _registered(kind, tuple(sys.path))
+    return _read_plugins(kind, tuple(sys.path))
 
 
 @cache
-def _registered(kind: str, path: tuple[str, ...]) -> dict[str, list[Plugin]]:
-    table: dict[str, set[Plugin]] = {}
+def _read_plugins(kind: str, path: tuple[str, ...]) -> dict[str, list[Plugin]]:
+    plugins: dict[str, set[Plugin]] = {}
     for entry in _entry_points(path).select(group=f"rollick.{kind}"):
         package = entry.dist.name if entry.dist else "an unknown package"
-        table.setdefault(entry.name, set()).add(Plugin(package, entry.value.strip()))
-    return {name: sorted(table[name]) for name in sorted(table)}
+        plugins.setdefault(entry.name, set()).add(Plugin(package, entry.value.strip()))
+    return {name: sorted(plugins[name]) for name in sorted(plugins)}
 
 
 @cache
@@ -210,57 +210,57 @@ def _entry_points(path: tuple[str, ...]) -> Any:
     return entry_points()
 
 
-def find(kind: str, name: str) -> str | None:
-    """Where `name` is, as module:attribute (or file.py:name); None if it is unknown.
+def find_target(kind: str, name: str) -> str | None:
+    """The target of `name` as module:attribute (or file.py:name); None if it is unknown.
 
-    ConfigError if more than one registered it: the meaning of a recipe must not depend on what else
-    is installed. Nothing is imported.
+    Raises ConfigError if several packages registered it: the meaning of a recipe must not depend on
+    what else is installed. Imports nothing.
     """
     if is_reference(name):
         return name
     builtin = NAMES[kind].get(name)
-    registered = () if kind in CLOSED else plugins(kind).get(name, ())
+    registered = () if kind in CLOSED else find_plugins(kind).get(name, ())
     if not registered:
         return builtin
-    whose = f"{name!r} of the {kind.replace('_', ' ')}"
+    subject = f"{name!r} of the {kind.replace('_', ' ')}"
     packages = [plugin.package for plugin in registered]
     if builtin or len(packages) > 1:
         owners = ["rollick itself", *packages] if builtin else packages
         remove = (" and " if builtin else " or ").join(packages)
         fix = f"uninstall {remove}, or name its function as package.module:function"
-        raise ConfigError(f"{whose} is registered by {' and by '.join(owners)}", fix=fix)
+        raise ConfigError(f"{subject} is registered by {' and by '.join(owners)}", fix=fix)
     target = registered[0].target
     if not is_reference(target):
-        message = f"{whose} is registered as {target!r}"
+        message = f"{subject} is registered as {target!r}"
         raise ConfigError(message, fix="its package must register it as module:attribute")
     return target
 
 
-def resolve(kind: str, name: str, *, base: Path | None = None) -> Any:
-    """Import the object of a name. Files are relative to `base`, the recipe's folder."""
-    target = find(kind, name)
+def resolve(kind: str, name: str, *, base_dir: Path | None = None) -> Any:
+    """Import the object of a name. Files are relative to `base_dir`, the recipe's folder."""
+    target = find_target(kind, name)
     if target is None:
         known, kinds = names_of(kind), kind.replace("_", " ")
-        close = ", ".join(nearest(name, known))
+        similar = ", ".join(find_similar(name, known))
         message = f"{name!r} is not one of the {kinds} ({', '.join(known) or 'none'})"
-        fix = f"did you mean {close}?" if close else "name your own as file.py:name"
+        fix = f"did you mean {similar}?" if similar else "name your own as file.py:name"
         raise ConfigError(message, fix=fix)
-    return load_reference(target, base=base)
+    return load_reference(target, base_dir=base_dir)
 
 
-def load_reference(name: str, *, base: Path | None = None) -> Any:
-    where, _, attribute = name.partition(":")
-    module = _load_file(where, base) if where.endswith(".py") else importlib.import_module(where)
+def load_reference(name: str, *, base_dir: Path | None = None) -> Any:
+    path, _, attribute = name.partition(":")
+    module = _load_file(path, base_dir) if path.endswith(".py") else importlib.import_module(path)
     if not hasattr(module, attribute):
-        known = ", ".join(name for name in vars(module) if not name.startswith("_"))
-        raise ConfigError(f"{where} has no {attribute!r}", fix=f"it defines: {known}")
+        public_names = ", ".join(name for name in vars(module) if not name.startswith("_"))
+        raise ConfigError(f"{path} has no {attribute!r}", fix=f"it defines: {public_names}")
     return getattr(module, attribute)
 
 
-def _load_file(where: str, base: Path | None) -> ModuleType:
-    path = ((base or Path.cwd()) / where).resolve()
+def _load_file(file: str, base_dir: Path | None) -> ModuleType:
+    path = ((base_dir or Path.cwd()) / file).resolve()
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist", fix="give a path relative to the recipe")
+        raise ConfigError(f"{path} does not exist", fix="write a path relative to the recipe")
     name = f"rollick_user_{path.stem}_{abs(hash(path)):x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

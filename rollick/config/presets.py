@@ -22,7 +22,7 @@ _PPO = {"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One method: what it is, the arXiv number of its paper, and its settings."""
+    """A published method: a description, the arXiv number of its paper, and its settings."""
 
     about: str
     paper: str

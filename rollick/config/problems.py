@@ -1,7 +1,7 @@
 """Problems of a recipe: where they are, and how they are printed.
 
-A Problem is data: locations and rules come from elsewhere (source.py, wording.py, rules/), and
-`raise_problems` turns a list of them into one ConfigError.
+source.py, validation_messages.py and rules/ create Problems; `raise_problems` turns a list of them
+into one ConfigError.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollick.config.names import nearest
+from rollick.config.names import find_similar
 from rollick.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
 
 MAX_SHOWN = 60
-"""Characters of a value that a message repeats."""
+"""Maximum characters of a value in a message."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,7 +33,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to repair: `location: path: message; fix`."""
+    """A problem of a recipe, printed as `location: path: message; fix`."""
 
     location: Location
     path: str
@@ -54,12 +54,12 @@ def raise_problems(problems: Sequence[Problem], *, origin: str) -> None:
     raise ConfigError("\n".join([f"{origin} has {count}:", *(f"  {line}" for line in ordered)]))
 
 
-def dotted(path: KeyPath) -> str:
+def format_path(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
 def show(value: Any) -> str:
-    """A value as in a recipe, short enough for a line."""
+    """A value as written in a recipe, shortened to one line."""
     match value:
         case None:
             return "empty"
@@ -78,11 +78,11 @@ def _shorten(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Type and start of a value of Python or JSON, for messages."""
+    """The type and shortened repr of a Python or JSON value."""
     return f"{type(value).__name__} {_shorten(repr(value))}"
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:
-    """A question with the closest known name; empty if none is close."""
-    close = nearest(str(name), list(known), count=1)
-    return f"did you mean {close[0]!r}?" if close else ""
+    """Suggests the most similar known name; empty if none is similar."""
+    similar = find_similar(str(name), list(known), count=1)
+    return f"did you mean {similar[0]!r}?" if similar else ""

@@ -1,4 +1,4 @@
-"""The record of a recipe in a run's folder, which stays usable when its surroundings change.
+"""The copy of a recipe and its code in a run's folder, which works when the originals change.
 
     recipe                           RUN/recipe.yaml              copied
     rewards.py:score              -> code/rewards.py:score        RUN/code/rewards.py
@@ -24,7 +24,7 @@ from rollick.config.source import dump_yaml
 
 CODE = "code"
 USER_VALUES = ("options", "where")
-"""Sections whose texts are values of the user, never names of files."""
+"""Sections whose strings are values of the user, never names of files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RecipeRecord:
     values: Mapping[str, Any]
     """The settings, with names that are valid in the run's folder."""
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    """The code to copy: path below the run's folder -> original."""
+    """The code to copy: path in the run's folder -> original."""
 
     def write(self, run: Path) -> None:
         for name, original in self.files.items():
@@ -41,8 +41,8 @@ class RecipeRecord:
             shutil.copyfile(original, copy)
         (run / "recipe.yaml").write_text(dump_yaml(self.values), encoding="utf-8")
 
-    def changes(self, earlier: RecipeRecord, run: Path) -> list[str]:
-        """What differs from an earlier record and from the code that it copied, one line each."""
+    def describe_changes(self, earlier: RecipeRecord, run: Path) -> list[str]:
+        """The differences from an earlier record and from the code that it copied, one per line."""
         old, new = dict(flatten_settings(earlier.values)), dict(flatten_settings(self.values))
         lines = [
             f"{name}: {show_setting(old.get(name))} -> {show_setting(new.get(name))}"
@@ -59,7 +59,7 @@ class RecipeRecord:
 
 def record_recipe(loaded: LoadedRecipe, run: Path) -> RecipeRecord:
     """The record of a recipe for the run's folder; writes nothing."""
-    recorder = _Recorder(loaded.base, run)
+    recorder = _Recorder(loaded.base_dir, run)
     values = recorder.convert(loaded.recipe.model_dump(mode="json"))
     return RecipeRecord(values, recorder.files)
 
@@ -67,15 +67,15 @@ def record_recipe(loaded: LoadedRecipe, run: Path) -> RecipeRecord:
 def recorded_name(name: str, run: Path) -> str:
     """The name of the run's own copy of `file.py:name`; the name itself if there is none."""
     match = REFERENCE.match(name)
-    if match is None or not match["where"].endswith(".py"):
+    if match is None or not match["module"].endswith(".py"):
         return name
-    copy = f"{CODE}/{_path_in_code(match['where'])}"
+    copy = f"{CODE}/{_path_in_code(match['module'])}"
     return f"{copy}:{match['attribute']}" if (run / copy).is_file() else name
 
 
 @dataclass(slots=True)
 class _Recorder:
-    base: Path
+    base_dir: Path
     run: Path
     files: dict[str, Path] = field(default_factory=dict[str, Path])
 
@@ -84,52 +84,53 @@ class _Recorder:
             case dict():
                 section = cast("dict[str, Any]", value)
                 return {
-                    name: inner if name in USER_VALUES else self.convert(inner, name)
-                    for name, inner in section.items()
+                    name: item if name in USER_VALUES else self.convert(item, name)
+                    for name, item in section.items()
                 }
             case list():
-                return [self.convert(inner, key) for inner in cast("list[Any]", value)]
+                return [self.convert(item, key) for item in cast("list[Any]", value)]
             case str():
-                return self._convert_text(key, value)
+                return self._convert_string(key, value)
             case _:
                 return value
 
-    def _convert_text(self, key: str, text: str) -> str:
+    def _convert_string(self, key: str, text: str) -> str:
         match = REFERENCE.match(text)
-        where, name = (match["where"], f":{match['attribute']}") if match else (text, "")
-        is_code = where.endswith(".py") and (bool(name) or key == "agent")
+        path, name = (match["module"], f":{match['attribute']}") if match else (text, "")
+        is_code = path.endswith(".py") and (bool(name) or key == "agent")
         # Data is also looked for in the working directory; models only there.
-        folders = {"source": (self.base, Path.cwd()), "path": (Path.cwd(),)}
+        folders = {"source": (self.base_dir, Path.cwd()), "path": (Path.cwd(),)}
         folders["tokenizer"] = folders["path"]
-        for folder in folders.get(key, (self.base,)):
-            file = folder / where
+        for folder in folders.get(key, (self.base_dir,)):
+            file = folder / path
             if is_code and file.is_file():
-                return self._add_code(file, where) + name
+                return self._add_code(file, path) + name
             if key in folders and not name and text and file.exists():
                 return str(file.absolute())
         return text
 
-    def _add_code(self, file: Path, where: str) -> str:
+    def _add_code(self, file: Path, name: str) -> str:
+        """Add a file and the modules next to it that it imports; returns the path of its copy."""
         copies = self.run.resolve() / CODE
         if file.resolve().is_relative_to(copies):  # The recipe is the record of this run.
-            return where
-        copy = PurePosixPath(CODE) / _path_in_code(where)
+            return name
+        copy = PurePosixPath(CODE) / _path_in_code(name)
         self.files[str(copy)] = file
-        for module in _local_modules(file):
+        for module in _find_local_modules(file):
             self.files[str(copy.parent / module.relative_to(file.parent).as_posix())] = module
         return str(copy)
 
 
-def _path_in_code(where: str) -> PurePosixPath:
-    """The path of a copy below the folder of copies. `..` becomes `__`, so that the copies have the
-    same relative locations as the originals."""
-    path = PurePosixPath(where)
+def _path_in_code(name: str) -> PurePosixPath:
+    """The path of a copy in the folder `code`. `..` becomes `__`, so that copies have the same
+    relative locations as the originals."""
+    path = PurePosixPath(name)
     parts = path.relative_to("/").parts if path.is_absolute() else path.parts
-    kept = ["__" if part == ".." else part for part in parts]
-    return PurePosixPath(*(["root"] if path.is_absolute() else []), *kept)
+    names = ["__" if part == ".." else part for part in parts]
+    return PurePosixPath(*(["root"] if path.is_absolute() else []), *names)
 
 
-def _local_modules(file: Path) -> list[Path]:
+def _find_local_modules(file: Path) -> list[Path]:
     """The files next to `file` that it imports, directly or indirectly."""
     modules: list[Path] = []
     unread = [file]
@@ -144,21 +145,21 @@ def _local_modules(file: Path) -> list[Path]:
 
 
 def _imported_names(file: Path) -> Iterator[str]:
-    """The first parts of the modules that a file imports, without the standard library's."""
+    """The top-level names of the modules that a file imports, without the standard library's."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
         match node:
-            case ast.Import(names):
-                modules = [alias.name for alias in names]
+            case ast.Import(aliases):
+                modules = [alias.name for alias in aliases]
             case ast.ImportFrom(module=str(module), level=0):
                 modules = [module]
             case _:
                 continue
-        tops = {module.partition(".")[0] for module in modules}
-        yield from sorted(tops - sys.stdlib_module_names)
+        names = {module.partition(".")[0] for module in modules}
+        yield from sorted(names - sys.stdlib_module_names)
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -170,7 +171,7 @@ def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tu
 
 
 def show_setting(value: Any) -> str:
-    """A value on one line, as a recipe would have it."""
+    """A value on one line, as written in a recipe."""
     match value:
         case None:
             return "not set"

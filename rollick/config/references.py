@@ -21,19 +21,20 @@ from rollick.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a function can be called with by name. `takes_any`: it has **kwargs."""
+    """The parameters of a function."""
 
     names: tuple[str, ...]
+    """Those that can be passed by name."""
     required: tuple[str, ...]
     """Those without a default."""
-    unfillable: tuple[str, ...]
-    """Parameters without a default that can only be given by position."""
-    takes_any: bool
+    required_positional_only: tuple[str, ...]
+    has_kwargs: bool
+    """Whether it takes **kwargs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A name at the top of a file. `other`: assigned or imported, so its kind is not known."""
+    """A top-level name of a module. `other`: assigned or imported, so its kind is unknown."""
 
     kind: Literal["function", "class", "other"]
     parameters: Parameters | None = None
@@ -42,101 +43,101 @@ class Definition:
 UNKNOWN = Definition("other")
 
 
-def read_reference(reference: str, base: Path) -> Definition:
-    """What `reference` names; ConfigError if the file or the name does not exist."""
+def read_reference(reference: str, base_dir: Path) -> Definition:
+    """The definition that `reference` names; ConfigError if the file or name does not exist."""
     match = REFERENCE.match(reference)
     assert match is not None, reference
-    where, name = match["where"], match["attribute"]
-    path = base / where if where.endswith(".py") else _module_file(where)
+    module, name = match["module"], match["attribute"]
+    path = base_dir / module if module.endswith(".py") else _find_module_file(module)
     if path is None:
         return UNKNOWN
-    body = _parse(path, where).body
-    definitions = dict(_definitions(body))
+    body = _parse_file(path, module).body
+    definitions = dict(_find_definitions(body))
     _add_declared_options(body, definitions)
     if name in definitions:
         return definitions[name]
     if "*" in definitions:
         return UNKNOWN
-    known = [key for key in definitions if not key.startswith("_")]
-    fix = did_you_mean(name, known) or f"it defines: {', '.join(known) or 'nothing'}"
-    raise ConfigError(f"{where} does not define {name!r}", fix=fix)
+    public_names = [key for key in definitions if not key.startswith("_")]
+    fix = did_you_mean(name, public_names) or f"it defines: {', '.join(public_names) or 'nothing'}"
+    raise ConfigError(f"{module} does not define {name!r}", fix=fix)
 
 
 def parameters_of(function: Callable[..., object]) -> Parameters | None:
-    """The parameters of a Python function; None if they are not known."""
+    """The parameters of a Python function; None if they are unknown."""
     try:
-        given = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {name: item for name, item in given.items() if item.kind not in variadic}
+    named = {name: item for name, item in parameters.items() if item.kind not in variadic}
     required = [name for name, item in named.items() if item.default is item.empty]
-    by_position = [name for name, item in named.items() if item.kind is item.POSITIONAL_ONLY]
+    positional_only = [name for name, item in named.items() if item.kind is item.POSITIONAL_ONLY]
     return Parameters(
-        names=tuple(name for name in named if name not in by_position),
+        names=tuple(name for name in named if name not in positional_only),
         required=tuple(required),
-        unfillable=tuple(name for name in by_position if name in required),
-        takes_any=any(item.kind is item.VAR_KEYWORD for item in given.values()),
+        required_positional_only=tuple(name for name in positional_only if name in required),
+        has_kwargs=any(item.kind is item.VAR_KEYWORD for item in parameters.values()),
     )
 
 
-def _module_file(where: str) -> Path | None:
-    """The file of a module, without importing it. None if it is not made of Python files."""
-    top, *rest = where.split(".")
+def _find_module_file(module: str) -> Path | None:
+    """The file of a module, without importing it; None if it is not a Python file."""
+    top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top) if top.isidentifier() else None
-    except ValueError:  # A module that was not imported from anywhere, such as __main__.
+    except ValueError:  # A module without a spec, such as __main__.
         spec = None
     if spec is None:
-        fix = "a file goes by its path, such as rewards.py:name, relative to the recipe"
+        fix = "to use a file, write its path relative to the recipe, such as rewards.py:name"
         raise ConfigError(f"there is no module {top!r}", fix=fix)
     if not rest or spec.submodule_search_locations is None:
         is_python = spec.has_location and str(spec.origin).endswith(".py") and not rest
         return Path(str(spec.origin)) if is_python else None
     for folder in spec.submodule_search_locations:
-        inside = Path(folder).joinpath(*rest)
-        for file in (inside.with_name(f"{inside.name}.py"), inside / "__init__.py"):
+        path = Path(folder).joinpath(*rest)
+        for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
             if file.is_file():
                 return file
-    raise ConfigError(f"there is no module {where!r}", fix=f"{top!r} exists, the rest does not")
+    raise ConfigError(f"package {top!r} exists, but has no submodule {'.'.join(rest)!r}")
 
 
-def _parse(path: Path, where: str) -> ast.Module:
+def _parse_file(path: Path, name: str) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         siblings = [file.name for file in path.parent.glob("*.py")]
         fix = did_you_mean(path.name, siblings) or "give its path relative to the recipe"
-        raise ConfigError(f"there is no file {where!r}", fix=fix) from None
+        raise ConfigError(f"there is no file {name!r}", fix=fix) from None
     except SyntaxError as error:
-        message = f"{where} is not valid Python: line {error.lineno}: {error.msg}"
+        message = f"{name} is not valid Python: line {error.lineno}: {error.msg}"
         raise ConfigError(message) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error
 
 
-def _definitions(body: Sequence[ast.AST]) -> Iterator[tuple[str, Definition]]:
-    """Names bound at the top of a module, also inside if, try and with."""
+def _find_definitions(body: Sequence[ast.AST]) -> Iterator[tuple[str, Definition]]:
+    """Names bound at the top level of a module, also inside if, try and with."""
     for statement in body:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                # A decorator may change the parameters; then they are not known.
-                known = None if statement.decorator_list else _parameters(statement.args)
-                yield statement.name, Definition("function", known)
+                # A decorator may change the parameters.
+                parameters = None if statement.decorator_list else _read_parameters(statement.args)
+                yield statement.name, Definition("function", parameters)
             case ast.ClassDef():
                 yield statement.name, Definition("class")
             case ast.Import() | ast.ImportFrom():
                 for alias in statement.names:
                     yield alias.asname or alias.name.split(".")[0], UNKNOWN
             case ast.If() | ast.Try() | ast.With() | ast.For() | ast.While() | ast.ExceptHandler():
-                yield from _definitions(list(ast.iter_child_nodes(statement)))
+                yield from _find_definitions(list(ast.iter_child_nodes(statement)))
             case _:
-                for name in ast.walk(statement):
-                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                        yield name.id, UNKNOWN
+                for node in ast.walk(statement):
+                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                        yield node.id, UNKNOWN
 
 
-def _parameters(arguments: ast.arguments) -> Parameters:
+def _read_parameters(arguments: ast.arguments) -> Parameters:
     positional = [*arguments.posonlyargs, *arguments.args]
     required = positional[: len(positional) - len(arguments.defaults)]
     keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -144,13 +145,15 @@ def _parameters(arguments: ast.arguments) -> Parameters:
     return Parameters(
         names=tuple(item.arg for item in (*arguments.args, *arguments.kwonlyargs)),
         required=tuple(item.arg for item in required),
-        unfillable=tuple(item.arg for item in arguments.posonlyargs if item in required),
-        takes_any=arguments.kwarg is not None,
+        required_positional_only=tuple(
+            item.arg for item in arguments.posonlyargs if item in required
+        ),
+        has_kwargs=arguments.kwarg is not None,
     )
 
 
 def _add_declared_options(body: list[ast.stmt], definitions: dict[str, Definition]) -> None:
-    """`declare(reward, options=Class)`: the fields of the class are parameters of the reward."""
+    """Add the fields of Class in `declare(reward, options=Class)` to the reward's parameters."""
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     for statement in body:
         match statement:
@@ -161,10 +164,10 @@ def _add_declared_options(body: list[ast.stmt], definitions: dict[str, Definitio
         definition = definitions.get(reward, UNKNOWN)
         if definition.parameters is None or not options or not isinstance(options[0], ast.Name):
             continue
-        settings = classes.get(options[0].id)
+        options_class = classes.get(options[0].id)
         fields = {
             item.target.id: item.value
-            for item in (settings.body if settings else ())
+            for item in (options_class.body if options_class else ())
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         }
         parameters = replace(
@@ -174,6 +177,6 @@ def _add_declared_options(body: list[ast.stmt], definitions: dict[str, Definitio
                 *definition.parameters.required,
                 *(name for name, default in fields.items() if default is None),
             ),
-            takes_any=not fields,
+            has_kwargs=not fields,
         )
         definitions[reward] = replace(definition, parameters=parameters)

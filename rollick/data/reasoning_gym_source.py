@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from rollick.config.names import NAMES, nearest
+from rollick.config.names import NAMES, find_similar
 from rollick.errors import DataError, MissingExtra
 
 DEFAULT_SIZE = 500
@@ -64,7 +64,7 @@ def read_gym_source(spec: str) -> tuple[str, dict[str, Any]]:
     """Task and settings of `TASK?a=1&b=x`. Raises DataError for an unknown task."""
     task, _, query = spec.partition("?")
     if task not in NAMES["gym_tasks"]:
-        close = nearest(task, list(NAMES["gym_tasks"]))
+        close = find_similar(task, list(NAMES["gym_tasks"]))
         raise DataError(
             f"reasoning-gym has no task {task!r}",
             fix=f"did you mean {', '.join(close)}?" if close else "see `rollick list`",

@@ -81,7 +81,7 @@ def read_rows(
         rows = _numbered(gym_rows(name, limit=config.limit), source, "puzzle")
     elif is_reference(source):
         folder = base if (base / prefix).is_file() else Path.cwd()
-        function = load_reference(source, base=folder)
+        function = load_reference(source, base_dir=folder)
         rows = _python_rows(function, source, limited=config.limit > 0)
     else:
         rows = _file_rows(_locate(source, base), source)

@@ -117,7 +117,7 @@ def random_of(purpose: str, seed: int, *more: str | int) -> Random:
 
 def find_env(name: str, *, base: Path | None = None) -> MakeEnv:
     """The environment of a built-in name, file.py:Class or package.module:Class."""
-    factory: Any = resolve("environments", name, base=base)
+    factory: Any = resolve("environments", name, base_dir=base)
     if not callable(factory):
         fix = "name a TextEnv class, or a function that creates one"
         raise EnvError(f"the environment {name} is a {type(factory).__name__}", fix=fix)

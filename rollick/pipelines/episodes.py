@@ -97,7 +97,7 @@ async def open_environments(
         processes=config.processes,
         threads=config.threads,
         limits=EnvLimits(step_s=config.step_timeout_s, episode_s=config.episode_timeout_s),
-        base=loaded.base,
+        base=loaded.base_dir,
         output=folder / "environments.log",
         faults=faults,
     ) as pool:

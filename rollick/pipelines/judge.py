@@ -37,7 +37,7 @@ class JudgeEndpoint:
         return {KEY_VARIABLE: self.token}
 
     def with_address(self, spec: RewardSpec) -> RewardSpec:
-        if not spec.asks_judge:
+        if not spec.uses_judge:
             return spec
         address = {"url": self.base_url, "model": MODEL_NAME, "key_env": KEY_VARIABLE}
         return spec.model_copy(update={"options": spec.options | address})

@@ -90,7 +90,7 @@ class OpenRun:
         return PromptStream.open(
             recipe.data,
             seed=recipe.run.seed,
-            base=self.loaded.base,
+            base=self.loaded.base_dir,
             objects=self.objects.prompts,
             validation=validation,
             count_tokens=lambda prompt: len(codec.encode_prompt(prompt.turns)),
@@ -300,7 +300,7 @@ def role_specs(
 ) -> list[RoleSpec]:
     recipe = _fit_parallel(loaded.recipe) if device_map.earlier else loaded.recipe
     creators: Mapping[RoleName, tuple[str, *tuple[Any, ...]]] = {
-        "policy": ("learner:create", loaded.base, rendezvous),
+        "policy": ("learner:create", loaded.base_dir, rendezvous),
         "reference": ("scorer:create",),
         "critic": ("critic:create",),
         "teacher": ("scorer:create_teacher",),
@@ -367,4 +367,4 @@ async def _open_agents(loaded: LoadedRecipe, codec: ChatCodec) -> AsyncGenerator
     length, timeout_s = recipe.infer.max_length, recipe.environments.episode_timeout_s
     gateway = Gateway(codec, model="policy", max_length=length, supports_top_p=False)
     async with run_server(gateway, ServeSettings(grace_s=1)) as served:
-        yield Agents(gateway, served, loaded.base, timeout_s, recipe.run.seed)
+        yield Agents(gateway, served, loaded.base_dir, timeout_s, recipe.run.seed)

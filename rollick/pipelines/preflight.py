@@ -51,7 +51,7 @@ ROWS_READ = 20
 
 def check_machine(loaded: LoadedRecipe) -> list[Problem]:
     """What this machine lacks to run the recipe."""
-    context = Context(loaded.recipe, loaded.source, loaded.base)
+    context = Context(loaded.recipe, loaded.source, loaded.base_dir)
     packages = list(check_packages(context))
     hub = [*_check_models(context), *_check_datasets(context)]
     found = [*hub, *packages, *_check_gpus(context), *_check_folder(context)]
@@ -63,7 +63,7 @@ def check_rows(
 ) -> list[Problem]:
     """Problems of the first rows of each source. `deep`: also of sources that are code. `objects`:
     what object:NAME names; its rows are read too, but no function is called."""
-    context = Context(loaded.recipe, loaded.source, loaded.base)
+    context = Context(loaded.recipe, loaded.source, loaded.base_dir)
     problems: list[Problem] = []
     for path, domain in context.domains():
         if _can_be_read(domain, objects, deep=deep):
@@ -73,7 +73,7 @@ def check_rows(
 
 def check_memory(loaded: LoadedRecipe, rows: Sequence[PhaseMemory]) -> list[Problem]:
     """A problem if the run does not fit into this machine, however short its samples are."""
-    context = Context(loaded.recipe, loaded.source, loaded.base)
+    context = Context(loaded.recipe, loaded.source, loaded.base_dir)
     bounds = machine_bounds(rows)
     needs: list[tuple[str, int, int | None]] = []
     needs.append(("CPU workers and snapshots need", bounds.least, memory_bytes()))
@@ -128,9 +128,9 @@ def _models(recipe: schema.Recipe) -> Iterator[tuple[KeyPath, schema.ModelConfig
     teacher = schema.teacher_of(recipe)
     if teacher is not None:
         yield ("teacher",), teacher
-    if recipe.reward_model is not None and recipe.asks_reward_model:
+    if recipe.reward_model is not None and recipe.uses_reward_model:
         yield ("reward_model",), recipe.reward_model
-    if recipe.judge is not None and recipe.asks_judge:
+    if recipe.judge is not None and recipe.uses_judge:
         yield ("judge",), recipe.judge
 
 
@@ -190,7 +190,7 @@ def _check_domain(
     purpose = "held_out" if path[1] == "validation" else "train"
     sources = objects.prompts if objects else {}
     try:
-        rows = read_rows(domain, base=context.base, objects=sources, purpose=purpose)
+        rows = read_rows(domain, base=context.base_dir, objects=sources, purpose=purpose)
         first = list(islice(rows, ROWS_READ))
     except (DataError, MissingExtra) as error:
         yield context.problem((*path, "source"), error.message, error.fix)
@@ -246,6 +246,6 @@ def _parameters_of(context: Context, reward: str, objects: RunObjects | None) ->
     if not is_reference(target):
         return None
     try:
-        return read_reference(target, context.base).parameters
+        return read_reference(target, context.base_dir).parameters
     except ConfigError:  # A rule reports it.
         return None

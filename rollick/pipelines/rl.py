@@ -56,7 +56,7 @@ class RLPipeline(Pipeline[StepReport]):
         self.telemetry = run.telemetry
         self.scoring = run.scoring
         self.source = source
-        self.credit = CreditAssigner(self.recipe, base=run.loaded.base)
+        self.credit = CreditAssigner(self.recipe, base=run.loaded.base_dir)
         self.credit_means: dict[str, float] = {}
 
     async def step(self) -> StepReport:

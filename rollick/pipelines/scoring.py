@@ -111,7 +111,7 @@ async def open_scoring(
                 _reward_functions(recipe, objects, without=in_process),
                 processes=recipe.rewards.processes,
                 timeout_s=recipe.rewards.timeout_s,
-                base=loaded.base,
+                base=loaded.base_dir,
                 secrets=judge.secrets if judge else {},
                 in_process=in_process,
                 faults=faults,

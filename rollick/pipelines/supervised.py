@@ -41,7 +41,7 @@ class SupervisedPipeline(Pipeline[TrainReport]):
         self.episodes = run.episodes
         self.prompts = run.open_prompts()
         [algorithm] = run.recipe.algorithms
-        self.aggregation = resolve_aggregation(algorithm.aggregation, base=run.loaded.base)
+        self.aggregation = resolve_aggregation(algorithm.aggregation, base=run.loaded.base_dir)
 
     async def step(self) -> TrainReport:
         batch = await self.draw()

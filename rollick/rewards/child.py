@@ -133,7 +133,7 @@ class RewardLoop:
 def _load_reward(definition: str | bytes, base: Path | None) -> RewardFn:
     if isinstance(definition, bytes):
         return cloudpickle.loads(definition)
-    function = resolve("rewards", definition, base=base)
+    function = resolve("rewards", definition, base_dir=base)
     if not callable(function):
         kind = type(function).__name__
         raise RewardError(f"the reward {definition} is a {kind}", fix="name a function")

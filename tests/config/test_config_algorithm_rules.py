@@ -22,7 +22,7 @@ LATE = {"max_staleness": 1}
 def problems(**sections: Any) -> list[str]:
     data = sections.pop("data", {"domains": {"sums": SUMS}})
     recipe = {"model": {"path": "tiny"}, "data": data, **sections}
-    loaded = recipe_from_dict(recipe, objects={"rows"}, base=Path.cwd())
+    loaded = recipe_from_dict(recipe, objects={"rows"}, base_dir=Path.cwd())
     return [str(problem) for problem in check_recipe(loaded, objects={"rows"})]
 
 
@@ -90,7 +90,7 @@ def test_groups_with_equal_scores_are_dropped_by_default_where_they_have_no_grad
     plain = {"model": {"path": "tiny"}, "data": data, "devices": {"critic": "cpu"}}
     if algorithm != "ppo":
         del plain["devices"]
-    loaded = recipe_from_dict(plain, objects={"rows"}, base=tmp_path)
+    loaded = recipe_from_dict(plain, objects={"rows"}, base_dir=tmp_path)
     recipe = rl_recipe(loaded.recipe)
     assert recipe.drops_no_signal("sums") is drops
     of = Prompt("0", "sums", (Turn("user", "2 + 2?"),))

@@ -9,7 +9,7 @@ import pytest
 from rollick.config.foreign_names import FOREIGN_NAMES
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema import RECIPES
-from rollick.config.wording import has_key
+from rollick.config.validation_messages import has_key
 from rollick.errors import ConfigError
 
 RLVR: dict[str, Any] = {
@@ -32,21 +32,24 @@ def problem(recipe: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("recipe", "ours"),
     [
-        ({**RLVR, "num_generations": 8}, "num_generations'; here it is rollout.group_size"),
+        ({**RLVR, "num_generations": 8}, "num_generations'; rollick calls it rollout.group_size"),
         (
             {**RLVR, "rollout": {"num_generations": 8}},
-            "num_generations'; here it is rollout.group_size",
+            "num_generations'; rollick calls it rollout.group_size",
         ),
-        ({**RLVR, "train": {"learning_rate": 1}}, "learning_rate'; here it is train.optimizer.lr"),
+        (
+            {**RLVR, "train": {"learning_rate": 1}},
+            "learning_rate'; rollick calls it train.optimizer.lr",
+        ),
         (
             {**RLVR, "per_device_train_batch_size": 1},
-            "per_device_train_batch_size'; here it is rollout.groups_per_step",
+            "per_device_train_batch_size'; rollick calls it rollout.groups_per_step",
         ),
         (
             {**SFT, "per_device_train_batch_size": 1},
-            "per_device_train_batch_size'; here it is train.batch_size",
+            "per_device_train_batch_size'; rollick calls it train.batch_size",
         ),
-        ({**RLVR, "beta": 0.1}, "beta'; here it is algorithm.kl.coefficient"),
+        ({**RLVR, "beta": 0.1}, "beta'; rollick calls it algorithm.kl.coefficient"),
     ],
 )
 def test_the_name_of_another_library_gets_a_message_with_ours(

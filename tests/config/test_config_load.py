@@ -52,7 +52,7 @@ def problems(folder: Path, text: str, *overrides: str) -> list[str]:
 
 def test_a_recipe_knows_its_folder_and_its_full_text(folder: Path) -> None:
     loaded = load(folder, "run: {steps: 7}\n")
-    assert loaded.base == folder
+    assert loaded.base_dir == folder
     assert loaded.recipe.run.steps == 7
     assert "group_size: 8" in dump_recipe(loaded.recipe)
 
@@ -62,7 +62,7 @@ def test_a_relative_path_gives_an_absolute_base(
 ) -> None:
     load(folder, "")
     monkeypatch.chdir(folder)
-    assert load_recipe(Path("recipe.yaml")).base == folder
+    assert load_recipe(Path("recipe.yaml")).base_dir == folder
 
 
 @pytest.mark.parametrize(
@@ -301,16 +301,14 @@ def test_the_error_of_an_empty_file_names_the_required_keys(folder: Path) -> Non
     (folder / "recipe.yaml").write_text("# nothing\n")
     with pytest.raises(ConfigError) as caught:
         load_recipe(folder / "recipe.yaml")
-    assert "recipe.yaml:1:1: model: is needed, but missing; give: the policy's model" in str(
-        caught.value
-    )
-    assert "recipe.yaml:1:1: data: is needed, but missing; give: prompts" in str(caught.value)
+    assert "recipe.yaml:1:1: model: is required; give: the policy's model" in str(caught.value)
+    assert "recipe.yaml:1:1: data: is required; give: prompts" in str(caught.value)
 
 
 def test_a_recipe_from_python_takes_objects_by_name() -> None:
     loaded = recipe_from_dict(plain(), objects={"rows"}, overrides=["run.steps=2"])
     assert loaded.recipe.run.steps == 2
-    assert loaded.base == Path.cwd()
+    assert loaded.base_dir == Path.cwd()
 
 
 def test_a_wrong_recipe_from_python_names_the_call_as_the_location() -> None:
@@ -320,7 +318,7 @@ def test_a_wrong_recipe_from_python_names_the_call_as_the_location() -> None:
         "rollick.train(...) has 2 problems:",
         "  rollick.train(...): rollout.group_sise: unknown key 'group_sise'; "
         "did you mean 'group_size'?",
-        "  rollick.train(...): data.domains.sums.source: object:rows only works for objects given "
+        "  rollick.train(...): data.domains.sums.source: object:rows only works for objects passed "
         "to rollick.train; in a recipe, name your own as file.py:name",
     ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema import AgenticRecipe
-from rollick.config.wording import RENAMED_KEYS, has_key, new_key
+from rollick.config.validation_messages import RENAMED_KEYS, has_key, new_key
 from rollick.errors import ConfigError
 
 

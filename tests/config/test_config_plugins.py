@@ -21,7 +21,7 @@ from rollick.config.load import (
     load_recipe,
     recipe_from_dict,
 )
-from rollick.config.names import CLOSED, NAMES, find, names_of, resolve
+from rollick.config.names import CLOSED, NAMES, find_target, names_of, resolve
 from rollick.config.schema.algorithm import AlgorithmConfig
 from rollick.config.schema.section import CustomPart
 from rollick.errors import ConfigError
@@ -135,9 +135,9 @@ def test_a_package_adds_names_that_resolve_to_its_functions(install: Install) ->
 
 def test_a_package_that_is_not_there_adds_nothing(install: Install) -> None:
     site = install()
-    assert find("rewards", "shout") == "acme_parts.parts:shout"
+    assert find_target("rewards", "shout") == "acme_parts.parts:shout"
     sys.path.remove(str(site))
-    assert find("rewards", "shout") is None
+    assert find_target("rewards", "shout") is None
 
 
 def test_a_recipe_names_a_part_of_a_package_plainly_and_with_options(
@@ -223,7 +223,7 @@ def test_a_package_installed_twice_is_one_package(install: Install, tmp_path: Pa
     (tmp_path / "twice").symlink_to(site)
     sys.path.insert(0, str(tmp_path / "twice"))
     try:
-        assert find("rewards", "shout") == "acme_parts.parts:shout"
+        assert find_target("rewards", "shout") == "acme_parts.parts:shout"
     finally:
         sys.path.remove(str(tmp_path / "twice"))
 
@@ -244,7 +244,7 @@ def test_kinds_that_are_settings_of_a_part_stay_closed(install: Install) -> None
     install()
     assert set(NAMES) > set(CLOSED)
     assert names_of("kl_forms") == ["k1", "k2", "k3"]
-    assert find("kl_forms", "k9") is None
+    assert find_target("kl_forms", "k9") is None
 
 
 def test_list_marks_the_package_of_a_name(

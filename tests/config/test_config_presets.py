@@ -16,7 +16,7 @@ from rollick.config.load import (
     recipe_from_dict,
     recipe_schema,
 )
-from rollick.config.names import NAMES, find
+from rollick.config.names import NAMES, find_target
 from rollick.config.presets import PRESETS
 from rollick.config.schema.advantages import BaselineAdvantage, NormalisedAdvantage
 from rollick.config.schema.algorithm import AlgorithmConfig
@@ -42,9 +42,9 @@ def test_a_preset_is_described_and_names_parts_of_the_table(name: str) -> None:
     preset = PRESETS[name]
     assert preset.about.endswith(".")
     assert re.fullmatch(r"\d{4}\.\d{5}", preset.paper)
-    assert find("advantages", preset.advantage)
-    assert find("losses", preset.loss["name"])
-    assert find("aggregations", preset.aggregation)
+    assert find_target("advantages", preset.advantage)
+    assert find_target("losses", preset.loss["name"])
+    assert find_target("aggregations", preset.aggregation)
     assert set(preset.settings) <= set(AlgorithmConfig.model_fields)
 
 

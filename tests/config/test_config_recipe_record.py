@@ -32,7 +32,7 @@ def test_code_gets_a_name_in_the_run_and_data_an_absolute_one(folder: Path) -> N
             "validation": {"c": {"source": "rows.jsonl", "rewards": [options]}},
         },
     }
-    loaded = recipe_from_dict(recipe, base=folder / "base")
+    loaded = recipe_from_dict(recipe, base_dir=folder / "base")
     record = record_recipe(loaded, folder / "run")
     domains, validation = record.values["data"]["domains"], record.values["data"]["validation"]
     absolute = f"code/root{folder}/elsewhere/rewards.py"

@@ -61,10 +61,10 @@ def test_a_star_import_may_hold_any_name(mine: Path) -> None:
 def test_parameters_are_read_from_the_text(mine: Path) -> None:
     waits = read_reference("mine.py:waits", mine).parameters
     assert waits is not None
-    assert (waits.names, waits.takes_any) == (("completion", "tolerance"), True)
+    assert (waits.names, waits.has_kwargs) == (("completion", "tolerance"), True)
     by_position = read_reference("mine.py:by_position", mine).parameters
     assert by_position is not None
-    assert (by_position.unfillable, by_position.names) == (("a",), ("c",))
+    assert (by_position.required_positional_only, by_position.names) == (("a",), ("c",))
     assert read_reference("mine.py:decorated", mine).parameters is None
 
 

@@ -112,6 +112,6 @@ def test_check_prints_the_memory_of_a_gguf_model(file: Path, monkeypatch: pytest
     command = [sys.executable, "-m", "rollick", "check", "--recipe-only", "recipe.yaml"]
     child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
-    assert "known when the run starts" not in child.stdout
+    assert "unknown until the run starts" not in child.stdout
     assert re.search(r"^memory +phase", child.stdout, re.MULTILINE)
     assert not (folder / "cache").exists()

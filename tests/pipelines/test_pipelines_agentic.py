@@ -100,7 +100,7 @@ def recipe_of(folder: Path, *, bad: bool = False, pipeline: str = "agentic") -> 
 
 
 def load(recipe: dict[str, Any], folder: Path) -> LoadedRecipe:
-    return recipe_from_dict(recipe, base=folder)
+    return recipe_from_dict(recipe, base_dir=folder)
 
 
 def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def test_domains_with_and_without_an_environment_are_mixed_by_share(tmp_path: Pa
     recipe["rollout"] |= {"drop_no_signal": False}
     rows = [{"prompt": letter, "answer": letter} for letter in "abcd"]
     objects = RunObjects(prompts={"rows": rows})
-    loaded = recipe_from_dict(recipe, base=tmp_path, objects=objects.names)
+    loaded = recipe_from_dict(recipe, base_dir=tmp_path, objects=objects.names)
     result = run_recipe(loaded, objects=objects)
     episodes = Counter("episode" in row for row in rows_of(result, "samples.jsonl"))
     assert episodes == {True: 16, False: 16}
@@ -306,7 +306,7 @@ def test_an_agent_that_only_knows_a_base_url_is_trained_and_its_failures_are_cou
     rows = [{"prompt": letter, "answer": letter} for letter in "abcd"]
     objects = RunObjects(prompts={"rows": rows})
     result = run_recipe(
-        recipe_from_dict(recipe, base=tmp_path, objects=objects.names), objects=objects
+        recipe_from_dict(recipe, base_dir=tmp_path, objects=objects.names), objects=objects
     )
     samples = rows_of(result, "samples.jsonl")
     status = {row["prompt"]: row["status"] for row in samples}

@@ -101,7 +101,7 @@ def clean_batch(run: RunResult, loaded: LoadedRecipe) -> Batch:
         for group in groups
     ]
     assert sum(len(group.members) for group in clean) < sum(len(g.members) for g in groups)
-    credit = CreditAssigner(loaded.recipe, base=loaded.base)
+    credit = CreditAssigner(loaded.recipe, base=loaded.base_dir)
     batch = collate(clean, select_members=credit.trained_members, version=PolicyVersion(0))
     return credit.assign(clean, batch)[0]
 

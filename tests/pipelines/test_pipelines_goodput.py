@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fakes import FakeEngine
 
-from rollick.commands.doctor import examine
+from rollick.commands.doctor import diagnose_folder
 from rollick.config.load import LoadedRecipe, dump_recipe, recipe_from_dict
 from rollick.errors import EngineLost, RollickError, WorkerError, WorkerHung
 from rollick.observe.faults import FaultLog, read_faults
@@ -80,7 +80,7 @@ def test_the_states_of_a_run_sum_to_its_wall_time_and_are_metrics_of_its_steps(
     page = (result.folder / "report.html").read_text("utf-8")
     assert "Where the time went" in page
     assert "<h2>Faults</h2>" not in page
-    described = examine(result.folder).lines()
+    described = diagnose_folder(result.folder).lines()
     assert any(line.startswith("effective training time ratio (ETTR) ") for line in described)
 
 
@@ -111,7 +111,7 @@ def test_steps_lost_in_a_crash_are_redo_and_the_resume_is_recovery(run_toy: RunT
     row = read_metrics(resumed.folder / "metrics.jsonl")[-1]
     assert row["time/goodput/redone_steps"] == 1
     assert row["time/goodput/ettr"] < 1
-    described = " ".join(examine(resumed.folder).lines())
+    described = " ".join(diagnose_folder(resumed.folder).lines())
     assert "1 step done again" in described
 
 
@@ -244,7 +244,7 @@ def test_each_skipped_step_is_a_fault(toy: Toy, tmp_path: Path) -> None:
     ]
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert row["time/goodput/faults/policy"] == 1
-    assert "faults of policy: 2 not finite" in examine(folder).lines()
+    assert "faults of policy: 2 not finite" in diagnose_folder(folder).lines()
     page = (folder / "report.html").read_text("utf-8")
     assert "<h2>Faults</h2>" in page
     assert "<td>policy</td><td>2</td><td>2 not finite</td>" in page

@@ -67,7 +67,7 @@ def run_environment(folder: Path, name: str, **fault: Any) -> RunResult:
     recipe["rollout"] |= {"drop_no_signal": False}
     recipe["sampling"] = {"max_tokens": 8}
     recipe["run"] |= {"deterministic": True}
-    return run_recipe(recipe_from_dict(recipe, base=folder))
+    return run_recipe(recipe_from_dict(recipe, base_dir=folder))
 
 
 def run_reward(folder: Path, name: str, **fault: Any) -> RunResult:
@@ -77,7 +77,7 @@ def run_reward(folder: Path, name: str, **fault: Any) -> RunResult:
     recipe["data"] = {"domains": {"letters": {"source": "rollick.testing.toys:letter_rows"}}}
     recipe["data"]["domains"]["letters"]["rewards"] = [reward]
     recipe["run"] |= {"deterministic": True}
-    return run_recipe(recipe_from_dict(recipe, base=folder))
+    return run_recipe(recipe_from_dict(recipe, base_dir=folder))
 
 
 def learner_state(result: RunResult) -> dict[str, bytes]:

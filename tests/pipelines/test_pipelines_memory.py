@@ -193,7 +193,7 @@ def test_check_reports_sizes_that_are_not_known_yet(toy: Toy, tmp_path: Path) ->
     text = dump_recipe(toy("model.path=org/name").recipe)
     (tmp_path / "recipe.yaml").write_text(text)
     answer = CliRunner().invoke(app, ["check", "--recipe-only", str(tmp_path / "recipe.yaml")])
-    assert "known when the run starts" in answer.output
+    assert "unknown until the run starts" in answer.output
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -44,7 +44,7 @@ def load(tmp_path: Path) -> Load:
         domain = {"source": "rows.jsonl", "rewards": ["exact_match"], **sections.pop("domain", {})}
         data = {"domains": {"sums": domain}}
         given = {"model": {"path": str(tmp_path / "model")}, "data": data, **sections}
-        return recipe_from_dict(given, overrides=overrides, base=tmp_path, origin="here")
+        return recipe_from_dict(given, overrides=overrides, base_dir=tmp_path, origin="here")
 
     return recipe
 

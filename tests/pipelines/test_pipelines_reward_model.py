@@ -165,7 +165,7 @@ def test_the_role_exists_during_sampling_only_if_a_reward_uses_it(toy: Toy, scor
     uses = {phase.name: phase.uses for phase in plan_phases(recipe)}
     assert uses["generate"] == ("generators", "reward_model")
     assert DeviceMap.of(toy().recipe).ranks("reward_model") == 0
-    assert RewardSpec(name="model").asks_reward_model
+    assert RewardSpec(name="model").uses_reward_model
 
 
 def test_a_run_trains_on_scores_of_the_reward_model(toy: Toy, scorer: Path) -> None:

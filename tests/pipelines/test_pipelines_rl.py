@@ -95,7 +95,7 @@ def test_a_users_aggregation_is_looked_for_beside_the_recipe(
     )
     recipe = toy_recipe(tiny_folder, tmp_path, steps=1)
     recipe["algorithm"] = {"aggregation": "mine.py:own"}
-    assert run_recipe(recipe_from_dict(recipe, base=tmp_path)).step == 1
+    assert run_recipe(recipe_from_dict(recipe, base_dir=tmp_path)).step == 1
 
 
 def test_the_recipe_in_the_folder_is_the_one_that_ran(full_run: RunResult) -> None:

@@ -18,7 +18,7 @@ from ledger_audit import audit
 
 from rollick import RunResult, run_recipe
 from rollick.cluster.ray_start import start_ray
-from rollick.commands.doctor import examine
+from rollick.commands.doctor import diagnose_folder
 from rollick.data.store import load_batch
 from rollick.errors import RollickError
 from rollick.observe.faults import Fault, read_faults
@@ -98,7 +98,7 @@ def test_a_byte_that_flips_in_an_engine_on_ray_costs_samples_and_no_step(
     counts = audit(read_log(result.folder / "ledger.jsonl"))
     assert counts.groups.trained == 20
     assert set(counts.dropped_by_reason) == {DAMAGED}
-    assert "1 corrupt" in "\n".join(examine(result.folder).lines())
+    assert "1 corrupt" in "\n".join(diagnose_folder(result.folder).lines())
 
 
 def test_an_asynchronous_publish_finds_no_damage_in_a_healthy_run(run: Run) -> None:
@@ -138,7 +138,7 @@ def test_broken_steps_are_undone_and_the_run_goes_on(
             assert batch.rows == 16
     assert [row["version"] for row in figures(result)] == versions_of(kind)
     assert all(isfinite(row["train/loss"]) for row in figures(result)[5:])
-    assert "1 rolled back" in "\n".join(examine(result.folder).lines())
+    assert "1 rolled back" in "\n".join(diagnose_folder(result.folder).lines())
 
 
 def check_cost(folder: Path, rollback: Fault) -> None:

@@ -20,7 +20,7 @@ from marked_processes import marked_environment
 from rollick import RunResult, run_recipe
 from rollick.checkpoint import CheckpointStore
 from rollick.cluster.ray_start import start_ray
-from rollick.commands.doctor import examine
+from rollick.commands.doctor import diagnose_folder
 from rollick.config.load import dump_recipe
 from rollick.errors import EXIT_RETRY, WorkerOutOfMemory
 from rollick.observe.faults import read_faults
@@ -154,4 +154,4 @@ def test_a_run_whose_shared_memory_fills_up_makes_all_its_steps_and_warns_once(
     assert ended.stderr.count("Ray keeps messages to workers there") == 1
     [fault] = read_faults(folder)
     assert (fault.role, fault.kind) == ("controller", "shared_memory")
-    assert "faults of controller: 1 shared memory" in examine(folder).lines()
+    assert "faults of controller: 1 shared memory" in diagnose_folder(folder).lines()

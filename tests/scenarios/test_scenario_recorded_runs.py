@@ -103,7 +103,7 @@ def run(name: str, folder: Path) -> RunResult:
         "evaluate": {"at_start": False},
         "observe": {"sinks": [], "live": "off"},
     }
-    return run_recipe(recipe_from_dict(common | recipes(folder)[name], base=folder))
+    return run_recipe(recipe_from_dict(common | recipes(folder)[name], base_dir=folder))
 
 
 def record(result: RunResult) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rules about the parts of an algorithm of the RL step: the recipe's, and those of domains.
+"""Rules about the parts of RL algorithms: the recipe's, and those of domains.
 
 roles.py checks reference, critic and teacher.
 """
@@ -88,37 +88,37 @@ def _check_group_settings(context: Context) -> Problems:
     for path, algorithm in context.algorithms("advantage", "loss"):
         advantage, is_single = algorithm.advantage.name, context.rl.rollout.group_size == 1
         if is_single and advantage in GROUP_ADVANTAGES and reads_scores(algorithm):
-            what = f"advantage {advantage} compares the samples of a group"
-            problem = f"{what}, and a group of 1 has nothing to compare"
-            yield context.problem("rollout.group_size", problem, "use 2 or more")
+            message = f"advantage {advantage} compares the samples of a group, and "
+            message += "a group of 1 has nothing to compare"
+            yield context.problem("rollout.group_size", message, "use 2 or more")
             continue
         message = _find_drop_conflict(algorithm, is_single=is_single)
-        for where in _find_dropping_settings(context.rl, path) if message else ():
-            yield context.problem(where, message, "remove it, or set it to false")
+        for setting in _find_dropping_settings(context.rl, path) if message else ():
+            yield context.problem(setting, message, "remove it, or set it to false")
 
 
 def _find_dropping_settings(recipe: RlRecipe, path: KeyPath) -> list[KeyPath]:
-    """Where drop_no_signal is true for the groups of the algorithm at `path`."""
+    """Paths of the settings that drop groups without signal of the algorithm at `path`."""
     domains = recipe.data.domains
-    users = (
+    names = (
         [str(path[2])] if path[0] == "data" else [n for n in domains if not domains[n].algorithm]
     )
-    own = {name: domains[name].filters.drop_no_signal for name in users}
-    inherits = not users or None in own.values()
-    common = [("rollout", "drop_no_signal")] if inherits and recipe.rollout.drop_no_signal else []
-    dropping = [name for name, drops in own.items() if drops]
-    return [*common, *(("data", "domains", n, "filters", "drop_no_signal") for n in dropping)]
+    overrides = {name: domains[name].filters.drop_no_signal for name in names}
+    inherits = not names or None in overrides.values()
+    shared = [("rollout", "drop_no_signal")] if inherits and recipe.rollout.drop_no_signal else []
+    dropping = [name for name, drops in overrides.items() if drops]
+    return [*shared, *(("data", "domains", n, "filters", "drop_no_signal") for n in dropping)]
 
 
 def _find_drop_conflict(algorithm: AlgorithmConfig, *, is_single: bool) -> str:
     """Why groups with equal scores must not be dropped; empty if they may be."""
-    equal, name = "true drops groups whose scores are equal", algorithm.advantage.name
+    effect, advantage = "true drops groups whose scores are equal", algorithm.advantage.name
     if not reads_scores(algorithm):
-        return f"{equal}, and {describe_scoreless_part(algorithm)} reads no score"
+        return f"{effect}, and {describe_scoreless_part(algorithm)} reads no score"
     if algorithm.loss.name in losses.WITHOUT_ADVANTAGE:
-        return f"{equal}, and the loss {algorithm.loss.name} learns from them"
-    if name in NAMES["advantages"] and not algorithm.needs_different_scores:
-        return f"{equal}, and advantage {name} learns from them"
+        return f"{effect}, and the loss {algorithm.loss.name} learns from them"
+    if advantage in NAMES["advantages"] and not algorithm.needs_different_scores:
+        return f"{effect}, and advantage {advantage} learns from them"
     if is_single:
         return "true drops every group: with one sample per group, no two scores differ"
     return ""
@@ -147,24 +147,24 @@ def _check_dual_clip(context: Context) -> Problems:
 @rule("pipeline")
 def _check_kl_form(context: Context) -> Problems:
     for path, algorithm in context.algorithms("kl"):
-        kl, where = algorithm.kl, (*path, "kl", "form")
+        kl, form_path = algorithm.kl, (*path, "kl", "form")
         if kl.in_loss and kl.form == "k1":
             message = "k1 in the loss has an expected gradient of zero"
-            yield context.problem(where, message, "use k2 or k3")
+            yield context.problem(form_path, message, "use k2 or k3")
         if kl.in_reward and kl.form == "k2":
             message = "k2 is for the loss; in the reward the estimator is always k1"
-            yield context.problem(where, message, "use place: loss, or remove it")
+            yield context.problem(form_path, message, "use place: loss, or remove it")
 
 
 @rule("pipeline")
 def _check_shaping(context: Context) -> Problems:
     for path, algorithm in context.algorithms("advantage", "loss", "shaping"):
-        shaping, where = algorithm.shaping, (*path, "shaping")
+        shaping, shaping_path = algorithm.shaping, (*path, "shaping")
         if changes_scores(algorithm) and algorithm.advantage.name == "gdpo":
             message = "changes the score, and advantage gdpo reads only its parts"
-            yield context.problem(where, message, "remove it, or use another advantage")
+            yield context.problem(shaping_path, message, "remove it, or use another advantage")
         if shaping.difficulty and shaping.difficulty[0] >= shaping.difficulty[1]:
             low, high = shaping.difficulty
-            message = f"its first end, {low:g}, is not below its second, {high:g}"
+            message = f"its lower bound {low:g} is not below its upper bound {high:g}"
             fix = "write it as [lowest, highest], such as [0.2, 0.8]"
-            yield context.problem((*where, "difficulty"), message, fix)
+            yield context.problem((*shaping_path, "difficulty"), message, fix)

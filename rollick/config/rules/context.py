@@ -1,7 +1,7 @@
-"""Rules about a recipe, and the Context that they read.
+"""The Context that rules read, and the registry of rules.
 
 A rule is a function of a Context that yields Problems. It declares which settings it reads, and is
-skipped if one of them is already known to be wrong: one mistake gives one problem.
+skipped if one of them is invalid: one mistake gives one problem.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollick.config.devices import Device, parse_devices
-from rollick.config.problems import KeyPath, Problem, dotted
+from rollick.config.problems import KeyPath, Problem, format_path
 from rollick.config.schema import (
     Domain,
     EnvironmentSpec,
@@ -32,25 +32,27 @@ Problems = Iterator[Problem]
 
 @dataclass(frozen=True)
 class Context:
-    """A recipe and everything else that rules read. `unsound`: settings known to be wrong."""
+    """A recipe and everything else that rules read."""
 
     recipe: Recipe
     source: Node
-    base: Path
-    objects: Collection[str] = ()
-    unsound: Collection[KeyPath] = ()
+    base_dir: Path
+    object_names: Collection[str] = ()
+    """Names that `object:NAME` may use."""
+    invalid_paths: Collection[KeyPath] = ()
 
     def problem(self, path: KeyPath | str, message: str, fix: str = "") -> Problem:
-        parts = tuple(path.split(".")) if isinstance(path, str) else path
-        exact = self.source.find(parts)
-        location = exact.location if exact else self.source.nearest(parts).key_location
-        return Problem(location, dotted(parts), message, fix)
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
+        node = self.source.find(keys)
+        location = node.location if node else self.source.find_nearest(keys).key_location
+        return Problem(location, format_path(keys), message, fix)
 
-    def is_sound(self, *paths: KeyPath) -> bool:
-        return not any(_overlap(path, bad) for path in paths for bad in self.unsound)
+    def is_valid(self, *paths: KeyPath) -> bool:
+        """Whether no setting at, above or below these paths is invalid."""
+        return not any(_overlap(path, invalid) for path in paths for invalid in self.invalid_paths)
 
     def name_path(self, section: KeyPath) -> KeyPath:
-        """Where a section is named: its key `name`, or the section itself in the short form."""
+        """The path of a section's name: its key `name`, or the section itself in the short form."""
         return (*section, "name") if self.source.find((*section, "name")) else section
 
     def devices(self, role: str) -> tuple[Device, ...]:
@@ -66,49 +68,49 @@ class Context:
         return self.recipe if isinstance(self.recipe, RlRecipe) else None
 
     def domains(self) -> Iterator[tuple[KeyPath, Domain]]:
-        """The sound domains of training and of validation."""
+        """The valid domains of training and of validation."""
         data = self.recipe.data
-        for kind, domains in (("domains", data.domains), ("validation", data.validation)):
+        for section, domains in (("domains", data.domains), ("validation", data.validation)):
             for name, domain in domains.items():
-                path = ("data", kind, name)
-                if self.is_sound(path):
+                path = ("data", section, name)
+                if self.is_valid(path):
                     yield path, domain
 
-    def domains_of(self, kind: type[D]) -> Iterator[tuple[KeyPath, D]]:
-        """The sound domains of one class."""
-        return ((path, item) for path, item in self.domains() if isinstance(item, kind))
+    def domains_of(self, domain_type: type[D]) -> Iterator[tuple[KeyPath, D]]:
+        """The valid domains of one class."""
+        return ((path, item) for path, item in self.domains() if isinstance(item, domain_type))
 
     def rewards(self) -> Iterator[tuple[KeyPath, RewardSpec]]:
-        """The rewards of the sound domains."""
+        """The rewards of the valid domains."""
         for path, domain in self.domains():
             for index, reward in enumerate(rewards_of(domain)):
                 yield (*path, "rewards", index), reward
 
     def environments(self) -> Iterator[tuple[KeyPath, EnvironmentSpec]]:
-        """The environments of the sound domains."""
+        """The environments of the valid domains."""
         for path, domain in self.domains():
             if (environment := environment_of(domain)) is not None:
                 yield (*path, "environment"), environment
 
     def algorithms(self, *parts: str) -> Iterator[tuple[KeyPath, AlgorithmConfig]]:
-        """The algorithms of an RL recipe in which these parts are sound: the recipe's, if a domain
+        """The algorithms of an RL recipe in which these parts are valid: the recipe's, if a domain
         uses it, and those of domains."""
         if self.rl is None:
             return
         domains = self.rl.data.domains
         paths = {name: ("data", "domains", name, "algorithm") for name in domains}
-        own = [(paths[name], item.algorithm) for name, item in domains.items() if item.algorithm]
-        # A domain with an invalid algorithm does not use the recipe's.
-        uses = [item.algorithm is None and self.is_sound(paths[n]) for n, item in domains.items()]
-        common = [(("algorithm",), self.rl.algorithm)] if any(uses) or not domains else []
-        for path, algorithm in [*common, *own]:
-            if self.is_sound(*((*path, part) for part in parts)):
+        domain_algorithms = [(paths[n], d.algorithm) for n, d in domains.items() if d.algorithm]
+        # A domain with an invalid algorithm does not inherit the recipe's.
+        inherits = [d.algorithm is None and self.is_valid(paths[n]) for n, d in domains.items()]
+        shared = [(("algorithm",), self.rl.algorithm)] if any(inherits) or not domains else []
+        for path, algorithm in [*shared, *domain_algorithms]:
+            if self.is_valid(*((*path, part) for part in parts)):
                 yield path, algorithm
 
 
-def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    short = min(len(one), len(other))
-    return one[:short] == other[:short]
+def _overlap(first: KeyPath, second: KeyPath) -> bool:
+    length = min(len(first), len(second))
+    return first[:length] == second[:length]
 
 
 Rule = Callable[[Context], Problems]
@@ -116,7 +118,8 @@ RULES: list[tuple[Rule, tuple[KeyPath, ...]]] = []
 
 
 def rule(*reads: str) -> Callable[[Rule], Rule]:
-    """Registers a rule with the settings it reads. Context skips unsound domains."""
+    """Registers a rule with the settings it reads. Rules that iterate over domains get only the
+    valid ones."""
 
     def register(function: Rule) -> Rule:
         RULES.append((function, tuple(tuple(path.split(".")) for path in reads)))

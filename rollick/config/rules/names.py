@@ -1,6 +1,6 @@
-"""Rules about the names in a recipe: table entries, the user's functions, files, columns.
+"""Rules about the names in a recipe: built-ins, plugins, the user's functions, files, columns.
 
-Nothing is imported: tables are static and files are read (references.py). `import_everything`,
+Nothing is imported: tables are static and files are parsed (references.py). `import_everything`,
 for `check --deep`, is the exception.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollick.config import schema
-from rollick.config.names import NAMES, find, is_reference, resolve
+from rollick.config.names import NAMES, find_target, is_reference, resolve
 from rollick.config.problems import KeyPath, did_you_mean, show
 from rollick.config.references import Definition, read_reference
 from rollick.config.rules.context import Context, Problems, rule
-from rollick.config.wording import unknown_name
+from rollick.config.validation_messages import describe_unknown_name
 from rollick.errors import ConfigError
 
 FILE_KINDS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -24,42 +24,42 @@ SAMPLE_ARGUMENTS = ("prompt", "completion", "sample", "row", "domain", "truncate
 
 
 @rule()
-def _check_table_names(context: Context) -> Problems:
-    for path, kind, name in _table_names(context.recipe):
-        if context.is_sound(path):
-            yield from _check_known(context, path, kind, name)
+def _check_registry_names(context: Context) -> Problems:
+    for path, kind, name in _registry_names(context.recipe):
+        if context.is_valid(path):
+            yield from _check_registered_name(context, path, kind, name)
 
 
-def _check_known(
+def _check_registered_name(
     context: Context, path: KeyPath, kind: str, name: str, *, allow_custom: bool = False
 ) -> Problems:
-    """Checks a built-in or installed name; with `allow_custom`, the name may be file.py:name."""
+    """Checks the name of a built-in or plugin; with `allow_custom`, it may be file.py:name."""
     try:
-        target = find(kind, name)
+        target = find_target(kind, name)
     except ConfigError as error:
         yield context.problem(path, error.message, error.fix)
         return
     if target is None or (is_reference(name) and not allow_custom):
-        yield context.problem(path, *unknown_name(kind, name, allow_custom=allow_custom))
+        yield context.problem(path, *describe_unknown_name(kind, name, allow_custom=allow_custom))
 
 
 @rule()
 def _check_algorithm_parts(context: Context) -> Problems:
     for path, kind, name in _algorithm_names(context):
-        if not context.is_sound(path):
+        if not context.is_valid(path):
             continue
-        where = context.name_path(path)
+        name_path = context.name_path(path)
         if name.startswith("object:"):
             message = f"{name!r} is not possible here"
             fix = "put the function into a file and name it as file.py:name"
-            yield context.problem(where, message, fix)
+            yield context.problem(name_path, message, fix)
         elif is_reference(name):
-            yield from _check_function(context, where, name)
+            yield from _check_function(context, name_path, name)
         else:
-            yield from _check_known(context, where, kind, name, allow_custom=True)
+            yield from _check_registered_name(context, name_path, kind, name, allow_custom=True)
 
 
-def _table_names(recipe: schema.Recipe) -> Iterator[tuple[KeyPath, str, str]]:
+def _registry_names(recipe: schema.Recipe) -> Iterator[tuple[KeyPath, str, str]]:
     yield ("pipeline",), "pipelines", recipe.pipeline
     yield ("infer", "engine"), "engines", recipe.infer.engine
     yield ("train", "strategy"), "train_strategies", recipe.train.strategy
@@ -97,7 +97,7 @@ def _check_function(context: Context, path: KeyPath, name: str) -> Problems:
 
 def _read_definition(context: Context, name: str) -> Definition | ConfigError:
     try:
-        return read_reference(name, context.base)
+        return read_reference(name, context.base_dir)
     except ConfigError as error:
         return error
 
@@ -115,22 +115,24 @@ def _check_rewards(context: Context) -> Problems:
 
 
 def _check_reward(context: Context, reward: schema.RewardSpec, section: KeyPath) -> Problems:
-    where = context.name_path(section)
-    kind, _, rest = reward.name.partition(":")
-    if kind == "object":
-        if rest not in context.objects:
-            yield context.problem(where, *_unknown_object(context, rest))
+    path = context.name_path(section)
+    prefix, _, object_name = reward.name.partition(":")
+    if prefix == "object":
+        if object_name not in context.object_names:
+            yield context.problem(path, *_describe_unknown_object(context, object_name))
         return
     if not is_reference(reward.name):
-        wrong = list(_check_known(context, where, "rewards", reward.name, allow_custom=True))
-        yield from wrong
+        problems = list(
+            _check_registered_name(context, path, "rewards", reward.name, allow_custom=True)
+        )
+        yield from problems
         # Only the metadata of a package is read; the run checks its reward.
-        if wrong or reward.name not in NAMES["rewards"]:
+        if problems or reward.name not in NAMES["rewards"]:
             return
     target = NAMES["rewards"].get(reward.name, reward.name)
     definition = _read_definition(context, target)
     if isinstance(definition, ConfigError) or definition.kind == "class":
-        yield from _check_function(context, where, target)
+        yield from _check_function(context, path, target)
     else:
         yield from _check_parameters(context, reward, definition, section)
 
@@ -141,8 +143,8 @@ def _check_parameters(
     parameters = definition.parameters
     if parameters is None:
         return
-    if parameters.unfillable:
-        message = f"{reward.name} takes {', '.join(parameters.unfillable)} by position only"
+    if names := parameters.required_positional_only:
+        message = f"{reward.name} takes {', '.join(names)} by position only"
         fix = "rewards are called by name: remove the `/`"
         yield context.problem(context.name_path(section), message, fix)
     for option in reward.options:
@@ -150,18 +152,18 @@ def _check_parameters(
         if option in SAMPLE_ARGUMENTS:
             message = f"{option!r} is always filled from the sample"
             yield context.problem(path, message, "give the option another name")
-        elif option not in parameters.names and not parameters.takes_any:
-            free = [name for name in parameters.names if name not in SAMPLE_ARGUMENTS]
-            advice = did_you_mean(option, free) or f"it takes {', '.join(free) or 'no option'}"
-            yield context.problem(path, f"{reward.name} has no parameter {option!r}", advice)
+        elif option not in parameters.names and not parameters.has_kwargs:
+            options = [name for name in parameters.names if name not in SAMPLE_ARGUMENTS]
+            fix = did_you_mean(option, options) or f"it takes {', '.join(options) or 'no option'}"
+            yield context.problem(path, f"{reward.name} has no parameter {option!r}", fix)
 
 
-def _unknown_object(context: Context, name: str) -> tuple[str, str]:
-    if context.objects:
-        known = ", ".join(f"object:{known}" for known in context.objects)
-        return f"there is no object:{name}", f"there are: {known}"
+def _describe_unknown_object(context: Context, name: str) -> tuple[str, str]:
+    if context.object_names:
+        known_names = ", ".join(f"object:{known}" for known in context.object_names)
+        return f"there is no object:{name}", f"there are: {known_names}"
     fix = "in a recipe, name your own as file.py:name"
-    return f"object:{name} only works for objects given to rollick.train", fix
+    return f"object:{name} only works for objects passed to rollick.train", fix
 
 
 @rule()
@@ -169,72 +171,74 @@ def _check_sources(context: Context) -> Problems:
     for path, domain in context.domains():
         if not domain.source:
             continue
-        kind, _, name = domain.source.partition(":")
-        where = (*path, "source")
-        if kind == "object":
-            if name not in context.objects:
-                yield context.problem(where, *_unknown_object(context, name))
-        elif kind == "hub":
+        prefix, _, name = domain.source.partition(":")
+        source_path = (*path, "source")
+        if prefix == "object":
+            if name not in context.object_names:
+                yield context.problem(source_path, *_describe_unknown_object(context, name))
+        elif prefix == "hub":
             if not name:
-                yield context.problem(where, "has no dataset name", "write it as hub:NAME")
-        elif kind == "reasoning_gym":
+                yield context.problem(source_path, "has no dataset name", "write it as hub:NAME")
+        elif prefix == "reasoning_gym":
             task = name.partition("?")[0]
             if task not in NAMES["gym_tasks"]:
                 advice = did_you_mean(task, list(NAMES["gym_tasks"])) or "see `rollick list`"
-                yield context.problem(where, f"reasoning-gym has no task {show(task)}", advice)
+                message = f"reasoning-gym has no task {show(task)}"
+                yield context.problem(source_path, message, advice)
         elif is_reference(domain.source):
-            yield from _check_function(context, where, domain.source)
+            yield from _check_function(context, source_path, domain.source)
         else:
-            yield from _check_file(context, where, domain.source)
+            yield from _check_file(context, source_path, domain.source)
 
 
 @rule()
 def _check_environment_names(context: Context) -> Problems:
     for path, environment in context.environments():
-        name, where = environment.name, context.name_path(path)
+        name, kind, name_path = environment.name, "environments", context.name_path(path)
         if not is_reference(name):
-            yield from _check_known(context, where, "environments", name, allow_custom=True)
-        elif isinstance(problem := _read_definition(context, name), ConfigError):
-            yield context.problem(where, problem.message, problem.fix)
+            yield from _check_registered_name(context, name_path, kind, name, allow_custom=True)
+        elif isinstance(error := _read_definition(context, name), ConfigError):
+            yield context.problem(name_path, error.message, error.fix)
 
 
-def _check_file(context: Context, where: KeyPath, source: str) -> Problems:
+def _check_file(context: Context, path: KeyPath, source: str) -> Problems:
     if not source.endswith(FILE_KINDS):
         message = f"{show(source)} is not a source of prompts"
         fix = f"use a file ({', '.join(FILE_KINDS)}), hub:NAME or file.py:function"
-        yield context.problem(where, message, fix)
-    elif not any((folder / source).is_file() for folder in (context.base, Path.cwd())):
-        folder = (context.base / source).parent
+        yield context.problem(path, message, fix)
+    elif not any((folder / source).is_file() for folder in (context.base_dir, Path.cwd())):
+        folder = (context.base_dir / source).parent
         siblings = [item.name for item in folder.glob("*") if item.name.endswith(FILE_KINDS)]
         advice = did_you_mean(Path(source).name, siblings)
         fix = advice or "paths are relative to the recipe, then to the working directory"
-        yield context.problem(where, f"there is no file {source!r}", fix)
+        yield context.problem(path, f"there is no file {source!r}", fix)
 
 
 @rule()
 def _check_prompt_formats(context: Context) -> Problems:
     for path, domain in context.domains():
-        if domain.prompt_format is not None and (message := _format_problem(domain.prompt_format)):
+        text = domain.prompt_format
+        if text is not None and (message := _find_format_problem(text)):
             fix = 'name columns in braces, such as "What is {a} + {b}?"; a brace itself is {{'
             yield context.problem((*path, "prompt"), message, fix)
 
 
-def _format_problem(text: str) -> str:
+def _find_format_problem(text: str) -> str:
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
         return f"{show(text)} is not a format: {str(error).lower()}"
     if not fields:
         return f"{show(text)} names no column, so all prompts would be the same"
-    bad = [name for name in fields if not name or name.isdecimal() or set(".[") & set(name)]
-    return f"{show('{' + bad[0] + '}')} is not the name of a column" if bad else ""
+    invalid = [name for name in fields if not name or name.isdecimal() or set(".[") & set(name)]
+    return f"{show('{' + invalid[0] + '}')} is not the name of a column" if invalid else ""
 
 
 def import_everything(context: Context) -> Problems:
     """Imports everything that the recipe names; a problem for each import that fails."""
     for path, kind, name in _all_names(context):
         try:
-            resolve(kind, name, base=context.base)
+            resolve(kind, name, base_dir=context.base_dir)
         except ConfigError as error:
             yield context.problem(path, error.message, error.fix)
         except Exception as error:  # Importing runs the user's code, which may raise anything.
@@ -243,11 +247,11 @@ def import_everything(context: Context) -> Problems:
 
 
 def _all_names(context: Context) -> Iterator[tuple[KeyPath, str, str]]:
-    yield from _table_names(context.recipe)
+    yield from _registry_names(context.recipe)
     yield from _algorithm_names(context)
     for path, domain in context.domains():
-        kind = domain.source.partition(":")[0]
-        if is_reference(domain.source) and kind not in ("hub", "object", "reasoning_gym"):
+        prefix = domain.source.partition(":")[0]
+        if is_reference(domain.source) and prefix not in ("hub", "object", "reasoning_gym"):
             # Sources have no kind of names. `resolve` ignores the kind of a reference.
             yield (*path, "source"), "rewards", domain.source
     for path, environment in context.environments():

@@ -4,14 +4,14 @@ of strategy fsdp split the batch and the model, and adapters."""
 from __future__ import annotations
 
 from rollick.config.devices import Device, parse_devices
-from rollick.config.model_sizes import ModelSizes, divisors
+from rollick.config.model_sizes import ModelSizes, list_divisors
 from rollick.config.names import NAMES
 from rollick.config.rules.context import Context, Problems, rule
 from rollick.config.schema.section import CustomPart
 from rollick.errors import ConfigError
 from rollick.types import ROLES
 
-OWN_DEVICES = "give the generators devices of their own, or use infer.engine=native"
+SEPARATE_DEVICES = "give the generators separate devices, or use infer.engine=native"
 
 
 @rule("devices", "train.strategy", "run.deterministic")
@@ -33,7 +33,7 @@ def _check_devices(context: Context, role: str, devices: tuple[Device, ...]) -> 
         message = "mixes CPU workers and GPUs in one role"
         yield context.problem(path, message, "use one kind for each role")
     elif recipe.run.deterministic and kinds != {"cpu"}:
-        message = "run.deterministic is bit for bit on the CPU only"
+        message = "run.deterministic works on the CPU only"
         yield context.problem(path, message, "use cpu, or run.deterministic=false")
     if len(devices) == 1:
         return
@@ -58,11 +58,11 @@ def _check_critic_warmup(context: Context) -> Problems:
 @rule("judge", "reward_model", "data")
 def _check_reward_models_exist(context: Context) -> Problems:
     for path, reward in context.rewards():
-        if reward.asks_judge and context.recipe.judge is None:
-            fix = "set the options url and model, or give judge.path"
+        if reward.uses_judge and context.recipe.judge is None:
+            fix = "set the options url and model, or set judge.path"
             yield context.problem(path, "it has no url, and the recipe has no judge", fix)
-        if reward.asks_reward_model and context.recipe.reward_model is None:
-            fix = "give reward_model.path"
+        if reward.uses_reward_model and context.recipe.reward_model is None:
+            fix = "set reward_model.path"
             yield context.problem(path, "the recipe has no reward model", fix)
 
 
@@ -70,7 +70,7 @@ def _check_reward_models_exist(context: Context) -> Problems:
 def _check_teacher_exists(context: Context) -> Problems:
     if context.rl is None or context.rl.teacher is not None:
         return
-    fix = "give its folder or hub name as teacher.path"
+    fix = "set teacher.path to its folder or hub name"
     parts = ("advantage", "loss", "correction")
     for path, algorithm in context.algorithms(*parts):
         for part in parts:
@@ -84,10 +84,10 @@ def _check_teacher_exists(context: Context) -> Problems:
 @rule("weights", "devices", "cluster.backend")
 def _check_weight_channel(context: Context) -> Problems:
     recipe, weights = context.recipe, context.recipe.weights
-    ends = [context.devices("policy"), context.devices("generators")]
-    if not all(ends):
+    policy, generators = context.devices("policy"), context.devices("generators")
+    if not policy or not generators:
         return
-    kinds = {device.kind for devices in ends for device in devices}
+    kinds = {device.kind for device in policy + generators}
     if weights.channel == "cuda_ipc" and kinds != {"cuda"}:
         message = "cuda_ipc needs the policy and the generators on GPUs"
         yield context.problem("weights.channel", message, "use auto")
@@ -117,15 +117,15 @@ def _check_vllm_has_dedicated_devices(context: Context) -> Problems:
         return
     generators = context.devices("generators")
     for role in ROLES:
-        common = sorted(set(generators) & set(context.devices(role)))
-        if role == "generators" or not common:
+        shared = sorted(set(generators) & set(context.devices(role)))
+        if role == "generators" or not shared:
             continue
         if role == "policy":
-            message = f"vllm cannot share the parameters of the policy, which is on {common[0]} too"
-            yield context.problem("infer.engine", message, OWN_DEVICES)
-        elif common[0].kind == "cpu":
-            message = f"vllm cannot sleep on the CPU, and the {role} is on {common[0]} too"
-            yield context.problem("infer.engine", message, OWN_DEVICES)
+            message = f"vllm cannot share the parameters of the policy, which is on {shared[0]} too"
+            yield context.problem("infer.engine", message, SEPARATE_DEVICES)
+        elif shared[0].kind == "cpu":
+            message = f"vllm cannot sleep on the CPU, and the {role} is on {shared[0]} too"
+            yield context.problem("infer.engine", message, SEPARATE_DEVICES)
 
 
 @rule("infer.engine", "infer.vllm", "devices")
@@ -143,17 +143,17 @@ def _check_rank_count(context: Context) -> Problems:
     train, policy = context.recipe.train, context.devices("policy")
     if train.strategy != "fsdp" or not policy:
         return
-    parallel, ranks, others = train.parallel, len(policy), train.parallel.non_data_ranks
-    product = parallel.data_of(ranks) * others
+    parallel, ranks, non_data = train.parallel, len(policy), train.parallel.non_data_ranks
+    product = parallel.data_of(ranks) * non_data
     if product == ranks:
         return
-    if ranks % others == 0:
-        fix = f"use data={ranks // others}, or give devices.policy {product} devices"
+    if ranks % non_data == 0:
+        fix = f"use data={ranks // non_data}, or give devices.policy {product} devices"
     else:
-        fix = f"give devices.policy a multiple of {others} devices, or lower a factor"
+        fix = f"give devices.policy a multiple of {non_data} devices, or lower a factor"
     factors = f"data {parallel.data or '(the rest)'}, tensor {parallel.tensor}, "
     factors += f"context {parallel.context}, expert {parallel.expert}"
-    message = f"{factors} do not make the {ranks} ranks of devices.policy"
+    message = f"the product of {factors} is not the {ranks} ranks of devices.policy"
     yield context.problem("train.parallel", message, fix)
 
 
@@ -165,20 +165,20 @@ def _check_model_divisibility(context: Context) -> Problems:
         return
     tensor, expert = train.parallel.tensor, train.parallel.expert
     names = ("attention heads", "key-value heads", "intermediate size")
-    divided = (sizes.heads, sizes.kv_heads, sizes.intermediate)
-    for name, size in zip(names, divided, strict=True):
+    tensor_sizes = (sizes.heads, sizes.kv_heads, sizes.intermediate)
+    for name, size in zip(names, tensor_sizes, strict=True):
         if size % tensor:
             message = f"{tensor} does not divide the model's {name} of {size}"
-            fix = f"use {divisors(sizes.tensor_divisible)}, or shard with data or context, "
-            fix += "which have no such rule"
+            fix = f"use {list_divisors(sizes.tensor_divisible)}, or shard with data or context, "
+            fix += "which need not divide it"
             yield context.problem("train.parallel.tensor", message, fix)
             break
     if expert > 1 and not sizes.experts:
-        message = f"{expert} has no experts to divide: the model is not a mixture of experts"
+        message = f"{expert} ranks have no experts to split: the model is not a mixture of experts"
         yield context.problem("train.parallel.expert", message, "use 1, and data for more ranks")
     elif sizes.experts % expert:
         message = f"{expert} does not divide the model's {sizes.experts} experts"
-        fix = f"use {divisors(sizes.experts)}, and data for more ranks"
+        fix = f"use {list_divisors(sizes.experts)}, and data for more ranks"
         yield context.problem("train.parallel.expert", message, fix)
 
 
@@ -187,7 +187,7 @@ def _check_fsdp_determinism(context: Context) -> Problems:
     recipe = context.recipe
     if recipe.train.strategy != "fsdp":
         return
-    reason = "strategy fsdp sums over ranks in no fixed order, so it cannot guarantee it"
+    reason = "strategy fsdp sums over ranks in no fixed order, so it cannot guarantee this"
     fix = "use train.strategy=local, or remove it"
     if recipe.run.deterministic:
         yield context.problem("run.deterministic", reason, fix)

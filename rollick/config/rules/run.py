@@ -36,7 +36,7 @@ def _check_sampled_distribution(context: Context) -> Problems:
 def _check_distribution(
     context: Context, path: KeyPath, sampling: schema.SamplingConfig
 ) -> Problems:
-    """The learner computes log-probs of the softmax at the temperature, without other changes."""
+    """The learner's log-probs account for the temperature only, so training allows nothing else."""
     reason = (
         "changes the distribution, so the learner's log-probs would not be those of the samples"
     )
@@ -46,7 +46,7 @@ def _check_distribution(
             fix = f"use {off}, or evaluate.sampling.{key} to validate"
             yield context.problem((*path, key), f"{value:g} {reason}", fix)
     if sampling.logit_bias:
-        message = f"{len(sampling.logit_bias)} tokens with a bias: it {reason}"
+        message = f"a bias of {len(sampling.logit_bias)} tokens {reason}"
         fix = "remove it, or use evaluate.sampling.logit_bias to validate"
         yield context.problem((*path, "logit_bias"), message, fix)
     if sampling.temperature == 0:
@@ -101,53 +101,53 @@ def _check_engine_keeps_cache(context: Context) -> Problems:
 @rule("infer.max_length", "sampling", "evaluate.sampling")
 def _check_sequence_lengths(context: Context) -> Problems:
     limit = context.recipe.evaluate.sampling.max_tokens
-    yield from _check_room(context, ("evaluate", "sampling"), limit)
+    yield from _check_prompt_room(context, ("evaluate", "sampling"), limit)
     if context.rl is not None:
         limit = context.rl.sampling.resolve(temperature=1).max_tokens
-        yield from _check_room(context, ("sampling",), limit)
+        yield from _check_prompt_room(context, ("sampling",), limit)
 
 
 @rule("infer.max_length")
 def _check_domain_lengths(context: Context) -> Problems:
     for path, domain in context.domains_of(schema.ScoredDomain):
-        yield from _check_room(context, (*path, "sampling"), domain.sampling.max_tokens)
+        yield from _check_prompt_room(context, (*path, "sampling"), domain.sampling.max_tokens)
 
 
-def _check_room(context: Context, path: KeyPath, tokens: int | None) -> Problems:
-    room = context.recipe.infer.max_length
-    if tokens is not None and tokens >= room:
-        fix = f"infer.max_length is {room}: raise it, or use fewer tokens"
+def _check_prompt_room(context: Context, path: KeyPath, tokens: int | None) -> Problems:
+    max_length = context.recipe.infer.max_length
+    if tokens is not None and tokens >= max_length:
+        fix = f"infer.max_length is {max_length}: raise it, or use fewer tokens"
         message = f"{tokens} leaves no room for a prompt"
         yield context.problem((*path, "max_tokens"), message, fix)
 
 
 @rule("rewards.timeout_s", "environments.step_timeout_s")
 def _check_program_time(context: Context) -> Problems:
-    """A program that reaches its own time limit gets a score. If the limit of the pool ended the
-    call first, the sample would be masked, and a policy could learn to avoid low scores by that."""
+    """A program that reaches its own time limit gets a score. If the pool's limit ended the call
+    first, the sample would be masked, and a policy could learn to avoid low scores that way."""
     config = context.recipe
     for path, reward in context.rewards():
         if reward.name == "code":
             limit_s = config.rewards.timeout_s
-            yield from _check_fits(context, path, "timeout_s", reward.options, limit_s)
+            yield from _check_program_limit(context, path, "timeout_s", reward.options, limit_s)
     for path, environment in context.environments():
         options, limit_s = environment.options, config.environments.step_timeout_s
         if environment.name == "tools" and "python" in str(options.get("tools")):
-            yield from _check_fits(context, path, "program_s", options, limit_s)
+            yield from _check_program_limit(context, path, "program_s", options, limit_s)
 
 
-def _check_fits(
+def _check_program_limit(
     context: Context, section: KeyPath, option: str, options: Mapping[str, object], limit_s: float
 ) -> Problems:
-    given = options.get(option)
-    seconds = PROGRAM_SECONDS[option] if given is None else given
+    value = options.get(option)
+    seconds = PROGRAM_SECONDS[option] if value is None else value
     if isinstance(seconds, int | float) and SEQUENTIAL_PROGRAMS * seconds > limit_s:
-        kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
-        message = f"{option}={seconds:g} is too long for {kind}={limit_s:g}"
-        most, least = limit_s / SEQUENTIAL_PROGRAMS, SEQUENTIAL_PROGRAMS * seconds
-        fix = f"use at most {most:g}, or set {kind}={least:g} or more"
-        where = context.name_path(section) if given is None else (*section, "options", option)
-        yield context.problem(where, message, fix)
+        limit = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
+        message = f"{option}={seconds:g} is too long for {limit}={limit_s:g}"
+        max_s, min_limit_s = limit_s / SEQUENTIAL_PROGRAMS, SEQUENTIAL_PROGRAMS * seconds
+        fix = f"use at most {max_s:g}, or set {limit}={min_limit_s:g} or more"
+        path = context.name_path(section) if value is None else (*section, "options", option)
+        yield context.problem(path, message, fix)
 
 
 @rule("train.schedule", "train.minibatches", "train.epochs", "run.steps")
@@ -170,11 +170,11 @@ def _check_domain_tasks(context: Context) -> Problems:
             message = "there are no columns: the domain has no source of rows"
             yield context.problem((*path, "environment", "columns"), message, "remove it")
         if agent is not None and environment is not None:
-            fix = "keep one of the two; an agent can hold an environment of its own"
+            fix = "keep one of the two; an agent can create its own environment"
             message = "the domain has an environment already"
             yield context.problem((*path, "agent"), message, fix)
-        if agent is not None and not (context.base / agent).is_file():
-            fix = "give the path of a Python script relative to the recipe"
+        if agent is not None and not (context.base_dir / agent).is_file():
+            fix = "write the path of a Python script relative to the recipe"
             yield context.problem((*path, "agent"), f"there is no file {agent!r}", fix)
 
 
@@ -196,17 +196,17 @@ def _check_training_targets(context: Context) -> Problems:
                 fix = "name the column with the answer to imitate, or an environment to solve"
                 yield context.problem((*path, "completion"), "pipeline sft needs it", fix)
         elif isinstance(domain, schema.RlvrDomain):
-            scored = bool(domain.rewards) or schema.environment_of(domain) is not None
-            if not scored and _needs_rewards(context, path, domain):
+            is_scored = bool(domain.rewards) or schema.environment_of(domain) is not None
+            if not is_scored and _needs_rewards(context, path, domain):
                 message = f"pipeline {context.recipe.pipeline} needs a reward"
                 yield context.problem((*path, "rewards"), message, ADD_A_REWARD)
 
 
 def _needs_rewards(context: Context, path: KeyPath, domain: schema.RlvrDomain) -> bool:
-    own = domain.algorithm is not None
-    is_sound = context.is_sound((*path, "algorithm") if own else ("algorithm",))
     assert context.rl is not None
-    return is_sound and reads_scores(domain.algorithm or context.rl.algorithm)
+    algorithm_path = (*path, "algorithm") if domain.algorithm else ("algorithm",)
+    algorithm = domain.algorithm or context.rl.algorithm
+    return context.is_valid(algorithm_path) and reads_scores(algorithm)
 
 
 @rule("pipeline")
@@ -219,8 +219,8 @@ def _check_validation_rewards(context: Context) -> Problems:
 @rule("pipeline", "data.domains")
 def _check_agentic_has_environment(context: Context) -> Problems:
     domains = [domain for _, domain in context.domains_of(schema.AgenticDomain)]
-    acts = any(domain.environment or domain.agent is not None for domain in domains)
-    if isinstance(context.recipe, schema.AgenticRecipe) and not acts:
+    is_agentic = any(domain.environment or domain.agent is not None for domain in domains)
+    if isinstance(context.recipe, schema.AgenticRecipe) and not is_agentic:
         message = "agentic needs a domain with an environment or an agent"
         fix = "give one an environment: NAME, or use pipeline: rlvr"
         yield context.problem("pipeline", message, fix)
@@ -238,8 +238,8 @@ def _check_prompt_selection(context: Context) -> Problems:
     group_size, decay = context.rl.rollout.group_size, selection.decay
     tries = selection.retire.min_tries if selection.retire else 0
     if group_size < tries * (1 - decay):
-        most = group_size / (1 - decay)
-        message = f"{decay:g} lets a prompt have at most {most:.3g} tries, so none retires"
+        max_tries = group_size / (1 - decay)
+        message = f"{decay:g} lets a prompt have at most {max_tries:.3g} tries, so none retires"
         fix = f"data.selection.retire.min_tries is {tries}: lower it, or raise this towards 1"
         yield context.problem("data.selection.decay", message, fix)
 
@@ -249,12 +249,12 @@ def _check_minibatch_count(context: Context) -> Problems:
     recipe, minibatches = context.recipe, context.recipe.train.minibatches
     if isinstance(recipe, schema.RlRecipe):
         samples = recipe.rollout.groups_per_step * recipe.rollout.group_size
-        kind, raised = "samples", "rollout.groups_per_step or rollout.group_size"
+        noun, setting = "samples", "rollout.groups_per_step or rollout.group_size"
     elif isinstance(recipe, schema.SupervisedRecipe):
-        samples, raised = recipe.train.batch_size, "train.batch_size"
-        kind = "pairs" if recipe.pipeline == "dpo" else "examples"
+        samples, setting = recipe.train.batch_size, "train.batch_size"
+        noun = "pairs" if recipe.pipeline == "dpo" else "examples"
     else:
         return
     if minibatches > samples:
-        message = f"{minibatches} is more than the {samples} {kind} of a step"
-        yield context.problem("train.minibatches", message, f"lower it, or raise {raised}")
+        message = f"{minibatches} is more than the {samples} {noun} of a step"
+        yield context.problem("train.minibatches", message, f"lower it, or raise {setting}")

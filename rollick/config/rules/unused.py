@@ -25,38 +25,38 @@ def _no_effect(
 
 @rule()
 def _check_ignored_keys(context: Context) -> Problems:
-    for path, section in _sections(context.recipe, ()):
-        fields = type(section).model_fields if context.is_sound(path) else {}
+    for path, section in _iterate_sections(context.recipe, ()):
+        fields = type(section).model_fields if context.is_valid(path) else {}
         for key, field in fields.items():
             value = getattr(section, key)
             marks = [item for item in field.metadata if isinstance(item, IgnoredWith)]
-            ignored = next((m for m in marks if getattr(section, m.key) in m.values), None)
-            if ignored is None or value == field.default:
+            mark = next((m for m in marks if getattr(section, m.key) in m.values), None)
+            if mark is None or value == field.default:
                 continue
-            chosen = getattr(section, ignored.key)
-            reason = f"{ignored.key} is {chosen if isinstance(chosen, str) else f'{chosen:g}'}"
-            shown = "" if isinstance(value, Section) else show(value)
-            fix = f"{_values_that_use_key(type(section), ignored)}, or remove it"
-            yield _no_effect(context, (*path, key), shown, reason, fix)
+            cause = getattr(section, mark.key)
+            reason = f"{mark.key} is {cause if isinstance(cause, str) else f'{cause:g}'}"
+            text = "" if isinstance(value, Section) else show(value)
+            fix = f"{_describe_alternatives(type(section), mark)}, or remove it"
+            yield _no_effect(context, (*path, key), text, reason, fix)
 
 
-def _sections(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Section]]:
+def _iterate_sections(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Section]]:
     """Every section of a recipe with its path."""
     if isinstance(value, Section):
         yield path, value
         value = dict(value)
     if isinstance(value, Mapping):
         for key, item in value.items():  # pyright: ignore[reportUnknownVariableType]
-            yield from _sections(item, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
+            yield from _iterate_sections(item, (*path, str(key)))  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _values_that_use_key(section: type[Section], ignored: IgnoredWith) -> str:
-    """The values of the other key with which this one is read."""
-    annotation = section.model_fields[ignored.key].annotation
+def _describe_alternatives(section: type[Section], mark: IgnoredWith) -> str:
+    """The values of the other key with which the marked key is read."""
+    annotation = section.model_fields[mark.key].annotation
     if get_origin(annotation) is Literal:
-        others = [str(value) for value in get_args(annotation) if value not in ignored.values]
-        return f"set {ignored.key} to {' or '.join(others)}"
-    return f"change {ignored.key}"
+        values = [str(value) for value in get_args(annotation) if value not in mark.values]
+        return f"set {mark.key} to {' or '.join(values)}"
+    return f"change {mark.key}"
 
 
 @rule("rollout", "infer.engine")
@@ -95,33 +95,33 @@ def _check_greedy_sampling(context: Context) -> Problems:
 
 @rule("algorithm", "data.domains", "devices", "critic", "teacher", "judge", "reward_model")
 def _check_unused_roles(context: Context) -> Problems:
-    for path, reason, fix in _unused_roles(context):
+    for path, reason, fix in _find_unused_roles(context):
         yield _no_effect(context, path, "", reason, f"{fix}, or remove it")
 
 
-def _unused_roles(context: Context) -> Iterator[tuple[str, str, str]]:
-    """(key, why it is not used, what would use it) of each role that is set and not used."""
+def _find_unused_roles(context: Context) -> Iterator[tuple[str, str, str]]:
+    """Each role that is set but not used: its key, the reason, and the fix."""
     recipe, teacher = context.recipe, schema.teacher_of(context.recipe)
     has_critic = context.rl is not None and context.rl.critic != schema.CriticConfig()
-    distils = recipe.needs("teacher") or recipe.needs("teacher_top")
-    distil = "use pipeline distill, the advantage opd or the loss distillation"
+    needs_teacher = recipe.needs("teacher") or recipe.needs("teacher_top")
+    use_teacher = "use pipeline distill, the advantage opd or the loss distillation"
     no_values, no_reward = "no advantage reads values", "no reward uses it"
-    ask_model = "add the reward model to a domain"
-    ask_judge = "add the reward judge (without a url) to a domain"
+    use_model = "add the reward model to a domain"
+    use_judge = "add the reward judge (without a url) to a domain"
     roles = (
         ("reference", False, recipe.needs("reference"), "nothing reads a reference", "add a KL"),
         ("critic", has_critic, recipe.needs("values"), no_values, "use advantage gae"),
-        ("teacher", teacher, distils, "nothing is distilled", distil),
-        ("reward_model", recipe.reward_model, recipe.asks_reward_model, no_reward, ask_model),
-        ("judge", recipe.judge, recipe.asks_judge, no_reward, ask_judge),
+        ("teacher", teacher, needs_teacher, "nothing is distilled", use_teacher),
+        ("reward_model", recipe.reward_model, recipe.uses_reward_model, no_reward, use_model),
+        ("judge", recipe.judge, recipe.uses_judge, no_reward, use_judge),
     )
     for role, section, is_used, reason, fix in roles:
         if section and not is_used:
             yield role, reason, fix
         if recipe.devices.of(role) is not None and not is_used:
             yield f"devices.{role}", reason, fix
-    is_set = teacher is not None and teacher.top_k != schema.TeacherConfig(path=teacher.path).top_k
-    if is_set and recipe.needs("teacher") and not recipe.needs("teacher_top"):
+    sets_top_k = teacher is not None and teacher.top_k != schema.TeacherConfig(path="").top_k
+    if sets_top_k and recipe.needs("teacher") and not recipe.needs("teacher_top"):
         yield "teacher.top_k", "only the loss distillation reads it", "use that loss"
 
 
@@ -177,5 +177,5 @@ def _check_sft_summaries(context: Context) -> Problems:
         environment = schema.environment_of(domain)
         window = environment.window if environment else None
         if window and window.summary and isinstance(context.recipe, schema.SftRecipe):
-            where = (*path, "environment", "window", "summary")
-            yield _no_effect(context, where, "", "solvers write no summaries to imitate")
+            summary_path = (*path, "environment", "window", "summary")
+            yield _no_effect(context, summary_path, "", "solvers write no summaries to imitate")

@@ -63,8 +63,8 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_different_scores(self) -> bool:
-        """Whether a group with equal scores has no gradient. False for parts of users, of which
-        this is not known."""
+        """Whether a group with equal scores has no gradient. False for custom parts, where this is
+        unknown."""
         reads_advantage = self.loss.name not in losses.WITHOUT_ADVANTAGE
         return reads_advantage and self.advantage.name in GROUP_RELATIVE
 
@@ -96,16 +96,16 @@ class AlgorithmConfig(Section):
     def old_only_in_loss(self) -> bool:
         """Whether only the loss reads the learner's old policy. With one optimizer step per batch
         this is the trained policy, so it needs no forward."""
-        reads_old = any(
+        custom_reads_old = any(
             isinstance(part, CustomPart) and "old" in part.needs
             for part in (self.advantage, self.loss, self.correction)
         )
-        elsewhere = reads_old or self.kl.in_reward or self.advantage.name == "opd"
-        return self.correction.name == "none" and not elsewhere
+        is_read_elsewhere = custom_reads_old or self.kl.in_reward or self.advantage.name == "opd"
+        return self.correction.name == "none" and not is_read_elsewhere
 
     @property
     def old_is_behaviour(self) -> bool:
-        """Whether the loss takes mu for pi_old."""
+        """Whether the loss uses mu as pi_old."""
         return self.correction.name in corrections.OLD_IS_BEHAVIOUR
 
     @property

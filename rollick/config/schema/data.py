@@ -46,12 +46,12 @@ class RewardSpec(Section):
     no limit."""
 
     @property
-    def asks_judge(self) -> bool:
+    def uses_judge(self) -> bool:
         """Whether it uses the recipe's judge, not one at a URL."""
         return self.name == "judge" and "url" not in self.options
 
     @property
-    def asks_reward_model(self) -> bool:
+    def uses_reward_model(self) -> bool:
         """Whether it uses the recipe's reward model."""
         return self.name == "model"
 
@@ -70,7 +70,7 @@ class SummarySpec(Section):
         "Sum up the task so far for yourself: what you did, what you learnt and what is left to do."
         " After this you will see your summary in place of the messages above."
     )
-    """The message that requests it."""
+    """The message that requests the summary."""
     trained: bool = True
     """Train on summaries, as turns that get the credit of later turns. false only shows them to the
     policy."""
@@ -132,7 +132,7 @@ class Domain(Section):
     hub:NAME?split=test) or file.py:function. Puzzles of reasoning-gym are
     reasoning_gym:TASK?seed=1&size=500. Optional with an environment."""
     prompt: str = "prompt"
-    """Column with the prompt (a string, or a list of messages with role and content), or a text
+    """Column with the prompt (a string, or a list of messages with role and content), or a string
     with columns in braces, such as "What is {a} + {b}?"."""
     system: str | None = None
     """A system message before the prompt."""
@@ -145,7 +145,7 @@ class Domain(Section):
 
     @property
     def prompt_format(self) -> str | None:
-        """`prompt` if it is a text with columns in braces, otherwise None."""
+        """`prompt` if it is a string with columns in braces, otherwise None."""
         return self.prompt if "{" in self.prompt or "}" in self.prompt else None
 
 
@@ -191,7 +191,7 @@ class FilterConfig(Section):
     @classmethod
     def _check_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
         if value is not None and value[0] > value[1]:
-            raise PydanticCustomError("range", "its lower end is above its upper end")
+            raise PydanticCustomError("range", "its lower bound is above its upper bound")
         return value
 
 
@@ -241,8 +241,8 @@ class DistillDomain(TrainingDomain):
 
 
 def environment_of(domain: Domain) -> EnvironmentSpec | None:
-    has_one = isinstance(domain, AgenticDomain | SftDomain | ValidationDomain)
-    return domain.environment if has_one else None
+    has_key = isinstance(domain, AgenticDomain | SftDomain | ValidationDomain)
+    return domain.environment if has_key else None
 
 
 def agent_of(domain: Domain) -> str | None:

@@ -3,8 +3,8 @@
     Recipe -+- RlRecipe ---------- RlvrRecipe, PluginRecipe -- AgenticRecipe
             +- SupervisedRecipe -- SftRecipe, DpoRecipe, DistillRecipe
 
-`recipe_type` gives the class for a pipeline. Code that reads a section of some pipelines only takes
-their class, such as RlRecipe for `rollout`.
+`recipe_type` returns the class of a pipeline. Code that reads a section that only some pipelines
+have takes their class, such as RlRecipe for `rollout`.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return self.evaluate.sampling.resolve(temperature=0).max_tokens
 
     def evaluation_sampling(self, domain: str) -> Sampling:
-        held_out = self.data.validation.get(domain)
-        own = held_out.sampling if held_out else SamplingConfig()
-        inherited = self.evaluate.sampling.over(self._inherited_limits(domain))
-        return own.over(inherited).resolve(temperature=0.0)
+        validation = self.data.validation.get(domain)
+        sampling = validation.sampling if validation else SamplingConfig()
+        inherited = self.evaluate.sampling.with_defaults(self._inherited_limits(domain))
+        return sampling.with_defaults(inherited).resolve(temperature=0.0)
 
     def _inherited_limits(self, domain: str) -> SamplingConfig:
-        """Token limit and stops that evaluation takes from training."""
+        """Token limit and stop conditions that evaluation inherits from training."""
         return SamplingConfig()
 
     @property
@@ -144,7 +144,7 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         """Whether an algorithm of the recipe reads this stream."""
         readers = [algorithm for algorithm in self.algorithms if stream in algorithm.needs]
         is_trained_policy = stream == "old" and self.train.steps_per_batch == 1
-        return any(not (is_trained_policy and one.old_only_in_loss) for one in readers)
+        return any(not (is_trained_policy and reader.old_only_in_loss) for reader in readers)
 
     @property
     def policy_is_reference(self) -> bool:
@@ -152,12 +152,12 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
         return self.train.lora is not None and self.devices.of("reference") is None
 
     @property
-    def asks_judge(self) -> bool:
-        return any(reward.asks_judge for reward in self.all_rewards)
+    def uses_judge(self) -> bool:
+        return any(reward.uses_judge for reward in self.all_rewards)
 
     @property
-    def asks_reward_model(self) -> bool:
-        return any(reward.asks_reward_model for reward in self.all_rewards)
+    def uses_reward_model(self) -> bool:
+        return any(reward.uses_reward_model for reward in self.all_rewards)
 
     @property
     def all_rewards(self) -> list[RewardSpec]:
@@ -166,7 +166,7 @@ class Recipe(Section, frozen=True):  # pyright: ignore[reportGeneralTypeIssues]
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps of the policy's optimizer, and so of its schedule, in the run."""
+        """Steps of the policy's optimizer and its schedule in the run."""
         return self.run.steps * self.train.steps_per_batch
 
 
@@ -191,9 +191,9 @@ class RlRecipe(Recipe, frozen=True):
     def algorithms(self) -> tuple[AlgorithmConfig, ...]:
         """The different algorithms of the domains; the recipe's is first if a domain uses it."""
         used = [self._algorithm_of(name) for name in self.data.domains]
-        common = self.algorithm.without_preset_name
-        candidates = [common, *used] if common in used or not used else used
-        return tuple(one for index, one in enumerate(candidates) if one not in candidates[:index])
+        shared = self.algorithm.without_preset_name
+        candidates = [shared, *used] if shared in used or not used else used
+        return tuple(item for i, item in enumerate(candidates) if item not in candidates[:i])
 
     def _algorithm_of(self, domain: str) -> AlgorithmConfig:
         return (self.data.domains[domain].algorithm or self.algorithm).without_preset_name
@@ -211,18 +211,19 @@ class RlRecipe(Recipe, frozen=True):
         return max(limits, default=self.sampling.resolve(temperature=1).max_tokens)
 
     def training_sampling(self, domain: str) -> Sampling:
-        own = self.data.domains[domain].sampling
-        return own.over(self.sampling).resolve(temperature=1.0)
+        sampling = self.data.domains[domain].sampling
+        return sampling.with_defaults(self.sampling).resolve(temperature=1.0)
 
     def _inherited_limits(self, domain: str) -> SamplingConfig:
-        trained = self.data.domains.get(domain)
-        own = trained.sampling if trained else SamplingConfig()
-        return own.over(self.sampling).limits
+        training = self.data.domains.get(domain)
+        sampling = training.sampling if training else SamplingConfig()
+        return sampling.with_defaults(self.sampling).limits
 
     def rollout_of(self, domain: str) -> RolloutConfig:
-        """The rollout's settings with what the domain's filters override."""
-        own = self.data.domains[domain].filters
-        return self.rollout.model_copy(update=own.model_dump(exclude_none=True, exclude={"scores"}))
+        """The rollout's settings, overridden by the domain's filters."""
+        filters = self.data.domains[domain].filters
+        overrides = filters.model_dump(exclude_none=True, exclude={"scores"})
+        return self.rollout.model_copy(update=overrides)
 
     def drops_no_signal(self, domain: str) -> bool:
         """Whether groups of the domain with equal scores are dropped."""
@@ -335,12 +336,12 @@ def recipe_type(data: Mapping[str, Any]) -> type[Recipe]:
 
 
 def parse_recipe(data: Mapping[str, Any]) -> Recipe:
-    """The recipe of plain values; raises pydantic's ValidationError. Does not check rules."""
+    """Parse a recipe from plain values; raises pydantic's ValidationError. Does not check rules."""
     return recipe_type(data).model_validate(data)
 
 
 def rl_recipe(recipe: Recipe) -> RlRecipe:
-    """The recipe as that of an RL pipeline; ConfigError if it is not one."""
+    """The recipe as an RlRecipe; raises ConfigError for other pipelines."""
     if not isinstance(recipe, RlRecipe):
         fix = "use a recipe of pipeline rlvr or agentic"
         raise ConfigError(f"pipeline {recipe.pipeline} does not sample", fix=fix)

@@ -41,9 +41,9 @@ class SamplingConfig(Section):
     stop_ids: tuple[NonNegative, ...] | None = None
     """Token ids that end a sample, besides the model's own. Default: none."""
 
-    def over(self, base: SamplingConfig) -> SamplingConfig:
-        """This section, with the keys of `base` where it sets none."""
-        return base.model_copy(update=self.model_dump(exclude_none=True))
+    def with_defaults(self, defaults: SamplingConfig) -> SamplingConfig:
+        """This section, with the values of `defaults` for keys that are not set."""
+        return defaults.model_copy(update=self.model_dump(exclude_none=True))
 
     @property
     def limits(self) -> SamplingConfig:
@@ -80,8 +80,8 @@ class EvaluateConfig(Section):
         """Whether to validate after `step`, if there is validation data."""
         if step == 0:
             return self.at_start is not False
-        regular = bool(self.every) and step % self.every == 0
-        return regular or (step == steps and self.at_end)
+        is_regular = bool(self.every) and step % self.every == 0
+        return is_regular or (step == steps and self.at_end)
 
 
 class RolloutConfig(Section):

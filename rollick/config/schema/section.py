@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from rollick.config.names import NAMES, is_reference, plugins
+from rollick.config.names import NAMES, find_plugins, is_reference
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -45,7 +45,7 @@ class IgnoredWith:
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, unknown keys forbidden, every field documented."""
+    """A section of a recipe: frozen, unknown keys forbidden, every field documented."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -68,11 +68,11 @@ class Section(BaseModel):
     @classmethod
     def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Rejects true as a number; Python would treat it as 1."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        if isinstance(value, bool) and bool not in kinds:
-            if int in kinds:
+        types = _field_types(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and bool not in types:
+            if int in types:
                 raise PydanticCustomError("int_type", "true is not a whole number")
-            if float in kinds:
+            if float in types:
                 raise PydanticCustomError("float_type", "true is not a number")
         return value
 
@@ -86,8 +86,8 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
         if not isinstance(section, ast.ClassDef):
             continue
         texts = docstrings.setdefault(section.name, {})
-        for field, below in pairwise(section.body):
-            match (field, below):
+        for statement, next_statement in pairwise(section.body):
+            match (statement, next_statement):
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
@@ -98,7 +98,7 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
     return docstrings
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _field_types(annotation: Any) -> set[Any]:
     """The plain types of a field such as `int`, or `Positive | None`."""
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return {get_args(part)[0] if get_origin(part) is Annotated else part for part in parts}
@@ -118,7 +118,7 @@ class CustomPart(Section):
     options: dict[str, Scalar] = Field(default_factory=dict[str, Scalar])
     """Passed to the function as `options`."""
     needs: tuple[Literal["old", "reference", "values", "teacher"], ...] = ()
-    """What the function reads besides scores and tokens: log-probs of the learner's old policy, of
+    """Inputs of the function besides scores and tokens: log-probs of the learner's old policy, of
     the reference or of the teacher, values of the critic."""
 
 
@@ -152,4 +152,4 @@ class NamedUnion:
             return "custom"
         if name in NAMES[self.kind]:
             return name
-        return "custom" if is_reference(name) or name in plugins(self.kind) else None
+        return "custom" if is_reference(name) or name in find_plugins(self.kind) else None
