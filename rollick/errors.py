@@ -90,7 +90,7 @@ class WorkerError(RollickError):
 
 
 class WorkerLost(WorkerError):
-    """A worker process died or does not answer. `failed_at`: when it ended or last showed life, in
+    """A worker process died or does not answer. `failed_at`: when it ended or last responded, in
     seconds since the epoch; None if that is unknown."""
 
     exit_code = EXIT_RETRY

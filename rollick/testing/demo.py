@@ -20,7 +20,7 @@ from rollick.commands.export import export_run
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema.advantages import BaselineAdvantage
 from rollick.observe.metrics import read_metrics
-from rollick.observe.tables import Console, evaluation_table, side_console
+from rollick.observe.tables import Console, evaluation_table, stderr_console
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
 from rollick.testing.learning import shuffle_scores
@@ -118,7 +118,7 @@ def run_demo(
     """
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}" + ("-control" if control else "")
     home = folder / name
-    console = side_console()
+    console = stderr_console()
     tasks = make_tasks(seed)
     console.print(f"making a tiny model, warming it up on {WARM_UP} examples of each task")
     model = save_tiny(home / "model", seed=seed, alphabet=ALPHABET, **MODEL)
