@@ -285,8 +285,8 @@ class TimeAccount:
         """Record the step. Returns its time by state as metrics, and the totals of the run."""
         self._write(step, "step")
         seconds, self._step_seconds = self._step_seconds, zero_seconds()
-        occurred = (state for state, total in self.totals.seconds.items() if total > 0)
-        metrics = {f"time/goodput/{state}": seconds[state] for state in occurred}
+        totals = self.totals.seconds
+        metrics = {f"time/goodput/{s}": seconds[s] for s, total in totals.items() if total > 0}
         metrics["time/goodput/ettr"] = self.totals.ettr
         return metrics | {"time/goodput/redone_steps": float(self.totals.redone_steps)}
 

@@ -180,15 +180,15 @@ def _samples_section(comparisons: Sequence[SampleComparison]) -> str:
     def answer_cell(text: str, ok: bool) -> str:
         return cell(text, "good" if ok else "bad")
 
-    has_pairs = any(row.before is not None for row in comparisons)
+    paired = any(row.before is not None for row in comparisons)
     body = ""
     for row in comparisons:
-        before = answer_cell(row.before or "", row.before_ok) if has_pairs else ""
+        before = answer_cell(row.before or "", row.before_ok) if paired else ""
         after = answer_cell(row.after, row.after_ok)
         body += f"<tr><td>{escape(row.domain)}</td>{cell(row.prompt)}{before}{after}</tr>"
-    columns = ("domain", "prompt", *(("first", "last") if has_pairs else ("answer",)))
+    columns = ("domain", "prompt", *(("first", "last") if paired else ("answer",)))
     head = "".join(f"<th>{column}</th>" for column in columns)
-    title = "Held-out prompts, first and last validation" if has_pairs else "Last step's samples"
+    title = "Held-out prompts, first and last validation" if paired else "Samples of the last step"
     return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
 
 
