@@ -18,7 +18,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "reward/cached/*": ("calls", "Calls saved because an equal sample was scored before."),
     "reward/failed/*": ("calls", "Calls that returned no valid score."),
     "reward/mean/*": ("", "Mean of a metric that a reward reports (REWARD/METRIC)."),
-    "reward/total/*": ("", "Sum of such a metric over the run."),
+    "reward/total/*": ("", "Sum of a metric that a reward reports, over the run."),
     "reward_hacking/*": (
         "0 or 1",
         "1: the score rises while another value gets worse. The rules are length, repetition, "

@@ -207,8 +207,8 @@ class RemoteEnv(TextEnv):
                 fields = ", ".join(observation)
                 raise EnvError(f"the observation has no {self.show!r}", fix=f"show one of {fields}")
             return str(observation[self.show])
-        shown = {key: value for key, value in observation.items() if key != "metadata"}
-        return json.dumps(shown, ensure_ascii=False)
+        fields = {key: value for key, value in observation.items() if key != "metadata"}
+        return json.dumps(fields, ensure_ascii=False)
 
 
 @lru_cache(64)
