@@ -29,7 +29,7 @@ class RepeatFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self.hidden: Counter[CodeLine] = Counter()
-        self.last_hidden: dict[CodeLine, str] = {}
+        self.latest: dict[CodeLine, str] = {}
         self._seen: Counter[MessageKind] = Counter()
         self._kinds: Counter[CodeLine] = Counter()
 
@@ -43,7 +43,7 @@ class RepeatFilter(logging.Filter):
         if self._kinds[line] <= KINDS_PER_LINE and self._show(record, text, self._seen[kind]):
             return True
         self.hidden[line] += 1
-        self.last_hidden[line] = text.partition("\n")[0]
+        self.latest[line] = text.partition("\n")[0]
         return False
 
     def _show(self, record: logging.LogRecord, text: str, count: int) -> bool:
@@ -53,8 +53,7 @@ class RepeatFilter(logging.Filter):
         if count == MAX_SHOWN:
             record.msg, record.args = f"{text} (further messages like this are counted)", ()
             return True
-        is_power_of_ten = count == 10 ** (len(str(count)) - 1)
-        if is_power_of_ten:
+        if is_power_of_ten := count == 10 ** (len(str(count)) - 1):
             record.msg, record.args = f"{text} ({count} messages like this so far)", ()
         return is_power_of_ten
 
@@ -69,6 +68,4 @@ def fold_repeats() -> Generator[None]:
     finally:
         LOG.removeFilter(repeats)
         for line, count in repeats.hidden.items():
-            LOG.warning(
-                "%d messages were not shown, the last: %s", count, repeats.last_hidden[line]
-            )
+            LOG.warning("%d messages were not shown, the last: %s", count, repeats.latest[line])

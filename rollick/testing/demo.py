@@ -51,10 +51,8 @@ class Tasks:
 def make_tasks(seed: int) -> Tasks:
     """Random tasks, split in three. The answer to `cgaeb>` is `abceg`, that to `40718<` `87410`."""
     rng = random.Random(seed)
-    letters = [{"prompt": f"{t}>", "answer": "".join(sorted(t))} for t in _draw_texts(LETTERS, rng)]
-    digits = [
-        {"prompt": f"{t}<", "answer": "".join(sorted(t))[::-1]} for t in _draw_texts(DIGITS, rng)
-    ]
+    letters = [{"prompt": f"{t}>", "answer": "".join(sorted(t))} for t in _draw(LETTERS, rng)]
+    digits = [{"prompt": f"{t}<", "answer": "".join(sorted(t))[::-1]} for t in _draw(DIGITS, rng)]
     rows = {"letters": letters, "digits": digits}
     end = HELD_OUT + WARM_UP
     return Tasks(
@@ -64,7 +62,7 @@ def make_tasks(seed: int) -> Tasks:
     )
 
 
-def _draw_texts(symbols: str, rng: random.Random) -> list[str]:
+def _draw(symbols: str, rng: random.Random) -> list[str]:
     """Distinct texts of five distinct symbols."""
     texts: dict[str, None] = {}
     while len(texts) < HELD_OUT + WARM_UP + TRAINING:
