@@ -102,8 +102,8 @@ class LockstepAccess:
         return await self._access.generate(request)
 
     @contextmanager
-    def activity(self, what: str) -> Generator[None]:
-        with self._access.activity(what):
+    def activity(self, label: str) -> Generator[None]:
+        with self._access.activity(label):
             yield
 
 

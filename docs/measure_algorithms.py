@@ -64,7 +64,7 @@ class Run:
 
     def values(self) -> list[float]:
         curve = measured(self.key, self._start)
-        entries = curve.of(self.metric) if self.metric else curve.scores
+        entries = curve.values_of(self.metric) if self.metric else curve.scores
         scale = entries[0] if self.relative else 1.0
         return [round(value / scale, 3) for value in entries]
 

@@ -90,8 +90,8 @@ class WorkerError(RollickError):
 
 
 class WorkerLost(WorkerError):
-    """A worker process died or does not answer. `failed_at`: when it ended or was last known to be
-    alive, in seconds since the epoch; None if unknown."""
+    """A worker process died or does not answer. `failed_at`: when it ended or last responded, in
+    seconds since the epoch; None if that is unknown."""
 
     exit_code = EXIT_RETRY
 

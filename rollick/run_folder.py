@@ -17,7 +17,7 @@ from rollick.config.load import LoadedRecipe, load_recipe
 from rollick.config.recipe_record import record_recipe
 from rollick.config.schema import Recipe
 from rollick.errors import CheckpointError, ConfigError, writing_to
-from rollick.observe.metrics import read_metrics, rewrite
+from rollick.observe.metrics import read_metrics, replace_rows
 from rollick.observe.row_file import RowFile
 
 LOG = logging.getLogger("rollick")
@@ -49,7 +49,7 @@ class RunFolder:
         for name in ("samples.jsonl", "validation.jsonl", ENGINE_STEPS):
             if (self.path / name).exists():
                 rows = read_metrics(self.path / name)
-                rewrite(self.path / name, [row for row in rows if row["step"] <= step])
+                replace_rows(self.path / name, [row for row in rows if row["step"] <= step])
 
     def write_recipe(self, loaded: LoadedRecipe) -> None:
         """Write the recipe with a copy of the code that it names in files."""

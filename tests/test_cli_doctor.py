@@ -31,9 +31,9 @@ from rollick.observe.diagnosis import (
     RunEvidence,
     RunSnapshot,
     diagnose,
-    duration,
+    format_duration,
     read_run_snapshot,
-    render,
+    render_diagnosis,
     write_run_snapshot,
 )
 from rollick.pipelines.run import run_recipe
@@ -120,7 +120,7 @@ def test_the_doctor_names_what_a_hanging_run_waits_for(
     assert f"running (process {process.pid} on {socket.gethostname()})" in report.stdout
     assert "step 1 waits for group 0: sample 0 being scored for " in report.stdout
     assert "; and 12 more samples" in report.stdout
-    assert "rewards: 16 under way, 0 done" in report.stdout
+    assert "rewards: 16 in flight, 0 done" in report.stdout
     assert "no checkpoint yet" in report.stdout
 
 
@@ -333,7 +333,7 @@ def test_a_status_file_is_read_as_written_and_an_invalid_one_is_none(tmp_path: P
 def test_the_doctor_names_the_worker_processes() -> None:
     shown, running = StringIO(), snapshot(processes={"policy 0": 12, "generators 0": 13})
     diagnosis = diagnose(running, RunEvidence(Path("runs/toy"), alive=True), now=1001.0)
-    Console(file=shown, width=200).print(render(diagnosis))
+    Console(file=shown, width=200).print(render_diagnosis(diagnosis))
     assert "worker processes: policy 0 12, generators 0 13" in shown.getvalue()
 
 
@@ -348,4 +348,4 @@ def test_the_facts_of_the_machine_are_printed_at_once() -> None:
     [(0.25, "0.25 s"), (310, "310 s"), (1200, "20 min"), (86_400, "24 h"), (259_200, "3 days")],
 )
 def test_a_duration_is_printed_in_a_readable_unit(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
+    assert format_duration(seconds) == expected

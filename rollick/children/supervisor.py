@@ -149,8 +149,8 @@ class ChildSupervisor:
         await self.end(child)
         replacement = await self._start_with_retries(RollickError)
         if fault is not None:
-            fault.restarted()
-            fault.rejoined()
+            fault.mark_restarted()
+            fault.mark_rejoined()
         return replacement
 
     async def _start_with_retries(self, retry_on: type[RollickError]) -> Child:

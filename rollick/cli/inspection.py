@@ -22,7 +22,7 @@ def doctor(
 ) -> None:
     """Diagnose a run: is it alive, does it learn, what does each part wait for, what to change."""
     from rollick.commands.doctor import diagnose_folder, environment_facts
-    from rollick.observe.diagnosis import environment_table, render
+    from rollick.observe.diagnosis import environment_table, render_diagnosis
     from rollick.observe.terminal import SafeConsole
 
     if run is None:
@@ -30,7 +30,7 @@ def doctor(
         table = environment_table(facts)
     else:
         diagnosis = diagnose_folder(run)
-        facts, table = asdict(diagnosis), render(diagnosis)
+        facts, table = asdict(diagnosis), render_diagnosis(diagnosis)
     if as_json:
         typer.echo(json.dumps(facts))
     else:
@@ -73,7 +73,7 @@ def trace(
     path = out or run / "trace.json"
     timeline = write_timeline(run, path)
     typer.echo(
-        f"{path}: {len(timeline.samples)} samples, {timeline.trained} trained, "
+        f"{path}: {len(timeline.samples)} samples, {timeline.num_trained} trained, "
         f"{timeline.seconds:.4g} s; open it at https://ui.perfetto.dev"
     )
 

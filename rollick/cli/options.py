@@ -73,11 +73,11 @@ def parse_options(items: Sequence[str]) -> dict[str, Any]:
 def print_untrusted(text: str, *, err: bool = False, exact_in_pipe: bool = False) -> None:
     """Print text that a model or a program wrote; `exact_in_pipe`: unchanged if no terminal reads
     it."""
-    from rollick.observe.terminal import printable
+    from rollick.observe.terminal import escape_controls
 
     stream = sys.stderr if err else sys.stdout
     exact = exact_in_pipe and not stream.isatty()
-    typer.echo(text if exact else printable(text), nl=False, err=err)
+    typer.echo(text if exact else escape_controls(text), nl=False, err=err)
 
 
 def print_rows(rows: Sequence[tuple[str, str]], *, width: int) -> None:

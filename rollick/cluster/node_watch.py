@@ -1,4 +1,4 @@
-"""Notices that a machine of the cluster does not answer: it is off, hangs, or its network is cut.
+"""Detects that a machine of the cluster does not answer: it is off, hangs, or its network is cut.
 
 Ray needs a minute for that, and until then it sends new workers there. So an idle process on each
 machine with workers, except the controller's own, is called every BEAT_S.

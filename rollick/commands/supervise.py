@@ -194,7 +194,7 @@ class RunSupervisor:
             process.send_signal(signal.SIGTERM)
         started_at = time.time()
         if self._fault:
-            self._fault.restarted()
+            self._fault.mark_restarted()
         while process.poll() is None:
             signals.wait(POLL_S)
             reap_orphans(process.pid)
@@ -235,7 +235,8 @@ class RunSupervisor:
             return False
         if self._fault is not None:
             redone_steps = max(0, self._fault.step - resumed_from)
-            self._fault.rejoined(redone_steps=redone_steps, lost=self._lost_since_crash())
+            lost = self._lost_since_crash()
+            self._fault.mark_rejoined(redone_steps=redone_steps, lost=lost)
             self._fault = None
         return True
 

@@ -39,7 +39,7 @@ MakeEnv = Callable[..., "TextEnv"]
 TileGrid = Sequence[Sequence[str]]
 """The state as a picture: rows of tile names."""
 MAX_TURNS = 2_000
-"""An episode with more turns counts as one that never ends."""
+"""An episode that does not end within this many turns is an error."""
 
 
 class TextEnv(ABC):
@@ -85,7 +85,7 @@ class EnvResponse:
     info: Info = field(default_factory=dict[str, Any])
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         return self.terminated or self.truncated
 
     @property
@@ -102,16 +102,16 @@ class InvalidEnvResponse(Exception):
     """An environment returned a value of the wrong form; the message describes it."""
 
 
-def succeeded(responses: Sequence[EnvResponse]) -> bool:
-    """As the environment reports it; by default: terminated with a reward above 0."""
+def is_solved(responses: Sequence[EnvResponse]) -> bool:
+    """As the last info reports it; by default: terminated with a total reward above 0."""
     if not responses:
         return False
-    by_reward = responses[-1].terminated and sum(step.reward for step in responses) > 0
-    return bool(responses[-1].info.get("success", by_reward))
+    has_reward = responses[-1].terminated and sum(step.reward for step in responses) > 0
+    return bool(responses[-1].info.get("success", has_reward))
 
 
-def random_of(purpose: str, seed: int, *more: str | int) -> Random:
-    """A random generator for an environment; the hash makes neighbouring seeds independent."""
+def seeded_random(purpose: str, seed: int, *more: str | int) -> Random:
+    """A random generator for an environment; hashing makes consecutive seeds independent."""
     return Random(stable_hash(purpose, seed, *more))
 
 

@@ -43,7 +43,7 @@ from rollick.types import Turn
 
 
 class EnvStatus(StrEnum):
-    """The status of a call. Every status but OK ends the episode. A status is not a score."""
+    """The status of a call. Every status but OK ends the episode."""
 
     OK = "ok"
     FAILED = "failed"
@@ -55,7 +55,7 @@ class EnvStatus(StrEnum):
     CRASHED = "crashed"
     """The process died during the call."""
     LOST = "lost"
-    """The process was killed or stopped, or another episode of it hung or crashed."""
+    """The process was killed or stopped, or another episode in it hung or crashed."""
     UNAVAILABLE = "unavailable"
     """The server of the environment does not answer."""
 
@@ -127,7 +127,7 @@ def solve_episode(env: TextEnv, seed: int) -> EnvResponse:
     try:
         response = read_reset(env.reset(seed))
         for _ in range(MAX_TURNS):
-            action = None if response.over else env.solve()
+            action = None if response.done else env.solve()
             if action is None:
                 break
             messages += [*response.turns, Turn("assistant", action)]
@@ -138,7 +138,7 @@ def solve_episode(env: TextEnv, seed: int) -> EnvResponse:
     finally:
         close_env(env)
     if not messages:
-        raise EnvError("its solver returns no reply", fix="write solve(), or name another source")
+        raise EnvError("its solver returns no reply", fix="write solve(), or use another source")
     return EnvResponse(tuple(messages), reward, terminated=True)
 
 
@@ -202,7 +202,7 @@ class EnvLoop:
             self._drop(episode)
             return None
         response = read_step(self.episodes[episode].step(call.action))
-        if response.over:
+        if response.done:
             self._drop(episode)
         return response
 

@@ -20,9 +20,9 @@ SEPARATOR = "||"
 """Between the actions of one turn, if an environment accepts several."""
 
 FORMAT_INSTRUCTIONS: Mapping[Format, str] = {
-    "plain": "Reply with {what} and nothing else.",
-    "answer": "Reply in the form <answer>{what}</answer>.",
-    "think": "Think first, then answer: <think>your thoughts</think><answer>{what}</answer>.",
+    "plain": "Reply with {answer} and nothing else.",
+    "answer": "Reply in the form <answer>{answer}</answer>.",
+    "think": "Think first, then answer: <think>your thoughts</think><answer>{answer}</answer>.",
 }
 
 
@@ -54,14 +54,14 @@ def write_reply(answer: str, style: Format) -> str:
     return f"<think></think>{body}" if style == "think" else body
 
 
-def describe_format(style: Format, what: str) -> str:
+def describe_format(style: Format, answer: str) -> str:
     """The sentence of the prompt that explains the format."""
-    return FORMAT_INSTRUCTIONS[style].format(what=what)
+    return FORMAT_INSTRUCTIONS[style].format(answer=answer)
 
 
 def read_actions(text: str, style: Format, words: Mapping[str, int], *, limit: int) -> list[int]:
     """The actions of a reply, in order; empty if one is invalid or there are more than `limit`.
-    `words`: the action of each lower-case word."""
+    `words` maps lower-case words to actions."""
     parts = (read_reply(text, style) or "").split(SEPARATOR)
     names = [part.strip(" \t\n.").lower() for part in parts]
     actions = [words[name] for name in names if name in words]

@@ -1,7 +1,7 @@
 """FrozenLake: walk over the ice from the start to the goal without falling into a hole.
 
 Every map has a path to the goal. With probability `slip` a step goes to one of the two sides
-instead (2/3 is Gymnasium's lake). Then even the best policy can fall into a hole; the solver is the
+instead (Gymnasium's lake: 2/3). Then even the best policy can fall into a hole; the solver is the
 policy with the highest probability of success.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollick.envs import grid
-from rollick.envs.base import random_of
+from rollick.envs.base import seeded_random
 from rollick.envs.grid import DOWN, LEFT, RIGHT, UP, GridGame, join_rows, offsets
 from rollick.errors import EnvError
 
@@ -20,7 +20,7 @@ ICE, HOLE, GOAL, START, PLAYER, DROWNED, ARRIVED = range(7)
 TILES = ("ice", "hole", "goal", "ice", "player", "drowned", "arrived")
 SYMBOLS = {"letters": "FHGSPXW", "marks": "_O*_@X!", "digits": "0120389"}
 """One symbol per tile, in the order of the constants."""
-ATTEMPTS = 100_000
+MAX_ATTEMPTS = 100_000
 """Maximum maps generated for a puzzle: a few seconds."""
 SIDES = {UP: (LEFT, RIGHT), DOWN: (LEFT, RIGHT), LEFT: (UP, DOWN), RIGHT: (UP, DOWN)}
 
@@ -41,8 +41,8 @@ class FrozenLake(GridGame):
 
     def __post_init__(self) -> None:
         shares = (self.holes, self.slip, self.careless)
-        valid_shares = self.holes < 1 and all(0 <= share <= 1 for share in shares)
-        if self.size < 2 or not valid_shares or self.symbols not in SYMBOLS:
+        are_valid = self.holes < 1 and all(0 <= share <= 1 for share in shares)
+        if self.size < 2 or not are_valid or self.symbols not in SYMBOLS:
             values = f"holes={self.holes}, slip={self.slip}, careless={self.careless}"
             text = f"invalid options: size={self.size}, {values}, symbols={self.symbols!r}"
             fix = "use size >= 2; holes, slip and careless from 0 to 1 (holes < 1); symbols one of"
@@ -64,17 +64,17 @@ class FrozenLake(GridGame):
         """The solver's direction in each cell, on slippery ice."""
 
     def build(self, seed: int) -> None:
-        random = random_of("frozen_lake", seed, self.size, str(self.holes))
-        self.random = random_of("frozen_lake slip", seed) if self.slip else random
+        random = seeded_random("frozen_lake", seed, self.size, str(self.holes))
+        self.random = seeded_random("frozen_lake slip", seed) if self.slip else random
         rows = range(1, self.size + 1)
         cells = [row * self.width + column for row in rows for column in rows]
         self.cells = frozenset(cells)
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             ice = {cell for cell in cells if random.random() >= self.holes}
             ice |= {self.start, self.goal}
             board = "".join("." if cell in ice else "O" for cell in cells)
-            solvable = self.goal in grid.distances(self.start, ice.__contains__, self.width)
-            if solvable and self.is_in_split(board):
+            is_solvable = self.goal in grid.distances(self.start, ice.__contains__, self.width)
+            if is_solvable and self.is_in_split(board):
                 break
         else:
             values = f"size={self.size}, holes={self.holes}, split={self.split!r}"

@@ -31,7 +31,7 @@ def offsets(width: int) -> tuple[int, int, int, int]:
     return (-width, width, -1, 1)
 
 
-def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, int]:
+def distances(start: int, is_free: Callable[[int], bool], width: int) -> dict[int, int]:
     """Moves from `start` to every cell reachable over free cells."""
     moves_to = {start: 0}
     queue = deque([start])
@@ -39,7 +39,7 @@ def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, 
     while queue:
         cell = queue.popleft()
         for move in moves:
-            if cell + move not in moves_to and free(cell + move):
+            if cell + move not in moves_to and is_free(cell + move):
                 moves_to[cell + move] = moves_to[cell] + 1
                 queue.append(cell + move)
     return moves_to
@@ -48,8 +48,8 @@ def distances(start: int, free: Callable[[int], bool], width: int) -> dict[int, 
 def shortest_path(
     start: int, goal: int, free: Container[int], width: int, *, random: Random | None = None
 ) -> list[int] | None:
-    """Directions of a shortest path over the cells of `free`; a random one if `random` is given;
-    None if there is none."""
+    """Directions of a shortest path over the cells of `free`; a random one if `random` is
+    set; None if there is no path."""
     moves_left = distances(goal, free.__contains__, width)
     if start not in moves_left:
         return None
@@ -137,8 +137,8 @@ class GridGame(TextEnv):
         before = self._moves_left() if self.progress_reward else None
         reward, changed = (0.0, False) if directions else (self.invalid_reward, False)
         for direction in directions:
-            gained, moved = self.move(direction)
-            reward += gained
+            move_reward, moved = self.move(direction)
+            reward += move_reward
             changed = changed or moved
             if self.outcome() is not None:
                 break
@@ -171,7 +171,7 @@ class GridGame(TextEnv):
         return [[self.tile_names[symbol] for symbol in row] for row in rows]
 
     def _moves_left(self) -> int | None:
-        """Length of the solver's path to success; None if there is none."""
+        """Length of the solver's path to success; None if it is unreachable."""
         directions = [] if self.outcome() else self.plan_moves()
         return None if directions is None else len(directions)
 
@@ -191,4 +191,5 @@ class GridGame(TextEnv):
 
 def join_rows(symbols: Sequence[str], size: int) -> str:
     """The symbols of a square board as lines."""
-    return "\n".join("".join(symbols[at : at + size]) for at in range(0, size * size, size))
+    rows = range(0, size * size, size)
+    return "\n".join("".join(symbols[begin : begin + size]) for begin in rows)

@@ -3,7 +3,7 @@
     reset() --> the process with the fewest episodes --frames--> child process 1 (child.py)
     step()  --> the process of the episode           --frames--> child process 2
       ^                                                    |     watchdog: kills the children
-      +------------------- EnvCallResult, OK or why not -----------+     if this process dies
+      +------------------- EnvCallResult (status, response) -------+     if this process dies
 
 A call past its deadline, or one that crashes its child, ends its episode (TIMEOUT, CRASHED) and the
 other episodes of that process (LOST). A child that was killed or stopped from outside loses all of
@@ -72,7 +72,7 @@ class EnvLimits:
 
 @dataclass(slots=True, eq=False)
 class EnvSession:
-    """One episode in a process. `opening` is the result of its reset; call `step` until it is over.
+    """One episode in a process. `opening` is the result of its reset; call `step` until it is done.
     Use `contextlib.closing` if you may stop earlier."""
 
     pool: EnvPool
@@ -80,7 +80,7 @@ class EnvSession:
     number: int
     opening: EnvCallResult = field(init=False)
     status: EnvStatus = EnvStatus.OK
-    over: bool = False
+    done: bool = False
     """Ended, failed, or closed."""
     seconds: float = 0.0
     """Time inside the environment so far."""
@@ -90,19 +90,19 @@ class EnvSession:
     async def step(self, action: str) -> EnvCallResult:
         """Run one step. Waits for the process; a failure is a result with a status and ends the
         episode. Raises EnvError if the episode is over."""
-        if self.over and self.status is EnvStatus.LOST:
+        if self.done and self.status is EnvStatus.LOST:
             # Its process died between two steps.
             return EnvCallResult(EnvStatus.LOST, detail=LOST_TEXT)
-        if self.over:
+        if self.done:
             text = f"episode {self.number} is over ({self.status})"
             raise EnvError(text, fix="start a new episode with reset()")
         if self.pending is not None:
-            raise EnvError(f"episode {self.number} is in a step already", fix="await that first")
+            raise EnvError(f"a step of episode {self.number} is in flight", fix="await it first")
         return await self.pool.call(self, StepEpisode(action))
 
     def close(self) -> None:
-        """Drop the episode if it is not over; does not wait."""
-        if not self.over:
+        """Drop the episode if it is not done; does not wait."""
+        if not self.done:
             self.pool.drop(self)
             self.worker.send(self.number, DropEpisode())
 
@@ -152,7 +152,7 @@ class EnvPool:
         self.limits = limits
         self._names = list(supervisor.setup.definitions)
         self._supervisor = supervisor
-        self._numbers = count()
+        self._episode_numbers = count()
         self._workers: list[_Worker] = []
         self._ready = asyncio.Event()
         self._slots = asyncio.Semaphore(limits.episodes)
@@ -205,12 +205,12 @@ class EnvPool:
 
     async def _open(self, start: StartEpisode) -> EnvSession:
         if start.name not in self._names:
-            text = f"the environment {start.name!r} was not given to the pool"
+            text = f"the pool has no environment {start.name!r}"
             raise EnvError(text, fix=f"it has: {', '.join(self._names) or 'none'}")
         await self._slots.acquire()
         try:
             worker = await self._pick_worker()
-            session = EnvSession(self, worker, next(self._numbers))
+            session = EnvSession(self, worker, next(self._episode_numbers))
             worker.sessions[session.number] = session
         except BaseException:
             self._slots.release()
@@ -231,7 +231,7 @@ class EnvPool:
         try:
             return await session.pending
         except asyncio.CancelledError:
-            # The caller lost this result, and the episode cannot continue without it.
+            # The caller never sees this result, so the episode cannot continue.
             session.close()
             raise
         finally:
@@ -274,8 +274,8 @@ class EnvPool:
                 frames = await worker.child.receive(deadline=deadline)
             except TimeoutError:
                 blamed = {n for n, end in self._call_ends(worker).items() if end <= now()}
-                silent = min(worker.sent.values(), default=inf) + self.limits.step_s <= now()
-                if blamed or (silent and not worker.started):
+                unstarted = min(worker.sent.values(), default=inf) + self.limits.step_s <= now()
+                if blamed or (unstarted and not worker.started):
                     began = [worker.started[n] for n in blamed] or worker.sent.values()
                     worker.child.failed_at = time.time() - (now() - min(began))
                     return EnvCallResult(EnvStatus.TIMEOUT, detail="its process was killed"), blamed
@@ -294,13 +294,13 @@ class EnvPool:
 
     def _call_ends(self, worker: _Worker) -> dict[int, float]:
         """The deadline of each running call, by episode."""
-        return {n: at + self._call_limit(worker, n) for n, at in worker.started.items()}
+        return {n: begin + self._call_limit(worker, n) for n, begin in worker.started.items()}
 
     def _call_limit(self, worker: _Worker, number: int) -> float:
         """Time limit of the episode's current call, in seconds."""
         session = worker.sessions.get(number)
-        spent = session.seconds if session is not None else 0.0
-        return min(self.limits.step_s, max(self.limits.episode_s - spent, 0.0))
+        used_s = session.seconds if session is not None else 0.0
+        return min(self.limits.step_s, max(self.limits.episode_s - used_s, 0.0))
 
     def _record(self, worker: _Worker, number: int, result: EnvCallResult) -> None:
         """Record a result and deliver it."""
@@ -339,14 +339,14 @@ class EnvPool:
         if not result.ok:
             session.status = result.status
             self.stats.failures[result.status] += 1
-        if not result.ok or (result.response is not None and result.response.over):
+        if not result.ok or (result.response is not None and result.response.done):
             self.drop(session)
         if session.pending is not None and not session.pending.done():
             session.pending.set_result(result)
 
     def drop(self, session: EnvSession) -> None:
-        """Mark an episode as over and free its slot; does not tell its process."""
-        session.over = True
+        """Mark an episode as done and free its slot; sends nothing to its process."""
+        session.done = True
         del session.worker.sessions[session.number]
         self._slots.release()
 

@@ -23,7 +23,7 @@ from math import inf
 from random import Random
 from typing import Literal, NamedTuple
 
-from rollick.envs.base import random_of
+from rollick.envs.base import seeded_random
 from rollick.envs.grid import GridGame, distances, join_rows, offsets, shortest_path
 from rollick.errors import EnvError
 
@@ -34,7 +34,7 @@ SYMBOLS = {"classic": "# .$*@+", "letters": "WFTBDPS", "marks": "#_OX√PS", "di
 """One symbol per tile, in the order of the constants. `classic` is the level file format."""
 WALKS = 6
 """Backward walks per puzzle; the best one is used."""
-ATTEMPTS = 200
+MAX_ATTEMPTS = 200
 """Maximum rooms generated for a puzzle; usually one or two are enough."""
 MAX_NODES = 200_000
 """Maximum nodes that the solver expands: a few seconds."""
@@ -51,8 +51,8 @@ class Room:
 
     @cached_property
     def pushes(self) -> dict[int, int]:
-        """Pushes from each cell to the nearest target in an empty room. A box on any other cell is
-        stuck."""
+        """Pushes from each cell to the nearest target in an empty room. A box on any other cell
+        cannot reach a target."""
         pushes_from = dict.fromkeys(sorted(self.targets), 0)
         queue = deque(pushes_from)
         while queue:
@@ -64,7 +64,7 @@ class Room:
                     queue.append(box)
         return pushes_from
 
-    def bound(self, boxes: AbstractSet[int]) -> float:
+    def lower_bound(self, boxes: AbstractSet[int]) -> float:
         """Lower bound of the pushes to the nearest targets; infinite if a box is stuck."""
         return sum(self.pushes.get(box, inf) for box in boxes)
 
@@ -111,7 +111,7 @@ class Sokoban(GridGame):
         self.moves = offsets(size)
 
     def build(self, seed: int) -> None:
-        random = random_of("sokoban", seed, self.size, self.boxes, str(self.walls))
+        random = seeded_random("sokoban", seed, self.size, self.boxes, str(self.walls))
         while True:
             puzzle = make_puzzle(random, size=self.size, boxes=self.boxes, walls=self.walls)
             if self.is_in_split(puzzle.board):
@@ -165,11 +165,11 @@ class Sokoban(GridGame):
 
 def make_puzzle(random: Random, *, size: int, boxes: int, walls: float) -> Puzzle:
     """Generate a solvable puzzle. Raises EnvError if the room is too small for the boxes."""
-    for _ in range(ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         room = _make_room(random, size, boxes, walls)
         if room is None:
             continue
-        walks = [_walk_back(random, room) for _ in range(WALKS)]
+        walks = [_walk_backwards(random, room) for _ in range(WALKS)]
         # The first wins a tie: the choice must not depend on the order of a set.
         pulls, puzzle = max(walks, key=lambda walk: walk[0])
         if pulls and puzzle.boxes != room.targets:
@@ -192,7 +192,7 @@ def _make_room(random: Random, size: int, boxes: int, walls: float) -> Room | No
     return Room(size, frozenset(floor), frozenset(targets))
 
 
-def _walk_back(random: Random, room: Room) -> tuple[float, Puzzle]:
+def _walk_backwards(random: Random, room: Room) -> tuple[float, Puzzle]:
     """Walk and pull from the solved room. Returns the distance of the boxes, and the puzzle."""
     floor, moves = room.floor, offsets(room.width)
     boxes = set(room.targets)
@@ -207,7 +207,7 @@ def _walk_back(random: Random, room: Room) -> tuple[float, Puzzle]:
             boxes.remove(player + step)
             boxes.add(player)
         player = cell
-    return room.bound(boxes), Puzzle(room, player, frozenset(boxes))
+    return room.lower_bound(boxes), Puzzle(room, player, frozenset(boxes))
 
 
 def solve(room: Room, player: int, boxes: frozenset[int]) -> list[int] | None:
@@ -215,7 +215,7 @@ def solve(room: Room, player: int, boxes: frozenset[int]) -> list[int] | None:
     came_from: dict[Node, tuple[Node, int, int]] = {}
     cost = {(player, boxes): 0}
     order = count()
-    queue = [(room.bound(boxes), next(order), (player, boxes))]
+    queue = [(room.lower_bound(boxes), next(order), (player, boxes))]
     closed: set[Node] = set()
     while queue and len(closed) < MAX_NODES:
         _, _, node = heappop(queue)
@@ -226,7 +226,7 @@ def solve(room: Room, player: int, boxes: frozenset[int]) -> list[int] | None:
             return _directions(room, node, came_from)
         for stand, direction, step, next_node in _pushes(room, node):
             total = cost[node] + step
-            bound = room.bound(next_node[1])
+            bound = room.lower_bound(next_node[1])
             if bound == inf or total >= cost.get(next_node, inf):
                 continue
             cost[next_node] = total

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rollick.envs.base import Reset, Step, TextEnv, random_of
+from rollick.envs.base import Reset, Step, TextEnv, seeded_random
 from rollick.envs.formats import Format, describe_format, read_reply, write_reply
 from rollick.envs.shop.catalogue import Goal, Product, Split, choose_goal, load_catalogue
 from rollick.envs.shop.score import PurchaseScore, best_choice, score_purchase
@@ -24,8 +24,8 @@ from rollick.errors import EnvError
 PRODUCTS = "../shared/data/webshop_products.jsonl.gz"
 MAX_RESULTS = 50
 """Maximum products of a search."""
-WORD_CHANCE = 0.35
-"""The chance that the careless solver searches for a word of the instruction."""
+WORD_PROBABILITY = 0.35
+"""The probability that the careless solver searches for a word of the instruction."""
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
 PAGES = ("description", "features")
 RULES = (
@@ -92,7 +92,7 @@ class WebShop(TextEnv):
         self.bought: PurchaseScore | None = None
 
     def reset(self, seed: int) -> Reset:
-        self.random = random_of("webshop", seed, self.split)
+        self.random = seeded_random("webshop", seed, self.split)
         self.goal = choose_goal(self.catalogue, self.random, self.goals, self.split)
         text = self._render_page()
         if self.rules:
@@ -140,15 +140,15 @@ class WebShop(TextEnv):
         match = _ACTION.fullmatch(answer)
         if match is None:
             return False
-        verb, what = match[1].lower(), " ".join(match[2].split())
+        verb, argument = match[1].lower(), " ".join(match[2].split())
         if verb == "search":
-            if self.page.kind != "search" or not what:
+            if self.page.kind != "search" or not argument:
                 return False
-            results = tuple(self.catalogue.search(what, limit=MAX_RESULTS))
+            results = tuple(self.catalogue.search(argument, limit=MAX_RESULTS))
             self.searches += 1
-            self.page = ShopPage("results", words=what.lower(), results=results)
+            self.page = ShopPage("results", words=argument.lower(), results=results)
             return True
-        label = what.lower()
+        label = argument.lower()
         if label not in self._buttons():
             return False
         self._click(label)
@@ -161,7 +161,7 @@ class WebShop(TextEnv):
         elif label == NEXT:
             self.page = replace(page, number=page.number + 1)
         elif label == PREVIOUS:
-            self.page = self._previous()
+            self.page = self._previous_page()
         elif item is None:
             product = self.catalogue.by_asin[label]
             self.page = replace(page, kind="item", item=product, chosen={})
@@ -173,7 +173,7 @@ class WebShop(TextEnv):
             name, value = _option_labels(item)[label]
             self.page = replace(page, chosen={**page.chosen, name: value})
 
-    def _previous(self) -> ShopPage:
+    def _previous_page(self) -> ShopPage:
         page = self.page
         if page.kind == "text":
             return replace(page, kind="item", text="")
@@ -200,14 +200,14 @@ class WebShop(TextEnv):
 
     def _render_page(self) -> str:
         page = self.page
-        head = f"Wanted: {self.goal.text}."
+        goal = f"Wanted: {self.goal.text}."
         if page.kind == "search":
-            return f"{head}\nThis is the search page."
+            return f"{goal}\nThis is the search page."
         if page.item is None:
-            return f"{head}\n{self._render_results()}"
+            return f"{goal}\n{self._render_results()}"
         if page.kind == "text":
-            return f"{head}\n[{BACK}] [{PREVIOUS}]\n{_describe_product(page.item, page.text)}"
-        return f"{head}\n{_render_item(page.item, page.chosen)}"
+            return f"{goal}\n[{BACK}] [{PREVIOUS}]\n{_describe_product(page.item, page.text)}"
+        return f"{goal}\n{_render_item(page.item, page.chosen)}"
 
     def _render_results(self) -> str:
         page = self.page
@@ -226,13 +226,13 @@ class WebShop(TextEnv):
         if page.kind == "search":
             words = [goal.product.query, *goal.attributes, *goal.options.values()]
             if self.careless:
-                more = [word for word in words[1:] if self.random.random() < WORD_CHANCE]
-                return f"search[{' '.join([words[0], *more])}]"
+                extra = [word for word in words[1:] if self.random.random() < WORD_PROBABILITY]
+                return f"search[{' '.join([words[0], *extra])}]"
             return f"search[{' '.join(words) if self.searches == 0 else goal.product.title}]"
         if page.kind == "text":
             return f"click[{PREVIOUS}]"
         if page.item is not None:
-            return self._next_on_item(page.item)
+            return self._next_item_action(page.item)
         if self.careless:
             visible = self._visible_products()
             return f"click[{self.random.choice(visible).asin.lower() if visible else BACK}]"
@@ -244,7 +244,7 @@ class WebShop(TextEnv):
         ahead = page.results.index(target) >= (page.number + 1) * self.per_page
         return f"click[{NEXT if ahead else PREVIOUS}]"
 
-    def _next_on_item(self, item: Product) -> str:
+    def _next_item_action(self, item: Product) -> str:
         if _best_value(self.goal, item) < 1.0 and not self.careless:
             return f"click[{BACK}]"
         options = best_choice(self.goal, item)
@@ -274,15 +274,15 @@ def _render_item(product: Product, chosen: Mapping[str, str]) -> str:
     labels = _option_labels(product)
     lines = [f"[{BACK}] [{PREVIOUS}]", f"{product.title} ${product.price:.2f}"]
     for name in product.options:
-        buttons = " ".join(f"[{label}]" for label, (of, _) in labels.items() if of == name)
-        taken = f" (chosen: {chosen[name]})" if name in chosen else ""
-        lines.append(f"{name}{taken}: {buttons}")
+        buttons = " ".join(f"[{label}]" for label, (option, _) in labels.items() if option == name)
+        choice = f" (chosen: {chosen[name]})" if name in chosen else ""
+        lines.append(f"{name}{choice}: {buttons}")
     lines.append(" ".join(f"[{label}]" for label in (*PAGES, BUY)))
     return "\n".join(lines)
 
 
-def _describe_product(product: Product, which: str) -> str:
-    if which == "description":
+def _describe_product(product: Product, page: str) -> str:
+    if page == "description":
         return product.description or "There is no description."
     lines = [*product.bullets, *product.attributes]
     return "\n".join(f"- {line}" for line in lines) or "There are no features."

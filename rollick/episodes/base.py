@@ -1,7 +1,4 @@
-"""What an episode is given and what it returns: engine access, codecs, random streams.
-
-Owns the protocols. Does not score, count or choose engines: an episode asks an EngineAccess.
-"""
+"""Interfaces of episodes: engine access, codecs, random streams."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class EngineAccess(Protocol):
         with the tokens it has, possibly on another engine."""
         ...
 
-    def activity(self, what: str, *, limit_s: float = 0.0) -> AbstractContextManager[None]:
+    def activity(self, label: str, *, limit_s: float = 0.0) -> AbstractContextManager[None]:
         """Names what the sample does between generations (`tool search`), for the trace. `limit_s`:
         it ends by itself within this time, so until then the run is not stuck."""
         ...
@@ -59,7 +56,7 @@ class SingleEngineAccess:
         return stream_deltas(self.engine, request)
 
     @contextmanager
-    def activity(self, what: str, *, limit_s: float = 0.0) -> Generator[None]:
+    def activity(self, label: str, *, limit_s: float = 0.0) -> Generator[None]:
         yield
 
 
@@ -90,5 +87,5 @@ class CachingCodec:
 
 
 def random_stream(seed: int, purpose: str, uid: SampleId) -> int:
-    """The key of a sample's random numbers: the same id draws the same numbers after a resume."""
+    """The key of a sample's random numbers; equal for an id before and after a resume."""
     return stable_hash(seed, purpose, uid.group, uid.index)

@@ -1,6 +1,6 @@
 """Checks an environment and returns a message for each problem found.
 
-    check_env(make) -> problems: signature, determinism, seeds, independence, odd actions, solver
+    check_env(make) -> problems: signature, determinism, seeds, independence, bad actions, solver
     check_across_processes(reference) -> problems: episodes that depend on PYTHONHASHSEED
 
 Most checks run a few short episodes. They do not judge whether the environment is a good task.
@@ -46,8 +46,8 @@ from rollick.episodes.in_process import (
 from rollick.errors import RollickError
 
 SEEDS = range(8)
-ODD_ACTIONS = ("", "   ", "\x00", "no such action", "<answer>", "<answer></answer>", "é漢🙂" * 50)
-"""Replies that are not valid actions; step() must not raise for these."""
+BAD_ACTIONS = ("", "   ", "\x00", "no such action", "<answer>", "<answer></answer>", "é漢🙂" * 50)
+"""Invalid actions, for which step() must not raise."""
 EPISODE_TIMEOUT_S = 10.0
 HASH_SEEDS = ("0", "1", "4242")
 NewEnv = Callable[[], TextEnv]
@@ -77,11 +77,11 @@ def check_env(
     if _global_random_state() != random_state:
         problem = "it uses the global random state of `random` or numpy, which other code changes"
         problems.append(f"{problem}; create a random.Random(seed) in reset()")
-    again = [_run(new_env(), seed, random_policy) for seed in SEEDS]
-    problems += _check_determinism(first, again)
+    repeated = [_run(new_env(), seed, random_policy) for seed in SEEDS]
+    problems += _check_determinism(first, repeated)
     problems += _check_seeds(new_env, first)
     problems += _check_independence(new_env, first[0], first[1])
-    problems += _check_odd_actions(new_env)
+    problems += _check_bad_actions(new_env)
     problems += _check_solver(new_env())
     return problems
 
@@ -101,11 +101,9 @@ def check_across_processes(
         if child.returncode:
             return [f"another process cannot run it: {child.stderr.strip()[-300:]}"]
         digests.append(child.stdout.strip())
-    problem = (
-        "the same seed gives another puzzle in another process: something depends on the order"
-    )
+    problem = "the same seed gives another puzzle in another process: something depends on"
     fix = "sort the set, or use rollick.types.stable_hash"
-    return [f"{problem} of a set or on hash(); {fix}"] if len(set(digests)) > 1 else []
+    return [f"{problem} the order of a set or on hash(); {fix}"] if len(set(digests)) > 1 else []
 
 
 def _run(env: TextEnv, seed: int, policy: ScriptedPolicy) -> EpisodeTrace:
@@ -129,13 +127,13 @@ def _global_random_state() -> tuple[Any, ...]:
     return random.getstate(), kind, bytes(np.asarray(keys)), position
 
 
-def _check_determinism(first: Traces, again: Traces) -> Iterator[str]:
-    for trace, repeated in zip(first, again, strict=True):
-        if _trace_text(trace) != _trace_text(repeated):
+def _check_determinism(first: Traces, repeated: Traces) -> Iterator[str]:
+    for trace, repetition in zip(first, repeated, strict=True):
+        if _trace_text(trace) != _trace_text(repetition):
             fix = "all randomness must depend only on the seed given to reset()"
             yield f"seed {trace.seed} gives different episodes: {fix}"
             break
-    if not all(seen.text.strip() for trace in first for seen in trace.responses[:-1]):
+    if not all(r.text.strip() for trace in first for r in trace.responses[:-1]):
         yield "an observation is empty: the policy would have nothing to read"
 
 
@@ -177,8 +175,8 @@ def _check_independence(new_env: NewEnv, alone: EpisodeTrace, other: EpisodeTrac
         yield f"two concurrent episodes affect each other: {fix}"
 
 
-def _check_odd_actions(new_env: NewEnv) -> Iterator[str]:
-    for action in ODD_ACTIONS:
+def _check_bad_actions(new_env: NewEnv) -> Iterator[str]:
+    for action in BAD_ACTIONS:
         env = new_env()
         try:
             with time_limit(EPISODE_TIMEOUT_S):
@@ -201,7 +199,7 @@ def _check_solver(env: TextEnv) -> Iterator[str]:
     if episode.error:
         yield f"its solver fails: {episode.error}"
     elif any(response.info.get("valid") is False for response in episode.responses):
-        yield "its solver writes an action that the environment reports as not valid"
+        yield "its solver writes an action that the environment reports as invalid"
 
 
 def _trace_text(trace: EpisodeTrace) -> str:

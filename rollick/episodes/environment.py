@@ -11,8 +11,8 @@ two turns the sample holds no engine. An environment that fails ends the sample 
 a sample that runs out of tokens keeps the rewards so far.
 
 An episode whose process was lost is restarted from its first observation, and so is one whose
-server does not answer, until it does or the time of a step is up. Environments and sampling are
-seeded, so the same policy version gives the same sample.
+server does not respond, until it does or the step's time limit passes. Environments and sampling
+are seeded, so the same policy version gives the same sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rollick.envs.base import EnvResponse, succeeded
+from rollick.envs.base import EnvResponse, is_solved
 from rollick.envs.child import EnvCallResult, EnvStatus
 from rollick.envs.pool import EnvPool
 from rollick.episodes.base import ConversationCodec, EngineAccess, SamplingFor, random_stream
@@ -53,7 +53,7 @@ LOG = logging.getLogger("rollick")
 TaskFor = Callable[[Prompt], EnvTask]
 
 MAX_EPISODE_ATTEMPTS = 3
-"""An episode whose process or connection was lost this often fails: it may be the cause itself."""
+"""An episode whose process or connection was lost this often fails: it may be the cause."""
 RESTARTED = (EnvStatus.LOST, EnvStatus.UNAVAILABLE)
 OUTAGE_PAUSE_S = 2.0
 """Mean time between two attempts to reach a server."""
@@ -95,7 +95,7 @@ class _EpisodeState:
             seed=self.task.seed,
             replies=tuple(self.replies),
             score=self.score(),
-            success=self.failure is None and succeeded(self.responses),
+            success=self.failure is None and is_solved(self.responses),
             valid=tuple(bool(info["valid"]) for info in infos if "valid" in info),
             effective=tuple(bool(info["effective"]) for info in infos if "effective" in info),
             summaries=tuple(self.summaries),
@@ -174,7 +174,7 @@ class EnvEpisodeRunner:
             else:
                 prompt = replace(prompt, turns=opening_turns(prompt, response))
             transcript = Transcript.start(prompt.turns, self.codec, task)
-            while response is not None and not response.over:
+            while response is not None and not response.done:
                 request = self._next_request(uid, transcript, state)
                 if request is None:
                     stop = StopReason.LENGTH
@@ -196,7 +196,7 @@ class EnvEpisodeRunner:
                     state.failure = result
                     break
                 state.responses.append(response)
-                if not response.over:
+                if not response.done:
                     transcript.add_observation(text, response.turns)
         text = "\n".join(state.replies)
         if not transcript.segment_starts:
@@ -210,18 +210,18 @@ class EnvEpisodeRunner:
         self, uid: SampleId, transcript: Transcript, state: _EpisodeState
     ) -> Request | None:
         """The next generation; None if not even one more token fits."""
-        left = state.sampling.max_tokens - transcript.sampled_tokens
-        left = min(left, self.max_length - len(transcript.segment))
-        if left < 1:
+        num_left = state.sampling.max_tokens - transcript.sampled_tokens
+        num_left = min(num_left, self.max_length - len(transcript.segment))
+        if num_left < 1:
             return None
-        turn, limit, kind = len(state.replies), state.task.turn_tokens or left, "turn"
+        turn, limit, kind = len(state.replies), state.task.turn_tokens or num_left, "turn"
         if state.task.summary is not None and transcript.awaits_summary:
             limit, kind = state.task.summary.tokens, "summary"
         stream = random_stream(self.seed, self.purpose, uid)
         return Request(
             uid,
             frozen_array(transcript.segment, np.int32),
-            replace(state.sampling, max_tokens=min(left, limit)),
+            replace(state.sampling, max_tokens=min(num_left, limit)),
             # Token numbers restart in each turn, so each turn needs a random stream of its own.
             stream if turn == 0 else stable_hash(stream, kind, turn),
             # The members of a group share only the prompt of the first turn.

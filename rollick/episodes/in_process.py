@@ -27,11 +27,11 @@ from rollick.envs.base import (
     TextEnv,
     TileGrid,
     close_env,
+    is_solved,
     make_env,
-    random_of,
     read_reset,
     read_step,
-    succeeded,
+    seeded_random,
 )
 from rollick.errors import EnvError
 
@@ -61,7 +61,7 @@ class EpisodeTrace:
 
     @property
     def success(self) -> bool:
-        return not self.error and succeeded(self.responses)
+        return not self.error and is_solved(self.responses)
 
     def share(self, key: str) -> float | None:
         """The share of true values among the steps that report `key`; None: no step does."""
@@ -89,7 +89,7 @@ class EpisodeReport:
 
 
 def random_policy(env: TextEnv, random: Random) -> str | None:
-    """One of the legal actions; a fixed word if the environment lists none."""
+    """A random legal action, or a random word if the environment lists none."""
     return random.choice(list(env.legal_actions()) or ["yes", "no", "0", "1"])
 
 
@@ -158,14 +158,14 @@ def run_episodes(
 def _run_steps(
     env: TextEnv, trace: EpisodeTrace, policy: ScriptedPolicy, *, pictures: bool
 ) -> None:
-    random, response = random_of("play", trace.seed), read_reset(env.reset(trace.seed))
+    random, response = seeded_random("play", trace.seed), read_reset(env.reset(trace.seed))
     while True:
         if pictures:
             trace.grids.append(env.draw())
         trace.responses.append(response)
-        if trace.steps >= MAX_TURNS and not response.over:
+        if trace.steps >= MAX_TURNS and not response.done:
             raise EnvError(f"it did not end within {MAX_TURNS} steps", fix="truncate it")
-        action = None if response.over else policy(env, random)
+        action = None if response.done else policy(env, random)
         if action is None:
             return
         trace.actions.append(action)
@@ -173,8 +173,8 @@ def _run_steps(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 @contextmanager

@@ -61,8 +61,8 @@ def draw_text(text: str) -> Image.Image:
     drawing = ImageDraw.Draw(image)
     for number, line in enumerate(lines[:TEXT_LINES]):
         # Pillow's default font has only Latin letters.
-        shown = line.encode("latin-1", "replace").decode("latin-1")
-        drawing.text((10, 10 + 14 * number), shown, fill="black")
+        latin = line.encode("latin-1", "replace").decode("latin-1")
+        drawing.text((10, 10 + 14 * number), latin, fill="black")
     return image
 
 

@@ -41,7 +41,7 @@ def find_episode(run: Path, *, sample: str, step: int | None, training: bool) ->
 def rerun_episode(
     episode: Mapping[str, Any], *, base: Path, pictures: bool = False
 ) -> EpisodeTrace:
-    """Run it with the same seed and replies. `base`: the run's folder, with its code."""
+    """Run an episode with its recorded seed and replies. `base`: the run's folder with the code."""
     name: str = episode["environment"]
     replies: Iterator[str] = iter(episode["replies"])
     make = find_env(recorded_name(name, base), base=base)

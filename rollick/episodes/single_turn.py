@@ -25,11 +25,11 @@ def single_turn(
     async def run(uid: SampleId, prompt: Prompt, access: EngineAccess) -> Sample:
         prompt_ids = codec.encode_prompt(prompt.turns)
         stream = random_stream(seed, purpose, uid)
-        chosen = sampling if isinstance(sampling, Sampling) else sampling(prompt)
-        request = Request(uid, prompt_ids, chosen, stream, group=uid.group)
+        parameters = sampling if isinstance(sampling, Sampling) else sampling(prompt)
+        request = Request(uid, prompt_ids, parameters, stream, group=uid.group)
         completion = await access.generate(request)
         text = codec.decode(completion.token_ids)
-        return make_sample(prompt, prompt_ids, completion, chosen.temperature, text)
+        return make_sample(prompt, prompt_ids, completion, parameters.temperature, text)
 
     return run
 

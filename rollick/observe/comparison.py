@@ -7,7 +7,7 @@ groups of runs (one line of the table and one colour each; seeds of one recipe a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,10 +16,9 @@ from typing import Any
 from rich.table import Table
 
 from rollick.errors import writing_to
-from rollick.observe.diagnosis import duration
+from rollick.observe.diagnosis import format_duration
+from rollick.observe.metrics import MetricRows
 from rollick.observe.report import LOSS, disable_math_text
-
-Rows = Sequence[Mapping[str, float]]
 
 HELD_OUT = ("eval/pass@1", "eval/score")
 TRAINING_SCORE = "score/mean"
@@ -38,7 +37,7 @@ SMOOTHED_PARTS = 20
 class RunCurves:
     name: str
     seed: int
-    rows: Rows
+    rows: MetricRows
 
     def points(self, metric: str) -> dict[float, float]:
         """The metric's values by step."""
@@ -54,14 +53,14 @@ class RunGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class MeanAndDeviation:
     """Mean over the runs of a group, and the standard deviation if there are several."""
 
     mean: float
     deviation: float | None = None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> MeanAndDeviation:
         return cls(fmean(values), stdev(values) if len(values) > 1 else None)
 
     def __str__(self) -> str:
@@ -76,16 +75,16 @@ class GroupSummary:
     seeds: Sequence[int]
     steps: int
     """Steps that every run of the group has made."""
-    first: Spread
-    best: Spread
-    last: Spread
+    first: MeanAndDeviation
+    best: MeanAndDeviation
+    last: MeanAndDeviation
     seconds: float
     """Mean duration of a run."""
 
 
 def common_metric(groups: Sequence[RunGroup]) -> str | None:
-    """The default metric that every run has; None if they have none in common. Held-out pass@1
-    gives way to the mean score if no run ever passes, as with rewards between 0 and 1."""
+    """The default metric that every run has; None if they have none in common. The mean score
+    replaces held-out pass@1 if no run ever passes, as with rewards between 0 and 1."""
     runs = [run for group in groups for run in group.runs]
     common = [name for name in DEFAULT_METRICS if all(run.points(name) for run in runs)]
     if tuple(common[:2]) == HELD_OUT:
@@ -97,16 +96,16 @@ def common_metric(groups: Sequence[RunGroup]) -> str | None:
 def summarise(group: RunGroup, metric: str) -> GroupSummary:
     """First, best and last value of a metric, over the runs of a group."""
     curves = [list(run.points(metric).values()) for run in group.runs]
-    best = min if metric == LOSS else max
+    choose_best = min if metric == LOSS else max
     seconds = [sum(row.get("time/step", 0.0) for row in run.rows) for run in group.runs]
     return GroupSummary(
         label=group.label,
         runs=[run.name for run in group.runs],
         seeds=[run.seed for run in group.runs],
         steps=min(int(run.rows[-1]["step"]) for run in group.runs),
-        first=Spread.of([values[0] for values in curves]),
-        best=Spread.of([best(values) for values in curves]),
-        last=Spread.of([values[-1] for values in curves]),
+        first=MeanAndDeviation.of([values[0] for values in curves]),
+        best=MeanAndDeviation.of([choose_best(values) for values in curves]),
+        last=MeanAndDeviation.of([values[-1] for values in curves]),
         seconds=fmean(seconds),
     )
 
@@ -115,10 +114,10 @@ def comparison_table(summaries: Sequence[GroupSummary], metric: str) -> Table:
     table = Table(title=f"{metric}, mean ± standard deviation over seeds")
     for name in ("runs", "seeds", "steps", "first", "best", "last", "time"):
         table.add_column(name, justify="left" if name == "runs" else "right", overflow="fold")
-    for each in summaries:
-        seeds = ", ".join(str(seed) for seed in each.seeds)
-        values = [str(spread) for spread in (each.first, each.best, each.last)]
-        table.add_row(each.label, seeds, str(each.steps), *values, duration(each.seconds))
+    for row in summaries:
+        seeds = ", ".join(str(seed) for seed in row.seeds)
+        values = [str(value) for value in (row.first, row.best, row.last)]
+        table.add_row(row.label, seeds, str(row.steps), *values, format_duration(row.seconds))
     return table
 
 
@@ -129,12 +128,12 @@ def draw_comparison(path: Path, groups: Sequence[RunGroup], metrics: Sequence[st
     from matplotlib.figure import Figure
 
     runs = [run for group in groups for run in group.runs]
-    shown = [metric for metric in metrics if any(run.points(metric) for run in runs)]
-    figure = Figure(figsize=(6 * len(shown), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
-    for axes, metric in zip(panels, shown, strict=True):
-        for number, group in enumerate(groups):
-            _plot_group(axes, group, metric, color=f"C{number % 10}")
+    plotted = [metric for metric in metrics if any(run.points(metric) for run in runs)]
+    figure = Figure(figsize=(6 * len(plotted), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(plotted), squeeze=False)[0]
+    for axes, metric in zip(panels, plotted, strict=True):
+        for index, group in enumerate(groups):
+            _plot_group(axes, group, metric, color=f"C{index % 10}")
         axes.set(title=TITLES.get(metric, metric), xlabel="step")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -156,13 +155,13 @@ def _plot_group(axes: Any, group: RunGroup, metric: str, *, color: str) -> None:
     steps = sorted(set.intersection(*(set(points) for points in curves)))
     values = [[points[step] for points in curves] for step in steps]
     width = 1 if metric.startswith("eval/") else max(1, len(steps) // SMOOTHED_PARTS)
-    mean = _smooth([fmean(each) for each in values], width)
+    mean = _smooth([fmean(step_values) for step_values in values], width)
     for points in curves:
         if width > 1 or len(curves) > 1:
             axes.plot(list(points), list(points.values()), color=color, lw=0.7, alpha=0.35)
     if len(curves) > 1:
-        low = _smooth([min(each) for each in values], width)
-        high = _smooth([max(each) for each in values], width)
+        low = _smooth([min(step_values) for step_values in values], width)
+        high = _smooth([max(step_values) for step_values in values], width)
         axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     marker = "o" if metric.startswith("eval/") or len(steps) == 1 else ""
     axes.plot(steps, mean, color=color, lw=2, marker=marker, markersize=4, label=group.label)

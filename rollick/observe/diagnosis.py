@@ -24,7 +24,7 @@ SILENT_AFTER_S = 15.0
 """A controller without a report for this long is blocked, stopped or (on another host) dead."""
 QUIET_AFTER_S = 60.0
 """A run is quiet if no sample made progress for this long."""
-SHOWN_ENGINES = 16
+MAX_SHOWN_ENGINES = 16
 
 RunStatus = Literal[
     "starting", "running", "quiet", "silent", "finished", "interrupted", "failed", "died", "unknown"
@@ -93,7 +93,7 @@ class RunSnapshot:
     error: str = ""
 
     def describe(self) -> str:
-        """What the run does and what it waits for, in one sentence."""
+        """One sentence: what the run does and what it waits for."""
         elapsed = _time_since(self.phase_since, self.written_at)
         step = f"step {min(self.step + 1, self.steps)}"
         if self.phase == "start":
@@ -145,9 +145,9 @@ class Diagnosis:
 
 def write_run_snapshot(folder: Path, snapshot: RunSnapshot) -> None:
     """Replace the run's waits.json atomically."""
-    fresh = folder / f"{WAITS}.new"
-    fresh.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
-    fresh.replace(folder / WAITS)
+    new_path = folder / f"{WAITS}.new"
+    new_path.write_text(json.dumps(asdict(snapshot)), encoding="utf-8")
+    new_path.replace(folder / WAITS)
 
 
 def read_run_snapshot(folder: Path) -> RunSnapshot | None:
@@ -206,7 +206,7 @@ def _headline(
         return "starting" if state == "starting" else f"no snapshot of the run{logged}"
     ago = _time_since(snapshot.written_at, now)
     process = f"process {snapshot.pid} on {snapshot.host}"
-    quiet = duration(snapshot.quiet_s)
+    quiet = format_duration(snapshot.quiet_s)
     done = f"step {snapshot.step} of {snapshot.steps} done, version {snapshot.version}"
     headlines: Mapping[RunStatus, str] = {
         "starting": f"starting ({process})",
@@ -237,17 +237,17 @@ def _advice(state: RunStatus, snapshot: RunSnapshot | None, evidence: RunEvidenc
         "unknown": f"the run never started, or an older version of rollick wrote it; {resume}",
     }
     if state == "quiet" and snapshot is not None:
-        limit = f"{duration(snapshot.stuck_after_s)} without progress (run.stuck_after_s)"
-        named = "check the engine, reward or environment named above"
-        return f"{named}; the run stops after {limit}{stacks}"
+        limit = f"{format_duration(snapshot.stuck_after_s)} without progress (run.stuck_after_s)"
+        check = "check the engine, reward or environment named above"
+        return f"{check}; the run stops after {limit}{stacks}"
     return advice.get(state, "")
 
 
 def _time_since(then: float, now: float) -> str:
-    return duration(max(0.0, now - then))
+    return format_duration(max(0.0, now - then))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A rounded duration: `310 s`, `12 min`, `5 h`, `3 days`."""
     for limit, unit, name in ((600, 1, "s"), (36_000, 60, "min"), (172_800, 3600, "h")):
         if seconds < limit:
@@ -255,7 +255,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86_400:.3g} days"
 
 
-def render(diagnosis: Diagnosis) -> RenderableType:
+def render_diagnosis(diagnosis: Diagnosis) -> RenderableType:
     first, *rest = diagnosis.lines()
     parts: list[RenderableType] = [Text(first, style=STYLES.get(diagnosis.state, "red"))]
     parts += [Text(line) for line in rest]
@@ -279,30 +279,30 @@ def _tables(snapshot: RunSnapshot) -> list[RenderableType]:
         names = ("engine", "in flight", "limit", "decodes", "queues", "cache", "version")
         table = Table(*names, "last answer", box=None)
         # The engines that have been silent longest come first: they are the likely cause.
-        longest = sorted(snapshot.engines, key=lambda engine: -(engine.last_answer_s or 0.0))
-        for engine in longest[:SHOWN_ENGINES]:
+        by_silence = sorted(snapshot.engines, key=lambda engine: -(engine.last_answer_s or 0.0))
+        for engine in by_silence[:MAX_SHOWN_ENGINES]:
             table.add_row(*_engine_cells(engine))
         parts.append(table)
-        more = len(snapshot.engines) - SHOWN_ENGINES
-        if more > 0:
-            parts.append(Text(f"and {more} more engines"))
+        hidden = len(snapshot.engines) - MAX_SHOWN_ENGINES
+        if hidden > 0:
+            parts.append(Text(f"and {hidden} more engines"))
     if snapshot.queued:
         parts.append(Text(f"{snapshot.queued} requests wait for an engine"))
     if snapshot.rewards is not None:
         rewards = snapshot.rewards
         failed = f"{rewards.failures} failed, {rewards.timeouts} of them timed out"
-        done = f"{rewards.under_way} under way, {rewards.calls} done"
+        done = f"{rewards.under_way} in flight, {rewards.calls} done"
         parts.append(Text(f"rewards: {done}, {failed}"))
     if snapshot.processes:
-        named = (f"{worker} {pid}" for worker, pid in snapshot.processes.items())
-        parts.append(Text(f"worker processes: {', '.join(named)}"))
+        workers = (f"{worker} {pid}" for worker, pid in snapshot.processes.items())
+        parts.append(Text(f"worker processes: {', '.join(workers)}"))
     return parts
 
 
 def _engine_cells(engine: EngineView) -> list[str]:
     limit = "-" if engine.limit is None else engine.limit
     cache = "-" if engine.kv_share is None else f"{engine.kv_share:.0%}"
-    answered = engine.last_answer_s
-    answer = "none yet" if answered is None else f"{duration(answered)} ago"
+    last_s = engine.last_answer_s
+    answer = "none yet" if last_s is None else f"{format_duration(last_s)} ago"
     counts = (engine.in_flight, limit, engine.running, engine.waiting)
     return [str(cell) for cell in (engine.engine, *counts, cache, engine.version, answer)]

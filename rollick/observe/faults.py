@@ -1,10 +1,10 @@
-"""faults.jsonl: every fault of a run, with the times at which it was noticed and repaired.
+"""faults.jsonl: every fault of a run, with the times at which it was detected and repaired.
 
     fault = faults.begin("generators", 1, kind="killed", cause="...")     # writes a row
-    fault.restarted()                                                    # a new process answers
-    fault.rejoined()                                                     # it works again; a row
+    fault.mark_restarted()                                               # a new process responds
+    fault.mark_rejoined()                                                # repaired; writes a row
 
-A fault has two rows with the same id; the later one counts, so a crash between them loses nothing.
+A fault has two rows with the same id; the later one counts, so a crash between them loses neither.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fault_kind(error: RollickError) -> FaultKind:
 
 
 def failure_time(error: Exception) -> float | None:
-    """When the worker of a failed call ended or last showed life; None if that is unknown."""
+    """When the worker of a failed call exited or last responded; None if unknown."""
     return error.failed_at if isinstance(error, WorkerLost) else None
 
 
@@ -76,15 +76,14 @@ class Fault:
     kind: FaultKind
     cause: str
     step: int
-    """Steps that were done when it was noticed."""
+    """Finished steps when it was detected."""
     failed_at: float
-    """When it happened; for a hang, when the process last showed life. When it was noticed, if that
-    is unknown."""
+    """When it happened; for a hang, when the process last responded. `detected_at` if unknown."""
     detected_at: float
     restarted_at: float | None = None
     rejoined_at: float | None = None
     gave_up: str | None = None
-    """Why it was not repaired."""
+    """Why it was not repaired; None if it was, or the repair is in progress."""
     redone_steps: int = 0
     recover_s: float = 0.0
     """Time for which the run waited for the repair."""
@@ -92,11 +91,11 @@ class Fault:
     """Time of work that was lost, and of doing it again."""
     _write: Callable[[Fault], None] = field(default=lambda fault: None, repr=False, compare=False)
 
-    def restarted(self) -> None:
+    def mark_restarted(self) -> None:
         """A new process has replaced the lost one."""
         self.restarted_at = time.time()
 
-    def rejoined(self, *, redone_steps: int = 0, lost: LostTime = NO_LOST_TIME) -> None:
+    def mark_rejoined(self, *, redone_steps: int = 0, lost: LostTime = NO_LOST_TIME) -> None:
         """The role takes part in the run again. `redone_steps`: steps whose work was lost."""
         self.rejoined_at, self.redone_steps = time.time(), redone_steps
         self.recover_s, self.redo_s = lost
@@ -108,15 +107,15 @@ class Fault:
 
 
 class FaultLog:
-    """Writes the faults of a run. A disk that cannot be written never stops the run."""
+    """Writes the faults of a run. A full disk never stops the run."""
 
     def __init__(self, folder: Path, *, step: Callable[[], int] = lambda: 0) -> None:
         self._path = folder / FAULTS
         self._step = step
         self._process = uuid.uuid4().hex[:8]
-        self._numbers = itertools.count()
+        self._ids = itertools.count()
         self.faults: list[Fault] = []
-        """Of this process, in order."""
+        """Those of this process, in order."""
 
     def begin(
         self,
@@ -127,7 +126,7 @@ class FaultLog:
         cause: str,
         failed_at: float | None = None,
     ) -> Fault:
-        now, number = time.time(), next(self._numbers)
+        now, number = time.time(), next(self._ids)
         fault = Fault(
             id=f"{self._process}-{number}",
             role=role,

@@ -15,8 +15,8 @@
               worker trains on earlier batches again
 
 The account is always in one state, so the states sum to the wall time. The wall time of a run that
-crashed includes the time until it was resumed (recover). The time between an orderly end (finished,
-stopped by a signal or run.max_minutes) and a resume belongs to no run.
+crashed includes the time until it was resumed (recover). The time between a normal end (finished,
+stopped by a signal or run.max_minutes) and a resume is not counted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Clock = Callable[[], float]
 TimeByState = dict[State, float]
 
 
-def no_time() -> TimeByState:
+def zero_seconds() -> TimeByState:
     return dict.fromkeys(STATES, 0.0)
 
 
@@ -71,7 +71,7 @@ class TimeRow:
     """Seconds since the epoch."""
     step: int | None = None
     """The step that the time was spent for; None if it cannot be lost with a step."""
-    seconds: Mapping[State, float] = field(default_factory=no_time)
+    seconds: Mapping[State, float] = field(default_factory=zero_seconds)
     event: Event = "step"
     """opened: a process started. begun: its first step began. step: a step ended. restored,
     rolled_back: the steps after `step` were lost. stopped, failed: the process ended; after a crash
@@ -84,10 +84,10 @@ class TimeRow:
 class Goodput:
     """The time of a run by state, over all its processes."""
 
-    seconds: TimeByState = field(default_factory=no_time)
+    seconds: TimeByState = field(default_factory=zero_seconds)
     processes: int = 0
     redone_steps: int = 0
-    last: TimeRow | None = None
+    last_row: TimeRow | None = None
     _by_step: dict[int, TimeByState] = field(default_factory=dict[int, TimeByState])
     _finished: set[int] = field(default_factory=set[int])
 
@@ -104,7 +104,7 @@ class Goodput:
     def shares(self) -> dict[State, float]:
         """The share of each state that occurred, in the order of STATES."""
         wall_s = self.wall_s
-        return {state: spent / wall_s for state, spent in self.seconds.items() if spent > 0}
+        return {state: value / wall_s for state, value in self.seconds.items() if value > 0}
 
     def add(self, row: TimeRow) -> None:
         self._add_time(row)
@@ -112,10 +112,12 @@ class Goodput:
             self._lose_steps_after(row.step)
         self.redone_steps += row.redone_steps
         self.processes += row.event == "opened"
-        self.last = row
+        self.last_row = row
 
     def _add_time(self, row: TimeRow) -> None:
-        by_step = no_time() if row.step is None else self._by_step.setdefault(row.step, no_time())
+        by_step = zero_seconds()
+        if row.step is not None:
+            by_step = self._by_step.setdefault(row.step, by_step)
         for state, seconds in row.seconds.items():
             self.seconds[state] += seconds
             by_step[state] += seconds
@@ -160,8 +162,8 @@ class TimeAccount:
         self._redone_steps = 0
         """Since the last row."""
         self._claimed = LostTime()
-        self._unwritten = no_time()
-        self._step_seconds = no_time()
+        self._unwritten = zero_seconds()
+        self._step_seconds = zero_seconds()
         """Since the last row of metrics."""
         self._is_open = True
 
@@ -180,19 +182,19 @@ class TimeAccount:
         if not resume:
             (folder / GOODPUT).unlink(missing_ok=True)
         totals = read_goodput(folder)
-        account, last = cls(folder / GOODPUT, totals, clock, now), totals.last
+        account, last = cls(folder / GOODPUT, totals, clock, now), totals.last_row
         if last is not None and last.event != "stopped":
-            died_at = min(_crash_time(folder, last), account.at)
+            crashed_at = min(_crash_time(folder, last), account.recorded_until)
             is_step_lost = last.event in ("begun", "step", "rolled_back")
-            account._unwritten["redo" if is_step_lost else "recover"] += died_at - last.at
-            account._unwritten["recover"] += account.at - died_at
+            account._unwritten["redo" if is_step_lost else "recover"] += crashed_at - last.at
+            account._unwritten["recover"] += account.recorded_until - crashed_at
             account._base = account._state = "recover"
         account._write(None, "opened")
         account.claim_lost_time()
         return account
 
     @property
-    def at(self) -> float:
+    def recorded_until(self) -> float:
         """Seconds since the epoch, up to which the time is recorded."""
         return self._epoch + self._since
 
@@ -216,7 +218,7 @@ class TimeAccount:
         """The run has started: from now on it trains."""
         self._base = "train"
         self._write(None, "begun")
-        self.claim_lost_time()  # The supervisor records the crash, and what it cost.
+        self.claim_lost_time()  # The supervisor records the crash and its cost.
 
     @contextmanager
     def during(self, state: State) -> Generator[None]:
@@ -260,7 +262,7 @@ class TimeAccount:
             self.refresh()
 
     def undo_steps_after(self, step: int) -> None:
-        """A rollback has undone the steps after `step`, with the one under way."""
+        """A rollback has undone the steps after `step`, including the current one."""
         self.refresh()
         for seconds in (self._unwritten, self._step_seconds):
             for state in STATES:
@@ -272,7 +274,7 @@ class TimeAccount:
 
     def claim_lost_time(self) -> LostTime:
         """The time of `recover` and `redo` since the last call. A repaired fault claims it, so that
-        each second is that of one fault; of several at a time, the first that is repaired."""
+        each second counts for one fault: the first to be repaired, if there are several."""
         self.refresh()
         states: tuple[State, State] = ("recover", "redo")
         lost = LostTime(*(self.totals.seconds[state] + self._unwritten[state] for state in states))
@@ -282,29 +284,29 @@ class TimeAccount:
     def finish_step(self, step: int) -> dict[str, float]:
         """Record the step. Returns its time by state as metrics, and the totals of the run."""
         self._write(step, "step")
-        spent, self._step_seconds = self._step_seconds, no_time()
-        named = {name: spent[name] for name, total in self.totals.seconds.items() if total > 0}
-        metrics = {f"time/goodput/{name}": seconds for name, seconds in named.items()}
+        seconds, self._step_seconds = self._step_seconds, zero_seconds()
+        totals = self.totals.seconds
+        metrics = {f"time/goodput/{s}": seconds[s] for s, total in totals.items() if total > 0}
         metrics["time/goodput/ettr"] = self.totals.ettr
         return metrics | {"time/goodput/redone_steps": float(self.totals.redone_steps)}
 
     def drop_rows_after(self, step: int) -> None:
         """Record that the steps after `step` were lost, because the run does them again. Removes no
         row: their time becomes `redo`."""
-        self._append(TimeRow(self.at, step, event="restored"))
+        self._append(TimeRow(self.recorded_until, step, event="restored"))
 
     def close(self, step: int, *, failed: bool = False) -> None:
-        """Record the rest. `step`: finished steps. A failed step is lost if the run is resumed."""
+        """Record the remaining time. `step`: finished steps. A resume loses a failed step."""
         if self._is_open:
             self._write(step + 1 if failed else step, "failed" if failed else "stopped")
             self._is_open = False
 
     def _write(self, step: int | None, event: Event) -> None:
         self.refresh()
-        seconds: TimeByState = {state: spent for state, spent in self._unwritten.items() if spent}
+        seconds: TimeByState = {state: value for state, value in self._unwritten.items() if value}
         redone, self._redone_steps = self._redone_steps, 0
-        self._unwritten = no_time()
-        self._append(TimeRow(self.at, step, seconds, event, redone))
+        self._unwritten = zero_seconds()
+        self._append(TimeRow(self.recorded_until, step, seconds, event, redone))
 
     def _append(self, row: TimeRow) -> None:
         self.totals.add(row)
@@ -312,7 +314,7 @@ class TimeAccount:
 
 
 def _crash_time(folder: Path, last: TimeRow) -> float:
-    """When a process was last seen alive; its error if it failed with one."""
+    """When a process failed, or was last seen alive."""
     snapshot = read_run_snapshot(folder)
     if last.event == "failed" or snapshot is None:
         return last.at

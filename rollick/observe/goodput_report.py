@@ -9,7 +9,7 @@ from html import escape
 from io import BytesIO
 from pathlib import Path
 
-from rollick.observe.diagnosis import duration
+from rollick.observe.diagnosis import format_duration
 from rollick.observe.faults import read_faults
 from rollick.observe.goodput import Goodput, RoleFaults, State, read_goodput, summarise_faults
 
@@ -26,10 +26,8 @@ COLORS: Mapping[State, str] = {
 }
 MIN_LABEL = 0.06
 """Smaller shares have no label in the bar, only in the legend."""
-
-
 MIN_LOST_S = 0.05
-"""Less is not shown as the cost of faults."""
+"""A smaller cost of faults is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,13 @@ class Reliability:
         if not goodput.wall_s:
             return []
         shares = ", ".join(f"{state} {_percent(share)}" for state, share in goodput.shares.items())
-        lost = f", {count(goodput.redone_steps, 'step')} done again" if goodput.redone_steps else ""
+        lost = (
+            f", {format_count(goodput.redone_steps, 'step')} done again"
+            if goodput.redone_steps
+            else ""
+        )
         ettr = f"effective training time ratio (ETTR) {goodput.ettr:.1%}{lost}"
-        lines = [f"time: {duration(goodput.wall_s)}: {shares}", ettr]
+        lines = [f"time: {format_duration(goodput.wall_s)}: {shares}", ettr]
         return [
             *lines,
             *(f"faults of {role.role}: {describe_faults(role)}" for role in self.faults),
@@ -68,21 +70,20 @@ class Reliability:
 
 
 def describe_faults(role: RoleFaults) -> str:
-    kinds = ", ".join(f"{number} {_words(kind)}" for kind, number in role.kinds.items())
-    parts = [kinds]
+    parts = [_describe_kinds(role)]
     if role.median_s is not None and role.longest_s is not None:
-        median, longest = duration(role.median_s), duration(role.longest_s)
+        median, longest = format_duration(role.median_s), format_duration(role.longest_s)
         parts.append(f"repaired in {median} (median; longest {longest})")
     if role.lost_s >= MIN_LOST_S:
-        parts.append(f"cost {duration(role.lost_s)} of the run")
+        parts.append(f"cost {format_duration(role.lost_s)} of the run")
     if role.gave_up:
         parts.append(f"{role.gave_up} not repaired")
     if role.redone_steps:
-        parts.append(f"{count(role.redone_steps, 'step')} done again")
+        parts.append(f"{format_count(role.redone_steps, 'step')} done again")
     return "; ".join(parts)
 
 
-def count(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -90,8 +91,8 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
-def _words(kind: str) -> str:
-    return kind.replace("_", " ")
+def _describe_kinds(role: RoleFaults) -> str:
+    return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in role.kinds.items())
 
 
 def draw_time_bar(goodput: Goodput) -> bytes:
@@ -107,7 +108,7 @@ def draw_time_bar(goodput: Goodput) -> bytes:
             axes.text(left + share / 2, 0, label, ha="center", va="center", fontsize=8)
         left += share
     axes.set(xlim=(0, 1), ylim=(-0.4, 0.4), yticks=[], xticks=[])
-    axes.set_title(f"{duration(goodput.wall_s)}, ETTR {goodput.ettr:.1%}", fontsize=10)
+    axes.set_title(f"{format_duration(goodput.wall_s)}, ETTR {goodput.ettr:.1%}", fontsize=10)
     axes.legend(fontsize=8, ncols=9, loc="upper center", bbox_to_anchor=(0.5, 0), frameon=False)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -118,7 +119,7 @@ def draw_time_bar(goodput: Goodput) -> bytes:
 
 def _time_table(goodput: Goodput) -> str:
     shares = goodput.shares.items()
-    rows = [[s, duration(goodput.seconds[s]), f"{share:.1%}"] for s, share in shares]
+    rows = [[s, format_duration(goodput.seconds[s]), f"{share:.1%}"] for s, share in shares]
     rows += [["ETTR", "", f"{goodput.ettr:.1%}"]]
     rows += [["redone steps", str(goodput.redone_steps), ""]] if goodput.redone_steps else []
     return _table(["", "time", "share"], rows)
@@ -130,11 +131,12 @@ def _faults_table(faults: Sequence[RoleFaults]) -> str:
     head = ["role", "faults", "kinds", "median repair", "longest repair", "cost", "not repaired"]
     rows: list[list[str]] = []
     for role in faults:
-        kinds = ", ".join(f"{number} {_words(kind)}" for kind, number in role.kinds.items())
         cost_s = role.lost_s if role.lost_s >= MIN_LOST_S else None
         seconds = (role.median_s, role.longest_s, cost_s)
-        times = ["" if s is None else duration(s) for s in seconds]
-        rows.append([role.role, str(role.count), kinds, *times, str(role.gave_up or "")])
+        times = ["" if s is None else format_duration(s) for s in seconds]
+        rows.append(
+            [role.role, str(role.count), _describe_kinds(role), *times, str(role.gave_up or "")]
+        )
     return f"<h2>Faults</h2>{_table(head, rows)}"
 
 

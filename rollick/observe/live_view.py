@@ -52,12 +52,12 @@ def sparkline(values: Sequence[float], *, width: int = 40) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration in the two largest units: `45 s`, `3 min 20 s`, `2 h 5 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
 class Pace:
@@ -130,7 +130,7 @@ class LiveView:
     ) -> None:
         # Widgets of a notebook would need another package; plain lines work everywhere.
         self.console = console or SafeConsole(stderr=True, force_jupyter=False)
-        self.shown = mode == "on" or (mode == "auto" and self.console.is_terminal)
+        self.is_live = mode == "on" or (mode == "auto" and self.console.is_terminal)
         self.scores: list[float] = []
         self.roles: dict[str, str] = {}
         self.metrics: Mapping[str, float] = {}
@@ -139,7 +139,7 @@ class LiveView:
         self.logged_advice: set[str] = set()
         self.phase = "start"
         self.pace = Pace(steps, clock, limit_s=limit_s)
-        self._prints_lines = mode == "auto" and not self.shown
+        self._prints_lines = mode == "auto" and not self.is_live
         self._clock = clock
         self._last_line = clock()
         columns = (BarColumn(), MofNCompleteColumn())
@@ -149,18 +149,18 @@ class LiveView:
 
     def announce(self, text: str) -> None:
         """Show a line before the run begins."""
-        if self.shown:
+        if self.is_live:
             self.console.print(Text(text), soft_wrap=True)
         self._write_line(text)
 
     def __enter__(self) -> LiveView:
         self.pace.begin_run()
-        if self.shown:
+        if self.is_live:
             self.live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.shown:
+        if self.is_live:
             self.live.stop()
 
     def set_role_activity(self, name: str, activity: str) -> None:
@@ -172,8 +172,7 @@ class LiveView:
         self._show_progress()
 
     def count_samples(self, phase: str, done: int, total: int) -> None:
-        """Show how many samples of a phase are scored. Other phases may run at the same time: the
-        current one is shown."""
+        """Show how many samples of a phase are scored; ignores phases but the current one."""
         if phase == self.phase:
             self.pace.count_samples(done, total)
             self._show_progress()
@@ -205,14 +204,14 @@ class LiveView:
         self.advice = advice
 
     def summary(self) -> str:
-        """The newest step in a line. `score` is of training samples, `held-out` of validation."""
-        shown: list[str] = []
+        """One line about the last step: `score` of training samples, `held-out` of validation."""
+        parts: list[str] = []
         for label, names in STEP_LINE.items():
             values = [self.metrics[name] for name in names if name in self.metrics]
             # A step of an asynchronous run may end without a finished sample: hide its speed of 0.
             finite = [value for value in values if isfinite(value) and (value or label != "tok/s")]
-            shown += [f"{label} {value:.4g}" for value in finite[:1]]
-        return "  ".join(shown)
+            parts += [f"{label} {value:.4g}" for value in finite[:1]]
+        return "  ".join(parts)
 
     def render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -243,7 +242,7 @@ class LiveView:
 
     def _show_progress(self) -> None:
         """Write a plain line about the current step, at most every PROGRESS_EVERY_S seconds."""
-        if self.shown or self._clock() - self._last_line < PROGRESS_EVERY_S:
+        if self.is_live or self._clock() - self._last_line < PROGRESS_EVERY_S:
             return
         samples = f"  samples {self._describe_samples()}" if self.pace.samples[1] else ""
         step = min(self.pace.completed + 1, self.pace.steps)
@@ -252,7 +251,7 @@ class LiveView:
     def _write_line(self, line: str) -> None:
         """Write to the log if it is shown, otherwise to the console, so that a script or notebook
         without logging shows the progress too."""
-        if self.shown:
+        if self.is_live:
             return
         self._last_line = self._clock()
         if LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers():

@@ -18,7 +18,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "reward/cached/*": ("calls", "Calls saved because an equal sample was scored before."),
     "reward/failed/*": ("calls", "Calls that returned no valid score."),
     "reward/mean/*": ("", "Mean of a metric that a reward reports (REWARD/METRIC)."),
-    "reward/total/*": ("", "Sum of such a metric over the run."),
+    "reward/total/*": ("", "Sum of a metric that a reward reports, over the run."),
     "reward_hacking/*": (
         "0 or 1",
         "1: the score rises while another value gets worse. The rules are length, repetition, "
@@ -143,10 +143,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "time/reward/*": ("s", "Mean duration of a call of each reward."),
     "time/goodput/*": (
         "s",
-        "Wall time since the last row by what the run did: start, train, generate, wait, publish, "
+        "Wall time since the last row by state: start, train, generate, wait, publish, "
         "save, validate, recover or redo; every second is in one of them.",
     ),
-    "time/goodput/ettr": ("share", "Time of progress that was not lost, of the run's wall time."),
+    "time/goodput/ettr": ("share", "Time of progress not lost later, over wall time (ETTR)."),
     "time/goodput/redone_steps": (
         "steps",
         "Steps of the run whose work was lost: done again after a crash or the loss of a learner, "
@@ -161,7 +161,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "memory/peak_gb": ("GB", "Measured peak of the largest process: torch's (GPU) or resident."),
     "data/quarantined": ("rows", "Unusable rows."),
     "data/retired": ("prompts", "Solved prompts that are not drawn (data.selection.retire)."),
-    "data/revived": ("", "Times that all prompts of a domain were retired and used again."),
+    "data/revived": ("", "Times that all prompts of a domain were retired: all are drawn again."),
     "data/pass_rate": ("share", "Mean pass rate of the tried prompts over the run."),
     "version": ("version", "Policy version after the step."),
 }
@@ -186,15 +186,15 @@ RENAMED: Mapping[str, str] = {
         for rule in ("length", "repetition", "format_only", "identical", "judge", "held_out")
     },
 }
-"""Names in older metrics.jsonl files, and the present names."""
+"""Names in older metrics.jsonl files, and the current names."""
 
 
-def present_name(name: str) -> str:
-    """The present name of a metric in an older metrics.jsonl file."""
+def current_name(name: str) -> str:
+    """The current name of a metric in an older metrics.jsonl file."""
     if name.endswith("/judge/junk"):
         return name.removesuffix("junk") + "failed_votes"
     return RENAMED.get(name, name)
 
 
 def is_documented(name: str) -> bool:
-    return any(fnmatchcase(name, known) for known in METRICS)
+    return any(fnmatchcase(name, pattern) for pattern in METRICS)

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollick.errors import DiskError
-from rollick.observe.metric_table import present_name
+from rollick.observe.metric_table import current_name
 from rollick.observe.row_file import RowFile, read_rows
 
 LOG = logging.getLogger("rollick")
+
+MetricRows = Sequence[Mapping[str, float]]
+"""The metrics of a run by step, oldest first."""
 
 
 class Sink(Protocol):
@@ -29,12 +32,12 @@ class Sink(Protocol):
 
 
 class GuardedSink:
-    """Runs a sink in a separate thread, so that one that raises or blocks cannot stop the run."""
+    """Runs a sink in a thread: a sink that raises or blocks cannot stop the run."""
 
     def __init__(self, name: str, create: Callable[[], Sink], *, capacity: int = 1000) -> None:
         self.name = name
         self.failure: str | None = None
-        self.lost = 0
+        self.num_lost_steps = 0
         self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._work, args=(create,), daemon=True)
         self._thread.start()
@@ -45,7 +48,7 @@ class GuardedSink:
         try:
             self._queue.put_nowait((step, dict(metrics)))
         except queue.Full:
-            self.lost += 1
+            self.num_lost_steps += 1
 
     def close(self, *, grace_s: float = 10.0) -> None:
         """Write the queued metrics and end the thread, within `grace_s` seconds."""
@@ -60,7 +63,7 @@ class GuardedSink:
             return
 
     def _work(self, create: Callable[[], Sink]) -> None:
-        # No exception of a tracker may leave this thread.
+        # Catch everything: a tracker may raise anything.
         try:
             sink = create()
             while (entry := self._queue.get()) is not None:
@@ -68,7 +71,7 @@ class GuardedSink:
             sink.close()
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-            LOG.warning("metrics sink %s is off: %s", self.name, self.failure)
+            LOG.warning("metrics sink %s stopped: %s", self.name, self.failure)
 
 
 class MetricLog:
@@ -86,7 +89,7 @@ class MetricLog:
             return
         rows = read_metrics(self.path)
         self.history = [row for row in rows if row["step"] <= step]
-        rewrite(self.path, self.history)
+        replace_rows(self.path, self.history)
 
     @property
     def last(self) -> dict[str, float]:
@@ -108,14 +111,14 @@ class MetricLog:
             sink.close()
 
 
-def rewrite(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def replace_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replace the rows of a .jsonl file atomically."""
-    fresh = path.with_name(path.name + ".new")
+    new_path = path.with_name(path.name + ".new")
     try:
-        fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        fresh.replace(path)
+        new_path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        new_path.replace(path)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        new_path.unlink(missing_ok=True)
         fix = "free some space, then resume the run"
         raise DiskError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
 
@@ -123,9 +126,9 @@ def rewrite(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of a metrics.jsonl. Translates old metric names."""
     rows: list[dict[str, float]] = list(read_rows(path))
-    names = {name: present_name(name) for row in rows for name in row}
-    old = sorted(name for name, present in names.items() if name != present)
-    if not old:
+    names = {name: current_name(name) for row in rows for name in row}
+    renamed = sorted(name for name, current in names.items() if name != current)
+    if not renamed:
         return rows
-    LOG.warning("%s: %s", path, ", ".join(f"{name} is now {names[name]}" for name in old))
+    LOG.warning("%s: %s", path, ", ".join(f"{name} is now {names[name]}" for name in renamed))
     return [{names[name]: value for name, value in row.items()} for row in rows]

@@ -3,16 +3,18 @@
     rows of metrics -> find_alarms -> messages by rule -> metrics, live view, log
 
 Each rule compares the last steps of the run with the first. An alarm never changes the run: a
-longer answer may be the better one. Pure; reads only metrics.
+longer answer may be the better one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite, sqrt
 from statistics import variance
+
+from rollick.observe.metrics import MetricRows
 
 WINDOW = 5
 """Steps averaged at the start and at the end; no alarms before 2 * WINDOW steps."""
@@ -28,8 +30,6 @@ SPREAD = 0.15
 PART = "score/part/"
 FORM = frozenset({"format", "tags", "regex", "length", "json_schema", "repetition", "language"})
 """Last name components of the score parts that reward the form of an answer."""
-
-Rows = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class MetricChange:
         return f"{self.before:.3g} to {self.now:.3g}"
 
 
-def metric_change(rows: Rows, name: str) -> MetricChange | None:
+def metric_change(rows: MetricRows, name: str) -> MetricChange | None:
     """How a metric changed over the run; None if fewer than 2 * WINDOW steps have it."""
     first = _first_values(rows, name, 2 * WINDOW)
     if len(first) < 2 * WINDOW:
@@ -66,11 +66,11 @@ def metric_change(rows: Rows, name: str) -> MetricChange | None:
     return MetricChange(sum(before) / WINDOW, sum(now) / WINDOW, noise)
 
 
-def find_alarms(rows: Rows) -> dict[str, str]:
-    """The messages of the rules that match, by rule. `rows`: the run's metrics, oldest first."""
+def find_alarms(rows: MetricRows) -> dict[str, str]:
+    """The messages of the rules that match, by rule. `rows`: all of the run."""
     score = metric_change(rows, "score/mean")
     risen = score if score is not None and score.rose else None
-    messages = {rule: message_of(rows, risen) for rule, message_of in RULES.items()}
+    messages = {rule: check(rows, risen) for rule, check in RULES.items()}
     return {rule: message for rule, message in messages.items() if message is not None}
 
 
@@ -79,7 +79,7 @@ def alarm_metrics(alarms: Container[str]) -> dict[str, float]:
     return {f"reward_hacking/{rule}": float(rule in alarms) for rule in RULES}
 
 
-def _length(rows: Rows, score: MetricChange | None) -> str | None:
+def _check_length(rows: MetricRows, score: MetricChange | None) -> str | None:
     """Answers grow much longer, or more of them reach the token limit."""
     length = metric_change(rows, "rollout/response_length")
     if score is None or length is None:
@@ -92,7 +92,7 @@ def _length(rows: Rows, score: MetricChange | None) -> str | None:
     return None
 
 
-def _repetition(rows: Rows, score: MetricChange | None) -> str | None:
+def _check_repetition(rows: MetricRows, score: MetricChange | None) -> str | None:
     """Answers repeat phrases."""
     repeated = metric_change(rows, "rollout/repetition")
     if score is None or repeated is None or repeated.rise <= REPETITION_RISE:
@@ -100,7 +100,7 @@ def _repetition(rows: Rows, score: MetricChange | None) -> str | None:
     return f"repeated phrases rose from {repeated} of an answer while the score rose from {score}"
 
 
-def _format_only(rows: Rows, score: MetricChange | None) -> str | None:
+def _check_format_only(rows: MetricRows, score: MetricChange | None) -> str | None:
     """Only the score parts about form rise, not those about content."""
     if score is None:
         return None
@@ -113,15 +113,15 @@ def _format_only(rows: Rows, score: MetricChange | None) -> str | None:
     return f"the score rose from {score} by {', '.join(gained)} alone, not by {', '.join(content)}"
 
 
-def _identical(rows: Rows, score: MetricChange | None) -> str | None:
+def _check_identical(rows: MetricRows, score: MetricChange | None) -> str | None:
     """Different prompts get the same answer."""
     same = metric_change(rows, "rollout/identical")
     if score is None or same is None or same.now < IDENTICAL_SHARE or same.rise < IDENTICAL_RISE:
         return None
-    return f"the commonest answer rose from {same} of all while the score rose from {score}"
+    return f"the most common answer rose from {same} of all while the score rose from {score}"
 
 
-def _judge(rows: Rows, _: MetricChange | None) -> str | None:
+def _check_judge(rows: MetricRows, _: MetricChange | None) -> str | None:
     """A judge's score rises while its votes disagree more or another reward falls."""
     for name, spread in _changes(rows, "reward/mean/", "/spread"):
         part = metric_change(rows, PART + name)
@@ -136,7 +136,7 @@ def _judge(rows: Rows, _: MetricChange | None) -> str | None:
     return None
 
 
-def _held_out(rows: Rows, score: MetricChange | None) -> str | None:
+def _check_held_out(rows: MetricRows, score: MetricChange | None) -> str | None:
     """Training scores rise while validation scores fall."""
     held_out = metric_change(rows, "eval/score")
     if score is None or held_out is None or not held_out.fell:
@@ -144,19 +144,19 @@ def _held_out(rows: Rows, score: MetricChange | None) -> str | None:
     return f"the validation score fell from {held_out} while the score rose from {score}"
 
 
-RULES: Mapping[str, Callable[[Rows, MetricChange | None], str | None]] = {
-    "length": _length,
-    "repetition": _repetition,
-    "format_only": _format_only,
-    "identical": _identical,
-    "judge": _judge,
-    "held_out": _held_out,
+RULES: Mapping[str, Callable[[MetricRows, MetricChange | None], str | None]] = {
+    "length": _check_length,
+    "repetition": _check_repetition,
+    "format_only": _check_format_only,
+    "identical": _check_identical,
+    "judge": _check_judge,
+    "held_out": _check_held_out,
 }
 """Rules by NAME; the metric is reward_hacking/NAME. A rule gets the rows and the change of the mean
 score (None unless it rose). It returns a message with the values if it matches, else None."""
 
 
-def _changes(rows: Rows, prefix: str, suffix: str) -> Iterator[tuple[str, MetricChange]]:
+def _changes(rows: MetricRows, prefix: str, suffix: str) -> Iterator[tuple[str, MetricChange]]:
     """Changes of the newest row's metrics named prefix + NAME + suffix, by NAME."""
     for name in rows[-1] if rows else ():
         if name.startswith(prefix) and name.endswith(suffix):

@@ -1,7 +1,7 @@
 """The .jsonl files of a run. A killed process or a full disk may leave an incomplete line.
 
 A RowFile survives a full disk: rows wait in memory until there is room. A write that fails half-way
-continues at the same byte, so no row is torn or written twice.
+continues at the same byte, so no row is cut or written twice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
     try:
         with path.open("a+b") as file:
             end = file.seek(0, os.SEEK_END)
-            torn = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
-            file.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
+            is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+            file.write(b"\n" * is_cut + json.dumps(row).encode() + b"\n")
     except OSError as error:
         LOG.warning("%s cannot be written: %s", path, error.strerror)
 
@@ -43,7 +43,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0
+        self.num_lost_rows = 0
         """Rows dropped because both the disk and the buffer in memory were full."""
         self._waiting = bytearray()
         self._failing = False
@@ -52,7 +52,7 @@ class RowFile:
         """Append rows. If the disk cannot be written, logs this once and does not raise."""
         for row in rows:
             if len(self._waiting) > MAX_WAITING_BYTES:
-                self.lost += 1
+                self.num_lost_rows += 1
             else:
                 self._waiting += json.dumps(row).encode() + b"\n"
         self.flush()
@@ -62,13 +62,13 @@ class RowFile:
             self._write()
         except OSError as error:
             if not self._failing:
-                text = "%s cannot be written: %s; the run continues, its rows wait in memory"
-                LOG.error(text, self.path, error.strerror)
+                message = "%s cannot be written: %s; the run continues, rows are kept in memory"
+                LOG.error(message, self.path, error.strerror)
             self._failing = True
             return
         if self._failing:
             self._failing = False
-            LOG.warning("%s can be written again; %d rows were lost", self.path, self.lost)
+            LOG.warning("%s can be written again; %d rows were lost", self.path, self.num_lost_rows)
 
     def close(self) -> None:
         self.flush()

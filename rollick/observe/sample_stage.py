@@ -1,4 +1,4 @@
-"""What a sample in flight is doing: a stage, and the engine or tool that it is with. Pure.
+"""What a sample in flight is doing: a stage, and the engine or tool.
 
 The rollout sets it, trace.py writes it, timeline.py and the doctor read it.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 class SampleStage(StrEnum):
     """The stages between a prompt and a scored sample.
 
-    Each has its value in trace.jsonl, its text in messages, and its span's name in a timeline.
+    value: in trace.jsonl; text: in messages; span: in a timeline.
     """
 
     text: str
@@ -30,7 +30,7 @@ class SampleStage(StrEnum):
     PREFILLING = "prefilling", "prefilling on engine", "prefill"
     """Until the first token."""
     GENERATING = "generating", "generating on engine", "decode"
-    """The prefill included where the engine does not report it separately."""
+    """Includes the prefill if the engine does not report it separately."""
     IN_ENVIRONMENT = "in_environment", "in environment", "environment"
     BETWEEN_TURNS = "between_turns", "between turns", "environment"
     SCORING = "scoring", "being scored", "reward"

@@ -52,12 +52,12 @@ class _TrackerSink:
 
 def open_wandb(folder: Path, run_name: str, config: Mapping[str, Any]) -> _TrackerSink:
     options = {"dir": str(folder), "config": dict(config), "reinit": True}
-    return _TrackerSink(_library("wandb").init(project="rollick", name=run_name, **options))
+    return _TrackerSink(_import_library("wandb").init(project="rollick", name=run_name, **options))
 
 
 def open_trackio(folder: Path, run_name: str, config: Mapping[str, Any]) -> _TrackerSink:
     """trackio: a local dashboard."""
-    trackio = _library("trackio")
+    trackio = _import_library("trackio")
     trackio.init(project="rollick", name=run_name, config=dict(config))
     return _TrackerSink(trackio)
 
@@ -66,7 +66,7 @@ class MlflowSink:
     """MLflow; MLFLOW_TRACKING_URI sets the tracking server."""
 
     def __init__(self, folder: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        self.mlflow = _library("mlflow")
+        self.mlflow = _import_library("mlflow")
         self.mlflow.set_experiment("rollick")
         self.mlflow.start_run(run_name=run_name)
 
@@ -78,7 +78,7 @@ class MlflowSink:
         self.mlflow.end_run()
 
 
-def _library(name: str) -> Any:
+def _import_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:

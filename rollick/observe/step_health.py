@@ -1,9 +1,9 @@
-"""Whether a training step shows that the policy explodes or has collapsed. Pure.
+"""Checks a training step for an exploding gradient and a collapsed policy.
 
     StepSignals of a step -> StepHealth.examine -> what is wrong, or "" -> pipelines/step_guard.py
 
 A step is compared with the median of the last healthy ones. The limits are far outside of what
-healthy runs show, and only several steps in a row have a consequence. In the recorded runs
+healthy runs show, and only several troubled steps in a row have a consequence. In the recorded runs
 (docs/results) a gradient is at most 3.5 times the median, and the entropy at least 0.08 of it.
 """
 
@@ -17,17 +17,17 @@ from statistics import median
 
 WINDOW = 20
 MIN_STEPS = 3
-"""Healthy steps before a large gradient is called an explosion: the first ones may be small."""
-LARGE = 30.0
+"""Healthy steps before a large gradient counts as an explosion: the first may be small."""
+EXPLOSION_FACTOR = 30.0
 """A gradient above this multiple of the median explodes."""
-VANISHED = 1e-6
-"""A gradient below this share of the median is 0: the model's outputs are saturated."""
+VANISHED_SHARE = 1e-6
+"""A gradient below this share of the median counts as 0: the model's outputs are saturated."""
 COLLAPSED_ENTROPY = 1e-5
-"""Mean entropy per token, in nats, at which a policy gives only one answer."""
+"""Mean entropy per token, in nats, below which a policy gives only one answer."""
 COLLAPSED_SHARE = 1e-3
 """The entropy of a collapsed policy is also below this share of the median: learning lowers it more
 slowly."""
-LARGE_MISMATCH = 3.0
+MAX_MISMATCH = 3.0
 """KL divergence per token, in nats, of the policy from the one that sampled the tokens."""
 
 
@@ -38,13 +38,13 @@ class StepSignals:
     grad_norm: float
     loss: float
     has_signal: bool = True
-    """Whether a token has an advantage. Without one, a gradient of 0 is right."""
+    """Whether a token has an advantage. Without one, a gradient of 0 is expected."""
     changed: bool = True
     """Whether the optimizer stepped. False: it skipped a gradient that was not finite."""
     entropy: float | None = None
     mismatch_kl: float | None = None
     may_vanish: bool = False
-    """Whether a gradient of 0 is right also with a signal: the values of a critic may be exact."""
+    """Whether a gradient of 0 is expected even with a signal: a critic's values may be exact."""
 
     @property
     def is_evidence(self) -> bool:
@@ -62,7 +62,7 @@ class StepHealth:
 
     def examine(self, step: StepSignals) -> str:
         """What is wrong with the step; empty if nothing is."""
-        trouble = self._trouble(step)
+        trouble = self._describe_trouble(step)
         if not trouble:
             if step.has_signal:
                 self.gradients.append(step.grad_norm)
@@ -70,8 +70,8 @@ class StepHealth:
                 self.entropies.append(step.entropy)
         return trouble
 
-    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Examine the metrics of a resumed run's earlier steps."""
+    def examine_rows(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Examine the steps of a run before its resume, from their metrics."""
         for row in rows:
             if "train/grad_norm" in row:
                 gradient, entropy = row["train/grad_norm"], row.get("train/mean/entropy")
@@ -79,16 +79,16 @@ class StepHealth:
                 loss = row.get("train/loss", nan)  # A loss that is not finite has no metric.
                 self.examine(StepSignals(gradient, loss, has_signal, True, entropy, mismatch))
 
-    def _trouble(self, step: StepSignals) -> str:
+    def _describe_trouble(self, step: StepSignals) -> str:
         if not step.changed:
             return "its gradient was not finite"
         if not (isfinite(step.loss) and isfinite(step.grad_norm)):
             return f"its loss was {step.loss:g}, its gradient {step.grad_norm:g}"
         usual = median(self.gradients) if self.gradients else 0.0
-        if len(self.gradients) >= MIN_STEPS and step.grad_norm > LARGE * usual > 0:
+        if len(self.gradients) >= MIN_STEPS and step.grad_norm > EXPLOSION_FACTOR * usual > 0:
             times = f"{step.grad_norm / usual:.0f} times the usual one"
             return f"its gradient of {step.grad_norm:.3g} is {times}"
-        if step.has_signal and not step.may_vanish and step.grad_norm < VANISHED * usual:
+        if step.has_signal and not step.may_vanish and step.grad_norm < VANISHED_SHARE * usual:
             return f"its gradient fell from {usual:.3g} to {step.grad_norm:.3g}"
         return self._describe_collapse(step)
 
@@ -97,7 +97,7 @@ class StepHealth:
         limit = min(COLLAPSED_ENTROPY, COLLAPSED_SHARE * usual)
         if step.entropy is not None and step.entropy < limit:
             return f"the policy's entropy fell from {usual:.3g} to {step.entropy:.3g}"
-        if step.mismatch_kl is not None and step.mismatch_kl > LARGE_MISMATCH:
+        if step.mismatch_kl is not None and step.mismatch_kl > MAX_MISMATCH:
             return (
                 f"the policy is {step.mismatch_kl:.3g} nats per token away from the one that "
                 "sampled the tokens"

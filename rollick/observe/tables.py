@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollick.observe.terminal import SafeConsole, printable
+from rollick.observe.terminal import SafeConsole, escape_controls
 
-SHOWN = 60
-"""Characters of a completion in a table."""
+MAX_CHARACTERS = 60
+"""Maximum characters of a completion in a table."""
 
 
-def side_console() -> Console:
+def stderr_console() -> Console:
     """A console on stderr for progress; stdout is for results."""
     return SafeConsole(stderr=True)
 
@@ -36,15 +36,15 @@ def reward_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """The result of a reward for each completion: value, parts, time and isolation."""
     table = Table("completion", "value", "parts", "ms", "status", "isolation", "detail")
     for result in results:
-        text = printable(" ".join(str(result["completion"]).split()))
+        text = escape_controls(" ".join(str(result["completion"]).split()))
         parts = {**result["parts"], **result["metrics"]}
         table.add_row(
-            Text(text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."),
+            Text(text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."),
             "-" if result["value"] is None else f"{result['value']:.4g}",
             Text(", ".join(f"{name} {value:.4g}" for name, value in parts.items())),
             f"{1000 * result['seconds']:.3g}",
             Text(result["status"], style="green" if result["status"] == "ok" else "red"),
             result["isolation"],
-            Text(printable(result["detail"])),
+            Text(escape_controls(result["detail"])),
         )
     return table

@@ -16,7 +16,7 @@ _INVISIBLE = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)
 _SYMBOLS = {**_C0, 0x7F: "\u2421", **dict.fromkeys(_INVISIBLE, "\ufffd")}
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     return text.translate(_SYMBOLS)
 
 
@@ -25,7 +25,7 @@ class SafeConsole(Console):
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         safe = (
-            segment if segment.control else Segment(printable(segment.text), segment.style)
+            segment if segment.control else Segment(escape_controls(segment.text), segment.style)
             for segment in buffer
         )
         return super()._render_buffer(safe)
@@ -35,4 +35,4 @@ class SafeFormatter(logging.Formatter):
     """Log messages may quote model output, such as the error of a reward that could not read it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return escape_controls(super().format(record))

@@ -76,7 +76,7 @@ class RunTimeline:
     phases: Sequence[PhaseSpan]
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         return sum(sample.step is not None for sample in self.samples)
 
     @property
@@ -95,32 +95,32 @@ def stage_span(activity: SampleActivity, begin: int, end: int) -> StageSpan:
 
 
 def build_timeline(rows: Sequence[Mapping[str, Any]]) -> RunTimeline:
-    zero = _first_time(rows)
+    first_us = _first_time(rows)
     samples: dict[SampleId, SampleTimeline] = {}
     phases: list[PhaseSpan] = []
-    taken: list[tuple[int, int, list[SampleId]]] = []
-    trained: dict[int, int] = {}
+    batches: list[tuple[int, int, list[SampleId]]] = []
+    trained_at: dict[int, int] = {}
     for row in rows:
-        at = round(row["zero"] * 1e6) - zero
+        offset = round(row["zero"] * 1e6) - first_us
         for columns in row.get("spans", ()):
-            uid, span = _read_span(columns, at)
+            uid, span = _read_span(columns, offset)
             samples.setdefault(uid, SampleTimeline(uid)).spans.append(span)
         for step, name, begin, end in row.get("phases", ()):
-            phases.append(PhaseSpan(name, step, begin + at, end + at))
+            phases.append(PhaseSpan(name, step, begin + offset, end + offset))
         for step, when, members in row.get("taken", ()):
-            taken.append((step, when + at, [SampleId(*member) for member in members]))
+            batches.append((step, when + offset, [SampleId(*member) for member in members]))
         for step, when, _ in row.get("trained", ()):
-            trained[step] = when + at
+            trained_at[step] = when + offset
     for sample in samples.values():
         sample.spans.sort(key=lambda span: (span.begin, span.end))
-    for step, when, members in taken:
+    for step, when, members in batches:
         batch = [samples[uid] for uid in members if uid in samples]
-        _add_final_spans(batch, step=step, taken=when, trained=trained.get(step))
+        _add_final_spans(batch, step=step, taken_at=when, trained_at=trained_at.get(step))
     ordered = sorted(samples.values(), key=lambda sample: (sample.begin, sample.uid))
     return RunTimeline(ordered, phases)
 
 
-def _read_span(columns: Sequence[Any], at: int) -> tuple[SampleId, StageSpan]:
+def _read_span(columns: Sequence[Any], offset: int) -> tuple[SampleId, StageSpan]:
     if len(columns) != 7:
         raise RollickError(
             f"trace.jsonl has a span of {len(columns)} columns, {columns}; a span has 7: "
@@ -129,7 +129,7 @@ def _read_span(columns: Sequence[Any], at: int) -> tuple[SampleId, StageSpan]:
         )
     group, index, stage, engine, label, begin, end = columns
     activity = SampleActivity(SampleStage(stage), engine, label)
-    return SampleId(group, index), stage_span(activity, begin + at, end + at)
+    return SampleId(group, index), stage_span(activity, begin + offset, end + offset)
 
 
 def _first_time(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -145,20 +145,20 @@ def _first_time(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _add_final_spans(
-    batch: Sequence[SampleTimeline], *, step: int, taken: int, trained: int | None
+    batch: Sequence[SampleTimeline], *, step: int, taken_at: int, trained_at: int | None
 ) -> None:
     """Add the spans that are known only later: waits for group and batch, and the training."""
-    complete: dict[int, int] = {}
+    group_ends: dict[int, int] = {}
     for sample in batch:
-        complete[sample.uid.group] = max(complete.get(sample.uid.group, 0), sample.end)
+        group_ends[sample.uid.group] = max(group_ends.get(sample.uid.group, 0), sample.end)
     for sample in batch:
-        group_end = complete[sample.uid.group]
+        group_end = group_ends[sample.uid.group]
         if group_end > sample.end:
             sample.spans.append(StageSpan("waiting", sample.end, group_end, "for its group"))
-        begin = max(taken, group_end)
+        begin = max(taken_at, group_end)
         sample.spans.append(StageSpan("waiting", sample.end, begin, "for its batch"))
-        if trained is not None:
-            sample.spans.append(StageSpan("trained", begin, max(trained, begin)))
+        if trained_at is not None:
+            sample.spans.append(StageSpan("trained", begin, max(trained_at, begin)))
             sample.step = step
 
 
@@ -206,8 +206,8 @@ def _sample_events(timeline: RunTimeline, *, track: int) -> Iterator[TraceEvent]
         if phase is not None:
             flow_event = {"name": f"group {sample.uid.group}", "cat": "trained", "id": flow}
             yield {"ph": "s", "ts": sample.spans[-1].begin, **flow_event, **track_ids}
-            at = {"ph": "f", "bp": "e", "ts": phase.begin, "pid": TRAINER, "tid": track}
-            yield at | flow_event
+            end = {"ph": "f", "bp": "e", "ts": phase.begin, "pid": TRAINER, "tid": track}
+            yield end | flow_event
 
 
 def _engine_events(timeline: RunTimeline) -> Iterator[TraceEvent]:
@@ -226,8 +226,8 @@ def _engine_events(timeline: RunTimeline) -> Iterator[TraceEvent]:
 def _span_event(sample: SampleTimeline, span: StageSpan) -> TraceEvent:
     event = _complete_event(f"{span.stage} {sample.uid}", span.stage, span.begin, span.end)
     optional = {"what": span.detail or None, "engine": span.engine, "step": sample.step}
-    known = {key: value for key, value in optional.items() if value is not None}
-    return event | {"args": {"sample": str(sample.uid), "group": sample.uid.group, **known}}
+    arguments = {key: value for key, value in optional.items() if value is not None}
+    return event | {"args": {"sample": str(sample.uid), "group": sample.uid.group, **arguments}}
 
 
 def _complete_event(name: str, category: str, begin: int, end: int) -> TraceEvent:

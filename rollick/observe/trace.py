@@ -1,6 +1,6 @@
 """The trace: a file with every span of every sample and every phase of the controller.
 
-    Rollout (span), Phases (phase), pipeline (taken, trained) -> Trace -> RUN/trace.jsonl
+    rollout (spans), pipeline (phases, batches, trainings) -> Trace -> RUN/trace.jsonl
 
 timeline.py converts the file for a trace viewer. Tracing is on by default, because it is cheap: a
 span takes about two microseconds, memory is bounded by one chunk and disk by `observe.trace_mb`.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollick.observe.metrics import rewrite
+from rollick.observe.metrics import replace_rows
 from rollick.observe.row_file import read_rows
 from rollick.observe.sample_stage import SampleActivity, SampleStage
 from rollick.types import SampleId
@@ -50,14 +50,16 @@ class Trace:
         self.folder = folder
         self.step = 1
         self.last_generation_end: dict[int, float] = {}
-        """When each engine last finished a generation; updated even if tracing is off."""
+        """When each engine last finished a generation; updated even without tracing."""
         self._clock = clock
         self._zero = time.time() - clock() if zero is None else zero
         self._limit = limit_bytes
         self._spans: list[tuple[SampleId, SampleActivity, float, float]] = []
         self._marks: dict[str, list[Any]] = {}
 
-    def span(self, uid: SampleId, activity: SampleActivity, begin: float, end: float) -> None:
+    def record_span(
+        self, uid: SampleId, activity: SampleActivity, begin: float, end: float
+    ) -> None:
         if activity.stage is SampleStage.GENERATING and activity.engine is not None:
             self.last_generation_end[activity.engine] = end
         if self._limit:
@@ -65,21 +67,21 @@ class Trace:
             if len(self._spans) >= CHUNK:
                 self.flush()
 
-    def phase(self, name: str, begin: float, end: float, *, step: int) -> None:
+    def record_phase(self, name: str, begin: float, end: float, *, step: int) -> None:
         """Record a phase of the controller; `step` becomes the current step."""
         self.step = step
-        self._mark("phases", [step, name, _micro(begin), _micro(end)])
+        self._mark("phases", [step, name, _to_us(begin), _to_us(end)])
 
-    def taken(self, uids: Iterable[SampleId], *, step: int) -> None:
+    def record_batch(self, uids: Iterable[SampleId], *, step: int) -> None:
         """Record that these samples now form the batch of `step`."""
         self.step = step
         if self._limit:
             members = [[uid.group, uid.index] for uid in uids]
-            self._mark("taken", [step, _micro(self._clock()), members])
+            self._mark("taken", [step, _to_us(self._clock()), members])
 
-    def trained(self, version: int, *, step: int) -> None:
+    def record_training(self, version: int, *, step: int) -> None:
         """Record that training on the batch of `step` produced `version`."""
-        self._mark("trained", [step, _micro(self._clock()), version])
+        self._mark("trained", [step, _to_us(self._clock()), version])
         self.flush()
 
     def flush(self, *, step: int | None = None) -> None:
@@ -90,7 +92,7 @@ class Trace:
         if self._spans:
             spans = self._spans
             row["spans"] = [
-                [*uid, *activity, _micro(b), _micro(e)] for uid, activity, b, e in spans
+                [*uid, *activity, _to_us(b), _to_us(e)] for uid, activity, b, e in spans
             ]
         line = json.dumps(row | self._marks, separators=(",", ":")) + "\n"
         self._spans.clear()
@@ -99,14 +101,14 @@ class Trace:
             self._append(line)
         except OSError as error:
             self._limit = 0
-            LOG.warning("the trace is off: %s", error)
+            LOG.warning("tracing stopped: %s", error)
 
     def drop_rows_after(self, step: int) -> None:
         """Remove the rows after `step`: a resumed run writes them again."""
         for name in (OLDER, TRACE):
             path = self.folder / name
             if path.exists():
-                rewrite(path, [row for row in read_rows(path) if row["step"] <= step])
+                replace_rows(path, [row for row in read_rows(path) if row["step"] <= step])
 
     def _mark(self, kind: str, mark: list[Any]) -> None:
         if self._limit:
@@ -124,7 +126,7 @@ class Trace:
             path.replace(self.folder / OLDER)
 
 
-def _micro(seconds: float) -> int:
+def _to_us(seconds: float) -> int:
     # Truncation keeps the order, and the end of a span stays equal to the start of the next.
     return int(seconds * 1e6)
 

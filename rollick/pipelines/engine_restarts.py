@@ -95,9 +95,9 @@ class EngineRestarter(ABC):
             self.in_progress += 1
             try:
                 await self._replace_host(rank, failure, repairs)
-                fault.restarted()
+                fault.mark_restarted()
                 await self.rejoin(rank)
-                fault.rejoined(lost=self.recovery.goodput.claim_lost_time())
+                fault.mark_rejoined(lost=self.recovery.goodput.claim_lost_time())
                 fault = None
             except RollickError as error:
                 message = "%s could not be restarted (%d restarts left): %s"

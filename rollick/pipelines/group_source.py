@@ -128,7 +128,7 @@ def _open_rollout(
         on_group_scored=lambda group: prompts.record_group(group, kept=drop_reason(group) is None),
         on_progress=partial(run.telemetry.view.count_samples, "generate"),
         record_event=journal.record,
-        record_span=run.telemetry.trace.span,
+        record_span=run.telemetry.trace.record_span,
         find_prompt=prompts.redraw,
     )
     values, groups = (restored.values["rollout"], restored.groups) if restored else (None, ())

@@ -63,7 +63,7 @@ class JudgeRestarter(EngineRestarter):
                 await self.changed.wait()
 
     @contextmanager
-    def activity(self, what: str, *, limit_s: float = 0.0) -> Generator[None]:
+    def activity(self, label: str, *, limit_s: float = 0.0) -> Generator[None]:
         yield
 
     async def rejoin(self, rank: int) -> None:

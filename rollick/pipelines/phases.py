@@ -132,7 +132,7 @@ class Phases:
                     yield
         finally:
             self.telemetry.stopwatch.add(name, now() - begun)
-            self.telemetry.trace.phase(name, begun, now(), step=self.state.step + 1)
+            self.telemetry.trace.record_phase(name, begun, now(), step=self.state.step + 1)
 
 
 class HasPhases(Protocol):

@@ -84,7 +84,7 @@ class RLPipeline(Pipeline[StepReport]):
         """Waits for the groups of one step."""
         groups = await self.source.take()
         uids = [sample.uid for group in groups for sample in group.samples]
-        self.telemetry.trace.taken(uids, step=self.state.step + 1)
+        self.telemetry.trace.record_batch(uids, step=self.state.step + 1)
         return groups
 
     @phase("train_critic")
@@ -125,7 +125,7 @@ class RLPipeline(Pipeline[StepReport]):
         if is_last:
             rollout.pause_admission()
         rollout.trained(groups, state.version)
-        self.telemetry.trace.trained(state.version, step=state.step + 1)
+        self.telemetry.trace.record_training(state.version, step=state.step + 1)
         rollout.published(state.version, drop_older=drop_older)
         if moves and not is_last:
             rollout.resume_admission()

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rollick.config.schema import Domain, Recipe, RlRecipe, agent_of, environment_of, rewards_of
-from rollick.observe.diagnosis import duration
+from rollick.observe.diagnosis import format_duration
 from rollick.observe.goodput_report import Reliability
 from rollick.observe.learning_advice import find_advice
 from rollick.observe.metrics import read_metrics
-from rollick.observe.report import Exchange, write_report
+from rollick.observe.report import SampleComparison, write_report
 from rollick.observe.row_file import read_rows
 
 LOG = logging.getLogger("rollick")
@@ -35,7 +35,7 @@ def report_run(folder: Path, recipe: Recipe) -> None:
             title=recipe.run.name,
             facts=_facts(recipe, rows),
             advice=find_advice(rows),
-            exchanges=_exchanges(folder, recipe),
+            comparisons=_compare_samples(folder, recipe),
             reliability=Reliability.read(folder),
         )
     except Exception as error:  # A picture must not cost a finished run.
@@ -52,7 +52,7 @@ def _facts(recipe: Recipe, rows: list[dict[str, float]]) -> dict[str, str]:
     done = int(rows[-1]["step"]) if rows else 0
     return facts | {
         "seed": str(recipe.run.seed),
-        "steps": f"{done} of {recipe.run.steps}, {duration(seconds)}",
+        "steps": f"{done} of {recipe.run.steps}, {format_duration(seconds)}",
     }
 
 
@@ -63,7 +63,7 @@ def _describe_domain(domain: Domain) -> str:
     return f"{what}, scored by {rewards}" if rewards else what
 
 
-def _exchanges(folder: Path, recipe: Recipe) -> list[Exchange]:
+def _compare_samples(folder: Path, recipe: Recipe) -> list[SampleComparison]:
     """Held-out prompts at the first and last validation; without one, samples of the last step."""
     held_out = folder / "validation.jsonl"
     first, last = _first_and_last(held_out if held_out.is_file() else folder / "samples.jsonl")
@@ -73,13 +73,13 @@ def _exchanges(folder: Path, recipe: Recipe) -> list[Exchange]:
     def passed(row: SampleRow | None) -> bool:
         return row is not None and row["score"] is not None and row["score"] >= threshold
 
-    exchanges: list[Exchange] = []
+    comparisons: list[SampleComparison] = []
     for row in last:
         earlier = before.get(row["prompt_uid"])
         text = earlier["response"] if earlier is not None else None
         texts = (row["domain"], row["prompt"], text, row["response"])
-        exchanges.append(Exchange(*texts, before_ok=passed(earlier), after_ok=passed(row)))
-    return exchanges
+        comparisons.append(SampleComparison(*texts, passed(earlier), passed(row)))
+    return comparisons
 
 
 def _first_and_last(path: Path) -> tuple[list[SampleRow], list[SampleRow]]:

@@ -40,7 +40,7 @@ class _TroubledStep:
     number: int
     batch: Batch
     trouble: str
-    noticed_at: float
+    detected_at: float
 
 
 class StepGuard:
@@ -61,7 +61,7 @@ class StepGuard:
 
     def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Learn from a resumed run's earlier steps what is usual; `rows`: their metrics."""
-        self._health["policy"].recall(rows)
+        self._health["policy"].examine_rows(rows)
 
     @property
     def is_troubled(self) -> bool:
@@ -88,7 +88,7 @@ class StepGuard:
             cause += ": nothing was trained"
         kind = "exploded" if signals.changed else "not_finite"
         fault = self._faults.begin(role, 0, kind=kind, cause=cause)
-        fault.rejoined()
+        fault.mark_rejoined()
         troubled.append(_TroubledStep(fault.step + 1, batch, trouble, fault.detected_at))
         LOG.warning("a step of the %s went wrong: %s", role, cause)
         if len(troubled) >= self._train.max_skipped_steps and (why := self._cannot_roll_back()):
@@ -106,10 +106,10 @@ class StepGuard:
         cause, path = self._describe(roles[0]), self._quarantine()
         first = self._troubled[roles[0]][0]
         fault = self._faults.begin(
-            roles[0], 0, kind="rolled_back", cause=cause, failed_at=first.noticed_at
+            roles[0], 0, kind="rolled_back", cause=cause, failed_at=first.detected_at
         )
         undone = await self._recovery.roll_back(step)
-        fault.rejoined(redone_steps=undone, lost=self._recovery.goodput.claim_lost_time())
+        fault.mark_rejoined(redone_steps=undone, lost=self._recovery.goodput.claim_lost_time())
         self.rollbacks += 1
         LOG.error(
             "%s: rolled back by %d steps at step %d (%d of %d rollbacks); the batches are in %s",

@@ -302,7 +302,7 @@ class WorkerRecovery:
                     raise
                 else:
                     lost = self.goodput.claim_lost_time()
-                    fault.rejoined(redone_steps=redone, lost=lost)
+                    fault.mark_rejoined(redone_steps=redone, lost=lost)
                     LOG.warning("the %s works again", role)
                     return
                 finally:
@@ -334,7 +334,7 @@ class WorkerRecovery:
         if missing:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
-        fault.restarted()
+        fault.mark_restarted()
         for host in hosts:
             self._repairs[host.index] += 1
         snapshots = [self.snapshots[name] for name in _trained_on(hosts)]

@@ -145,12 +145,12 @@ class SampleAccess:
         raise asyncio.CancelledError(f"{self.uid} is cancelled")
 
     @contextmanager
-    def activity(self, what: str, *, limit_s: float = 0.0) -> Generator[None]:
+    def activity(self, label: str, *, limit_s: float = 0.0) -> Generator[None]:
         """See EngineAccess.activity; also releases an unused reservation."""
         if self.reserved is not None:
             self.reserved = None
             self.fleet.release(self.uid, tokens=0)
-        activity = SampleActivity(SampleStage.IN_ENVIRONMENT, label=what)
+        activity = SampleActivity(SampleStage.IN_ENVIRONMENT, label=label)
         self._enclosing = activity, asyncio.get_running_loop().time() + limit_s
         self.tracker.set_activity(*self._enclosing)
         yield

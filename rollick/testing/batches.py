@@ -19,15 +19,15 @@ ANSWERS = {
     "dpo": {"chosen": "better", "rejected": "worse"},
     "distill": {"completion": "answer"},
 }
-"""The columns with given answers that each pipeline needs."""
+"""The answer columns that each supervised pipeline needs."""
 
 
 def recipe_of(folder: Path, /, **sections: Any) -> Recipe:
     """A recipe for the model in a folder; `sections` override, such as train={...}."""
     columns = ANSWERS.get(sections.get("pipeline", "rlvr"), {})
     domains = {"none": {"source": "none.jsonl", **columns}}
-    plain = {"model": {"path": str(folder)}, "data": {"domains": domains}}
-    return parse_recipe({**plain, **sections})
+    defaults = {"model": {"path": str(folder)}, "data": {"domains": domains}}
+    return parse_recipe({**defaults, **sections})
 
 
 def weighted_loss(inputs: LossInputs, loss: TokenLoss) -> Loss:
@@ -60,11 +60,11 @@ def random_batch(
 def completions_to_batch(requests: Sequence[Request], completions: Sequence[Completion]) -> Batch:
     """The completions of an engine as a batch, so that a learner can compute their log-probs."""
     pairs = list(zip(requests, completions, strict=True))
-    lengths = [len(request.token_ids) + len(one.token_ids) for request, one in pairs]
+    lengths = [len(r.token_ids) + len(c.token_ids) for r, c in pairs]
     masks = [np.arange(n) >= len(r.token_ids) for n, r in zip(lengths, requests, strict=True)]
     mask_N = np.concatenate(masks)
-    ids = [part for request, one in pairs for part in (request.token_ids, one.token_ids)]
-    logprobs = [p for r, one in pairs for p in (np.zeros(len(r.token_ids)), one.logprobs)]
+    ids = [part for r, c in pairs for part in (r.token_ids, c.token_ids)]
+    logprobs = [part for r, c in pairs for part in (np.zeros(len(r.token_ids)), c.logprobs)]
     return Batch(
         token_ids_N=np.concatenate(ids).astype(np.int32),
         lengths_B=np.asarray(lengths, np.int32),

@@ -20,7 +20,7 @@ from rollick.commands.export import export_run
 from rollick.config.load import recipe_from_dict
 from rollick.config.schema.advantages import BaselineAdvantage
 from rollick.observe.metrics import read_metrics
-from rollick.observe.tables import Console, evaluation_table, side_console
+from rollick.observe.tables import Console, evaluation_table, stderr_console
 from rollick.pipelines.run import run_recipe
 from rollick.pipelines.state import RunObjects
 from rollick.testing.learning import shuffle_scores
@@ -54,10 +54,10 @@ def make_tasks(seed: int) -> Tasks:
     letters = [{"prompt": f"{t}>", "answer": "".join(sorted(t))} for t in _draw(LETTERS, rng)]
     digits = [{"prompt": f"{t}<", "answer": "".join(sorted(t))[::-1]} for t in _draw(DIGITS, rng)]
     rows = {"letters": letters, "digits": digits}
-    cut = HELD_OUT + WARM_UP
+    end = HELD_OUT + WARM_UP
     return Tasks(
-        warm_up={name: part[HELD_OUT:cut] for name, part in rows.items()},
-        training={name: part[cut:] for name, part in rows.items()},
+        warm_up={name: part[HELD_OUT:end] for name, part in rows.items()},
+        training={name: part[end:] for name, part in rows.items()},
         held_out={name: part[:HELD_OUT] for name, part in rows.items()},
     )
 
@@ -86,13 +86,12 @@ def largest_first(completion: str, answer: str) -> float:
 
 def dr_grpo_on_shuffled_scores(groups: Sequence[Group], options: dict[str, Any]) -> Advantages:
     """The control: dr_grpo on shuffled scores, which carry no signal."""
-    mixed = shuffle_scores(groups, seed=groups[0].uid)
-    return dr_grpo(mixed, BaselineAdvantage())
+    return dr_grpo(shuffle_scores(groups, seed=groups[0].uid), BaselineAdvantage())
 
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """Share of right greedy answers on the held-out prompts."""
+    """Share of correct greedy answers on the held-out prompts."""
 
     before: dict[str, float]
     after: dict[str, float]
@@ -117,20 +116,20 @@ def run_demo(
     `started` is time.perf_counter() at the start of the command.
     """
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}" + ("-control" if control else "")
-    home = folder / name
-    console = side_console()
+    root = folder / name
+    console = stderr_console()
     tasks = make_tasks(seed)
-    console.print(f"making a tiny model, warming it up on {WARM_UP} examples of each task")
-    model = save_tiny(home / "model", seed=seed, alphabet=ALPHABET, **MODEL)
-    warm = run_recipe(
-        recipe_from_dict(warm_up_recipe(model, home, seed), objects=DOMAINS),
+    console.print(f"creating a tiny model; warm-up on {WARM_UP} examples of each task")
+    model = save_tiny(root / "model", seed=seed, alphabet=ALPHABET, **MODEL)
+    warm_up = run_recipe(
+        recipe_from_dict(warm_up_recipe(model, root, seed), objects=DOMAINS),
         objects=RunObjects(prompts=tasks.warm_up),
     )
-    policy = export_run(warm.folder, home / "warm")
+    policy = export_run(warm_up.folder, root / "warm")
     console.print("reinforcement learning on Ray")
     objects = run_objects(tasks)
     run = run_recipe(
-        recipe_from_dict(rl_recipe(policy, home, seed, control=control), objects=objects.names),
+        recipe_from_dict(rl_recipe(policy, root, seed, control=control), objects=objects.names),
         objects=objects,
     )
     rows = read_metrics(run.folder / "metrics.jsonl")
@@ -144,12 +143,12 @@ def run_demo(
     return result
 
 
-def warm_up_recipe(model: Path, home: Path, seed: int) -> dict[str, Any]:
+def warm_up_recipe(model: Path, root: Path, seed: int) -> dict[str, Any]:
     """SFT on the solved examples."""
     domains = {n: {"source": f"object:{n}", "completion": "answer"} for n in DOMAINS}
     return {
         "pipeline": "sft",
-        "run": {"name": "warm_up", "folder": str(home), "steps": 150, "seed": seed, "threads": 1},
+        "run": {"name": "warm_up", "folder": str(root), "steps": 150, "seed": seed, "threads": 1},
         "model": {"path": str(model), "template": "plain"},
         "data": {"domains": domains},
         "train": {
@@ -162,12 +161,12 @@ def warm_up_recipe(model: Path, home: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def rl_recipe(policy: Path, home: Path, seed: int, *, control: bool) -> dict[str, Any]:
+def rl_recipe(policy: Path, root: Path, seed: int, *, control: bool) -> dict[str, Any]:
     """RL on both domains, from the warmed-up policy."""
     advantage = f"{__name__}:dr_grpo_on_shuffled_scores" if control else "dr_grpo"
     rewards = {"letters": ["object:letters_in_order"], "digits": ["object:largest_first"]}
     return {
-        "run": {"name": "rl", "folder": str(home), "steps": 120, "seed": seed, "threads": 1},
+        "run": {"name": "rl", "folder": str(root), "steps": 120, "seed": seed, "threads": 1},
         "model": {"path": str(policy), "template": "plain"},
         "data": {
             "domains": {n: {"source": f"object:{n}", "rewards": r} for n, r in rewards.items()},
@@ -209,7 +208,7 @@ def _table(
 
 def _show(console: Console, result: DemoResult) -> None:
     figures = _table(result.before, result.after, (*DOMAINS, "all"))
-    console.print(evaluation_table(figures, title="right answers on held-out prompts"))
+    console.print(evaluation_table(figures, title="correct answers on held-out prompts"))
     console.print(f"curves  {result.report.with_suffix('.png')}", soft_wrap=True)
     console.print(f"report  {result.report}", soft_wrap=True)
     console.print(f"{result.seconds:.0f} s in total")

@@ -77,7 +77,7 @@ def group(
     return Group(uid, source, members, PolicyVersion(start_version))
 
 
-def annotated(plain: Group, *annotations: Annotations) -> Group:
+def annotated(group: Group, *annotations: Annotations) -> Group:
     """The group with these annotations of its members."""
-    pairs = zip(plain.members, annotations, strict=True)
-    return replace(plain, members=tuple(replace(m, annotations=a) for m, a in pairs))
+    pairs = zip(group.members, annotations, strict=True)
+    return replace(group, members=tuple(replace(m, annotations=a) for m, a in pairs))

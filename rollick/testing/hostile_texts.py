@@ -1,4 +1,4 @@
-"""Long repetitive texts that make careless scanners slow: test your own rewards with them.
+"""Long repetitive texts that make careless parsers slow: test your own rewards with them.
 
 for name, text in (hostile_texts(20_000) | mixed_texts(20_000)).items():
     my_reward(completion=text, answer="4")
@@ -103,8 +103,8 @@ REPEATED = {
     "names": "Zoey, ",
     "roles": "Zoey is a knight and ",
 }
-RHYTHMS = ((1, 1), (40, 1), (3, 20))
-"""How often the first and the second mark of a mixed text are repeated before both begin again."""
+REPEAT_COUNTS = ((1, 1), (40, 1), (3, 20))
+"""Repetitions of the first and of the second part of a mixed text, before both begin again."""
 OPENINGS = (
     "",
     "The answer is 27",
@@ -119,7 +119,7 @@ ENDINGS = ("x", " 27", "apples", "}", "</answer>", ".", "?")
 
 
 def hostile_texts(length: int) -> dict[str, str]:
-    """Texts of this length by name: each repeats one mark, also behind and in front of others."""
+    """Texts of this length by name: each repeats one part, some between an opening and an end."""
     texts: dict[str, str] = {}
     for name, part in REPEATED.items():
         texts[name] = (part * (length // len(part) + 1))[:length]
@@ -132,13 +132,13 @@ def hostile_texts(length: int) -> dict[str, str]:
 
 
 def mixed_texts(length: int) -> dict[str, str]:
-    """Texts of this length by name: each mixes two marks between the opening and the end of an
-    answer. A fixed selection of the pairs; every mark is in two."""
+    """Texts of this length by name: each mixes two parts between the opening and the end of an
+    answer. A fixed selection of the pairs; every part is in two."""
     texts: dict[str, str] = {}
     names = list(REPEATED)
     for index, name in enumerate(names):
         other = names[(index + 41) % len(names)]
-        first, second = RHYTHMS[index % len(RHYTHMS)]
+        first, second = REPEAT_COUNTS[index % len(REPEAT_COUNTS)]
         opening, ending = OPENINGS[index % len(OPENINGS)], ENDINGS[index % len(ENDINGS)]
         part = REPEATED[name] * first + REPEATED[other] * second
         size = length - len(opening) - len(ending)

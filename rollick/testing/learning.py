@@ -1,6 +1,6 @@
 """Checks that an algorithm learns: a toy task, in process, in one or two seconds.
 
-    the prompt is one of four letters; a right answer starts with that letter
+    the prompt is one of four letters; a correct answer starts with that letter
 
 `learn` trains a tiny, randomly initialised model with the RL pipeline, from a mean score of about
 0.15. The control trains on shuffled scores. `imitate` does the same for pipelines that learn from
@@ -46,7 +46,7 @@ class Curve:
         """Mean score of the last steps."""
         return float(np.mean(self.scores[-FINAL_STEPS:]))
 
-    def of(self, metric: str) -> tuple[float, ...]:
+    def values_of(self, metric: str) -> tuple[float, ...]:
         """The values of a metric by step."""
         return tuple(row[metric] for row in self.rows)
 
@@ -86,8 +86,8 @@ def imitate(
     model = save_tiny(folder / "model", seed=seed, alphabet=LETTERS, **SMALL_MODEL)
     recipe = echo_recipe(model, folder, algorithm={}, steps=steps, seed=seed)
     held_out = recipe["data"]["domains"]["letters"]
-    right, other = ("wrong", "answer") if wrong else ("answer", "wrong")
-    columns = {"chosen": right, "rejected": other} if pipeline == "dpo" else {"completion": right}
+    target, other = ("wrong", "answer") if wrong else ("answer", "wrong")
+    columns = {"chosen": target, "rejected": other} if pipeline == "dpo" else {"completion": target}
     answers = {"source": "rollick.testing.toys:echo_pairs", **columns}
     recipe |= {
         "pipeline": pipeline,
@@ -194,5 +194,5 @@ def shuffle_scores(groups: Sequence[Group], *, seed: int) -> list[Group]:
     """Shuffle the scores over all samples of the batch."""
     members = [member for group in groups for member in group.members]
     order = np.random.default_rng(seed).permutation(len(members))
-    mixed = iter([replace(m, score=members[o].score) for m, o in zip(members, order, strict=True)])
-    return [replace(g, members=tuple(next(mixed) for _ in g.members)) for g in groups]
+    shuffled = (replace(m, score=members[o].score) for m, o in zip(members, order, strict=True))
+    return [replace(g, members=tuple(next(shuffled) for _ in g.members)) for g in groups]

@@ -1,6 +1,6 @@
 """Checks that a custom loss or advantage satisfies its contract, for use in tests.
 
-    check_loss(my_loss, {"scale": 2.0})          raises AssertionError with what is wrong
+    check_loss(my_loss, {"scale": 2.0})          raises AssertionError with the problem
     check_advantage(my_advantage, {"floor": 0})
 
 They call the function with small random inputs. learning.py checks whether it learns.
@@ -23,7 +23,7 @@ from rollick.testing.fakes import annotated, group
 from rollick.types import Annotations, Group
 
 LossFn = Callable[[LossInputs, Any], TokenLoss]
-AdvantageOfOptions = Callable[[Sequence[Group], Any], Any]
+AdvantageFn = Callable[[Sequence[Group], Any], Any]
 
 LENGTHS = (3, 2, 4, 1)
 """Trained tokens of each sample; consecutive samples form pairs."""
@@ -133,10 +133,10 @@ def random_groups() -> list[Group]:
         values = random.random(length)
         return Annotations(old, reference, teacher, values, float(values[-1]))
 
-    return [annotated(one, *(annotations(s.length) for s in one.samples)) for one in plain]
+    return [annotated(g, *(annotations(s.length) for s in g.samples)) for g in plain]
 
 
-def check_advantage(advantage: AdvantageOfOptions, options: Any = None) -> None:
+def check_advantage(advantage: AdvantageFn, options: Any = None) -> None:
     """Raise AssertionError unless every sample has a finite value or one per token, a failed reward
     gets 0, the order of groups does not matter, and an empty list is accepted."""
     options = {} if options is None else options
@@ -146,13 +146,13 @@ def check_advantage(advantage: AdvantageOfOptions, options: Any = None) -> None:
     for uid, value in by_sample.items():
         difference = float(np.max(np.abs(value - reversed_order[uid]), initial=0.0))
         assert difference <= TOLERANCE, f"sample {uid} changes with the order of groups"
-    for member in (member for one in groups for member in one.members):
+    for member in (member for g in groups for member in g.members):
         uid = str(member.sample.uid)
         if not member.score.ok and np.any(by_sample[uid]):
             raise AssertionError(
                 f"sample {uid}, whose reward failed, has an advantage other than 0"
             )
-    assert len(advantage([], options)) == 0, "an advantage of no groups must be empty"
+    assert len(advantage([], options)) == 0, "the advantages of no groups must be empty"
 
 
 def _by_sample(advantages: Any, groups: Sequence[Group]) -> dict[str, Any]:

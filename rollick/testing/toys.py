@@ -45,7 +45,7 @@ def echoes(completion: str, answer: str) -> float:
 
 
 def without_rollout(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe for a pipeline of given answers: its sampling is that of the evaluation."""
+    """The recipe for a supervised pipeline: its sampling becomes that of the evaluation."""
     kept = {key: recipe[key] for key in recipe if key not in ("sampling", "rollout")}
     evaluate = {**recipe.get("evaluate", {})}
     if "sampling" in recipe:

@@ -137,7 +137,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.checked_tokens = tokens
 
     async def receive(self, manifest: WeightManifest) -> None:
-        # Before the weights are replaced, or a corruption would never be noticed.
+        # Before the weights are replaced, or a corruption would never be detected.
         await self.check_weights()
         async with self.receiving:
             # A thread cannot be cancelled: hold the lock until it ends.

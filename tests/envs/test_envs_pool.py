@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollick.envs.base import random_of
+from rollick.envs.base import seeded_random
 from rollick.envs.child import EnvCallResult, EnvStatus
 from rollick.envs.frozen_lake import FrozenLake
 from rollick.envs.pool import EnvLimits, EnvPool, EnvSession
@@ -24,7 +24,7 @@ ENVS = '''
 import os, time
 from rollick import TextEnv
 from rollick.types import Turn
-from rollick.envs.base import random_of
+from rollick.envs.base import seeded_random
 
 class Counting(TextEnv):
     """Says how many steps it had; ends after `last` of them. Actions are what happens."""
@@ -57,7 +57,7 @@ class Counting(TextEnv):
 class Flaky(Counting):
     """Raises in 3 of 10 resets, and counts on otherwise."""
     def reset(self, seed):
-        if random_of("flaky", seed).random() < 0.3:
+        if seeded_random("flaky", seed).random() < 0.3:
             raise RuntimeError("bad luck")
         return super().reset(seed)
 '''
@@ -101,11 +101,11 @@ async def test_an_episode_is_played_to_its_end(folder: Path) -> None:
         session = await pool.reset("count", {"last": 2}, 7)
         assert session.opening.response.observation == "7:0"
         first, last = await play(session, "a", "b")
-        assert (first.response.observation, first.response.reward, first.response.over) == (
+        assert (first.response.observation, first.response.reward, first.response.done) == (
             "7:1", 0.5, False,
         )  # fmt: skip
         assert (last.response.terminated, last.response.info) == (True, {"n": 2})
-        assert (session.over, session.status) == (True, EnvStatus.OK)
+        assert (session.done, session.status) == (True, EnvStatus.OK)
         with pytest.raises(EnvError, match="is over"):
             await session.step("c")
         assert pool.stats.failures == {}
@@ -135,13 +135,13 @@ async def test_a_thousand_episodes_share_two_processes(folder: Path) -> None:
 async def test_an_environment_that_raises_three_times_in_ten_is_counted_exactly(
     folder: Path,
 ) -> None:
-    doomed = sum(random_of("flaky", seed).random() < 0.3 for seed in range(200))
+    doomed = sum(seeded_random("flaky", seed).random() < 0.3 for seed in range(200))
     assert 40 < doomed < 80
     async with open_pool(folder, processes=2) as pool:
 
         async def episode(seed: int) -> EnvStatus:
             session = await pool.reset("flaky", {}, seed)
-            while not session.over:
+            while not session.done:
                 await session.step("x")
             return session.status
 
@@ -231,7 +231,7 @@ async def test_the_steps_of_an_episode_have_a_deadline_together(folder: Path) ->
         first = await slow.step("nap")
         assert first.ok
         reply = await slow.step("hang")
-        assert (reply.status, slow.over) == (EnvStatus.TIMEOUT, True)
+        assert (reply.status, slow.done) == (EnvStatus.TIMEOUT, True)
         assert reply.detail == "the episode took more than 0.3 s; its process was killed"
         assert (await other.step("x")).status is EnvStatus.LOST
 
@@ -285,7 +285,7 @@ async def test_a_cancelled_step_leaves_the_episode(folder: Path) -> None:
         step.cancel()
         with pytest.raises(asyncio.CancelledError):
             await step
-        assert session.over
+        assert session.done
         assert open_episodes(pool) == 0
         assert (await pool.reset("count", {}, 1)).opening.ok
         assert pool.stats.failures == {}
@@ -302,7 +302,7 @@ async def test_classes_travel_by_value_and_wrong_options_are_a_failure(folder: P
         wrong = await pool.reset("lake", {"sise": 3}, 0)
         assert wrong.opening.status is EnvStatus.FAILED
         assert "lake cannot be created with {'sise': 3}" in wrong.opening.detail
-        with pytest.raises(EnvError, match="'pond' was not given to the pool"):
+        with pytest.raises(EnvError, match="the pool has no environment 'pond'"):
             await pool.reset("pond", {}, 0)
 
 

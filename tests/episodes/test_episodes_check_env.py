@@ -148,7 +148,7 @@ def test_a_correct_environment_has_no_problems() -> None:
         (Waiting, "step() is a coroutine"),
         (OldSignature, "step() must return (observation, reward, terminated, truncated, info), "
          "not 4 values"),
-        (Misled, "its solver writes an action that the environment reports as not valid"),
+        (Misled, "its solver writes an action that the environment reports as invalid"),
         (NoSeed, "reset() must take one argument, seed"),
         (dict, "created a dict, which has no reset()"),
     ],

@@ -13,8 +13,8 @@ from rollick.observe.faults import FAULTS, FaultLog, LostTime, failure_time, rea
 def test_a_repaired_fault_is_read_back_with_all_its_times(tmp_path: Path) -> None:
     faults = FaultLog(tmp_path, step=lambda: 7)
     fault = faults.begin("generators", 1, kind="killed", cause="signal 9", failed_at=5.0)
-    fault.restarted()
-    fault.rejoined(redone_steps=1, lost=LostTime(recover_s=3.0, redo_s=2.0))
+    fault.mark_restarted()
+    fault.mark_rejoined(redone_steps=1, lost=LostTime(recover_s=3.0, redo_s=2.0))
     (read,) = read_faults(tmp_path)
     assert read == fault
     assert (read.recover_s, read.redo_s) == (3.0, 2.0)
@@ -48,7 +48,7 @@ def test_a_fault_is_on_disk_before_it_is_repaired_and_keeps_its_place(tmp_path: 
     first = faults.begin("policy", 0, kind="hung", cause="no answer")
     faults.begin("critic", 0, kind="raised", cause="ValueError").give_up("the budget is spent")
     assert [fault.rejoined_at for fault in read_faults(tmp_path)] == [None, None]
-    first.rejoined()
+    first.mark_rejoined()
     assert [(f.role, f.gave_up) for f in read_faults(tmp_path)] == [
         ("policy", None),
         ("critic", "the budget is spent"),
@@ -63,7 +63,7 @@ def test_faults_of_two_processes_of_a_run_are_separate_and_a_torn_line_is_skippe
     with (tmp_path / FAULTS).open("a") as file:
         file.write('{"id": "to')
     assert len(read_faults(tmp_path)) == 2
-    FaultLog(tmp_path).begin("controller", 0, kind="killed", cause="signal 9").rejoined()
+    FaultLog(tmp_path).begin("controller", 0, kind="killed", cause="signal 9").mark_rejoined()
     assert [fault.role for fault in read_faults(tmp_path)] == ["policy", "policy", "controller"]
 
 
@@ -71,6 +71,6 @@ def test_a_log_that_cannot_be_written_warns_and_the_run_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults = FaultLog(tmp_path / "absent")
-    faults.begin("policy", 0, kind="killed", cause="signal 9").rejoined()
+    faults.begin("policy", 0, kind="killed", cause="signal 9").mark_rejoined()
     assert len(faults.faults) == 1
     assert "cannot be written" in caplog.text

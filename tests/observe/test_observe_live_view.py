@@ -70,7 +70,7 @@ def test_samples_scored_before_the_phase_are_not_taken_for_speed() -> None:
 def test_a_notebook_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     view = LiveView("toy", 2, mode="auto")
-    assert (view.shown, view.console.is_jupyter) == (False, False)
+    assert (view.is_live, view.console.is_jupyter) == (False, False)
 
 
 def test_a_step_without_new_samples_shows_those_it_trained_on() -> None:

@@ -118,7 +118,7 @@ def test_a_sink_that_raises_is_switched_off_with_one_warning(
     log.close()
     assert sink.failure == "ConnectionError: the server is gone"
     warned = [record.getMessage() for record in caplog.records]
-    assert warned == ["metrics sink tracker is off: ConnectionError: the server is gone"]
+    assert warned == ["metrics sink tracker stopped: ConnectionError: the server is gone"]
     assert [row["step"] for row in read_metrics(log.path)] == [1, 2]
 
 
@@ -147,7 +147,7 @@ def test_a_flood_is_cut_and_counted_and_the_sink_still_ends_in_order() -> None:
     sink.close()
     assert recorder.closed
     assert [step for step, _ in recorder.rows] == [0, 1, 2, 3]
-    assert sink.lost == 46
+    assert sink.num_lost_steps == 46
 
 
 def test_a_sink_that_failed_while_its_queue_was_full_is_closed_at_once() -> None:
@@ -185,4 +185,4 @@ def test_a_sink_without_its_library_is_disabled_and_names_the_extra(
     sink.log(1, {"train/loss": 0.5})
     sink.close()
     assert f"pip install 'rollick[{name}]'" in caplog.text
-    assert f"metrics sink {name} is off" in caplog.text
+    assert f"metrics sink {name} stopped" in caplog.text

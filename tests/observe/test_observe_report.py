@@ -14,7 +14,7 @@ from rich.console import Console
 from rollick.observe.goodput import Goodput
 from rollick.observe.goodput_report import Reliability
 from rollick.observe.live_view import BARS, LiveView, Stopwatch, sparkline
-from rollick.observe.report import Exchange, draw_curves, summarise_curves, write_report
+from rollick.observe.report import SampleComparison, draw_curves, summarise_curves, write_report
 from rollick.observe.tables import evaluation_table
 
 ROWS = [
@@ -60,14 +60,14 @@ def size_of_png(data: bytes) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Tags:
-    exchange = Exchange(EVIL, EVIL, EVIL, EVIL, before_ok=False, after_ok=True)
+    comparison = SampleComparison(EVIL, EVIL, EVIL, EVIL, before_ok=False, after_ok=True)
     path = write_report(
         tmp_path_factory.mktemp("report") / "report.html",
         [*ROWS, {"step": 4, f"eval/{EVIL}/pass@1": 0.5, "eval/other/pass@1": 0.25}],
         title=f"run {EVIL}",
         facts={"model": EVIL},
         advice={"flat_score": EVIL},
-        exchanges=[exchange],
+        comparisons=[comparison],
         reliability=Reliability(Goodput()),
     )
     return Tags(path.read_text("utf-8"))
@@ -101,7 +101,7 @@ def test_the_results_are_first_best_and_last_with_the_held_out_first() -> None:
     rows = [*ROWS, {"step": 4, "score/mean": 0.6, "eval/pass@1": 0.7, "eval/sums/pass@1": 0.7}]
     # One domain: its curves would repeat those of all.
     assert summarise_curves(rows) == {
-        "held out: all": {"first": 0.8, "best": 0.8, "last": 0.7},
+        "held-out: all": {"first": 0.8, "best": 0.8, "last": 0.7},
         "training: all": {"first": 0.1, "best": 0.9, "last": 0.6},
     }
     two = [*rows, {"step": 5, "score/domain/words": 0.2}]

@@ -63,7 +63,7 @@ def test_the_queue_is_bounded_and_lost_rows_are_counted(
     file = RowFile(path)
     for step in range(5):
         file.append([{"step": step}])
-    assert file.lost == 3
+    assert file.num_lost_rows == 3
     file.close()
     assert "the last 24 bytes were lost" in caplog.text
 

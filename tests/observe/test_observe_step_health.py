@@ -73,5 +73,5 @@ def test_the_first_gradients_may_grow() -> None:
 def test_a_resumed_run_knows_what_was_usual() -> None:
     health = StepHealth()
     row = {"train/grad_norm": 0.5, "train/loss": 0.1, "train/mean/entropy": 1.0}
-    health.recall([{}, row, row])
+    health.examine_rows([{}, row, row])
     assert "fell from 0.5" in health.examine(replace(HEALTHY, grad_norm=0.0))

@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from rollick.observe.tables import reward_table
-from rollick.observe.terminal import SafeConsole, printable
+from rollick.observe.terminal import SafeConsole, escape_controls
 
 ATTACK = "a\x1b[2J\x1b]0;owned\x07b\x9b31mc\u202ed\re"
 
 
 def test_control_characters_become_symbols_and_other_text_stays():
-    shown = printable(ATTACK)
+    shown = escape_controls(ATTACK)
     assert shown == "a␛[2J␛]0;owned␇b\ufffd31mc\ufffdd␍e"
-    assert printable("line\n\tünïcode 漢字 🎲") == "line\n\tünïcode 漢字 🎲"
+    assert escape_controls("line\n\tünïcode 漢字 🎲") == "line\n\tünïcode 漢字 🎲"
 
 
 def test_a_console_writes_its_own_colours_and_escapes_sequences_of_a_model():
@@ -69,5 +69,5 @@ except ValueError as error:
 
 def test_long_texts_are_cleaned_quickly():
     begun = time.perf_counter()
-    printable("\x1b" * 1_000_000)
+    escape_controls("\x1b" * 1_000_000)
     assert time.perf_counter() - begun < 5

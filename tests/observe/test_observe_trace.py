@@ -82,15 +82,15 @@ def two_samples(tmp_path: Path) -> Path:
     trace, clock = open_trace(tmp_path)
     for index, seconds in ((0, 1.0), (1, 3.0)):
         uid = SampleId(7, index)
-        trace.span(uid, WAITING_FOR_ENGINE, 10.0, 11.0)
-        trace.span(uid, generating_on(4), 11.0, 11.0 + seconds)
-        trace.span(uid, SCORING, 11.0 + seconds, 11.5 + seconds)
+        trace.record_span(uid, WAITING_FOR_ENGINE, 10.0, 11.0)
+        trace.record_span(uid, generating_on(4), 11.0, 11.0 + seconds)
+        trace.record_span(uid, SCORING, 11.0 + seconds, 11.5 + seconds)
     clock.now = 15.0
-    trace.taken([SampleId(7, 0), SampleId(7, 1)], step=1)
-    trace.phase("generate", 10.0, 15.0, step=1)
-    trace.phase("train", 15.0, 16.0, step=1)
+    trace.record_batch([SampleId(7, 0), SampleId(7, 1)], step=1)
+    trace.record_phase("generate", 10.0, 15.0, step=1)
+    trace.record_phase("train", 15.0, 16.0, step=1)
     clock.now = 17.0
-    trace.trained(1, step=1)
+    trace.record_training(1, step=1)
     return tmp_path
 
 
@@ -130,21 +130,21 @@ def test_a_sample_waits_for_its_group_then_for_its_batch_and_is_trained(two_samp
 
 def test_the_wait_of_a_batch_that_was_not_trained_ends_with_the_trace(tmp_path: Path) -> None:
     trace, clock = open_trace(tmp_path)
-    trace.span(SampleId(0, 0), SCORING, 0.0, 1.0)
+    trace.record_span(SampleId(0, 0), SCORING, 0.0, 1.0)
     clock.now = 2.0
-    trace.taken([SampleId(0, 0)], step=1)
+    trace.record_batch([SampleId(0, 0)], step=1)
     trace.flush()
     timeline = build_timeline(read_trace(tmp_path))
     assert spans_of(timeline) == {
         "g0.0": [("reward", "", 0, 1), ("waiting", "for its batch", 1, 2)],
     }
-    assert timeline.trained == 0
+    assert timeline.num_trained == 0
 
 
 def test_the_sessions_of_a_run_are_put_on_one_clock(tmp_path: Path) -> None:
     for zero, index in ((1000.0, 0), (1060.0, 1)):
         trace = Trace(tmp_path, clock=Clock(), limit_bytes=10**6, zero=zero)
-        trace.span(SampleId(0, index), SCORING, 5.0, 6.0)
+        trace.record_span(SampleId(0, index), SCORING, 5.0, 6.0)
         trace.flush()
     timelines = spans_of(build_timeline(read_trace(tmp_path)))
     assert timelines == {"g0.0": [("reward", "", 0, 1)], "g0.1": [("reward", "", 60, 61)]}
@@ -158,7 +158,7 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
     limit = 40_000
     trace, _ = open_trace(tmp_path, limit=limit)
     for number in range(20 * CHUNK):
-        trace.span(SampleId(number, 0), WAITING_FOR_ENGINE, number, number + 1.0)
+        trace.record_span(SampleId(number, 0), WAITING_FOR_ENGINE, number, number + 1.0)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < limit + 60 * CHUNK
     trace.flush()
     kept = [span[0] for row in read_trace(tmp_path) for span in row.get("spans", ())]
@@ -169,10 +169,10 @@ def test_disk_and_memory_are_bounded_and_the_newest_is_kept(tmp_path: Path) -> N
 def test_a_disabled_trace_writes_nothing_and_still_knows_the_last_progress(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path, limit=0)
     for number in range(2 * CHUNK):
-        trace.span(SampleId(number, 0), generating_on(1), 0.0, float(number))
-    trace.taken([SampleId(0, 0)], step=1)
-    trace.phase("train", 0.0, 1.0, step=1)
-    trace.trained(1, step=1)
+        trace.record_span(SampleId(number, 0), generating_on(1), 0.0, float(number))
+    trace.record_batch([SampleId(0, 0)], step=1)
+    trace.record_phase("train", 0.0, 1.0, step=1)
+    trace.record_training(1, step=1)
     assert list(tmp_path.iterdir()) == []
     assert trace.last_generation_end[1] == 2 * CHUNK - 1
 
@@ -183,8 +183,8 @@ def test_a_disk_that_refuses_switches_the_trace_off_and_nothing_else(
     trace, _ = open_trace(tmp_path / "absent")
     with caplog.at_level(logging.WARNING, "rollick"):
         for number in range(3 * CHUNK):
-            trace.span(SampleId(number, 0), WAITING_FOR_ENGINE, 0.0, 1.0)
-    assert [record.message[:16] for record in caplog.records] == ["the trace is off"]
+            trace.record_span(SampleId(number, 0), WAITING_FOR_ENGINE, 0.0, 1.0)
+    assert [record.message[:15] for record in caplog.records] == ["tracing stopped"]
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
@@ -197,10 +197,10 @@ def test_a_line_that_a_kill_cut_short_is_left_out(two_samples: Path) -> None:
 def test_rows_of_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     trace, _ = open_trace(tmp_path)
     for step in (1, 2, 3):
-        trace.phase("train", step, step + 0.5, step=step)
+        trace.record_phase("train", step, step + 0.5, step=step)
         trace.flush()
     (tmp_path / TRACE).rename(tmp_path / OLDER)
-    trace.phase("train", 4.0, 4.5, step=4)
+    trace.record_phase("train", 4.0, 4.5, step=4)
     trace.flush()
     trace.drop_rows_after(2)
     assert [row["step"] for row in read_trace(tmp_path)] == [1, 2]
@@ -302,7 +302,7 @@ def test_a_resumed_run_continues_the_same_trace(run_toy: Run) -> None:
     ]
     assert [p.step for p in timeline.phases if p.name == "train"] == [1, 2, 3, 4]
     rows = read_metrics(result.folder / "metrics.jsonl")
-    assert timeline.trained == sum(row["rollout/samples"] for row in rows)
+    assert timeline.num_trained == sum(row["rollout/samples"] for row in rows)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -334,10 +334,10 @@ async def test_what_a_checkpoint_holds_stays_in_the_trace_when_later_steps_are_f
 ) -> None:
     async with open_run(toy()) as run:
         run.state.step = 1
-        run.telemetry.trace.phase("validate", 0.0, 1.0, step=2)
-        run.telemetry.trace.span(SampleId(5, 0), SCORING, 1.0, 2.0)
+        run.telemetry.trace.record_phase("validate", 0.0, 1.0, step=2)
+        run.telemetry.trace.record_span(SampleId(5, 0), SCORING, 1.0, 2.0)
         await run.checkpoints.save(PipelineState({}), {})
-        run.telemetry.trace.span(SampleId(6, 0), SCORING, 3.0, 4.0)
+        run.telemetry.trace.record_span(SampleId(6, 0), SCORING, 3.0, 4.0)
         run.telemetry.trace.flush()
         run.checkpoints.drop_rows_after(1)
         kept = [span[0] for row in read_trace(run.state.folder.path) for span in row["spans"]]

@@ -282,8 +282,8 @@ def test_a_killed_and_resumed_run_accounts_for_all_of_its_time(
     process.send_signal(signal.SIGKILL)
     process.wait()
     before = read_goodput(folder)
-    assert before.last is not None
-    last_step = before.last.step or 0
+    assert before.last_row is not None
+    last_step = before.last_row.step or 0
     assert start_training(recipe, "--resume", f"run.steps={last_step + 2}").wait(90) == 0
     goodput, rows = read_goodput(folder), time_rows(folder)
     assert goodput.wall_s == pytest.approx(rows[-1]["at"] - rows[0]["at"], abs=1e-3)

@@ -49,7 +49,7 @@ def test_the_report_of_an_rl_run_has_task_model_seed_results_and_samples(toy: To
     assert page.after("steps")[0].startswith("2 of 2, ")
     first, last = (row["eval/pass@1"] for row in rows if "eval/pass@1" in row)
     expected = [f"{value:.3g}" for value in (first, max(first, last), last)]
-    assert page.after("held out: all", 3) == expected
+    assert page.after("held-out: all", 3) == expected
     assert "Held-out prompts, first and last validation" in page.texts
     assert [f"say {letter}" in page.texts for letter in "abcdefgh"] == [True] * 8
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")

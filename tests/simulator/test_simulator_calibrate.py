@@ -52,13 +52,13 @@ def written(toy: Toy, tmp_path: Path) -> Written:
         answers = [[group, index, 1.0] for group, index, _, _ in samples]
         for group, index, _, _ in samples:
             uid, back = SampleId(group, index), now + 1.0 + WAY_S
-            trace.span(uid, on_engine(SampleStage.GENERATING, 0), now, back)
-            trace.span(uid, SCORING, back, back + REWARD_S)
+            trace.record_span(uid, on_engine(SampleStage.GENERATING, 0), now, back)
+            trace.record_span(uid, SCORING, back, back + REWARD_S)
         taken = now + 1.0 + WAY_S + REWARD_S
         trained = taken + TRAIN_BASE_S + TRAIN_TOKEN_S * (8 * PROMPT + drawn)
-        trace.phase("generate", now, taken, step=step)
-        trace.phase("train", taken, trained, step=step)
-        trace.phase("publish", trained, trained + PUBLISH_S, step=step)
+        trace.record_phase("generate", now, taken, step=step)
+        trace.record_phase("train", taken, trained, step=step)
+        trace.record_phase("publish", trained, trained + PUBLISH_S, step=step)
         now = trained + PUBLISH_S + REST_S
         works = [(draw.randint(1, 8), draw.randint(9, 400), draw.randint(0, 60)) for _ in range(30)]
         engines = [[0, *work, STEP_TIME.seconds(*work), 1000.0, 0] for work in works]
@@ -182,7 +182,7 @@ def test_a_run_that_is_too_short_reports_the_required_length(written: Written) -
 
 def test_a_run_of_several_turns_is_refused(written: Written) -> None:
     trace = Trace(written.path, clock=lambda: 0.0, limit_bytes=10**6, zero=1000.0)
-    trace.span(SampleId(12, 0), SampleActivity(SampleStage.IN_ENVIRONMENT), 1.0, 2.0)
+    trace.record_span(SampleId(12, 0), SampleActivity(SampleStage.IN_ENVIRONMENT), 1.0, 2.0)
     trace.flush()
     with pytest.raises(DataError, match="several turns"):
         calibrate_run(written.path)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Describe = Callable[[Any, Any], str]
 """Maps the unwrapped environment and its observation to text."""
-MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")
-"""ANSI-coloured text, which marks the player."""
+ANSI_COLOURED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")
+"""Coloured text, which marks the player."""
 SEEDS = 2**31
 """Some environments accept 32-bit seeds only."""
 
@@ -49,20 +49,20 @@ class GymEnv(TextEnv):
 
     def reset(self, seed: int) -> Reset:
         observation, info = self.env.reset(seed=stable_hash("gymnasium", seed) % SEEDS)
-        text = self._text(observation)
+        text = self._describe(observation)
         return f"{text}\n{self._instructions()}", {**info, "state": text}
 
     def step(self, action: str) -> Step:
         self.steps += 1
         out_of_steps = self.steps >= self.max_steps
-        chosen = self._read(action)
+        chosen = self._parse_action(action)
         if chosen is None:
             text = f"That is no action. {self._instructions()}"
             return text, 0.0, False, out_of_steps, {"valid": False, "effective": False}
         observation, reward, terminated, truncated, info = self.env.step(chosen)
-        text = self._text(observation)
-        over = bool(terminated), bool(truncated) or (out_of_steps and not terminated)
-        return text, float(reward), *over, {**info, "valid": True, "state": text}
+        text = self._describe(observation)
+        ends = bool(terminated), bool(truncated) or (out_of_steps and not terminated)
+        return text, float(reward), *ends, {**info, "valid": True, "state": text}
 
     def legal_actions(self) -> Sequence[str]:
         return [write_reply(name, self.style) for name in self.names]
@@ -73,7 +73,7 @@ class GymEnv(TextEnv):
     def _instructions(self) -> str:
         return describe_format(self.style, " or ".join(self.names) or "your action")
 
-    def _read(self, action: str) -> Any:
+    def _parse_action(self, action: str) -> Any:
         answer = read_reply(action, self.style)
         if answer is None:
             return None
@@ -84,17 +84,17 @@ class GymEnv(TextEnv):
         first = getattr(self.env.action_space, "start", 0)
         if word in lowered:
             return first + lowered.index(word)
-        known = word.isdecimal() and 0 <= int(word) - first < len(self.names)
-        return int(word) if known else None
+        is_number = word.isdecimal() and 0 <= int(word) - first < len(self.names)
+        return int(word) if is_number else None
 
-    def _text(self, observation: Any) -> str:
+    def _describe(self, observation: Any) -> str:
         if self.describe is not None:
             return self.describe(self.env.unwrapped, observation)
         if isinstance(observation, str):
             return observation
         if self.env.render_mode == "ansi":
             rendered: Any = self.env.render()
-            return MARKED.sub(r"[\1]", str(rendered)).strip("\n")
+            return ANSI_COLOURED.sub(r"[\1]", str(rendered)).strip("\n")
         return json.dumps(to_json_value(observation))
 
 

@@ -8,7 +8,7 @@ actions are tool calls (MCP), the policy gets the server's tools. Each episode h
 connection and environment; the server limits their number.
 
 A server that cannot be reached, or a lost connection, raises ServiceUnavailable: the episode starts
-again when the server answers.
+again when the server responds.
 
 Written for openenv 0.10. Start the server separately.
 """
@@ -195,8 +195,8 @@ class RemoteEnv(TextEnv):
         properties: Mapping[str, Any] = self.schema.get("properties", {})
         if self.field:
             return str(properties.get(self.field, {}).get("description") or self.field)
-        shown = {key: of.get("type", "...") for key, of in properties.items() if key != "metadata"}
-        return f"a JSON object like {json.dumps(shown)}"
+        types = {k: v.get("type", "...") for k, v in properties.items() if k != "metadata"}
+        return f"a JSON object like {json.dumps(types)}"
 
     def _observation(self, text: str) -> str | tuple[Turn, ...]:
         return (Turn(self.role, text),) if self.tools else text
@@ -204,11 +204,11 @@ class RemoteEnv(TextEnv):
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self.show:
             if self.show not in observation:
-                known = ", ".join(observation)
-                raise EnvError(f"the observation has no {self.show!r}", fix=f"show one of {known}")
+                fields = ", ".join(observation)
+                raise EnvError(f"the observation has no {self.show!r}", fix=f"show one of {fields}")
             return str(observation[self.show])
-        shown = {key: value for key, value in observation.items() if key != "metadata"}
-        return json.dumps(shown, ensure_ascii=False)
+        fields = {key: value for key, value in observation.items() if key != "metadata"}
+        return json.dumps(fields, ensure_ascii=False)
 
 
 @lru_cache(64)
@@ -219,8 +219,8 @@ def action_schema(url: str) -> Mapping[str, Any]:
         with urlopen(address, timeout=CONNECT_S) as response:
             schemas: dict[str, Any] = json.load(response)
     except (OSError, ValueError) as error:
-        is_mistake = isinstance(error, HTTPError) and error.code not in UNAVAILABLE_STATUSES
-        if isinstance(error, OSError) and not is_mistake:
+        is_reachable = isinstance(error, HTTPError) and error.code not in UNAVAILABLE_STATUSES
+        if isinstance(error, OSError) and not is_reachable:
             raise _record_outage(url, error) from error
         fix = "start it (`openenv serve`, uvicorn or docker), and set url to its address"
         raise EnvError(f"no OpenEnv server responds at {url}: {error}", fix=fix) from error

@@ -17,7 +17,7 @@ def import_optional(module: str, requirement: str, *, older: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise EnvError(
-            f"environments of {package} need that package ({error})",
+            f"the package {package} cannot be imported: {error}",
             fix=f"pip install '{requirement}'; it requires older versions of {older} than "
             "other parts of rollick, so give it a Python environment of its own",
         ) from None

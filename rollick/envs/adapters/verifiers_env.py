@@ -42,7 +42,7 @@ class VerifiersEnv(TextEnv):
     env: str = ""
     """An environment other than the taskset's own."""
     config: str | Mapping[str, Any] = ""
-    """Of the environment, as a mapping or as JSON."""
+    """The environment's config, as a mapping or as JSON."""
     seat: str = ""
     """The policy's seat, if there are several."""
     tasks: int = 1000
@@ -59,9 +59,9 @@ class VerifiersEnv(TextEnv):
             limits = f"tasks={self.tasks}, max_steps={self.max_steps}"
             fix = f"use style {', '.join(STYLES)}, and positive numbers"
             raise EnvError(f"invalid options: style={self.style!r}, {limits}", fix=fix)
-        known = mapping_option("config", self.config)
-        self.env_config: dict[str, Any] = {**known, **({"id": self.env} if self.env else {})}
-        self.env_config["taskset"] = {**known.get("taskset", {}), "id": self.taskset}
+        config = mapping_option("config", self.config)
+        self.env_config: dict[str, Any] = {**config, **({"id": self.env} if self.env else {})}
+        self.env_config["taskset"] = {**config.get("taskset", {}), "id": self.taskset}
         self.steps = 0
         self.conversation: PolicyConversation | None = None
         self.last_request = PolicyRequest((), ())
@@ -69,14 +69,14 @@ class VerifiersEnv(TextEnv):
     def reset(self, seed: int) -> Reset:
         host = shared_host()
         try:
-            opened = host.open(self.env_config, self.seat, self.tasks, self.max_steps)
+            environment = host.open(self.env_config, self.seat, self.tasks, self.max_steps)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise EnvError(f"verifiers cannot create {self.env_config}: {error}") from error
-        task = opened.tasks[stable_hash("verifiers", seed) % len(opened.tasks)]
-        self.conversation = host.play(opened, task)
+        task = environment.tasks[stable_hash("verifiers", seed) % len(environment.tasks)]
+        self.conversation = host.start_episode(environment, task)
         event = self.conversation.next_event()
         if isinstance(event, EpisodeEnd):
-            _episode_of(event)
+            _finished_episode(event)
             raise EnvError("the episode ended before the first request to the policy")
         self.last_request = event
         turns = [self._turn(message) for message in event.messages]
@@ -112,8 +112,8 @@ class VerifiersEnv(TextEnv):
             function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
             id = f"call_{self.steps}_{number}"
             tool_calls.append({"id": id, "type": "function", "function": function})
-        known = all(call.name in first for call in calls)
-        return {"role": "assistant", "content": action, "tool_calls": tool_calls}, known
+        are_known = all(call.name in first for call in calls)
+        return {"role": "assistant", "content": action, "tool_calls": tool_calls}, are_known
 
     def _turn(self, message: Message) -> Turn:
         role = self.role if message["role"] == "tool" else str(message["role"])
@@ -121,7 +121,7 @@ class VerifiersEnv(TextEnv):
 
     def _end(self, event: EpisodeEnd, *, valid: bool) -> Step:
         assert self.conversation is not None
-        episode = _episode_of(event)
+        episode = _finished_episode(event)
         traces = [trace for trace in episode.traces if trace.agent.name == self.conversation.seat]
         if len(traces) != 1:
             raise EnvError(f"expected one trace of the policy in the episode, got {len(traces)}")
@@ -132,7 +132,7 @@ class VerifiersEnv(TextEnv):
         return "", reward, not truncated, truncated, info
 
 
-def _episode_of(event: EpisodeEnd) -> Any:
+def _finished_episode(event: EpisodeEnd) -> Any:
     """The finished episode. Raises EnvError if it failed."""
     if event.error is not None:
         raise EnvError(f"verifiers: {event.error!r}") from event.error

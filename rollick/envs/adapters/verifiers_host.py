@@ -1,6 +1,6 @@
 """Runs environments of `verifiers` in a thread with an event loop, one per process.
 
-    VerifiersEnv.reset -> play(task) -> Env.run_episode ....... in the loop, with other episodes
+    VerifiersEnv.reset -> start_episode -> Env.run_episode .... in the loop, with other episodes
                                             | sends requests to its model over HTTP
     VerifiersEnv.step  <- PolicyRequest <------- endpoint here, which holds the request until
                        -> answer ------> the policy has replied
@@ -67,7 +67,7 @@ class PolicyConversation:
     seat: str
     """The policy's seat; requests of other seats go to their own models."""
     events: SimpleQueue[PolicyRequest | EpisodeEnd] = field(default_factory=SimpleQueue)
-    answer: asyncio.Future[Message] | None = None
+    pending_reply: asyncio.Future[Message] | None = None
     run: Future[None] | None = None
 
     def next_event(self) -> PolicyRequest | EpisodeEnd:
@@ -76,8 +76,8 @@ class PolicyConversation:
 
     def reply(self, message: Message) -> None:
         def deliver() -> None:
-            if self.answer is not None and not self.answer.done():
-                self.answer.set_result(message)
+            if self.pending_reply is not None and not self.pending_reply.done():
+                self.pending_reply.set_result(message)
 
         self.loop.call_soon_threadsafe(deliver)
 
@@ -86,11 +86,11 @@ class PolicyConversation:
             self.run.cancel()
 
     async def request_reply(self, messages: Sequence[Message], tools: Sequence[Message]) -> Message:
-        if self.answer is not None and not self.answer.done():
+        if self.pending_reply is not None and not self.pending_reply.done():
             raise RuntimeError("two concurrent requests of one episode")
-        self.answer = self.loop.create_future()
+        self.pending_reply = self.loop.create_future()
         self.events.put(PolicyRequest(messages, tools))
-        return await self.answer
+        return await self.pending_reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,14 @@ class VerifiersHost:
         key = json.dumps([config, seat, tasks, max_turns], sort_keys=True)
         with self.opening:
             if key not in self.opened:
-                policy_seat = _seat_of(self.vf, config, seat)
+                policy_seat = _choose_seat(self.vf, config, seat)
                 full_config = _with_policy_seat(config, policy_seat, max_turns=max_turns)
                 self.opened[key] = self._run(self._open(full_config, policy_seat, tasks=tasks))
             return self.opened[key]
 
-    def play(self, opened: OpenEnvironment, task: Any) -> PolicyConversation:
-        conversation = PolicyConversation(self.loop, opened.seat)
-        episode = self._run_episode(opened.env, task, conversation)
+    def start_episode(self, environment: OpenEnvironment, task: Any) -> PolicyConversation:
+        conversation = PolicyConversation(self.loop, environment.seat)
+        episode = self._run_episode(environment.env, task, conversation)
         conversation.run = asyncio.run_coroutine_threadsafe(episode, self.loop)
         return conversation
 
@@ -179,8 +179,8 @@ class VerifiersHost:
             message = await conversation.request_reply(body["messages"], body.get("tools") or ())
         except RuntimeError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
-        calls = bool(message.get("tool_calls"))
-        choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop"}
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "finish_reason": reason}
         head = {"id": "chatcmpl-policy", "object": "chat.completion", "created": 0}
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         choices = [choice | {"message": dict(message)}]
@@ -213,8 +213,8 @@ class VerifiersHost:
             for trace_id in [id for id, c in self.conversations.items() if c is conversation]:
                 del self.conversations[trace_id]
             # Otherwise the pending request would wait forever.
-            if conversation.answer is not None and not conversation.answer.done():
-                conversation.answer.set_exception(RuntimeError("the episode is over"))
+            if conversation.pending_reply is not None and not conversation.pending_reply.done():
+                conversation.pending_reply.set_exception(RuntimeError("the episode is over"))
 
 
 def shared_host() -> VerifiersHost:
@@ -227,7 +227,7 @@ create_host = cache(VerifiersHost)
 """Use `shared_host`, which holds the lock."""
 
 
-def _seat_of(vf: Any, config: Mapping[str, Any], seat: str) -> str:
+def _choose_seat(vf: Any, config: Mapping[str, Any], seat: str) -> str:
     """The policy's seat: `seat`, or the only one."""
     kind = vf.env_config_type(config["taskset"]["id"], config.get("id", ""))
     defaults = {name: spec.default for name, spec in kind.model_fields.items()}

@@ -105,8 +105,8 @@ def load_catalogue(path: Path) -> Catalogue:
     made = [product for product in products if product.attributes]
     human = [product for product in products if product.human]
     goals = {
-        (source, split): [p for p in chosen if p.held_out == (split == "held_out")]
-        for source, chosen in (("made", made), ("human", human))
+        (source, split): [p for p in candidates if p.held_out == (split == "held_out")]
+        for source, candidates in (("made", made), ("human", human))
         for split in ("train", "held_out")
     }
     return Catalogue(products, index, by_asin, goals)
@@ -121,11 +121,11 @@ def choose_goal(catalogue: Catalogue, random: Random, source: str, split: Split)
     limit = float(random.choice(above[:3]) if above else 1000 * ceil(product.price / 1000 + 0.001))
     price = f"for less than {limit:g} dollars"
     if source == "human":
-        written = random.choice(product.human)
+        human_goal = random.choice(product.human)
         choices = [(name, value) for name, values in product.options.items() for value in values]
-        options = {name: value for name, value in choices if value in written.values}
-        text = f"{written.text.rstrip('. ')}, {price}"
-        return Goal(product, written.attributes, options, limit, text)
+        options = {name: value for name, value in choices if value in human_goal.values}
+        text = f"{human_goal.text.rstrip('. ')}, {price}"
+        return Goal(product, human_goal.attributes, options, limit, text)
     count = min(len(product.attributes), random.randint(1, MAX_ATTRIBUTES))
     attributes = tuple(random.sample(product.attributes, count))
     options = {name: random.choice(values) for name, values in product.options.items()}
@@ -141,8 +141,8 @@ def _search_text(product: Product) -> str:
 
 
 def _read_products(path: Path) -> Iterator[Product]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 yield _to_product(json.loads(line))

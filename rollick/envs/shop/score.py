@@ -36,17 +36,17 @@ class PurchaseScore(NamedTuple):
 
 def score_purchase(goal: Goal, product: Product, chosen: Mapping[str, str]) -> PurchaseScore:
     attributes = sum(attribute.lower() in product.full_text for attribute in goal.attributes)
-    taken = {_normalise(value) for value in chosen.values()}
-    options = sum(_normalise(value) in taken for value in goal.options.values())
-    price = product.price <= goal.price_limit
+    chosen_values = {_normalise(value) for value in chosen.values()}
+    options = sum(_normalise(value) in chosen_values for value in goal.options.values())
+    is_affordable = product.price <= goal.price_limit
     kind = type_match(goal.product, product)
     count = len(goal.attributes) + len(goal.options) + 1
     return PurchaseScore(
         type=kind,
         attributes=attributes / len(goal.attributes) if goal.attributes else 1.0,
         options=options / len(goal.options) if goal.options else 1.0,
-        price=float(price),
-        reward=kind * (attributes + options + price) / count,
+        price=float(is_affordable),
+        reward=kind * (attributes + options + is_affordable) / count,
     )
 
 
@@ -55,12 +55,12 @@ def best_choice(goal: Goal, product: Product) -> dict[str, str]:
     goal_values = {_normalise(value) for value in goal.options.values()}
     choice: dict[str, str] = {}
     for name, values in product.options.items():
-        known = {_normalise(value): value for value in reversed(values)}
-        same_name = _normalise(goal.options.get(name, ""))
-        if same_name in known:
-            choice[name] = known[same_name]
-        elif fitting := [value for value in values if _normalise(value) in goal_values]:
-            choice[name] = fitting[0]
+        by_text = {_normalise(value): value for value in reversed(values)}
+        wanted = _normalise(goal.options.get(name, ""))
+        if wanted in by_text:
+            choice[name] = by_text[wanted]
+        elif matches := [value for value in values if _normalise(value) in goal_values]:
+            choice[name] = matches[0]
     return choice
 
 

@@ -37,7 +37,7 @@ def read_calls(text: str, style: CallStyle, tools: Mapping[str, str]) -> list[To
     """The calls of a reply, in order; empty if the reply is an answer. `tools` maps the name of
     each tool to the name of its first parameter."""
     if style == "tag":
-        return [ToolCall(name, {tools[name]: content}) for name, content in _tagged(text, tools)]
+        return [ToolCall(name, {tools[name]: content}) for name, content in _find_tags(text, tools)]
     if style == "hermes":
         return _parse_all([part.strip() for part in _HERMES.findall(text)])
     if style == "mistral":
@@ -48,23 +48,23 @@ def read_calls(text: str, style: CallStyle, tools: Mapping[str, str]) -> list[To
     return _parse_all([body]) if body.startswith("{") else []
 
 
-def _tagged(text: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(name, content) of each tag that is closed, in one pass: a tag that is closed nowhere is not
+def _find_tags(text: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(name, content) of each tag that is closed, in one pass: a tag that is never closed is not
     searched again at each of its repetitions."""
     open_names = dict.fromkeys(names)
-    at = 0
+    position = 0
     while open_names:
-        opening = re.compile(rf"<({'|'.join(map(re.escape, open_names))})>").search(text, at)
+        opening = re.compile(rf"<({'|'.join(map(re.escape, open_names))})>").search(text, position)
         if opening is None:
             return
         name, begin = opening[1], opening.end()
         end = text.find(f"</{name}>", begin)
         if end < 0:
             del open_names[name]
-            at = begin
+            position = begin
         else:
             yield name, text[begin:end].strip()
-            at = end + len(f"</{name}>")
+            position = end + len(f"</{name}>")
 
 
 def write_call(call: ToolCall, style: CallStyle) -> str:
@@ -85,14 +85,15 @@ def parameters_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def first_parameters(schemas: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Name of the first parameter of each tool; style `tag` can pass only this one."""
-    return {name: next(iter(of), "text") for name, of in parameters_of(schemas).items()}
+    return {name: next(iter(names), "text") for name, names in parameters_of(schemas).items()}
 
 
 def describe_tools(schemas: Sequence[Mapping[str, Any]], style: CallStyle) -> str:
-    examples = [ToolCall(n, dict.fromkeys(of, "...")) for n, of in parameters_of(schemas).items()]
-    shown = [write_call(example, style) for example in examples]
+    parameters = parameters_of(schemas).items()
+    calls = [ToolCall(name, dict.fromkeys(names, "...")) for name, names in parameters]
+    examples = [write_call(call, style) for call in calls]
     lines = "\n".join(json.dumps(schema) for schema in schemas)
-    return f"You can use tools:\n{lines}\nCall one like this: {' or '.join(shown)}"
+    return f"You can use tools:\n{lines}\nCall one like this: {' or '.join(examples)}"
 
 
 def _parse_all(parts: Sequence[str]) -> list[ToolCall] | BadCall:

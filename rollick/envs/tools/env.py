@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollick.envs.base import Reset, Step, TextEnv, random_of
+from rollick.envs.base import Reset, Step, TextEnv, seeded_random
 from rollick.envs.tools.calls import (
     STYLES,
     BadCall,
@@ -63,7 +63,7 @@ class ToolEnv(TextEnv):
         if self.style not in STYLES or self.max_steps < 1:
             text = f"invalid options: style={self.style!r}, max_steps={self.max_steps}"
             raise EnvError(text, fix=f"use style {', '.join(STYLES)}, and a positive max_steps")
-        self.correct = last_number(self.answer)
+        self.expected = last_number(self.answer)
         self.expression = ""
         self.steps = 0
         tools = [self._make_tool(name.strip()) for name in self.tools.split(",") if name.strip()]
@@ -74,11 +74,11 @@ class ToolEnv(TextEnv):
 
     def reset(self, seed: int) -> Reset:
         if not self.question:
-            random = random_of("tools", seed)
+            random = seeded_random("tools", seed)
             first, second = random.randrange(100, 1000), random.randrange(100, 1000)
             self.expression = f"{first} {random.choice('+-*')} {second}"
             self.question = f"What is {self.expression}?"
-            self.correct = last_number(calculate(self.expression))
+            self.expected = last_number(calculate(self.expression))
         question = Turn("user", self.question)
         if not self.rules:
             return (question,), {}
@@ -90,9 +90,9 @@ class ToolEnv(TextEnv):
         calls = read_calls(action, self.style, first_parameters(self.schemas))
         if not calls and not isinstance(calls, BadCall):
             info: dict[str, Any] = {"valid": True, "metrics": {"calls": self.steps - 1}}
-            if self.correct is None:
+            if self.expected is None:
                 return "", 0.0, True, False, info
-            success = last_number(action) == self.correct
+            success = last_number(action) == self.expected
             return "", float(success), True, False, info | {"success": success}
         results, valid = self._run_calls(calls)
         truncated = self.steps >= self.max_steps

@@ -26,7 +26,7 @@ PROTOCOL = "2025-06-18"
 class McpServer:
     def __init__(self, command: str) -> None:
         self.command = command
-        self._numbers = count(1)
+        self._request_ids = count(1)
         self._lock = Lock()
         try:
             self._process = subprocess.Popen(
@@ -44,7 +44,7 @@ class McpServer:
     def request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a request. Raises EnvError if the server is gone or returns an error."""
         with self._lock:
-            number = next(self._numbers)
+            number = next(self._request_ids)
             self._send({"id": number, "method": method, "params": dict(parameters)})
             response = self._receive(number)
         if "error" in response:
