@@ -40,8 +40,7 @@ class Sender(Protocol):
         ...
 
     def send(self) -> None:
-        """Wait until all receivers have the bytes. Returns immediately if they read the sender's
-        memory."""
+        """Wait until all receivers have the bytes; no wait if they read the sender's memory."""
         ...
 
     def release(self, outcome: PublishOutcome) -> None: ...
