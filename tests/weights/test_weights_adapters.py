@@ -145,7 +145,7 @@ async def test_an_engine_in_the_learners_process_owns_only_the_summed_weights(fo
             f"model.layers.{n}.self_attn.{t}.weight" for n in (0, 1) for t in ("q_proj", "o_proj")
         ]
         assert Capability.SHARED_WEIGHTS not in parts.generator.engine.capabilities
-        with pytest.raises(EngineError, match="cannot update weights: the engine shares the learner's parameters"):
+        with pytest.raises(EngineError, match="the engine shares the learner's parameters"):
             await parts.generator.engine.update([], PolicyVersion(2))
 
 
