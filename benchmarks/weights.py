@@ -240,7 +240,7 @@ async def measure_in_process(rounds: int) -> float:
 def measure_delta(shape: str) -> float:
     """The share of bytes transferred when 2 % of the elements changed."""
     pairs = make_weights(shape, dtype=torch.bfloat16)
-    sender, route = WeightSender(), Route("host", (0,), delta=True)
+    sender, route = WeightSender(), Route("host", (0,), send_delta=True)
     total = sender.offer(pairs, PolicyVersion(1), route=route).transferred_bytes
     sender.release(PublishOutcome(True))
     for _, tensor in pairs:

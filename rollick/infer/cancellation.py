@@ -1,4 +1,4 @@
-"""Cancellation: work that must finish although its caller is cancelled, and tasks to end."""
+"""Cancellation: work that finishes although its caller is cancelled, and cancelling tasks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 
 
 async def run_to_completion(work: Awaitable[Result]) -> Result:
-    """Waits for the work. A cancelled caller waits too, and is cancelled afterwards: it may hold a
-    lock that protects the work."""
+    """Waits for the work. A cancelled caller also waits, because it may hold a lock that protects
+    the work, and then raises CancelledError."""
     running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)

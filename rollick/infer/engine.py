@@ -1,8 +1,8 @@
 """The interface between the rollout and the engines that generate tokens.
 
 An Engine serves one committed policy version. Each forward uses the parameters of exactly one
-version, and `update` either takes all weights or changes nothing. The `Supports...` protocols are
-optional; stream.py serves engines that do not implement SupportsStreaming.
+version, and `update` either replaces all weights or changes nothing. The `Supports...` protocols
+are optional; stream.py serves engines that do not implement SupportsStreaming.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class VerifiedWeights:
     """The memory stays valid until the next update: an engine with ADOPT_WEIGHTS uses it as its
     parameters instead of copying."""
     base_fingerprint: Fingerprint | None = None
-    """Set if these are not all parameters: the rest are those the engine has."""
+    """Set if these are not all parameters: the engine keeps the others."""
     adapter_scale: float | None = None
     """Set if these are adapters (models/loading/adapter.py): an engine with MERGE_ADAPTERS adds
     them, times this factor, to the base weights."""
@@ -63,10 +63,10 @@ class VerifiedWeights:
 
 
 class Capability(StrEnum):
-    """What an engine can do besides generating. Its users check for these before they need one."""
+    """Optional abilities of an engine. Callers check for them before use."""
 
     SLEEP = "sleep"
-    """Give back device memory between `sleep` and `wake`."""
+    """Free device memory between `sleep` and `wake`."""
     SHARED_WEIGHTS = "shared_weights"
     """Use the parameters of a learner in the same process."""
     DETERMINISTIC = "deterministic"
@@ -82,7 +82,7 @@ class Capability(StrEnum):
 
 
 class InferenceClient(Protocol):
-    """What the rollout uses of an engine, here or in another process."""
+    """The methods of an engine that the rollout calls, in this or another process."""
 
     @property
     def capabilities(self) -> frozenset[Capability]: ...
@@ -171,7 +171,7 @@ class SupportsHealthCheck(Protocol):
 
 @runtime_checkable
 class SupportsWeightCheck(Protocol):
-    """An engine with weights of its own, which nothing but an update may change."""
+    """An engine that does not share its weights, so that only an update may change them."""
 
     async def check_weights(self) -> None:
         """Compares their fingerprint with that of the last update. Raises EngineCorrupt if they

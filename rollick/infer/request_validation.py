@@ -33,7 +33,7 @@ class RequestLimits:
 
     def check(self, request: Request, *, pending: Container[SampleId]) -> None:
         """Raises EngineError if the engine cannot generate the request."""
-        for problem, fix in self._problems(request):
+        for problem, fix in self._find_problems(request):
             raise EngineError(f"{request.uid}: {problem}", fix=fix)
         if request.uid in pending:
             fix = "abort it first, or await it"
@@ -52,12 +52,12 @@ class RequestLimits:
     def total_length(self, request: Request) -> int:
         return min(len(request.token_ids) + request.sampling.max_tokens, self.max_length)
 
-    def _problems(self, request: Request) -> Iterator[tuple[str, str]]:
+    def _find_problems(self, request: Request) -> Iterator[tuple[str, str]]:
         """Each problem and its fix."""
-        length, longest = len(request.token_ids), self.max_length - 1
-        if length > longest:
+        length, max_prompt = len(request.token_ids), self.max_length - 1
+        if length > max_prompt:
             room = f"no room in a cache of infer.max_length={self.max_length}"
-            fix = f"use prompts of at most {longest} tokens, or raise infer.max_length"
+            fix = f"use prompts of at most {max_prompt} tokens, or raise infer.max_length"
             yield f"a prompt of {length} tokens leaves {room}", fix
         if length == 0:
             yield "the prompt is empty", "pass at least one token"
@@ -83,7 +83,7 @@ class RequestLimits:
             yield f"stop strings {sampling.stop} need text, and the engine cannot decode", fix
 
     def _token_ids(self, request: Request) -> list[int]:
-        """The lowest and the highest id of the tokens, and the ids that the options name."""
+        """The lowest and the highest id of the tokens, and the ids in the sampling options."""
         earlier = request.continue_from
         arrays = [request.token_ids] if earlier is None else [request.token_ids, earlier.token_ids]
         ids = [int(bound) for ids in arrays if len(ids) for bound in (ids.min(), ids.max())]
@@ -100,11 +100,11 @@ def vocabulary_size(module: Any) -> int:
 
 
 def check_finite(
-    logprobs: npt.NDArray[np.floating[Any]], uid_at: Callable[[int], SampleId], *, version: int
+    logprobs: npt.NDArray[np.floating[Any]], uid_of: Callable[[int], SampleId], *, version: int
 ) -> None:
-    """Raises EngineError if a log-prob is not finite; `uid_at` maps an index to its request."""
+    """Raises EngineError if a log-prob is not finite. `uid_of` maps an index to its request."""
     if not np.isfinite(logprobs).all():
-        failed_uids = [str(uid_at(int(index))) for index in np.flatnonzero(~np.isfinite(logprobs))]
+        failed_uids = [str(uid_of(int(index))) for index in np.flatnonzero(~np.isfinite(logprobs))]
         raise EngineError(
             f"the model of version {version} computes logits that are not finite, "
             f"for {', '.join(failed_uids[:4])}",

@@ -16,8 +16,8 @@ from rollick.types import Fingerprint, PolicyVersion
 def stage_weights(
     weights: WeightStream, *, device: str | None = None
 ) -> tuple[tuple[tuple[str, Tensor], ...], Fingerprint]:
-    """Copies the weights (to `device`, if given), because a stream may reuse its buffers. Returns
-    the copies and their fingerprint."""
+    """Copies the weights, because a stream may reuse its buffers; moves them to `device` if it is
+    set. Returns the copies and their fingerprint."""
     staged: tuple[tuple[str, Tensor], ...] = tuple(
         (name, tensor.detach().to(device or tensor.device, copy=True)) for name, tensor in weights
     )

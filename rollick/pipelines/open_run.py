@@ -54,7 +54,7 @@ from rollick.run_folder import RunFolder, open_folder
 from rollick.trainer.parallel.mesh import Rendezvous, open_rendezvous
 from rollick.trainer.parallel.shares import BatchSplit, RowCost
 from rollick.types import RoleName
-from rollick.weights.channels.broadcast import own_address
+from rollick.weights.channels.broadcast import local_address
 
 if TYPE_CHECKING:
     # Agents imports the server, which needs the extra rollick[serve].
@@ -290,7 +290,7 @@ class _RoleSpecs:
         rendezvous = None
         if ranks > 1:
             self._store, rendezvous = open_rendezvous(
-                own_address(), ranks=ranks, timeout_s=timeout_s
+                local_address(), ranks=ranks, timeout_s=timeout_s
             )
         return role_specs(self._loaded, device_map, rendezvous)
 

@@ -60,8 +60,8 @@ class Publisher:
         routes = plan.routes()
         if routes:
             await self._copy(routes, version, keep_cache)
-        if plan.shared:
-            await self._generators.commit_shared(plan.shared, version, keep_cache=keep_cache)
+        if ranks := plan.shared_ranks:
+            await self._generators.commit_shared(ranks, version, keep_cache=keep_cache)
 
     async def publish_to_alive(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         """Publish to the engines that are not lost; one that is lost meanwhile is left out."""
@@ -94,7 +94,7 @@ class Publisher:
                 self._locations[rank] = await self._generators.process_location(rank)
         return plan_publish(
             self._roles.device_map,
-            policy=self._policy_location,
+            learner=self._policy_location,
             generators={rank: self._locations[rank] for rank in ranks},
             config=self.config,
         )
@@ -113,10 +113,10 @@ class Publisher:
         try:
             await self._copy_once(routes, version, keep_cache)
         except WeightError as error:
-            full = [route.full for route in routes]
+            full = [route.as_full() for route in routes]
             if full == list(routes):
                 raise
-            if any(route.adapters for route in routes):
+            if any(route.adapters_only for route in routes):
                 message = "version %d: sending all weights instead of adapters; reason: %s"
                 LOG.warning(message, version, error.message)
             # For example, a receiver lacks the version that the delta is relative to, or the model

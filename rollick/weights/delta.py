@@ -1,4 +1,4 @@
-"""Lossless deltas of weights between two versions. Pure functions.
+"""Lossless deltas of weights between two versions.
 
 In bfloat16 a small optimizer step changes few elements: most updates round to 0. A tensor with few
 changes is sent as two tensors:
@@ -27,16 +27,15 @@ MAX_SHARE = 0.25
 """A tensor with a larger share of changed elements is sent in full."""
 ESCAPE = 255
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode_changes(new: Pairs, old: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """The tensors to send to a receiver that has `old`. Names, dtypes and shapes must be equal."""
     changes: list[tuple[str, Tensor]] = []
     for name, tensor in new:
-        words, before = _words(tensor), _words(old[name])
-        changed = (words != before).nonzero().flatten()
-        if changed.numel() > MAX_SHARE * words.numel():
+        changed = (_as_integers(tensor) != _as_integers(old[name])).nonzero().flatten()
+        if changed.numel() > MAX_SHARE * tensor.numel():
             changes.append((name, tensor))
         elif changed.numel():
             gaps = encode_gaps(changed.cpu().numpy())
@@ -55,14 +54,16 @@ def apply_changes(changes: Iterable[tuple[str, Tensor]], tensors: Mapping[str, T
             target = tensors[name.removesuffix(VALUES)].view(-1)
             positions = decode_gaps(gaps[name.removesuffix(VALUES)].cpu().numpy())
             if len(positions) != tensor.numel() or int(positions[-1]) >= target.numel():
-                raise WeightError(f"the delta of {name} does not fit", fix="publish again")
+                raise WeightError(
+                    f"the delta of {name} does not fit the tensor", fix="publish again"
+                )
             target[torch.from_numpy(positions).to(target.device)] = tensor.to(target.device)
         else:
             tensors[name].copy_(tensor)
 
 
 def encode_gaps(positions: np.ndarray) -> np.ndarray:
-    """Ascending positions as bytes."""
+    """Encode ascending positions as bytes."""
     gaps = np.diff(positions, prepend=-1) - 1
     escapes = gaps // ESCAPE
     ends = np.cumsum(escapes + 1) - 1
@@ -77,6 +78,6 @@ def decode_gaps(encoded: np.ndarray) -> np.ndarray:
     return total[ends] + np.arange(len(ends))
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """The bits as integers, so that NaN equals itself and -0 differs from 0."""
-    return tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+def _as_integers(tensor: Tensor) -> Tensor:
+    """The bits of the elements as integers, so that NaN equals itself and -0 differs from 0."""
+    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])

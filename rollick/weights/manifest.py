@@ -12,6 +12,7 @@ from torch import Tensor
 from rollick.types import Fingerprint, PolicyVersion
 
 ALIGN = 64
+"""Each tensor starts at a multiple of this many bytes."""
 
 Pairs = Sequence[tuple[str, Tensor]]
 
@@ -60,7 +61,7 @@ class WeightManifest:
 
 
 def plan_layout(pairs: Iterable[tuple[str, Tensor]]) -> tuple[tuple[TensorLayout, ...], int]:
-    """A consecutive layout of the tensors, and the size of the buffer in bytes."""
+    """Lay out the tensors one after another; returns the layout and the buffer's size in bytes."""
     layouts: list[TensorLayout] = []
     offset = 0
     for name, tensor in pairs:
@@ -75,6 +76,6 @@ def views_of(memory: Tensor, layouts: Iterable[TensorLayout]) -> list[tuple[str,
     """The tensors as views of the buffer, with their names."""
     pairs: list[tuple[str, Tensor]] = []
     for layout in layouts:
-        part = memory[layout.offset : layout.offset + layout.size]
-        pairs.append((layout.name, part.view(getattr(torch, layout.dtype)).view(layout.shape)))
+        data = memory[layout.offset : layout.offset + layout.size]
+        pairs.append((layout.name, data.view(getattr(torch, layout.dtype)).view(layout.shape)))
     return pairs

@@ -28,16 +28,16 @@ class ProcessLocation:
     """Where a role runs. Processes on one machine can map each other's memory."""
 
     machine: str
-    process: int
-    shares: bool = False
-    """Of a generator: whether its engine shares the learner's parameters."""
-    adapters: bool = False
-    """Of a learner: whether it trains adapters. Of a generator: whether its engine merges them."""
+    pid: int
+    shares_weights: bool = False
+    """Whether a generator's engine uses the learner's parameters."""
+    trains_adapters: bool = False
+    merges_adapters: bool = False
 
 
-def process_location(*, shares: bool = False, adapters: bool = False) -> ProcessLocation:
-    """The location of this process."""
-    return ProcessLocation(machine_id(), os.getpid(), shares, adapters)
+def process_location(**properties: bool) -> ProcessLocation:
+    """The location of this process; `properties` are the booleans of ProcessLocation."""
+    return ProcessLocation(machine_id(), os.getpid(), **properties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,13 @@ class Route:
 
     channel: Channel
     ranks: tuple[int, ...]
-    delta: bool = False
+    send_delta: bool = False
     """Send only the changes since the previous version, if possible."""
-    adapters: bool = False
-    """Send only the adapters."""
+    adapters_only: bool = False
 
-    @property
-    def full(self) -> Route:
+    def as_full(self) -> Route:
         """The same route with the full weights, which any receiver accepts."""
-        return replace(self, delta=False, adapters=False)
+        return replace(self, send_delta=False, adapters_only=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,65 +60,66 @@ class PublishPlan:
     """The channel of each generator that is published to, by rank."""
 
     channels: Mapping[int, Channel]
-    delta: bool = False
-    merging: frozenset[int] = frozenset()
+    send_deltas: bool = False
+    merging_ranks: frozenset[int] = frozenset()
     """Ranks whose engines merge adapters, so that they need nothing else."""
 
     @property
-    def shared(self) -> tuple[int, ...]:
+    def shared_ranks(self) -> tuple[int, ...]:
         """Ranks that share the learner's parameters."""
         return self._ranks("shared")
 
     def routes(self) -> tuple[Route, ...]:
-        """One for each channel that transfers weights."""
+        """One route for each channel that transfers weights."""
         routes: list[Route] = []
         for channel in sorted(set(self.channels.values()) - {"shared"}):
             ranks = self._ranks(channel)
-            adapters = self.merging.issuperset(ranks)
+            adapters_only = self.merging_ranks.issuperset(ranks)
             # Adapters are small: a delta is not worth a copy of the previous version at both ends.
-            delta = self.delta and channel in CARRIES_DELTAS and not adapters
-            routes.append(Route(channel, ranks, delta, adapters))
+            send_delta = self.send_deltas and channel in DELTA_CHANNELS and not adapters_only
+            routes.append(Route(channel, ranks, send_delta, adapters_only))
         return tuple(routes)
 
     def _ranks(self, channel: Channel) -> tuple[int, ...]:
-        return tuple(rank for rank, name in self.channels.items() if name == channel)
+        return tuple(rank for rank, used in self.channels.items() if used == channel)
 
 
-CARRIES_DELTAS: frozenset[Channel] = frozenset({"host", "broadcast"})
+DELTA_CHANNELS: frozenset[Channel] = frozenset({"host", "broadcast"})
 """The other channels read the learner's memory, so a delta would save nothing."""
 
 
 def plan_publish(
     device_map: DeviceMap,
     *,
-    policy: ProcessLocation,
+    learner: ProcessLocation,
     generators: Mapping[int, ProcessLocation],
     config: WeightsConfig,
 ) -> PublishPlan:
-    """The channel of each generator in `generators`, by rank."""
+    """Choose a channel for each generator, by rank. Raises ConfigError if the channel that the
+    recipe names cannot work."""
     # No single GPU has all weights of a sharded learner, so they pass through host memory.
     unsharded = device_map.ranks("policy") == 1
     channels: dict[int, Channel] = {}
     for rank, location in sorted(generators.items()):
-        ends = device_map.roles["policy"][0], device_map.roles["generators"][rank]
-        on_gpus = unsharded and all(device.kind == "cuda" for device in ends)
-        channels[rank] = _channel(policy, location, config, on_gpus=on_gpus)
-        _check_possible(channels[rank], rank, policy, location, on_gpus=on_gpus)
-    can_merge = (rank for rank, location in generators.items() if location.adapters)
-    merging = frozenset(can_merge if policy.adapters else ())
-    return PublishPlan(channels, config.changes_only, merging)
+        end_devices = device_map.roles["policy"][0], device_map.roles["generators"][rank]
+        on_gpus = unsharded and all(device.kind == "cuda" for device in end_devices)
+        channels[rank] = _choose_channel(learner, location, config, on_gpus=on_gpus)
+        _check_possible(channels[rank], rank, learner, location, on_gpus=on_gpus)
+    can_merge = (rank for rank, location in generators.items() if location.merges_adapters)
+    merging_ranks = frozenset(can_merge if learner.trains_adapters else ())
+    return PublishPlan(channels, config.changes_only, merging_ranks)
 
 
-def _channel(
-    policy: ProcessLocation, location: ProcessLocation, config: WeightsConfig, *, on_gpus: bool
+def _choose_channel(
+    learner: ProcessLocation, location: ProcessLocation, config: WeightsConfig, *, on_gpus: bool
 ) -> Channel:
-    if location.shares:
+    if location.shares_weights:
         return "shared"
     if config.channel != "auto":
         return config.channel
-    if location.machine != policy.machine:
+    if location.machine != learner.machine:
         return "broadcast"
-    if location.process == policy.process:
+    if location.pid == learner.pid:
         return "direct"
     return "cuda_ipc" if on_gpus else "host"
 
@@ -128,18 +127,18 @@ def _channel(
 def _check_possible(
     channel: Channel,
     rank: int,
-    policy: ProcessLocation,
+    learner: ProcessLocation,
     location: ProcessLocation,
     *,
     on_gpus: bool,
 ) -> None:
-    remote = location.machine != policy.machine
+    remote = location.machine != learner.machine
     if channel in ("host", "cuda_ipc") and remote:
-        why = f"generator {rank} is on another machine than the policy"
-    elif channel == "direct" and (remote or location.process != policy.process):
-        why = f"generator {rank} is in another process than the policy"
-    elif channel == "cuda_ipc" and (not on_gpus or location.process == policy.process):
-        why = f"generator {rank} and the policy are not two processes on GPUs"
+        why = f"generator {rank} is on another machine than the learner"
+    elif channel == "direct" and (remote or location.pid != learner.pid):
+        why = f"generator {rank} is in another process than the learner"
+    elif channel == "cuda_ipc" and (not on_gpus or location.pid == learner.pid):
+        why = f"generator {rank} and the learner are not two processes on GPUs"
     else:
         return
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""A generator's side of a publish: receives the weights, verifies them, keeps them for commit."""
+"""A generator's side of a publish: receives and verifies weights, and keeps them until commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PublishReceiver:
     ) -> None:
         """`adopts`: whether the engine can use received memory as its parameters (ADOPT_WEIGHTS).
         `initial_fingerprint` computes the fingerprint of the weights that the engine started with;
-        None if it cannot merge adapters, which alone need it."""
+        None if the engine cannot merge adapters, the only updates that need it."""
         self.rank = rank
         self.adopts = adopts
         self.initial_fingerprint = initial_fingerprint
@@ -44,7 +44,7 @@ class PublishReceiver:
         """Fingerprint of the full weights handed out last; partial updates must match it."""
 
     def receive(self, manifest: WeightManifest) -> None:
-        """Transfer and verify. WeightError: the fingerprints differ, or the base is not here."""
+        """Transfer and verify. Raises WeightError if fingerprints differ or the base is missing."""
         self.received = None
         self._check_base(manifest)
         kind = type(manifest.source)
@@ -74,7 +74,7 @@ class PublishReceiver:
         manifest, weights = received
         if manifest.is_base:
             if manifest.delta is None:
-                self._keep_copy(weights)
+                self._update_copy(weights)
             self.base = (version, weights.fingerprint)
         if manifest.partial_of is None:
             self.full_fingerprint = weights.fingerprint
@@ -90,16 +90,16 @@ class PublishReceiver:
         if base is not None and self.full_fingerprint is None and self.initial_fingerprint:
             self.full_fingerprint = self.initial_fingerprint()
         if base is not None and base != self.full_fingerprint:
-            held = self.full_fingerprint[:12] if self.full_fingerprint else "its initial weights"
+            current = self.full_fingerprint[:12] if self.full_fingerprint else "its initial weights"
             raise WeightError(
-                f"version {manifest.version} is part of weights {base[:12]}; the engine has {held}",
+                f"version {manifest.version} updates weights {base[:12]}; the engine has {current}",
                 fix="publish the full weights first",
             )
         delta = manifest.delta
         if delta is not None and self.base != (delta.base, delta.base_fingerprint):
-            missing = f"version {delta.base}, which this generator does not have"
             raise WeightError(
-                f"version {manifest.version} is a delta to {missing}",
+                f"version {manifest.version} is a delta to version {delta.base}, which this "
+                "generator does not have",
                 fix="publish the full weights",
             )
 
@@ -108,24 +108,23 @@ class PublishReceiver:
         assert manifest.delta is not None
         self.base = None
         apply_changes(pairs, self.copy)
-        changed = list(self.copy.items())
-        _check_fingerprint(manifest.version, fingerprint(changed), manifest.delta.result)
-        return VerifiedWeights(tuple(changed), manifest.delta.result)
+        pairs = list(self.copy.items())
+        _check_fingerprint(manifest.version, fingerprint(pairs), manifest.delta.result)
+        return VerifiedWeights(tuple(pairs), manifest.delta.result)
 
-    def _keep_copy(self, weights: VerifiedWeights) -> None:
-        held = self.copy
+    def _update_copy(self, weights: VerifiedWeights) -> None:
+        copy = self.copy
         for name, tensor in weights.pairs:
-            if name in held and held[name].shape == tensor.shape:
-                held[name].copy_(tensor)
+            if name in copy and copy[name].shape == tensor.shape:
+                copy[name].copy_(tensor)
             else:
-                held[name] = tensor.detach().cpu().clone()
+                copy[name] = tensor.detach().cpu().clone()
 
 
 def _check_fingerprint(version: PolicyVersion, actual: Fingerprint, sent: Fingerprint) -> None:
     if actual != sent:
-        difference = f"fingerprint {actual[:12]}, sent was {sent[:12]}"
         raise WeightError(
-            f"weights of version {version} arrived with {difference}",
+            f"version {version} arrived with fingerprint {actual[:12]}; sent was {sent[:12]}",
             fix="nothing was committed; publish again",
         )
 

@@ -1,4 +1,4 @@
-"""The learner's side of a publish: one sender per channel, and the base versions of deltas."""
+"""The learner's side of a publish: one sender per channel, and the weights that deltas refer to."""
 
 from __future__ import annotations
 
@@ -53,33 +53,30 @@ class WeightSender:
         """Make the weights available to the route's generators until `release`. `partial_of`: the
         stream has only some parameters, for engines whose last full weights have this fingerprint.
         `scale`: the stream has adapters, which the engines add to these weights."""
-        sender, pairs, delta = self._sender(route.channel), (), None
-        if (
-            isinstance(stream, ShardedWeights)
-            and isinstance(sender, HostSender)
-            and not route.delta
-        ):
+        sender, pairs, delta = self._get_sender(route.channel), (), None
+        is_sharded = isinstance(stream, ShardedWeights)
+        if is_sharded and isinstance(sender, HostSender) and not route.send_delta:
             # Written one by one into the shared buffer, which then holds the only full copy.
-            offer = sender.offer(stream, version, route.ranks)
+            manifest = sender.offer(stream, version, route.ranks)
         else:
             pairs = [(name, tensor.detach()) for name, tensor in stream]
-            delta, sent = self._make_delta(pairs, route) if route.delta else (None, pairs)
-            offer = sender.offer(sent, version, route.ranks)
+            delta, sent_pairs = self._make_delta(pairs, route)
+            manifest = sender.offer(sent_pairs, version, route.ranks)
         manifest = replace(
-            offer, delta=delta, is_base=route.delta, partial_of=partial_of, scale=scale
+            manifest, delta=delta, is_base=route.send_delta, partial_of=partial_of, scale=scale
         )
         self.offered[route.channel] = (route, pairs, manifest)
         return manifest
 
     def send(self, channel: Channel) -> None:
-        self._sender(channel).send()
+        self._get_sender(channel).send()
 
     def release(self, outcome: PublishOutcome) -> None:
         """End all offers of a version. The weights must not have changed since they were offered:
         they may become the base of the next delta."""
         for channel, (route, pairs, manifest) in self.offered.items():
-            self._sender(channel).release(outcome)
-            if outcome.committed and route.delta:
+            self._get_sender(channel).release(outcome)
+            if outcome.committed and route.send_delta:
                 self._store_base(route, pairs, manifest)
             else:
                 self.bases.pop(channel, None)
@@ -90,17 +87,18 @@ class WeightSender:
             sender.close()
         self.senders.clear()
 
-    def _sender(self, channel: Channel) -> Sender:
+    def _get_sender(self, channel: Channel) -> Sender:
         if channel not in self.senders:
             self.senders[channel] = _SENDERS[channel]()
         return self.senders[channel]
 
     def _make_delta(self, pairs: Pairs, route: Route) -> tuple[WeightDelta | None, Pairs]:
-        base = self.bases.get(route.channel)
+        """The delta and its tensors, or None and all tensors if a delta does not pay off."""
+        base = self.bases.get(route.channel) if route.send_delta else None
         if base is None or not base.ranks.issuperset(route.ranks):
             return None, pairs
         changes = encode_changes(pairs, base.tensors)
-        if _bytes(changes) > MAX_DELTA_SHARE * _bytes(pairs):
+        if _count_bytes(changes) > MAX_DELTA_SHARE * _count_bytes(pairs):
             return None, pairs
         return WeightDelta(base.version, base.fingerprint, fingerprint(list(pairs))), changes
 
@@ -116,7 +114,7 @@ class WeightSender:
         self.bases[route.channel] = _Base(manifest.version, digest, tensors, frozenset(route.ranks))
 
 
-def _bytes(pairs: Pairs) -> int:
+def _count_bytes(pairs: Pairs) -> int:
     return sum(tensor.nbytes for _, tensor in pairs)
 
 

@@ -123,7 +123,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
             await self.engine.resume()
 
     async def process_location(self) -> ProcessLocation:
-        return process_location(shares=self.shares, adapters=self.merges)
+        return process_location(shares_weights=self.shares, merges_adapters=self.merges)
 
     async def check_weights(self) -> None:
         """Raises EngineCorrupt if the engine's weights have changed since their last update. Costs

@@ -91,7 +91,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
         return self.strategy.time_fixed_work() if isinstance(self.strategy, IsSharded) else 0.0
 
     def process_location(self) -> ProcessLocation:
-        return process_location(adapters=self._adapters is not None)
+        return process_location(trains_adapters=self._adapters is not None)
 
     def offer_weights(self, version: PolicyVersion, route: Route) -> WeightManifest | None:
         if self.rank:
@@ -100,7 +100,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
                 pass
             return None
         adapters = self._adapters
-        if adapters is None or not route.adapters:
+        if adapters is None or not route.adapters_only:
             return self.sender.offer(self.strategy.weights(), version, route=route)
         if self._base is None:
             self._base = fingerprint(list(adapters.base()))

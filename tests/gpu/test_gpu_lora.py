@@ -30,7 +30,7 @@ from rollick.workers.learner import LearnerWorker
 
 pytestmark = pytest.mark.gpu
 
-DIRECT = Route("direct", (0,), adapters=True)
+DIRECT = Route("direct", (0,), adapters_only=True)
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,7 @@ def test_only_tokens_after_a_change_of_weights_have_the_new_version():
         runner.queue.submit(EngineRequest(_request(number, [1, 5 + number], max_tokens=30)))
     for _ in range(3):
         runner.step()
-    runner.settle()
+    runner.synchronize()
     lengths = runner.table.length[:3].copy() - 2
     with torch.no_grad():
         for parameter in model.parameters():
@@ -304,7 +304,7 @@ def test_tokens_on_a_kept_cache_are_flagged_and_no_other_sequence_reuses_it():
     runner.queue.submit(EngineRequest(_request(0, prompt, max_tokens=30, session="s")))
     for _ in range(3):
         runner.step()
-    runner.settle()
+    runner.synchronize()
     generated = int(runner.table.length[0]) - len(prompt)
     computed = runner.stats.prefilled_tokens
     runner.queue.submit(EngineRequest(_request(1, prompt, max_tokens=30)))

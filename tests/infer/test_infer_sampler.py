@@ -202,7 +202,7 @@ def test_row_by_row_samples_the_same_tokens_and_no_row_depends_on_another():
     assert (
         together.tokens_R.tolist() == sample(logits, metadata, uniform_R=uniform).tokens_R.tolist()
     )
-    last = sample_row_by_row(logits[4:], metadata.row(4), uniform_R=uniform[4:])
+    last = sample_row_by_row(logits[4:], metadata.select_row(4), uniform_R=uniform[4:])
     assert last.logprobs_R[0] == together.logprobs_R[4]
 
 
@@ -214,7 +214,7 @@ def test_log_probs_are_corrected_to_the_exact_logits_of_the_sampled_tokens(tempe
     generated = sample(logits_RV, metadata, uniform_R=uniform_R)
     rows = np.arange(20)
     exact_R = logits_RV[rows, generated.tokens_R].double().numpy() + np.linspace(-0.2, 0.2, 20)
-    actual = generated.corrected(logits_RV, exact_R, metadata)
+    actual = generated.with_exact_logits(logits_RV, exact_R, metadata)
     exact_RV = logits_RV.double()
     exact_RV[rows, generated.tokens_R] = torch.from_numpy(exact_R)
     expected_RV = (exact_RV / (temperature or 1.0)).log_softmax(-1)

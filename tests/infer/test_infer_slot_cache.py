@@ -89,7 +89,7 @@ def test_compacting_moves_the_last_rows_into_holes():
     requests = [_request(index, 10 + index) for index in range(4)]
     for request in requests:
         table.start(table.allocate_row(None), request, version=0)
-    assert table.free == 0
+    assert table.num_free == 0
     table.finish(0, StopReason.STOP)
     table.finish(3, StopReason.STOP)
     assert table.compact() == [(2, 0, 0, False)]

@@ -104,7 +104,7 @@ async def test_published_tokens_are_not_repeated_at_the_end():
 
     async def generate(given: Request) -> Completion:
         first = generated(4, 5)
-        subscribers.publish(given.uid, first.token_ids, first.logprobs, first.versions)
+        subscribers.send(given.uid, first.token_ids, first.logprobs, first.versions)
         return generated(4, 5, 6)
 
     parts = [part.token_ids.tolist() async for part in subscribers.stream(request(), generate)]
@@ -128,7 +128,7 @@ async def test_a_continued_stream_repeats_nothing():
 
     async def generate(given: Request) -> Completion:
         new = generated(6, 7)
-        subscribers.publish(given.uid, new.token_ids, new.logprobs, new.versions)
+        subscribers.send(given.uid, new.token_ids, new.logprobs, new.versions)
         return generated(4, 5, 6, 7, 8)
 
     continued = replace(request(), continue_from=generated(4, 5))

@@ -85,7 +85,7 @@ class Receiver:
 
     def process_location(self) -> ProcessLocation:
         self.diary.asked.append(self.rank)
-        return process_location(shares=self.rank in self.diary.sharing)
+        return process_location(shares_weights=self.rank in self.diary.sharing)
 
     def receive(self, manifest: WeightManifest) -> None:
         if self.diary.forgetful == self.rank:

@@ -145,7 +145,7 @@ async def test_an_engine_in_the_learners_process_owns_only_the_summed_weights(fo
             f"model.layers.{n}.self_attn.{t}.weight" for n in (0, 1) for t in ("q_proj", "o_proj")
         ]
         assert Capability.SHARED_WEIGHTS not in parts.generator.engine.capabilities
-        with pytest.raises(EngineError, match="cannot take weights of its own"):
+        with pytest.raises(EngineError, match="the engine shares the learner's parameters"):
             await parts.generator.engine.update([], PolicyVersion(2))
 
 
@@ -226,15 +226,16 @@ def test_a_plan_sends_adapters_only_where_all_of_a_channel_can_add_them() -> Non
     from rollick.weights.plan import ProcessLocation, plan_publish
 
     devices = DeviceMap({"policy": parse_devices("cpu"), "generators": parse_devices("cpu:1-2")})
-    learner, able = ProcessLocation("m", 0, adapters=True), ProcessLocation("m", 1, adapters=True)
+    learner = ProcessLocation("m", 0, trains_adapters=True)
+    able = ProcessLocation("m", 1, merges_adapters=True)
     unable, plain = ProcessLocation("m", 2), ProcessLocation("m", 0)
     config = WeightsConfig(changes_only=True)
 
-    def route(policy: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
+    def route(learner: ProcessLocation, *places: ProcessLocation) -> tuple[bool, bool]:
         by_rank = dict(enumerate(places))
-        plan = plan_publish(devices, policy=policy, generators=by_rank, config=config)
+        plan = plan_publish(devices, learner=learner, generators=by_rank, config=config)
         [actual] = plan.routes()
-        return actual.adapters, actual.delta
+        return actual.adapters_only, actual.send_delta
 
     assert route(learner, able, able) == (True, False)
     assert route(learner, able, unable) == (False, True)

@@ -74,11 +74,11 @@ async def carry(sender: WeightSender, worker: GeneratorWorker, pairs: Pairs, rou
     [
         Route("direct", (0,)),
         Route("host", (0,)),
-        Route("host", (0,), delta=True),
+        Route("host", (0,), send_delta=True),
         Route("broadcast", (0,)),
-        Route("broadcast", (0,), delta=True),
+        Route("broadcast", (0,), send_delta=True),
     ],
-    ids=lambda route: f"{route.channel}{'-delta' * route.delta}",
+    ids=lambda route: f"{route.channel}{'-delta' * route.send_delta}",
 )
 async def test_every_channel_transfers_three_versions_bit_for_bit(
     route: Route, dtype: torch.dtype

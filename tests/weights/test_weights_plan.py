@@ -23,18 +23,18 @@ def plan_on_one_machine(device_map: DeviceMap, *, channel: str = "auto") -> Publ
     locations = {
         rank: ProcessLocation("", 0 if own else 1 + rank, own) for rank, own in enumerate(shares)
     }
-    return plan(device_map, locations, policy=ProcessLocation("", 0), channel=channel)
+    return plan(device_map, locations, learner=ProcessLocation("", 0), channel=channel)
 
 
 def plan(
     device_map: DeviceMap,
     generators: dict[int, ProcessLocation],
     *,
-    policy: ProcessLocation = HERE,
+    learner: ProcessLocation = HERE,
     channel: str = "auto",
 ) -> PublishPlan:
     config = WeightsConfig.model_validate({"channel": channel})
-    return plan_publish(device_map, policy=policy, generators=generators, config=config)
+    return plan_publish(device_map, learner=learner, generators=generators, config=config)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_on_one_machine_the_device_map_decides(
 @pytest.mark.parametrize(
     ("place", "channel"),
     [
-        (ProcessLocation("here", 1, shares=True), "shared"),
+        (ProcessLocation("here", 1, shares_weights=True), "shared"),
         (ProcessLocation("here", 1), "direct"),
         (ProcessLocation("here", 2), "host"),
         (ProcessLocation("there", 1), "broadcast"),
@@ -98,11 +98,11 @@ def test_only_generators_with_a_known_location_have_a_channel() -> None:
 
 
 def test_routes_are_by_channel_and_deltas_go_where_they_save_something() -> None:
-    mixed = PublishPlan({0: "shared", 2: "direct", 3: "host", 5: "host"}, delta=True)
-    assert mixed.shared == (0,)
+    mixed = PublishPlan({0: "shared", 2: "direct", 3: "host", 5: "host"}, send_deltas=True)
+    assert mixed.shared_ranks == (0,)
     assert mixed.routes() == (
-        Route("direct", (2,), delta=False),
-        Route("host", (3, 5), delta=True),
+        Route("direct", (2,), send_delta=False),
+        Route("host", (3, 5), send_delta=True),
     )
     assert PublishPlan({0: "shared"}).routes() == ()
 

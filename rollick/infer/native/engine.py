@@ -50,8 +50,8 @@ from rollick.types import (
 
 Result = TypeVar("Result")
 Runner = SlotRunner | PagedRunner
-"""Generates for many requests at once. The engine calls `step` in its thread, and everything else
-while no step runs, except `queue.submit` and `queue.drop`."""
+"""`step` runs in the engine's thread. All other calls happen between steps; only `queue.submit` and
+`queue.drop` may run during one."""
 
 
 class NativeEngine:
@@ -110,13 +110,13 @@ class NativeEngine:
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        absent: set[Capability] = set()
+        unsupported: set[Capability] = set()
         if not self.weights.can_adopt:
-            absent.add(Capability.ADOPT_WEIGHTS)
+            unsupported.add(Capability.ADOPT_WEIGHTS)
         if self.weights.learner_base:
             # The learner's adapters must be merged into a copy, so its storage cannot be shared.
-            absent.add(Capability.SHARED_WEIGHTS)
-        return frozenset(Capability) - absent
+            unsupported.add(Capability.SHARED_WEIGHTS)
+        return frozenset(Capability) - unsupported
 
     async def generate(self, request: Request) -> Completion:
         self._check_open()
@@ -124,7 +124,7 @@ class NativeEngine:
         queued = EngineRequest(request)
         stop = self._limits.stop_before_start(request)
         if stop is not None:
-            return _with_times(queued.completion_without_tokens(stop), queued)
+            return _add_times(queued.completion_without_tokens(stop), queued)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         pending = self._pending[request.uid] = (queued, future)
         self.runner.queue.submit(queued)
@@ -153,7 +153,7 @@ class NativeEngine:
     async def pause(self) -> None:
         self._paused = True
         async with self._lock:
-            await self._settle()
+            await self._synchronize()
 
     async def resume(self) -> None:
         self._paused = False
@@ -168,50 +168,51 @@ class NativeEngine:
         keep_cache: bool = False,
     ) -> Fingerprint:
         self._check_open()
-        if not self.weights.can_take(weights):
-            text = "this engine shares the learner's parameters and cannot take weights of its own"
-            raise EngineError(text, fix="write the parameters in place, then call commit_shared")
+        if not self.weights.accepts(weights):
+            message = "cannot update weights: the engine shares the learner's parameters"
+            raise EngineError(message, fix="write the parameters in place, then call commit_shared")
 
         def update_and_commit() -> Fingerprint:
-            written = self.weights.update(weights, version, expected)
+            fingerprint = self.weights.update(weights, version, expected)
             self.runner.commit(version, keep_cache=keep_cache)
-            return written
+            return fingerprint
 
         async with self._lock:
             if self._asleep:
-                raise EngineError("the engine sleeps without its weights", fix="call wake first")
-            await self._settle()
-            return await self._in_thread(update_and_commit)
+                message = "cannot update weights: the engine is asleep"
+                raise EngineError(message, fix="call wake first")
+            await self._synchronize()
+            return await self._run_in_thread(update_and_commit)
 
     async def commit_shared(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
         async with self._lock:
-            await self._settle()
+            await self._synchronize()
             self.runner.commit(version, keep_cache=keep_cache)
 
     async def sleep(self) -> None:
-        """Running requests wait, and recompute their cache after `wake`. Weights that are not
-        shared are offloaded to host memory. Frees the cache, unless the weights are shared and
-        infer.free_cache is false."""
+        """Running requests wait for `wake`. Offloads weights that are not shared to host memory.
+        Frees the cache, which is then recomputed after `wake`; keeps it if the weights are shared
+        and infer.free_cache is false."""
         async with self._lock:
             self._asleep = True
-            await self._settle()
+            await self._synchronize()
             # `free` also drops CUDA graphs: they hold the addresses of weights that move now.
             if self._infer.free_cache or not self.weights.shared:
                 self.runner.free()
             if not self.weights.shared:
-                await self._in_thread(lambda: self.weights.move("cpu"))
+                await self._run_in_thread(lambda: self.weights.move("cpu"))
 
     async def wake(self) -> None:
         async with self._lock:
             if not self.weights.shared:
-                await self._in_thread(lambda: self.weights.move(self.weights.device))
+                await self._run_in_thread(lambda: self.weights.move(self.weights.device))
             self._asleep = False
         self._wake_driver()
 
     def load(self) -> EngineLoad:
         stats = self.runner.stats
         return EngineLoad(
-            running=self.runner.table.running,
+            running=self.runner.table.num_running,
             waiting=len(self.runner.queue),
             slots=self._infer.slots,
             generated_tokens=stats.generated_tokens,
@@ -226,9 +227,9 @@ class NativeEngine:
         self._step_records = deque(maxlen=limit)
 
     def take_steps(self) -> list[StepRecord]:
-        taken = list(self._step_records)
+        records = list(self._step_records)
         self._step_records.clear()
-        return taken
+        return records
 
     def fingerprint(self) -> Fingerprint:
         return self.weights.fingerprint()
@@ -240,7 +241,7 @@ class NativeEngine:
                 self.runner.check_copies()
 
         async with self._lock:
-            await self._in_thread(check)
+            await self._run_in_thread(check)
 
     async def close(self) -> None:
         if self._closed:
@@ -256,7 +257,7 @@ class NativeEngine:
         self._thread.shutdown()
 
     def _probe(self) -> None:
-        """Raises if the runner does not compute what the model's own forward does."""
+        """Raises if the runner does not compute the same as the model's own forward."""
         compute = partial(self.runner.probe_logits, prefilled=PREFILLED)
         check_engine(self.module, compute, max_length=self._infer.max_length)
 
@@ -270,49 +271,49 @@ class NativeEngine:
         self._has_work.set()
 
     async def _drive(self) -> None:
-        """Run steps while there is work; the driver task. Waits while paused or asleep."""
+        """The driver task: runs steps while there is work; waits while paused or asleep."""
         while True:
             await self._has_work.wait()
             async with self._lock:
                 if self._paused or self._asleep or not self.runner.has_work:
                     self._has_work.clear()
                     continue
-                await self._step()
+                await self._run_step()
 
-    async def _settle(self) -> None:
+    async def _synchronize(self) -> None:
         """Wait for the forwards in flight on the device, and resolve requests that they ended."""
-        await self._run_and_resolve(self.runner.settle)
+        await self._run_and_resolve(self.runner.synchronize)
 
-    async def _step(self) -> None:
+    async def _run_step(self) -> None:
         started, started_at = perf_counter(), time()
         await self._run_and_resolve(self.runner.step)
         stats = self.runner.stats
         if self._step_records.maxlen and stats.last_step.batch:
-            # Includes the switches between threads, which the next step waits for.
+            # Includes the thread switches, because the next step starts after them.
             seconds = (perf_counter() - started) / stats.last_step_decodes
-            for number in range(stats.last_step_decodes):
-                at = started_at + number * seconds
-                self._step_records.append(replace(stats.last_step, seconds=seconds, at=at))
+            for decode in range(stats.last_step_decodes):
+                begin = started_at + decode * seconds
+                self._step_records.append(replace(stats.last_step, seconds=seconds, at=begin))
 
     async def _run_and_resolve(self, work: Callable[[], list[FinishedRequest]]) -> None:
         try:
-            finished = await self._in_thread(work)
+            finished = await self._run_in_thread(work)
         except Exception as error:  # every pending request gets the error
             self._fail_all(error)
             return
         for request, completion in finished:
             self._resolve(request, completion)
         table = self.runner.table
-        for uid, sent in self._subscribers:
+        for uid, num_sent in self._subscribers:
             request, _ = self._pending.get(uid, (None, None))
             if request is not None and request in table.requests:
-                new = table.tokens_since(table.requests.index(request), sent)
-                self._subscribers.publish(uid, *new)
+                new_tokens = table.tokens_since(table.requests.index(request), num_sent)
+                self._subscribers.send(uid, *new_tokens)
 
     def _resolve(self, request: EngineRequest, completion: Completion) -> None:
         pending, future = self._pending.get(request.request.uid, (None, None))
         if pending is request and future is not None and not future.done():
-            future.set_result(_with_times(completion, request))
+            future.set_result(_add_times(completion, request))
 
     def _fail_all(self, error: Exception) -> None:
         self.runner.clear()
@@ -322,7 +323,7 @@ class NativeEngine:
                 failure.__cause__ = error
                 future.set_exception(failure)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+    async def _run_in_thread(self, work: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         return await run_to_completion(loop.run_in_executor(self._thread, work))
 
@@ -354,11 +355,11 @@ def _check_module(module: nn.Module) -> None:
         raise EngineError(message, fix=f"build it with attention={CACHED!r}")
 
 
-def _with_times(completion: Completion, request: EngineRequest) -> Completion:
-    now, arrived = perf_counter(), request.arrived_at
-    admitted, first = min(request.admitted_at, now), min(request.first_token_at, now)
-    queued_s, prefill_s = admitted - arrived, first - admitted
-    return replace(completion, seconds=now - arrived, queued_s=queued_s, prefill_s=prefill_s)
+def _add_times(completion: Completion, request: EngineRequest) -> Completion:
+    now, arrived_at = perf_counter(), request.arrived_at
+    admitted_at, first_token_at = min(request.admitted_at, now), min(request.first_token_at, now)
+    queued_s, prefill_s = admitted_at - arrived_at, first_token_at - admitted_at
+    return replace(completion, seconds=now - arrived_at, queued_s=queued_s, prefill_s=prefill_s)
 
 
 def _run_in_new_thread(work: Callable[[], Result]) -> Result:
@@ -375,7 +376,7 @@ def _run_in_new_thread(work: Callable[[], Result]) -> Result:
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return EngineError(error.message, fix=error.fix)
-    if is_out_of_memory(error):  # A new process has its memory back.
+    if is_out_of_memory(error):  # EngineLost: a restart in a new process frees the memory.
         return EngineLost(f"the engine is out of memory: {error}", fix="lower infer.slots")
     fix = error.fix if isinstance(error, RollickError) else "see the cause above"
     return EngineError(f"the engine failed: {type(error).__name__}: {error}", fix=fix)

@@ -1,8 +1,9 @@
 """The model's forwards over the slot cache: prefill sequences, decode one token per row.
 
 BatchedForward is fast. TiledForward is deterministic: it feeds the model tiles of one constant
-height, and each token attends separately, so that a token's bits depend only on its sequence and
-the weights, not on the batch or on whether it was prefilled or decoded. The cache must have room.
+height, and each token attends separately, so that its result depends, bit for bit, only on its
+sequence and the weights, not on the batch or on whether it was prefilled or decoded. Callers
+reserve the cache.
 
 Dims: R rows, V vocabulary.
 """
@@ -43,7 +44,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillChunk:
-    """Tokens to compute into a row of the cache, which already holds the `start` tokens before."""
+    """Tokens to prefill in a row whose cache already holds the first `start` tokens."""
 
     row: int
     token_ids: Ids
@@ -66,7 +67,7 @@ class BatchedForward:
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         ordered = sorted(chunks, key=lambda chunk: (chunk.start > 0, len(chunk.token_ids)))
-        spans = [PrefillSpan(p.row, p.start, len(p.token_ids)) for p in ordered]
+        spans = [PrefillSpan(c.row, c.start, len(c.token_ids)) for c in ordered]
         step = PrefillStep(self._cache, spans)
         token_ids = np.concatenate([chunk.token_ids for chunk in ordered])
         positions = np.concatenate([chunk.positions for chunk in ordered])
@@ -119,13 +120,13 @@ class TiledForward:
         self._device = device
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        row_N = np.concatenate([np.full(len(p.token_ids), p.row) for p in chunks])
-        position_N = np.concatenate([p.positions for p in chunks])
-        token_N = np.concatenate([p.token_ids for p in chunks])
-        self._tiles(token_N, position_N, row_N)
+        row_N = np.concatenate([np.full(len(chunk.token_ids), chunk.row) for chunk in chunks])
+        position_N = np.concatenate([chunk.positions for chunk in chunks])
+        token_N = np.concatenate([chunk.token_ids for chunk in chunks])
+        self._forward_tiles(token_N, position_N, row_N)
 
     def decode(self, token_R: Ids, position_R: Ids) -> Tensor:
-        hidden_RD = torch.cat(self._tiles(token_R, position_R, np.arange(len(token_R))))
+        hidden_RD = torch.cat(self._forward_tiles(token_R, position_R, np.arange(len(token_R))))
         logits_RV = head_logits(hidden_RD, output_head(self._module), batch_invariant=True)
         return logits_RV[: len(token_R)]
 
@@ -133,12 +134,12 @@ class TiledForward:
         """The logits of `decode` have the learner's bits."""
 
     def invalidate(self) -> None:
-        """Nothing is derived from the weights."""
+        """No-op: nothing is derived from the weights."""
 
     def check_copies(self) -> None:
-        """There are none."""
+        """No-op: there are no copies."""
 
-    def _tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
+    def _forward_tiles(self, token_N: Ids, position_N: Ids, row_N: Ids) -> list[Tensor]:
         """Hidden states of tiles of TILE_ROWS tokens; the last tile includes its padding."""
         hidden: list[Tensor] = []
         for start in range(0, len(token_N), TILE_ROWS):

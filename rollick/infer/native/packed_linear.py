@@ -7,8 +7,8 @@ much memory again as the linear layers. Layers with one input (query, key and va
 are packed as one product (models/decoder/fused_linear.py). Parameters and their storage stay as
 they are: the learner may write them in place.
 
-Decoding reads only the packed copies, so the fingerprint of the parameters says nothing about them.
-Each copy has a fingerprint of its own, from when it was made.
+Decoding reads only the packed copies, so the fingerprint of the parameters does not cover them.
+Each copy has its own fingerprint, computed when it is packed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def can_pack(module: nn.Module) -> bool:
     is_supported = all(p.device.type == "cpu" and p.dtype in _DTYPES for p in parameters)
     if not is_supported or not torch.backends.mkldnn.is_available() or not _has_operators():
         return False
-    return sum(p.nbytes for p in parameters) <= MEMORY_SHARE * _free_bytes()
+    return sum(p.nbytes for p in parameters) <= MEMORY_SHARE * _available_bytes()
 
 
 def pack_linears(module: nn.Module) -> list[tuple[FusedGroup, PackedWeights]]:
-    """Make every nn.Linear inside, except the output head, compute with a packed weight, made when
-    first needed."""
+    """Make every nn.Linear inside, except the output head, compute with a packed weight. A weight
+    is packed at its first use."""
     packed = [(layers, PackedWeights(layers)) for layers in list(linear_groups(module))]
     return [(make_fused(layers, weights), weights) for layers, weights in packed]
 
@@ -113,11 +113,11 @@ class PackedHead:
 
 def check_copies(weights: Iterable[PackedWeights | PackedHead]) -> None:
     """Raises EngineCorrupt if a copy has changed since it was packed."""
-    copies = [each.packed for each in weights if each.packed is not None]
-    damaged = sum(not copy.is_intact for copy in copies)
-    if damaged:
+    copies = [item.packed for item in weights if item.packed is not None]
+    num_damaged = sum(not copy.is_intact for copy in copies)
+    if num_damaged:
         raise EngineCorrupt(
-            f"{damaged} of {len(copies)} packed copies of the engine's weights have another "
+            f"{num_damaged} of {len(copies)} packed copies of the engine's weights have another "
             "fingerprint than when they were packed: its memory was damaged",
             fix="check the machine's memory if it happens again",
         )
@@ -138,7 +138,7 @@ def packed_product(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _has_operators() -> bool:
-    """Whether torch has all operators: they are internal to its compiler and may change."""
+    """Whether torch has the operators, which are internal to its compiler and may change."""
     try:
         row, copy = torch.ones(1, 16), PackedCopy(torch.eye(16))
         return copy.is_intact and bool((copy.product(row) == row).all())
@@ -146,7 +146,7 @@ def _has_operators() -> bool:
         return False
 
 
-def _free_bytes() -> int:
+def _available_bytes() -> int:
     """Memory available without swapping, reclaimable file cache included."""
     source = Path("/proc/meminfo")
     for line in source.read_text().splitlines() if source.is_file() else ():

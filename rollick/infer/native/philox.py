@@ -1,6 +1,6 @@
 """Counter-based random numbers: Philox4x32-10 for arrays of keys and counters.
 
-A number is a function of (key, counter) alone, so a sample's tokens depend neither on the rest of
+A number depends only on (key, counter), so a sample's tokens depend neither on the rest of
 the batch nor on interruptions (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 """
 

@@ -27,7 +27,7 @@ Context = npt.NDArray[np.int32]
 
 
 class PrefillPlan:
-    """What one step writes into the cache. `budget` is the most tokens of one forward."""
+    """The prefills of one step. `budget`: the maximum tokens of one forward."""
 
     def __init__(
         self, table: SequenceTable, cache: SlotCache, forward: Forward, *, budget: int
@@ -40,9 +40,9 @@ class PrefillPlan:
         self._copies: defaultdict[int, defaultdict[PrefixMatch, list[int]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        """By the wave that computes the source: each prefix and the rows that copy it."""
+        """For the wave that computes the source: each prefix, and the rows that copy it."""
         self._wave_of: dict[int, int] = {}
-        """The wave after which a row of this step is in the cache."""
+        """The wave after which a row of this step is cached."""
 
     def find_prefix(self, context: Context) -> PrefixMatch:
         """The best row to copy the start of the context from; of length 0 if none pays off."""
@@ -51,14 +51,14 @@ class PrefillPlan:
             return match
         # Copying from a row of a later wave would delay this one further: try the other rows.
         early = [row for row in np.flatnonzero(self._table.cached) if not self._wave_of.get(row)]
-        match = self._table.longest_prefix(context, among=np.asarray(early, np.int64))
+        match = self._table.longest_prefix(context, rows=np.asarray(early, np.int64))
         return match if self._pays_off(match, context) else NO_MATCH
 
     def _pays_off(self, match: PrefixMatch, context: Context) -> bool:
-        complete = match.length == len(context) - 1
+        is_complete = match.length == len(context) - 1
         wave = self._wave_of.get(match.row)
-        if wave is None or complete:
-            return complete or match.length >= MIN_COPY
+        if wave is None or is_complete:
+            return is_complete or match.length >= MIN_COPY
         return wave == 0 and match.length >= MIN_COPY_IN_NEXT_WAVE
 
     def add(self, row: int, context: Context, prefix: PrefixMatch) -> None:
@@ -69,7 +69,7 @@ class PrefillPlan:
         if source_wave is not None:
             self._copies[source_wave][prefix].append(row)
         elif copied and prefix.row != row:
-            # Now: a later row of this step may overwrite the source.
+            # Copy now, because a later row of this step may overwrite the source.
             self._cache.copy(prefix.row, [row], length=copied)
         wave = 0 if source_wave is None else source_wave
         if copied < len(tokens):
@@ -79,7 +79,7 @@ class PrefillPlan:
             self._wave_of[row] = wave
 
     def run(self) -> int:
-        """Returns the number of tokens computed."""
+        """Run the plan; returns the number of tokens computed."""
         computed_tokens = 0
         for wave in range(max(self._wave_of.values(), default=-1) + 1):
             for chunks in _split_forwards(self._waves[wave], self._budget):
@@ -93,14 +93,14 @@ class PrefillPlan:
 def _split_forwards(chunks: Sequence[PrefillChunk], budget: int) -> list[list[PrefillChunk]]:
     """Forwards of at most `budget` tokens; a longer chunk is split."""
     forwards: list[list[PrefillChunk]] = []
-    room = 0
+    remaining = 0
     for chunk in chunks:
-        for first in range(0, len(chunk.token_ids), budget):
-            token_ids = chunk.token_ids[first : first + budget]
-            part = PrefillChunk(chunk.row, token_ids, start=chunk.start + first)
-            if len(part.token_ids) > room:
+        for offset in range(0, len(chunk.token_ids), budget):
+            token_ids = chunk.token_ids[offset : offset + budget]
+            part = PrefillChunk(chunk.row, token_ids, start=chunk.start + offset)
+            if len(part.token_ids) > remaining:
                 forwards.append([])
-                room = budget
+                remaining = budget
             forwards[-1].append(part)
-            room -= len(part.token_ids)
+            remaining -= len(part.token_ids)
     return forwards

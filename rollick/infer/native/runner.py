@@ -1,6 +1,6 @@
 """The parts that both runners use: the queue of requests, and statistics.
 
-A runner owns the queued requests, the running sequences and the cache, and knows nothing of
+A runner owns the queued requests, the running sequences and the cache. It does not use
 asyncio. SlotRunner (slot_runner.py) runs on any device; PagedRunner (gpu/runner.py) is fast on
 GPUs.
 """
@@ -22,7 +22,7 @@ FinishedRequest = tuple[EngineRequest, Completion]
 
 @dataclass(slots=True)
 class RunnerStats:
-    """Counts since the runner was created, and what its last step did."""
+    """Counts since the runner was created, and a record of its last step."""
 
     generated_tokens: int = 0
     prefilled_tokens: int = 0
@@ -57,7 +57,7 @@ class RunnerStats:
 @dataclass(eq=False)
 class AdmissionQueue:
     """Requests that wait for a row, first come first served. `submit` and `drop` may be called
-    while a step runs in another thread; the rest may not."""
+    while a step runs in another thread; no other method may."""
 
     waiting: deque[EngineRequest] = field(default_factory=deque[EngineRequest])
     _submitted: deque[EngineRequest] = field(default_factory=deque[EngineRequest])
@@ -74,21 +74,21 @@ class AdmissionQueue:
         self._submitted.append(request)
 
     def drop(self, request: EngineRequest) -> None:
-        """Its caller is gone: the next step discards it."""
+        """Discard the request at the next step: its caller was cancelled."""
         self._dropped.append(request)
 
     def receive(self) -> list[EngineRequest]:
-        """Queue what was submitted; returns dropped requests that may be running."""
+        """Queue the submitted requests; returns the dropped ones that are not waiting."""
         while self._submitted:
             self.waiting.append(self._submitted.popleft())
-        running: list[EngineRequest] = []
+        not_waiting: list[EngineRequest] = []
         while self._dropped:
             request = self._dropped.popleft()
             if request in self.waiting:
                 self.waiting.remove(request)
             else:
-                running.append(request)
-        return running
+                not_waiting.append(request)
+        return not_waiting
 
     def abort(self, uid: SampleId) -> FinishedRequest | None:
         """End a waiting request; None if none has this id."""

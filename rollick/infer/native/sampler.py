@@ -1,11 +1,11 @@
-"""Sampling on the CPU: from logits to tokens and their log-probs, for all rows at once.
+"""Samples tokens from logits with torch, for all rows at once.
 
 The log-prob of a token is that of the distribution it was sampled from: log-softmax(logits / T),
 after the bias, truncated and renormalised by top-k, top-p and min-p. A greedy row reports log-probs
-at temperature 1. The random input is one uniform number per row, so sampling is a pure function.
+at temperature 1. The only random input is one uniform number per row.
 
-The token is found in two steps, first its block of the vocabulary, then its position in the
-block: so only the block sums and one block per row are summed in float64.
+A token is found in two steps: first its block of the vocabulary, then its position in the block.
+So only the block sums and one block per row are summed in float64.
 
 Dims: R rows, V vocabulary, C truncated rows, L candidates, S blocks, W tokens of a block, B entries
 of a bias.
@@ -27,8 +27,7 @@ FIRST_CANDIDATES = 1024
 """Most likely tokens that top-p examines before it sorts the full vocabulary."""
 
 Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.intp]
-"""Row numbers."""
+RowIndices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +59,11 @@ class SamplingMetadata:
         truncated_R = (self.top_k_R > 0) | (self.top_p_R < 1) | (self.min_p_R > 0)
         return truncated_R & ~self.greedy_R
 
-    def row(self, number: int) -> SamplingMetadata:
+    def select_row(self, row: int) -> SamplingMetadata:
         """The parameters of one row, without its bias."""
-        one = slice(number, number + 1)
-        temperature_R, top_k_R = self.temperature_R[one], self.top_k_R[one]
-        return SamplingMetadata(temperature_R, top_k_R, self.top_p_R[one], self.min_p_R[one])
+        rows = slice(row, row + 1)
+        temperature_R, top_k_R = self.temperature_R[rows], self.top_k_R[rows]
+        return SamplingMetadata(temperature_R, top_k_R, self.top_p_R[rows], self.min_p_R[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +71,10 @@ class SampledTokens:
     tokens_R: npt.NDArray[np.int64]
     logprobs_R: Floats
 
-    def corrected(
+    def with_exact_logits(
         self, logits_RV: Tensor, exact_R: Floats, metadata: SamplingMetadata
     ) -> SampledTokens:
-        """With the log-probs that follow if the sampled tokens have the logits `exact_R`."""
+        """Recompute the log-probs with the exact float64 logits of the sampled tokens."""
         rows = np.arange(len(self.tokens_R))
         error_R = exact_R - logits_RV[rows, self.tokens_R].double().numpy()
         error_R /= np.where(metadata.greedy_R, 1.0, metadata.temperature_R)
@@ -85,7 +84,7 @@ class SampledTokens:
 
 
 def sample(logits_RV: Tensor, metadata: SamplingMetadata, *, uniform_R: Floats) -> SampledTokens:
-    """One token per row, with float32 probabilities and a single transfer from the device."""
+    """Sample a token per row, with float32 probabilities and a single transfer from the device."""
     logits_RV = _process_logits(logits_RV.float(), metadata)
     probs_RV = logits_RV.softmax(-1)
     tokens_R, probs_R = _invert_cdf(probs_RV, torch.from_numpy(uniform_R).to(probs_RV.device))
@@ -101,19 +100,19 @@ def sample(logits_RV: Tensor, metadata: SamplingMetadata, *, uniform_R: Floats) 
 def sample_row_by_row(
     logits_RV: Tensor, metadata: SamplingMetadata, *, uniform_R: Floats
 ) -> SampledTokens:
-    """Like `sample`, one row at a time, so that a row's bits do not depend on the others. It
-    divides by the temperature and takes a log-softmax in the dtype of the logits, like the learner,
-    so that the log-probs can be bit-equal."""
+    """Like `sample`, one row at a time, so that a row's result does not depend on the others, bit
+    for bit. Divides by the temperature and takes a log-softmax in the dtype of the logits, like the
+    learner, so that the log-probs can be bit-equal."""
     logits_RV = _add_bias(logits_RV, metadata.bias)
     tokens: list[int] = []
     logprobs: list[float] = []
-    for number in range(len(logits_RV)):
-        one = metadata.row(number)
-        logprobs_1V = _process_logits(logits_RV[number : number + 1], one).log_softmax(-1)
-        if one.greedy_R[0]:
+    for row in range(len(logits_RV)):
+        row_slice, row_metadata = slice(row, row + 1), metadata.select_row(row)
+        logprobs_1V = _process_logits(logits_RV[row_slice], row_metadata).log_softmax(-1)
+        if row_metadata.greedy_R[0]:
             token = int(logprobs_1V.argmax())
         else:
-            uniform_1 = torch.from_numpy(uniform_R[number : number + 1]).to(logits_RV.device)
+            uniform_1 = torch.from_numpy(uniform_R[row_slice]).to(logits_RV.device)
             token = int(_invert_cdf(logprobs_1V.double().exp_(), uniform_1)[0])
         tokens.append(token)
         logprobs.append(float(logprobs_1V[0, token]))
@@ -149,30 +148,32 @@ def _invert_cdf(probs_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     block_R1.clamp_(max=cumulative_RS.shape[1] - 1)
     before_R1 = torch.where(block_R1 > 0, cumulative_RS.gather(1, (block_R1 - 1).clamp_(min=0)), 0)
     token_RW = block_R1 * BLOCK + torch.arange(BLOCK, device=probs_RV.device)
-    outside_RW = token_RW >= probs_RV.shape[1]
+    padding_RW = token_RW >= probs_RV.shape[1]
     token_RW.clamp_(max=probs_RV.shape[1] - 1)
-    inside_RW = probs_RV.gather(1, token_RW).double().masked_fill_(outside_RW, 0).cumsum(-1)
-    target_R1 = _clamp_below(target_R1 - before_R1, inside_RW[:, -1:])
-    step_R1 = torch.searchsorted(inside_RW, target_R1, right=True).clamp_(max=BLOCK - 1)
-    token_R1 = token_RW.gather(1, step_R1)
+    cumulative_RW = probs_RV.gather(1, token_RW).double().masked_fill_(padding_RW, 0).cumsum(-1)
+    target_R1 = _clamp_below(target_R1 - before_R1, cumulative_RW[:, -1:])
+    offset_R1 = torch.searchsorted(cumulative_RW, target_R1, right=True).clamp_(max=BLOCK - 1)
+    token_R1 = token_RW.gather(1, offset_R1)
     return token_R1[:, 0], (probs_RV.gather(1, token_R1).double() / total_R1)[:, 0]
 
 
 def _block_sums(probs_RV: Tensor) -> Tensor:
     """Sums [R, S] of the blocks; the last block may be shorter."""
-    full = probs_RV.shape[1] // BLOCK * BLOCK
-    sums_RS = probs_RV[:, :full].unflatten(1, (full // BLOCK, BLOCK)).sum(-1)
-    if full == probs_RV.shape[1]:
+    num_full = probs_RV.shape[1] // BLOCK
+    end = num_full * BLOCK
+    sums_RS = probs_RV[:, :end].unflatten(1, (num_full, BLOCK)).sum(-1)
+    if end == probs_RV.shape[1]:
         return sums_RS
-    return torch.cat((sums_RS, probs_RV[:, full:].sum(-1, keepdim=True)), dim=1)
+    return torch.cat((sums_RS, probs_RV[:, end:].sum(-1, keepdim=True)), dim=1)
 
 
 def _clamp_below(target: Tensor, total: Tensor) -> Tensor:
-    """At most the float below the total: rounding must not reach past the last token."""
+    """Clamp to the largest float below `total`, so that rounding cannot select past the last
+    token."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
 
 
-def _truncate(logits_RV: Tensor, metadata: SamplingMetadata, *, rows: Rows) -> Tensor:
+def _truncate(logits_RV: Tensor, metadata: SamplingMetadata, *, rows: RowIndices) -> Tensor:
     """Set to -inf the logits outside the top k, outside the smallest set of these with mass p, or
     with a probability below min_p times the highest."""
     rows_C = torch.from_numpy(rows).to(logits_RV.device)
@@ -194,8 +195,8 @@ def _truncate(logits_RV: Tensor, metadata: SamplingMetadata, *, rows: Rows) -> T
     outside_CL[:, 0] = False
     ordered_CL = ordered_CL.masked_fill(outside_CL, float("-inf"))
     kept_RV = logits_RV.clone()
-    empty_CV = torch.full_like(logits_CV, float("-inf"))
-    kept_RV[rows_C] = empty_CV.scatter_(-1, order_CL, ordered_CL)
+    masked_CV = torch.full_like(logits_CV, float("-inf"))
+    kept_RV[rows_C] = masked_CV.scatter_(-1, order_CL, ordered_CL)
     return kept_RV
 
 
@@ -209,30 +210,30 @@ def _log_normalizer(logits_CV: Tensor, kept_CL: Tensor, *, has_top_k_C: Tensor) 
 
 
 def _top_candidates(
-    logits_CV: Tensor, metadata: SamplingMetadata, rows: Rows
+    logits_CV: Tensor, metadata: SamplingMetadata, rows: RowIndices
 ) -> tuple[Tensor, Tensor]:
     """The most likely tokens in order: enough to contain all that truncation keeps."""
-    vocabulary = logits_CV.shape[1]
+    vocab_size = logits_CV.shape[1]
     top_k_C = metadata.top_k_R[rows]
     if (top_k_C > 0).all():
-        candidates = logits_CV.topk(min(int(top_k_C.max()), vocabulary), dim=-1)
+        candidates = logits_CV.topk(min(int(top_k_C.max()), vocab_size), dim=-1)
         return candidates.values, candidates.indices
-    first = max(FIRST_CANDIDATES, int(top_k_C.max()))
-    if first < vocabulary:
-        candidates = logits_CV.topk(first, dim=-1)
-        if _candidates_suffice(logits_CV, candidates.values, metadata, rows):
+    num_candidates = max(FIRST_CANDIDATES, int(top_k_C.max()))
+    if num_candidates < vocab_size:
+        candidates = logits_CV.topk(num_candidates, dim=-1)
+        if _are_sufficient(logits_CV, candidates.values, metadata, rows):
             return candidates.values, candidates.indices
     ordered = logits_CV.sort(dim=-1, descending=True)
     return ordered.values, ordered.indices
 
 
-def _candidates_suffice(
-    logits_CV: Tensor, candidates_CL: Tensor, metadata: SamplingMetadata, rows: Rows
+def _are_sufficient(
+    logits_CV: Tensor, candidates_CL: Tensor, metadata: SamplingMetadata, rows: RowIndices
 ) -> bool:
     """Whether top-p and min-p keep only candidates, in every row without a top-k."""
     log_mass_CL = candidates_CL.double() - logits_CV.double().logsumexp(-1, keepdim=True)
     mass_C = log_mass_CL.exp().sum(-1).cpu().numpy()
     suffices_C = (metadata.top_k_R[rows] > 0) | (mass_C > metadata.top_p_R[rows])
-    lowest_C = (candidates_CL[:, -1] - candidates_CL[:, 0]).double().exp().cpu().numpy()
-    suffices_C |= lowest_C < metadata.min_p_R[rows]
+    lowest_ratio_C = (candidates_CL[:, -1] - candidates_CL[:, 0]).double().exp().cpu().numpy()
+    suffices_C |= lowest_ratio_C < metadata.min_p_R[rows]
     return bool(suffices_C.all())

@@ -3,10 +3,10 @@
 Arrays instead of objects: the Python cost of a decode step hardly grows with the number of rows.
 Rows 0..count-1 are in use, except the holes that finished sequences left.
 
-A row's number is also its slot in the cache. `cached` counts the row's tokens whose keys and values
-are in the slot. It stays after the sequence ends, until another sequence takes the slot, so that
-other samples of the group, a continued sample or the session's next turn can reuse that prefix. A
-`retained` row is reused last; it may have a number of `count` or more.
+In SlotRunner, a row's number is also its slot in the cache. `cached` counts the row's tokens whose
+keys and values are in the slot. It stays after the sequence ends, until another sequence gets the
+slot, so that other samples of the group, a continued sample or the session's next turn can reuse
+that prefix. A `retained` row is reused last; its number may be `count` or more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rollick.infer.native.sampler import LogitBias, Rows, SamplingMetadata
+from rollick.infer.native.sampler import LogitBias, RowIndices, SamplingMetadata
 from rollick.types import (
     Completion,
     FloatArray,
@@ -35,7 +35,7 @@ _STREAM_MASK = (1 << 64) - 1
 
 @dataclass(slots=True, eq=False)
 class EngineRequest:
-    """A request inside the engine; compared by identity. Times are of perf_counter."""
+    """A request inside the engine, compared by identity. Times are perf_counter values."""
 
     request: Request
     context: npt.NDArray[np.int32] = field(init=False)
@@ -87,26 +87,27 @@ class SequenceTable:
         self.versions = np.zeros((slots, max_length), np.int32)
         self.kept_cache = np.zeros((slots, max_length), np.bool_)
         """Tokens sampled with a cache that an older version computed."""
-        # `limit` is the length at which the sequence ends; `retained` is a counter value of when
-        # the row was last retained, 0 if it is not.
-        self.length, self.prompt, self.limit, self.min_length = np.zeros((4, slots), np.int64)
-        self.cached, self.retained, self.cache_version, self.top_k = np.zeros((4, slots), np.int64)
+        # `limit` is the length at which the sequence ends. `retained` grows with each call of
+        # `retain`, so that the lowest is the oldest; 0 if the row is not retained.
+        self.length, self.prompt_length, self.limit = np.zeros((3, slots), np.int64)
+        self.min_length, self.cached, self.retained = np.zeros((3, slots), np.int64)
+        self.cache_version, self.top_k = np.zeros((2, slots), np.int64)
         self.temperature, self.top_p, self.min_p = np.zeros((3, slots), np.float64)
         self.stream = np.zeros(slots, np.uint64)
         self.has_stop_strings, self.has_stop_ids = np.zeros((2, slots), np.bool_)
         self.has_bias, self.awaits_first_token = np.zeros((2, slots), np.bool_)
-        self._clock = 0
+        self._retain_calls = 0
         arrays: list[npt.NDArray[Any]] = [a for a in vars(self).values() if type(a) is np.ndarray]
         self._per_token = [array for array in arrays if array.ndim == 2]
         self._per_row = [array for array in arrays if array.ndim == 1]
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return self.count - len(self.holes)
 
     @property
-    def free(self) -> int:
-        return len(self.requests) - self.running
+    def num_free(self) -> int:
+        return len(self.requests) - self.num_running
 
     @property
     def running_rows(self) -> list[int]:
@@ -129,12 +130,12 @@ class SequenceTable:
         return next((row for row in self.running_rows if self.uid(row) == uid), None)
 
     def longest_prefix(
-        self, context: npt.NDArray[np.int32], *, among: npt.NDArray[np.int64] | None = None
+        self, context: npt.NDArray[np.int32], *, rows: npt.NDArray[np.int64] | None = None
     ) -> PrefixMatch:
         """The row that caches the longest prefix of the context without its last token."""
         tokens = context[:-1]
-        candidates = np.flatnonzero(self.cached) if among is None else among
-        # Most rows differ in the first token: only the others are compared further.
+        candidates = np.flatnonzero(self.cached) if rows is None else rows
+        # Most rows differ in the first token: compare only the others further.
         candidates = candidates[self.tokens[candidates, 0] == context[0]]
         if len(candidates) == 0 or len(tokens) == 0:
             return NO_MATCH
@@ -146,8 +147,8 @@ class SequenceTable:
         return PrefixMatch(int(candidates[best]), int(lengths[best]))
 
     def allocate_row(self, preferred: int | None) -> int:
-        """An unused row: `preferred` if it is a hole, else another hole (not a retained one if
-        possible), else the next row."""
+        """Allocate an unused row: `preferred` if it is a hole, else another hole (one that is not
+        retained if possible), else the next row."""
         if preferred is not None and preferred in self.holes:
             self.holes.remove(preferred)
             return preferred
@@ -159,13 +160,13 @@ class SequenceTable:
         return self.count - 1
 
     def retain(self, row: int) -> None:
-        """The row's cached prefix will be needed again: other slots are reused first."""
-        self._clock += 1
-        self.retained[row] = self._clock
+        """Reuse other slots first: the row's cached prefix will be needed again."""
+        self._retain_calls += 1
+        self.retained[row] = self._retain_calls
 
     def spare_slot(self, row: int, *, avoid: int | None) -> int | None:
-        """An unused slot for the prefix retained in `row`, when that row is taken. None if all
-        slots (other than `avoid`) are in use or were retained later."""
+        """An unused slot to which the prefix retained in `row` can move. None if all slots (other
+        than `avoid`) are in use or were retained later."""
         unused = np.arange(self.count, len(self.requests))
         unused = unused[(unused != row) & (unused != avoid)]
         if len(unused) == 0:
@@ -197,13 +198,13 @@ class SequenceTable:
         if earlier is not None:
             self.logprobs[row, prompt:length] = earlier.logprobs
             self.versions[row, prompt:length] = earlier.versions
-            kept = earlier.kept_cache
-            self.kept_cache[row, prompt:length] = False if kept is None else kept
+            flags = earlier.kept_cache
+            self.kept_cache[row, prompt:length] = False if flags is None else flags
         self.cache_version[row] = version
         self.length[row] = length
         self.cached[row] = length - 1
         self.retained[row] = 0
-        self.prompt[row] = prompt
+        self.prompt_length[row] = prompt
         self.limit[row] = min(prompt + sampling.max_tokens, self.tokens.shape[1])
         self.stream[row] = request.request.stream & _STREAM_MASK
         self.temperature[row] = sampling.temperature
@@ -218,7 +219,7 @@ class SequenceTable:
 
     def append(
         self,
-        rows: Rows,
+        rows: RowIndices,
         tokens_R: npt.NDArray[np.integer[Any]],
         logprobs_R: npt.NDArray[np.floating[Any]],
         *,
@@ -237,9 +238,9 @@ class SequenceTable:
             self.request(row).first_token_at = perf_counter()
         self.awaits_first_token[rows] = False
 
-    def tokens_since(self, row: int, sent: int) -> tuple[IntArray, FloatArray, IntArray]:
-        """Ids, log-probs and versions of the row's tokens from number `sent` on."""
-        new = slice(int(self.prompt[row]) + sent, int(self.length[row]))
+    def tokens_since(self, row: int, num_sent: int) -> tuple[IntArray, FloatArray, IntArray]:
+        """Ids, log-probs and versions of the row's generated tokens after the first `num_sent`."""
+        new = slice(int(self.prompt_length[row]) + num_sent, int(self.length[row]))
         return (
             frozen_array(self.tokens[row, new], np.int32),
             frozen_array(self.logprobs[row, new], np.float32),
@@ -253,12 +254,12 @@ class SequenceTable:
         self.holes.append(row)
         if request.request.session is not None and self.cached[row]:
             self.retain(row)
-        kept = self.kept_cache[row, self.prompt[row] : self.length[row]]
+        flags = self.kept_cache[row, self.prompt_length[row] : self.length[row]]
         return request, Completion(
             request.request.uid,
             *self.tokens_since(row, 0),
             stop=stop,
-            kept_cache=frozen_array(kept, np.bool_) if kept.any() else None,
+            kept_cache=frozen_array(flags, np.bool_) if flags.any() else None,
         )
 
     def compact(self) -> list[RowMove]:
@@ -277,14 +278,14 @@ class SequenceTable:
         """Move a running row into a hole; a prefix retained in the hole moves to the source."""
         swaps = bool(self.retained[target])
         length = int(self.length[source])
-        written, read = [target], [source]
+        targets, sources = [target], [source]
         if swaps:
             length = max(length, int(self.cached[target]) + 1)
-            written, read = [target, source], [source, target]
+            targets, sources = [target, source], [source, target]
         for array in self._per_token:
-            array[written, :length] = array[read, :length]
+            array[targets, :length] = array[sources, :length]
         for array in self._per_row:
-            array[written] = array[read]
+            array[targets] = array[sources]
         self.requests[target] = self.requests[source]
         self._vacate(source)
         return RowMove(source, target, length - 1, swaps)

@@ -1,8 +1,8 @@
-"""The KV cache on the CPU: one slot per sequence, in each layer.
+"""The KV cache of SlotRunner: one slot per sequence, in each layer.
 
-The layout is dense, not paged: on the CPU, attention over pages would first gather them, which
-copies all keys and values in each step and costs more than attention over slots. A prefix that
-samples share is computed once and copied.
+The layout is dense, not paged. On the CPU, attention over pages would first gather them, which
+copies all keys and values in each step and costs more than attention over slots. A shared prefix is
+computed once and copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SlotCache:
         """Grow to `slots` sequences of `length` tokens; keeps the content."""
         if slots <= self.slots and length <= self.length:
             return
-        # Slots double, so that single arrivals copy the cache only a few times.
+        # Double the slots, so that a growing batch copies the cache only a few times.
         if slots > self.slots:
             self.slots = max(slots, 2 * self.slots)
         self.length = max(self.length, -(-length // BLOCK) * BLOCK)
@@ -51,16 +51,16 @@ class SlotCache:
     def copy(self, source: int, targets: Sequence[int], *, length: int) -> None:
         """Copy the first `length` positions of one slot to others."""
         if length and targets:
-            written = slice(targets[0], targets[0] + 1) if len(targets) == 1 else list(targets)
+            slots = slice(targets[0], targets[0] + 1) if len(targets) == 1 else list(targets)
             for tensor in self.tensors():
-                tensor[written, :, :length] = tensor[source, :, :length]
+                tensor[slots, :, :length] = tensor[source, :, :length]
 
-    def swap(self, one: int, other: int, *, length: int) -> None:
+    def swap(self, first: int, second: int, *, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         for tensor in self.tensors():
-            copied = tensor[one, :, :length].clone()
-            tensor[one, :, :length] = tensor[other, :, :length]
-            tensor[other, :, :length] = copied
+            copied = tensor[first, :, :length].clone()
+            tensor[first, :, :length] = tensor[second, :, :length]
+            tensor[second, :, :length] = copied
 
     def free(self) -> None:
         on_gpu = any(tensor.is_cuda for tensor in self._keys.values())

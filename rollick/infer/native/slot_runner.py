@@ -2,9 +2,10 @@
 
     waiting -> admit (copy the cached prefix, compute the rest) -> decode once per step -> finished
 
-A row's cache holds all of its tokens except the last, the input of the next decode. So a prefill
-needs no logits, and the samples of a group share their prompt. A prompt longer than a step's
-budget is prefilled in chunks: each stays in the cache, where the next step finds it as a prefix.
+A row's cache slot holds all of its tokens except the last, which is the input of the next decode.
+So a prefill needs no logits, and the samples of a group share their prompt. A prompt longer than a
+step's budget is prefilled in chunks. Each stays in the cache, where the next step finds it as a
+prefix.
 
 If rows keep their cache after a weight update, the tokens they sample from then on are flagged, and
 other sequences do not reuse their prefix.
@@ -35,7 +36,7 @@ from rollick.types import SampleId, StopReason
 
 class SlotRunner:
     kv_capacity = 0
-    """In tokens. 0, because every slot fits a full sequence."""
+    """0: no token limit, because every slot fits a full sequence."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class SlotRunner:
 
     @property
     def has_work(self) -> bool:
-        return self.queue.has_work or self.table.running > 0
+        return self.queue.has_work or self.table.num_running > 0
 
     @property
     def kv_tokens(self) -> int:
@@ -70,19 +71,19 @@ class SlotRunner:
 
     def abort(self, uid: SampleId) -> FinishedRequest | None:
         """End a waiting or running request with its tokens so far."""
-        # First discard dropped requests: a newer request may have the same id.
-        self._receive()
+        # First, because a newer request may have the same id.
+        self._discard_dropped()
         row = self.table.row_of(uid)
         return self.queue.abort(uid) if row is None else self.table.finish(row, StopReason.ABORTED)
 
-    def settle(self) -> list[FinishedRequest]:
-        """Wait until the device is idle; returns the requests that ended since the last step. Here
-        steps are synchronous, and there is nothing to wait for."""
+    def synchronize(self) -> list[FinishedRequest]:
+        """Wait for the decodes in flight; returns the requests that they ended. Steps of this
+        runner leave nothing in flight."""
         return []
 
     def commit(self, version: int, *, keep_cache: bool) -> None:
         """The weights are now those of `version`. Running rows recompute their cache before they
-        continue, or keep it."""
+        continue, unless `keep_cache`."""
         self.version = version
         self._cache_is_stale = self._cache_is_stale or not keep_cache
         self.table.forget_prefixes()
@@ -105,10 +106,10 @@ class SlotRunner:
         self.free()
 
     def step(self) -> list[FinishedRequest]:
-        """One or more tokens for every running request; returns the requests that ended."""
+        """Decode one token for every running request; returns the requests that ended."""
         started, prefilled_before = perf_counter(), self.stats.prefilled_tokens
         with torch.inference_mode():
-            self._receive()
+            self._discard_dropped()
             self._recompute_cache()
             self._admit()
             self._compact()
@@ -123,27 +124,27 @@ class SlotRunner:
         logits: list[list[Tensor]] = [[] for _ in sequences]
         self.cache.reserve(slots=len(sequences), length=len(sequences[0]))
         with torch.inference_mode():
-            beginnings = [np.asarray(ids[:prefilled]) for ids in sequences]
-            self._forward.prefill([PrefillChunk(row, ids) for row, ids in enumerate(beginnings)])
+            prefixes = [np.asarray(ids[:prefilled]) for ids in sequences]
+            self._forward.prefill([PrefillChunk(row, ids) for row, ids in enumerate(prefixes)])
             for position in range(prefilled, len(sequences[0])):
                 token_R = np.asarray([ids[position] for ids in sequences if len(ids) > position])
                 logits_RV = self._forward.decode(token_R, np.full(len(token_R), position))
                 for row, logits_V in enumerate(logits_RV):
                     logits[row].append(logits_V)
         self.free()
-        return torch.stack([logits_V for of_row in logits for logits_V in of_row])
+        return torch.stack([logits_V for row_logits in logits for logits_V in row_logits])
 
-    def _receive(self) -> None:
+    def _discard_dropped(self) -> None:
         for request in self.queue.receive():
             if request in self.table.requests:
                 self.table.finish(self.table.requests.index(request), StopReason.ABORTED)
 
     def _recompute_cache(self) -> None:
-        """After a change of weights: recompute the cache of the running rows."""
+        """Recompute the cache of running rows after `commit` or `free` marked it stale."""
         if not self._cache_is_stale:
             return
         self._cache_is_stale = False
-        plan = self._prefill_plan()
+        plan = self._create_plan()
         for row in self.table.running_rows:
             context = self.table.tokens[row, : self.table.length[row]]
             plan.add(row, context, plan.find_prefix(context))
@@ -153,9 +154,9 @@ class SlotRunner:
 
     def _admit(self) -> None:
         """Start waiting requests in free rows, within this step's prefill budget."""
-        plan = self._prefill_plan()
+        plan = self._create_plan()
         waiting, budget = self.queue.waiting, self._infer.prefill_tokens
-        while waiting and self.table.free:
+        while waiting and self.table.num_free:
             request = waiting[0]
             prefix = plan.find_prefix(request.context)
             cost = len(request.context) - 1 - prefix.length
@@ -171,18 +172,18 @@ class SlotRunner:
         self.stats.prefilled_tokens += plan.run()
 
     def _prefill_part(self, request: EngineRequest, prefix: PrefixMatch, plan: PrefillPlan) -> None:
-        """Prefill one step's budget of the context, and retain it; the request keeps waiting."""
+        """Prefill one step's budget of the context and retain it; the request keeps waiting."""
         row = self._allocate_row(prefix)
         cached = prefix.length + self._infer.prefill_tokens
         self.table.store_prefix(row, request.context, cached=cached)
         plan.add(row, request.context[: cached + 1], prefix)
 
     def _allocate_row(self, prefix: PrefixMatch) -> int:
-        """A row for a sequence that starts with `prefix`. Relocates a prefix retained there."""
+        """Allocate a row for a sequence that starts with `prefix`; relocates what it retains."""
         table, source = self.table, prefix.row if prefix.length else None
         row = table.allocate_row(source)
         if source is not None and table.cached[source] == prefix.length:
-            # The new sequence contains the whole source prefix: stop retaining it there.
+            # The new sequence contains all of the source prefix: stop retaining it there.
             table.retained[source] = 0
         if table.retained[row]:
             slot = table.spare_slot(row, avoid=source)
@@ -192,7 +193,7 @@ class SlotRunner:
                 table.relocate(row, slot)
         return row
 
-    def _prefill_plan(self) -> PrefillPlan:
+    def _create_plan(self) -> PrefillPlan:
         return PrefillPlan(self.table, self.cache, self._forward, budget=self._infer.prefill_tokens)
 
     def _compact(self) -> None:
@@ -207,11 +208,13 @@ class SlotRunner:
         rows, length_R = np.arange(count), table.length[:count]
         self.cache.reserve(slots=count, length=int(length_R.max()))
         logits_RV = self._forward.decode(table.tokens[rows, length_R - 1], length_R - 1)
-        uniform_R = uniforms(table.stream[:count], length_R - table.prompt[:count])
+        uniform_R = uniforms(table.stream[:count], length_R - table.prompt_length[:count])
         metadata = table.sampling_metadata(self._stops.logit_bias(table, rows, length_R))
         sampled = self._sample(logits_RV, metadata, uniform_R=uniform_R)
         exact_R = self._forward.exact_logits(sampled.tokens_R)
-        return sampled if exact_R is None else sampled.corrected(logits_RV, exact_R, metadata)
+        if exact_R is not None:
+            sampled = sampled.with_exact_logits(logits_RV, exact_R, metadata)
+        return sampled
 
     def _append(self, sampled: SampledTokens) -> list[FinishedRequest]:
         table, rows, version = self.table, np.arange(self.table.count), self.version

@@ -1,7 +1,7 @@
-"""When a sequence ends: stop ids, stop strings, length limits, and tokens that may not end it yet.
+"""When a sequence ends: stop ids, stop strings, length limits, and `min_tokens`.
 
-A GPU checks the engine's stop ids and the length limits itself; the other conditions end a row one
-launch later.
+PagedRunner checks the engine's stop ids and the length limits on the device. The other conditions
+end a row one launch later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollick.infer.engine import StopRules
-from rollick.infer.native.sampler import LogitBias, Rows
+from rollick.infer.native.sampler import LogitBias, RowIndices
 from rollick.infer.native.sequence_table import SequenceTable
 from rollick.types import StopReason
 
@@ -22,7 +22,7 @@ _EXTRA_TOKENS = 4
 
 
 def stop_string_window(stops: Sequence[str]) -> int:
-    """How many last tokens can contain the longest stop string: a token is at least a byte."""
+    """How many last tokens can contain the longest stop string: each has at least one byte."""
     return max(len(stop.encode()) for stop in stops) + _EXTRA_TOKENS
 
 
@@ -32,13 +32,13 @@ class StopConditions:
         self._decode = rules.decode
 
     def find_ended(
-        self, table: SequenceTable, rows: Rows, tokens: npt.NDArray[np.integer[Any]]
+        self, table: SequenceTable, rows: RowIndices, tokens: npt.NDArray[np.integer[Any]]
     ) -> list[tuple[int, StopReason]]:
         """The rows that end with `tokens`, which were just appended."""
         stopped = np.isin(tokens, self.stop_ids)
         for index in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-            own = table.request(int(rows[index])).request.sampling.stop_ids
-            stopped[index] |= int(tokens[index]) in own
+            stop_ids = table.request(int(rows[index])).request.sampling.stop_ids
+            stopped[index] |= int(tokens[index]) in stop_ids
         may_stop = table.length[rows] >= table.min_length[rows]
         for index in np.flatnonzero(table.has_stop_strings[rows] & may_stop).tolist():
             stopped[index] |= self._ends_with_stop_string(table, int(rows[index]))
@@ -49,10 +49,10 @@ class StopConditions:
         ]
 
     def logit_bias(
-        self, table: SequenceTable, rows: Rows, length_R: npt.NDArray[np.int64]
+        self, table: SequenceTable, rows: RowIndices, length_R: npt.NDArray[np.int64]
     ) -> LogitBias | None:
-        """The requests' logit biases, and -inf for stop ids before `min_tokens`. `length_R` counts
-        tokens that are still in flight too."""
+        """The requests' logit biases, and -inf for stop ids before `min_tokens`. `length_R`
+        includes tokens in flight."""
         entries: list[tuple[int, int, float]] = []
         too_short = length_R < table.min_length[rows]
         for index in np.flatnonzero(table.has_bias[rows] | too_short).tolist():
@@ -69,6 +69,7 @@ class StopConditions:
     def _ends_with_stop_string(self, table: SequenceTable, row: int) -> bool:
         assert self._decode is not None
         stops = table.request(row).request.sampling.stop
-        first = max(int(table.prompt[row]), int(table.length[row]) - stop_string_window(stops))
-        text = self._decode(table.tokens[row, first : table.length[row]].tolist())
+        prompt_length, length = int(table.prompt_length[row]), int(table.length[row])
+        start = max(prompt_length, length - stop_string_window(stops))
+        text = self._decode(table.tokens[row, start:length].tolist())
         return any(stop in text for stop in stops)

@@ -35,7 +35,7 @@ from rollick.types import Fingerprint, PolicyVersion
 
 @dataclass(eq=False)
 class EngineWeights:
-    """A module's parameters."""
+    """The parameters of an engine's module."""
 
     module: nn.Module
     device: str = "cpu"
@@ -46,12 +46,12 @@ class EngineWeights:
     _base: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
     """The base weights of the parameters that have adapters merged."""
     _expected: Fingerprint | None = field(default=None, init=False)
-    """The fingerprint of `_own_weights` after the last update. None if the learner changes them in
-    place."""
+    """The fingerprint of `_checked_weights` after the last update. None if the learner changes them
+    in place."""
 
     @classmethod
     def share(cls, learner: nn.Module, *, device: str) -> EngineWeights:
-        """A module of its own over the learner's storage; weights with adapters are copies."""
+        """Create a module over the learner's storage; weights with adapters are copies."""
         on_gpu, adapted = device.startswith("cuda"), adapted_weights(learner)
         config: Any = learner.config
         if on_gpu:
@@ -69,8 +69,8 @@ class EngineWeights:
         """Captured CUDA graphs hold the addresses of parameters, so on a GPU these must stay."""
         return not self.shared and self.device.startswith("cpu")
 
-    def can_take(self, weights: WeightStream) -> bool:
-        """An engine that shares the learner's parameters takes only adapters to its own copies."""
+    def accepts(self, weights: WeightStream) -> bool:
+        """Shared parameters accept only adapters, which are merged into copies."""
         are_adapters = isinstance(weights, VerifiedWeights) and weights.adapter_scale is not None
         return not self.shared or (bool(self.learner_base) and are_adapters)
 
@@ -84,7 +84,7 @@ class EngineWeights:
         adopt = self.can_adopt
         written = write_weights(self.module, weights, version, expected=expected, adopt=adopt)
         self._base.clear()
-        if isinstance(weights, VerifiedWeights) and self._hold_exact_copy(weights):
+        if isinstance(weights, VerifiedWeights) and self._match_exactly(weights):
             self._expected = written
         else:
             self.record_fingerprint()
@@ -93,18 +93,18 @@ class EngineWeights:
     def record_fingerprint(self) -> None:
         """Record the fingerprint of the current weights, which `check` expects from now on."""
         if not self.shared or self.learner_base:
-            self._expected = fingerprint(self._own_weights())
+            self._expected = fingerprint(self._checked_weights())
 
     @property
     def are_checked(self) -> bool:
-        """False if they are the learner's, which changes them in place."""
+        """False if the learner changes them in place."""
         return self._expected is not None
 
     def check(self) -> None:
         """Raises EngineCorrupt if the weights have changed since the last update. Only for weights
         that are checked."""
         assert self._expected is not None
-        actual = fingerprint(self._own_weights())
+        actual = fingerprint(self._checked_weights())
         if actual != self._expected:
             raise EngineCorrupt(
                 f"the engine's weights have fingerprint {actual[:12]}, and had "
@@ -137,19 +137,19 @@ class EngineWeights:
                 if name not in self._base:
                     kept = self.learner_base.get(name)
                     self._base[name] = target.detach().clone() if kept is None else kept
-                adapter.merged(self._base[name], scale=scale, out=_own_memory(target))
+                adapter.merged(self._base[name], scale=scale, out=_writable_memory(target))
 
-    def _hold_exact_copy(self, weights: VerifiedWeights) -> bool:
+    def _match_exactly(self, weights: VerifiedWeights) -> bool:
         """Whether these weights, which were just written, are all parameters and kept their dtypes:
         then the parameters have the same fingerprint."""
         targets = dict(self.module.named_parameters())
         copied = [n for n, t in weights.pairs if n in targets and targets[n].dtype == t.dtype]
         return len(copied) == len(weights.pairs) == len(targets)
 
-    def _own_weights(self) -> list[tuple[str, Tensor]]:
-        """What the engine computes with, and the base weights that it keeps for merging."""
-        held = [(name, value.detach()) for name, value in self.module.named_parameters()]
-        return held + [(f"base.{name}", value) for name, value in self._base.items()]
+    def _checked_weights(self) -> list[tuple[str, Tensor]]:
+        """The parameters, and the base weights that the engine keeps for merging."""
+        parameters = [(name, value.detach()) for name, value in self.module.named_parameters()]
+        return parameters + [(f"base.{name}", value) for name, value in self._base.items()]
 
 
 def write_weights(
@@ -174,8 +174,8 @@ def write_weights(
 
 
 def _replace_memory(target: nn.Parameter, tensor: Tensor, adopt: bool) -> bool:
-    """Adopt the tensor's memory, or leave adopted memory, which is not the engine's to write.
-    False if the parameter keeps its memory and the caller must write it."""
+    """Adopt the tensor's memory, or replace adopted memory, which the engine must not write.
+    Returns False if the parameter keeps its memory and the caller must write it."""
     parameter: Any = target
     if adopt and tensor.dtype == target.dtype and tensor.device == target.device:
         parameter.data, parameter.is_adopted = tensor, True
@@ -186,8 +186,8 @@ def _replace_memory(target: nn.Parameter, tensor: Tensor, adopt: bool) -> bool:
     return False
 
 
-def _own_memory(target: nn.Parameter) -> Tensor:
-    """Memory of the parameter that may be written; replaces adopted memory."""
+def _writable_memory(target: nn.Parameter) -> Tensor:
+    """The parameter's memory for writing; adopted memory is replaced first."""
     parameter: Any = target
     if getattr(parameter, "is_adopted", False):
         parameter.data, parameter.is_adopted = torch.empty_like(target), False
@@ -195,17 +195,18 @@ def _own_memory(target: nn.Parameter) -> Tensor:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write each tensor into its target. On the CPU it uses its own threads: torch's wait for each
-    other after every tensor, which is slow while other processes use the cores."""
+    """Write each tensor into its target. On the CPU it uses a thread pool: torch's threads wait for
+    each other after every tensor, which is slow while other processes use the cores."""
     contiguous = [pair for pair in pairs if _is_contiguous_cpu(*pair)]
     for target, tensor in pairs:
         if not _is_contiguous_cpu(target, tensor):
             target.copy_(tensor)
     threads = torch.get_num_threads()
-    shares = min(SHARES * threads, len(contiguous))
-    if shares:
+    num_shares = min(SHARES * threads, len(contiguous))
+    if num_shares:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_copy_bytes, [contiguous[first::shares] for first in range(shares)]))
+            shares = [contiguous[start::num_shares] for start in range(num_shares)]
+            list(pool.map(_copy_bytes, shares))
 
 
 def _is_contiguous_cpu(target: Tensor, tensor: Tensor) -> bool:
@@ -216,5 +217,5 @@ def _is_contiguous_cpu(target: Tensor, tensor: Tensor) -> bool:
 
 def _copy_bytes(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for pair in pairs:
-        written, read = (part.detach().reshape(-1).view(torch.uint8).numpy() for part in pair)
-        np.copyto(written, read)
+        target, source = (tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in pair)
+        np.copyto(target, source)

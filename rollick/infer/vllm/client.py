@@ -45,14 +45,14 @@ class VllmClient:
             raise self._loss.copy()
 
     def mark_lost(self, reason: str) -> None:
-        """Only the first reason counts."""
+        """Fail all pending and later requests. Ignored if the engine is already lost."""
         if self._loss is None:
             fix = "see the last lines of vLLM's child process above; other engines can take over"
             self._loss = EngineLost(f"the vLLM engine is lost: {reason}", fix=fix)
             self.on_loss(self._loss)
 
     async def call(self, call: Awaitable[Result]) -> Result:
-        async with self.deadline("answer"):
+        async with self.deadline("respond"):
             with self.translate_errors("vLLM failed"):
                 return await call
 
@@ -87,14 +87,14 @@ class VllmClient:
                 self.mark_lost("its process has ended")
 
     def close(self) -> bool:
-        """Refuse further calls; False if it was closed before."""
+        """Refuse further calls; returns False if it was closed before."""
         was_open, self._closed = not self._closed, True
         return was_open
 
     async def shut_down(self) -> None:
         self.llm.shutdown()
         self.llm = None
-        # That cancelled the reader of vLLM's answers: let it end.
+        # Shutdown cancelled the reader of vLLM's outputs: let it end.
         await asyncio.sleep(0)
         # The client is part of a reference cycle, and its finalizer fails at interpreter exit.
         gc.collect()

@@ -73,7 +73,7 @@ class VllmEngine:
         self._version = 0
         self._paused = False
         self._asleep = False
-        self._changing = asyncio.Lock()
+        self._state_lock = asyncio.Lock()
         self._expected: Sequence[str] | None = None
         """The fingerprint of each worker's parameters after the last update."""
         self._may_run = True
@@ -117,13 +117,13 @@ class VllmEngine:
     async def generate(self, request: Request) -> Completion:
         self._client.check_open()
         self._limits.check(request, pending=self._pending)
-        running = VllmRequest(request)
+        pending = VllmRequest(request)
         if self._may_run:
-            running.may_run.set()
+            pending.may_run.set()
         if not self._pending:
             self._stats.start_clock()
-        task = asyncio.create_task(self._run(running), name=f"vllm {request.uid}")
-        self._pending[request.uid] = (running, task)
+        task = asyncio.create_task(self._run(pending), name=f"vllm {request.uid}")
+        self._pending[request.uid] = (pending, task)
         if self._watcher is None or self._watcher.done():
             watch = self._client.watch(lambda: bool(self._pending))
             self._watcher = asyncio.create_task(watch, name="vllm watch")
@@ -131,9 +131,9 @@ class VllmEngine:
             return await task
         except asyncio.CancelledError:
             caller = asyncio.current_task()
-            if running.failure is None or (caller is not None and caller.cancelling()):
+            if pending.failure is None or (caller is not None and caller.cancelling()):
                 raise
-            raise running.failure from None
+            raise pending.failure from None
         finally:
             del self._pending[request.uid]
 
@@ -150,20 +150,20 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Segments stay in vLLM, with their cache."""
-        async with self._changing:
+        async with self._state_lock:
             self._client.check_open()
             self._paused = True
-            self._update_gate()
+            self._update_may_run()
             pause = self._client.llm.pause_generation(mode="keep", clear_cache=False)
             await self._client.call(pause)
 
     async def resume(self) -> None:
-        async with self._changing:
+        async with self._state_lock:
             self._client.check_open()
             self._paused = False
             if not self._asleep:
                 await self._client.call(self._client.llm.resume_generation())
-            self._update_gate()
+            self._update_may_run()
 
     async def update(
         self,
@@ -178,9 +178,10 @@ class VllmEngine:
         if keep_cache:
             fix = "call it without keep_cache (rollout.at_publish: continue or move)"
             raise EngineError("vLLM recomputes its caches after an update", fix=fix)
-        async with self._changing:
+        async with self._state_lock:
             if self._asleep:
-                raise EngineError("the engine sleeps without its weights", fix="call wake first")
+                message = "cannot update weights: the engine is asleep"
+                raise EngineError(message, fix="call wake first")
             # Even for a cancelled caller: an update must not stop halfway.
             return await run_to_completion(self._update(weights, version, expected))
 
@@ -194,21 +195,21 @@ class VllmEngine:
         if Capability.SLEEP not in self.capabilities:
             fix = "give the generators their own devices, or use infer.engine=native"
             raise EngineError("vLLM cannot sleep on the CPU: it would free nothing", fix=fix)
-        async with self._changing:
+        async with self._state_lock:
             self._asleep = True
-            self._update_gate()
+            self._update_may_run()
             await self._interrupt()
             await self._client.call(self._client.llm.sleep(level=1))
 
     async def wake(self) -> None:
-        async with self._changing:
+        async with self._state_lock:
             self._client.check_open()
             await self._client.call(self._client.llm.wake_up())
             self._asleep = False
-            self._update_gate()
+            self._update_may_run()
 
     def load(self) -> EngineLoad:
-        """vLLM's last reported counts; pending requests that do not run there are waiting."""
+        """The last counts that vLLM reported. Other pending requests count as waiting."""
         pending, stats = len(self._pending), self._stats
         running = min(stats.running, pending)
         return EngineLoad(
@@ -229,15 +230,15 @@ class VllmEngine:
     async def close(self) -> None:
         if not self._client.close():
             return
-        ending = self._fail_all(EngineError("the engine was closed while the request was pending"))
+        tasks = self._fail_all(EngineError("the engine was closed while the request was pending"))
         if self._watcher is not None:
             self._watcher.cancel()
-            ending.append(self._watcher)
-        await asyncio.gather(*ending, return_exceptions=True)
+            tasks.append(self._watcher)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.shut_down()
 
     async def _run(self, request: VllmRequest) -> Completion:
-        """Consumes vLLM's outputs, produces the completion; waits while the engine is paused."""
+        """Generate all segments of a request; waits while the engine is paused."""
         stop = self._limits.stop_before_start(request.request)
         while stop is None:
             await request.may_run.wait()
@@ -245,7 +246,7 @@ class VllmEngine:
         return request.completion(stop)
 
     async def _run_segment(self, request: VllmRequest) -> StopReason | None:
-        """One request to vLLM, generated by one version. None: interrupted, to be continued."""
+        """Run one request to vLLM, generated by one version. Returns None if it was interrupted."""
         version, stop, uid = self._version, None, request.request.uid
         request.interrupted = False
         request.segment_ended.clear()
@@ -282,7 +283,7 @@ class VllmEngine:
         decode = self._limits.stops.decode
         if decode is not None and request.truncate_at_stop_string(decode, before):
             stop = StopReason.STOP
-        self._subscribers.publish(uid, *request.tokens_since(before))
+        self._subscribers.send(uid, *request.tokens_since(before))
         return stop
 
     def _segment_inputs(self, request: VllmRequest) -> tuple[Any, Any]:
@@ -300,9 +301,9 @@ class VllmEngine:
         )
         return tokens_input([*prompt.tolist(), *request.token_ids]), params
 
-    def _update_gate(self, *, closed: bool = False) -> None:
-        """Let segments start, or hold them back, according to the engine's state."""
-        self._may_run = not (closed or self._paused or self._asleep)
+    def _update_may_run(self, *, is_reloading: bool = False) -> None:
+        """Allow or block new segments, according to the engine's state."""
+        self._may_run = not (is_reloading or self._paused or self._asleep)
         for request, _ in self._pending.values():
             if self._may_run or request.aborted:
                 request.may_run.set()
@@ -334,9 +335,9 @@ class VllmEngine:
             with translate_disk_errors():
                 await asyncio.to_thread(write_bundle, staged, path)
             del staged
-            fingerprints = self._client.llm.collective_rpc("rollick_file_fingerprint", args=(path,))
-            received = await self._client.call(fingerprints)
-            if any(other != fingerprint for other in received):
+            rpc = self._client.llm.collective_rpc("rollick_file_fingerprint", args=(path,))
+            received = await self._client.call(rpc)
+            if any(digest != fingerprint for digest in received):
                 raise WeightError(
                     f"version {version} reached vLLM's workers with fingerprints {received}, not "
                     f"{fingerprint}; the engine still serves version {self._version}",
@@ -349,7 +350,7 @@ class VllmEngine:
         """No segment runs while the weights change. After a failure the engine is lost, because it
         is unknown which of its tensors are new."""
         client, llm = self._client, self._client.llm
-        self._update_gate(closed=True)
+        self._update_may_run(is_reloading=True)
         try:
             await self._interrupt()
             await client.call(llm.pause_generation(mode="abort", clear_cache=True))
@@ -362,12 +363,12 @@ class VllmEngine:
             client.check_open()
             raise
         self._version = version
-        self._update_gate()
+        self._update_may_run()
 
     async def check_weights(self) -> None:
-        """Compares vLLM's own parameters, from the first check on; not its packed copies on a
-        CPU."""
-        async with self._changing:
+        """Compares vLLM's parameters with those of the first check or last update, but not its
+        packed copies on a CPU."""
+        async with self._state_lock:
             self._client.check_open()
             if self._asleep:
                 return
@@ -385,12 +386,12 @@ class VllmEngine:
         return await self._client.call(self._client.llm.collective_rpc("rollick_fingerprint"))
 
     def _fail_all(self, error: RollickError) -> list[asyncio.Task[Any]]:
-        """Fail the pending requests; returns their tasks, without the current one, which raises
-        the error itself."""
-        ending: list[asyncio.Task[Any]] = []
+        """Fail the pending requests and cancel their tasks, which are returned. Skips the current
+        task, which raises the error itself."""
+        cancelled: list[asyncio.Task[Any]] = []
         for request, task in self._pending.values():
             request.failure = error.copy()
             if task is not asyncio.current_task():
                 task.cancel()
-                ending.append(task)
-        return ending
+                cancelled.append(task)
+        return cancelled

@@ -42,7 +42,7 @@ class VllmRequest:
             self.versions += earlier.versions.tolist()
 
     def record_times(self, started: float, times: Any) -> None:
-        """Take the times of the first segment, submitted at `started`, from vLLM's own clock."""
+        """Record the times of the first segment, submitted at `started`, from vLLM's clock."""
         if self.queued_s is None and times is not None and times.first_token_ts:
             self.queued_s = started - self.arrived_at + times.scheduled_ts - times.queued_ts
             self.prefill_s = times.first_token_ts - times.scheduled_ts
@@ -58,38 +58,37 @@ class VllmRequest:
         self.logprobs += logprobs[surplus:]
         self.versions += [version] * len(token_ids)
 
-    def tokens_since(self, sent: int) -> tuple[IntArray, FloatArray, IntArray]:
-        """Ids, log-probs and versions from token number `sent` on."""
+    def tokens_since(self, num_sent: int) -> tuple[IntArray, FloatArray, IntArray]:
+        """Ids, log-probs and versions of the tokens after the first `num_sent`."""
         return (
-            frozen_array(self.token_ids[sent:], np.int32),
-            frozen_array(self.logprobs[sent:], np.float32),
-            frozen_array(self.versions[sent:], np.int32),
+            frozen_array(self.token_ids[num_sent:], np.int32),
+            frozen_array(self.logprobs[num_sent:], np.float32),
+            frozen_array(self.versions[num_sent:], np.int32),
         )
 
     def completion(self, stop: StopReason) -> Completion:
         seconds, earlier = perf_counter() - self.arrived_at, self.request.continue_from
-        tokens = self.tokens_since(0)
-        kept = None if earlier is None else earlier.kept_cache
-        if kept is not None:
-            kept = frozen_array(np.pad(kept, (0, len(self.token_ids) - len(kept))), np.bool_)
+        flags = None if earlier is None else earlier.kept_cache
+        if flags is not None:
+            flags = frozen_array(np.pad(flags, (0, len(self.token_ids) - len(flags))), np.bool_)
         return Completion(
             self.request.uid,
-            *tokens,
+            *self.tokens_since(0),
             stop=stop,
             seconds=seconds,
             queued_s=seconds if self.queued_s is None else self.queued_s,
             prefill_s=self.prefill_s,
-            kept_cache=kept,
+            kept_cache=flags,
         )
 
-    def truncate_at_stop_string(self, decode: Decode, before: int) -> bool:
-        """Whether a stop string ends with one of the tokens from number `before` on; drops the
-        tokens after it."""
+    def truncate_at_stop_string(self, decode: Decode, num_before: int) -> bool:
+        """Drop the tokens after a stop string that ends beyond the first `num_before` tokens;
+        returns whether there is one."""
         sampling = self.request.sampling
         if not sampling.stop:
             return False
         window = stop_string_window(sampling.stop)
-        for length in range(before + 1, len(self.token_ids) + 1):
+        for length in range(num_before + 1, len(self.token_ids) + 1):
             text = decode(self.token_ids[max(0, length - window) : length])
             if length >= sampling.min_tokens and any(stop in text for stop in sampling.stop):
                 for values in (self.token_ids, self.logprobs, self.versions):

@@ -33,7 +33,7 @@ WORKER_EXTENSION = "rollick.infer.vllm.worker.WeightReloader"
 
 
 class LoadStats(StatLoggerBase):
-    """Sums of the statistics that vLLM reports after each step."""
+    """Accumulates the statistics that vLLM reports after each step."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         cache = vllm_config.cache_config
@@ -43,11 +43,11 @@ class LoadStats(StatLoggerBase):
         self.preempted = 0
         self.generated_tokens = 0
         self.busy_seconds = 0.0
-        self._counted_until: float | None = None
+        self._last_time: float | None = None
 
     def start_clock(self) -> None:
-        """Count busy time from now on: an idle engine got a request."""
-        self._counted_until = perf_counter()
+        """Count busy time from now on, because an idle engine got a request."""
+        self._last_time = perf_counter()
 
     def record(
         self,
@@ -63,9 +63,9 @@ class LoadStats(StatLoggerBase):
             now = perf_counter()
             self.generated_tokens += int(iteration_stats.num_generation_tokens)
             self.preempted += int(iteration_stats.num_preempted_reqs)
-            if self._counted_until is not None:
-                self.busy_seconds += now - self._counted_until
-            self._counted_until = now
+            if self._last_time is not None:
+                self.busy_seconds += now - self._last_time
+            self._last_time = now
 
     def log_engine_initialized(self) -> None:
         pass
@@ -194,23 +194,23 @@ def segment_seed(stream: int, generated: int) -> int:
 
 
 def _check_length(infer: InferConfig, model: ModelConfig) -> None:
-    longest = getattr(load_config(model), "max_position_embeddings", None)
-    if isinstance(longest, int) and infer.max_length > longest:
+    limit = getattr(load_config(model), "max_position_embeddings", None)
+    if isinstance(limit, int) and infer.max_length > limit:
         raise EngineError(
-            f"infer.max_length={infer.max_length} exceeds the {longest} positions of "
+            f"infer.max_length={infer.max_length} exceeds the {limit} positions of "
             f"{model.path!r}, which is vLLM's limit",
-            fix=f"set infer.max_length={longest}",
+            fix=f"set infer.max_length={limit}",
         )
 
 
 @contextmanager
 def _environment(settings: Mapping[str, str]) -> Generator[None]:
     """Set variables while the children start, then restore them."""
-    before = {name: os.environ[name] for name in settings if name in os.environ}
+    saved = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
     try:
         yield
     finally:
         for name in settings:
             os.environ.pop(name, None)
-        os.environ.update(before)
+        os.environ.update(saved)

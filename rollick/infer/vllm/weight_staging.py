@@ -2,7 +2,7 @@
 
 Its folder, in shared memory if it fits, is named after the engine's process id and locked while it
 is in use. When an engine starts, it removes the folders of processes that have ended and hold no
-lock. (The lock counts too: containers can share the parent folder but not the process ids.)
+lock. (The lock is needed because containers can share the parent folder but not the process ids.)
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def staging_folders() -> tuple[Path, ...]:
 def choose_folder(size: int) -> Path:
     """The first folder with room for `size` bytes."""
     free_space = {folder: shutil.disk_usage(folder).free for folder in staging_folders()}
-    for folder, room in free_space.items():
-        if room >= size + MARGIN_BYTES:
+    for folder, free in free_space.items():
+        if free >= size + MARGIN_BYTES:
             return folder
-    listed = ", ".join(f"{folder} has {room / 1e9:.2f} GB" for folder, room in free_space.items())
+    listed = ", ".join(f"{folder} has {free / 1e9:.2f} GB" for folder, free in free_space.items())
     fix = "free some space (in a container: a larger /dev/shm), or set TMPDIR to a larger disk"
     raise WeightError(f"no folder has room for {size / 1e9:.2f} GB of weights: {listed}", fix=fix)
 
 
 @contextmanager
 def stage_file(size: int) -> Generator[str]:
-    """A path for a file of `size` bytes; removes the file and its folder at the end."""
+    """Yields the path for a file of `size` bytes; removes the file and its folder at the end."""
     with translate_disk_errors():
         parent = choose_folder(size)
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
@@ -74,8 +74,8 @@ def translate_disk_errors() -> Generator[None]:
 def remove_leftovers() -> None:
     """Remove the folders of engines whose processes have ended."""
     for folder in [path for parent in staging_folders() for path in parent.glob(f"{PREFIX}*-*")]:
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not process_exists(int(owner)) and _is_unlocked(folder):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not process_exists(int(pid)) and _is_unlocked(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,13 +1,14 @@
-"""The protocols of a weight channel: a sender in the learner, a receiver in each generator. And
-the simplest channel, within one process: the receiver gets references to the learner's tensors.
+"""The protocols of a weight channel: a sender in the learner, and a receiver in each generator.
+
+Also the channel within one process: the receiver gets references to the learner's tensors.
 
     offer     Sender.offer     -> WeightManifest, sent to the receivers
     transfer  Sender.send      and Receiver.open, concurrently
-    verify    by the caller of open, with the manifest's fingerprint
+    verify    by the caller of `open`, with the manifest's fingerprint
     commit    by the engine
     release   Sender.release   with the outcome
 
-Each end is called from one thread at a time.
+Call the sender, and each receiver, from one thread at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Sender(Protocol):
         ...
 
     def send(self) -> None:
-        """Return when all receivers have the bytes; at once if they read the sender's memory."""
+        """Wait until all receivers have the bytes; no wait if they read the sender's memory."""
         ...
 
     def release(self, outcome: PublishOutcome) -> None: ...
@@ -72,7 +73,7 @@ class DirectSource:
 
 
 class DirectSender:
-    """Offers references to the tensors. Only the engine copies them."""
+    """Offers references to the tensors; the engine makes the only copy."""
 
     def offer(self, pairs: Pairs, version: PolicyVersion, ranks: tuple[int, ...]) -> WeightManifest:
         layout, _ = plan_layout(pairs)

@@ -37,7 +37,7 @@ the kernel refuses to connect to those."""
 
 @dataclass(frozen=True, slots=True)
 class BroadcastSource:
-    """Rendezvous address, and the generators in the order of their group ranks 1, 2, …"""
+    """The rendezvous address, and the generators in the order of their group ranks 1, 2, …"""
 
     host: str
     port: int
@@ -69,10 +69,10 @@ class BroadcastSender:
 
     def send(self) -> None:
         source = self.source
-        assert source is not None, "send follows an offer"
+        assert source is not None, "call offer before send"
         try:
             if self.group is None:
-                self.group = _join(self.store, source, 0, timeout_s=self.timeout_s)
+                self.group = _join_group(self.store, source, 0, timeout_s=self.timeout_s)
             buffer = torch.empty(min(source.size, self.bucket_bytes), dtype=torch.uint8)
             for start in range(0, source.size, self.bucket_bytes):
                 bucket = buffer[: min(self.bucket_bytes, source.size - start)]
@@ -95,12 +95,12 @@ class BroadcastSender:
 
     def _listen(self, ranks: tuple[int, ...]) -> BroadcastSource:
         self.close()
-        limit = timedelta(seconds=self.timeout_s)
+        timeout = timedelta(seconds=self.timeout_s)
         self.store = dist.TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=limit
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout
         )
-        address = own_address(), self.store.port, uuid.uuid4().hex
-        return BroadcastSource(*address, ranks, size=0, bucket_bytes=self.bucket_bytes)
+        rendezvous = local_address(), self.store.port, uuid.uuid4().hex
+        return BroadcastSource(*rendezvous, ranks, size=0, bucket_bytes=self.bucket_bytes)
 
 
 class BroadcastReceiver:
@@ -138,14 +138,14 @@ class BroadcastReceiver:
         if self.key == source.key:
             return
         self.forget()
-        limit = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(source.host, source.port, is_master=False, timeout=limit)
+        timeout = timedelta(seconds=self.timeout_s)
+        store = dist.TCPStore(source.host, source.port, is_master=False, timeout=timeout)
         group_rank = 1 + source.ranks.index(rank)
-        self.group = _join(store, source, group_rank, timeout_s=self.timeout_s)
+        self.group = _join_group(store, source, group_rank, timeout_s=self.timeout_s)
         self.key = source.key
 
 
-def own_address() -> str:
+def local_address() -> str:
     """This machine's address on its network; loopback if it has none."""
     for address in PRIVATE_ADDRESSES:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -159,11 +159,11 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def _join(store: Any, source: BroadcastSource, group_rank: int, *, timeout_s: float) -> Any:
+def _join_group(store: Any, source: BroadcastSource, group_rank: int, *, timeout_s: float) -> Any:
     """Join the process group; returns when every member has joined."""
-    members = 1 + len(source.ranks)
-    limit = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(dist.PrefixStore(source.key, store), group_rank, members, limit)
+    num_members = 1 + len(source.ranks)
+    store, timeout = dist.PrefixStore(source.key, store), timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, group_rank, num_members, timeout)
 
 
 def _broadcast(group: Any, bucket: Tensor) -> None:

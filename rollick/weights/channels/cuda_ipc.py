@@ -1,6 +1,6 @@
 """Weights between processes on GPUs of one machine: receivers map the learner's memory.
 
-Parameters stay at fixed addresses, so each receiver opens their handles once; afterwards a publish
+Parameters stay at fixed addresses, so each receiver opens their handles once. A later publish
 costs a fingerprint on both sides and the engine's copy on the GPU. If a parameter moves (after the
 learner was offloaded), all handles are exported again. torch.multiprocessing makes the handles and
 keeps the learner's memory alive while a receiver maps it.
@@ -25,9 +25,10 @@ from rollick.weights.manifest import Pairs, TensorLayout, WeightManifest, plan_l
 
 @dataclass(frozen=True, slots=True)
 class IpcSource:
-    """The arguments from which torch rebuilds each tensor, by rank; opened once per `export`."""
+    """The arguments from which torch rebuilds each tensor, by rank."""
 
-    export: int
+    export_id: int
+    """A receiver opens the handles of each export once."""
     handles: dict[int, tuple[tuple[Any, ...], ...]]
 
 
@@ -44,8 +45,8 @@ class IpcSender:
             _check_mappable(name, tensor)
         addresses = tuple(tensor.data_ptr() for _, tensor in pairs)
         if self.source is None or self.exported != (addresses, ranks):
-            handles = {rank: tuple(_export(tensor) for _, tensor in pairs) for rank in ranks}
-            self.source = IpcSource(next(_EXPORT_NUMBERS), handles)
+            handles = {rank: tuple(_export_handle(tensor) for _, tensor in pairs) for rank in ranks}
+            self.source = IpcSource(next(_EXPORT_IDS), handles)
             self.exported = (addresses, ranks)
         digest = fingerprint(list(pairs))
         torch.cuda.synchronize()
@@ -68,25 +69,25 @@ class IpcReceiver:
     persistent = False  # the learner's next step changes the tensors
 
     def __init__(self) -> None:
-        self.export: int | None = None
+        self.export_id: int | None = None
         self.opened: list[Tensor] = []
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: IpcSource = manifest.source
-        if self.export != source.export:
+        if self.export_id != source.export_id:
             self.forget()
             handles = zip(manifest.layout, source.handles[rank], strict=True)
-            self.opened = [_open(spec, handle) for spec, handle in handles]
-            self.export = source.export
+            self.opened = [_open_handle(spec, handle) for spec, handle in handles]
+            self.export_id = source.export_id
         names = [spec.name for spec in manifest.layout]
         return list(zip(names, self.opened, strict=True))
 
     def forget(self) -> None:
-        self.opened, self.export = [], None
+        self.opened, self.export_id = [], None
         torch.cuda.ipc_collect()
 
 
-_EXPORT_NUMBERS = count()
+_EXPORT_IDS = count()
 
 
 def _check_mappable(name: str, tensor: Tensor) -> None:
@@ -98,13 +99,13 @@ def _check_mappable(name: str, tensor: Tensor) -> None:
         )
 
 
-def _export(tensor: Tensor) -> tuple[Any, ...]:
+def _export_handle(tensor: Tensor) -> tuple[Any, ...]:
     _, arguments = reductions.reduce_tensor(tensor.detach())
     # The first argument is the class, which is always torch.Tensor.
     return tuple(arguments[1:])
 
 
-def _open(spec: TensorLayout, handle: tuple[Any, ...]) -> Tensor:
+def _open_handle(spec: TensorLayout, handle: tuple[Any, ...]) -> Tensor:
     try:
         return reductions.rebuild_cuda_tensor(torch.Tensor, *handle)
     except RuntimeError as error:

@@ -2,11 +2,11 @@
 
 The memory is a memfd: receivers open it through the sender's entry in /proc; the kernel frees it
 when the last process that maps it ends. Publishes reuse it, so only the first one allocates pages.
-If an engine uses the memory in place (`held`), the next offer uses a second buffer, and the two
-alternate. Engines may be published to at different times (a restarted one gets its first weights
-alone), so the sender tracks the buffers of each engine. Without memfd, or without memory for it, a
-temporary file replaces it, whose name contains the sender's process id, so that files of dead
-processes can be removed.
+If an engine uses the memory in place, the next offer uses a second buffer, and the two alternate.
+Engines may receive weights at different times (a restarted engine gets its first weights alone), so
+the sender tracks the buffers of each engine. Without memfd, or without memory for it, the sender
+uses a temporary file. Its name contains the process id, so that files of dead processes can be
+removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostSource:
     path: str
     size: int
     identity: tuple[int, int]
-    live: tuple[tuple[int, int], ...]
+    buffers: tuple[tuple[int, int], ...]
     """Identities of the sender's current buffers; a receiver unmaps all others."""
 
 
@@ -61,7 +61,7 @@ class SharedBuffer:
     descriptor: int
     identity: tuple[int, int]
     memory: Tensor
-    named: bool
+    is_file: bool  # not a memfd
     layout: tuple[TensorLayout, ...] = ()
     targets: tuple[Tensor, ...] = ()
     """Views of the memory, cached because the layout rarely changes between offers."""
@@ -73,17 +73,15 @@ class SharedBuffer:
             return cls._create(size, in_memory=hasattr(os, "memfd_create"))
         except OSError as error:
             if not hasattr(os, "memfd_create"):
-                raise _no_room(size, error) from error
+                raise _allocation_error(size, error) from error
             reason = error
         folder = tempfile.gettempdir()
-        text = (
-            "no memory for %.2f GB of weights (%s): they go through a file in %s, which is slower"
-        )
-        LOG.warning(text, size / 1e9, reason.strerror, folder)
+        message = "no memory for %.2f GB of weights (%s); using a file in %s, which is slower"
+        LOG.warning(message, size / 1e9, reason.strerror, folder)
         try:
             return cls._create(size, in_memory=False)
         except OSError as error:
-            raise _no_room(size, error) from reason
+            raise _allocation_error(size, error) from reason
 
     @classmethod
     def _create(cls, size: int, *, in_memory: bool) -> SharedBuffer:
@@ -94,18 +92,18 @@ class SharedBuffer:
             remove_stale_files()
             descriptor, path = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-")
         try:
-            memory = _make_memory(descriptor, size)
+            memory = _allocate_memory(descriptor, size)
         except OSError:
             os.close(descriptor)
             if not in_memory:
                 Path(path).unlink()
             raise
-        return cls(path, descriptor, _identity(descriptor), memory, named=not in_memory)
+        return cls(path, descriptor, _identity(descriptor), memory, is_file=not in_memory)
 
     def close(self) -> None:
         """Close the file. Existing maps stay valid; new ones cannot be created."""
         os.close(self.descriptor)
-        if self.named:
+        if self.is_file:
             Path(self.path).unlink(missing_ok=True)
 
 
@@ -114,8 +112,8 @@ class HostSender:
 
     def __init__(self) -> None:
         self.buffers: list[SharedBuffer] = []
-        self.held: dict[int, list[SharedBuffer]] = {}
-        """By rank: the buffers that its engine uses, or may use after an unclear commit."""
+        self.used_by_rank: dict[int, list[SharedBuffer]] = {}
+        """The buffers that each engine uses, or may use if its commit was not confirmed."""
         self.offered: SharedBuffer | None = None
         self.offered_to: tuple[int, ...] = ()
 
@@ -124,14 +122,14 @@ class HostSender:
     ) -> WeightManifest:
         """Copy the tensors into a free buffer; sharded tensors are gathered one by one."""
         layout, size = plan_layout(pairs.shapes if isinstance(pairs, ShardedWeights) else pairs)
-        buffer = self._free_buffer(max(size, 1))
+        buffer = self._get_free_buffer(max(size, 1))
         self.offered, self.offered_to = buffer, ranks
         if buffer.layout != layout:
             buffer.targets = tuple(view for _, view in views_of(buffer.memory, layout))
             buffer.layout = layout
         digest = copy_and_fingerprint(pairs, buffer.targets)
-        live = tuple(buffer.identity for buffer in self.buffers)
-        source = HostSource(buffer.path, buffer.memory.numel(), buffer.identity, live)
+        identities = tuple(buffer.identity for buffer in self.buffers)
+        source = HostSource(buffer.path, buffer.memory.numel(), buffer.identity, identities)
         return WeightManifest(version, digest, layout, source)
 
     def send(self) -> None: ...
@@ -142,33 +140,33 @@ class HostSender:
             return
         if outcome.committed:
             for rank, has_adopted in outcome.adopted.items():
-                self.held[rank] = [offered] if has_adopted else []
-            used, free = self._used_and_free()
-            self._keep([*used, *free[:1]])
+                self.used_by_rank[rank] = [offered] if has_adopted else []
+            used, free = self._split_buffers()
+            self._close_all_but([*used, *free[:1]])
         elif outcome.committed is None:
             for rank in self.offered_to:
-                self.held.setdefault(rank, []).append(offered)
+                self.used_by_rank.setdefault(rank, []).append(offered)
 
     def close(self) -> None:
-        self._keep([])
-        self.held.clear()
+        self._close_all_but([])
+        self.used_by_rank.clear()
 
-    def _free_buffer(self, size: int) -> SharedBuffer:
-        used, free = self._used_and_free()
+    def _get_free_buffer(self, size: int) -> SharedBuffer:
+        used, free = self._split_buffers()
         fitting = [buffer for buffer in free if buffer.memory.numel() >= size]
         if fitting:
             return fitting[0]
-        self._keep(used)
+        self._close_all_but(used)
         buffer = SharedBuffer.create(size)
         self.buffers.append(buffer)
         return buffer
 
-    def _used_and_free(self) -> tuple[list[SharedBuffer], list[SharedBuffer]]:
-        held = [buffer for buffers in self.held.values() for buffer in buffers]
-        used = [buffer for buffer in self.buffers if buffer in held]
-        return used, [buffer for buffer in self.buffers if buffer not in held]
+    def _split_buffers(self) -> tuple[list[SharedBuffer], list[SharedBuffer]]:
+        in_use = [buffer for buffers in self.used_by_rank.values() for buffer in buffers]
+        used = [buffer for buffer in self.buffers if buffer in in_use]
+        return used, [buffer for buffer in self.buffers if buffer not in in_use]
 
-    def _keep(self, kept: list[SharedBuffer]) -> None:
+    def _close_all_but(self, kept: list[SharedBuffer]) -> None:
         for buffer in self.buffers:
             if buffer not in kept:
                 buffer.close()
@@ -182,13 +180,13 @@ class HostReceiver:
 
     def __init__(self) -> None:
         self.mapped: dict[tuple[int, int], tuple[Tensor, tuple[TensorLayout, ...], Pairs]] = {}
-        """By buffer: its memory, and layout and tensors of its last offer, which rarely change."""
+        """By buffer identity: the memory, and the layout and tensors of its last offer."""
 
     def open(self, manifest: WeightManifest, rank: int) -> Pairs:
         source: HostSource = manifest.source
-        self.mapped = {key: entry for key, entry in self.mapped.items() if key in source.live}
+        self.mapped = {key: entry for key, entry in self.mapped.items() if key in source.buffers}
         cached = self.mapped.get(source.identity)
-        memory, layout, pairs = cached or (_map(source, manifest.version), (), ())
+        memory, layout, pairs = cached or (_map_buffer(source, manifest.version), (), ())
         if layout != manifest.layout:
             pairs = views_of(memory, manifest.layout)
         self.mapped[source.identity] = (memory, manifest.layout, pairs)
@@ -201,55 +199,55 @@ class HostReceiver:
 def remove_stale_files() -> None:
     """Remove the files of senders whose process has ended."""
     for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        process = file.name.removeprefix(PREFIX).split("-")[0]
-        if process.isdigit() and not process_exists(int(process)):
+        pid = file.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not process_exists(int(pid)):
             file.unlink(missing_ok=True)
 
 
-def _no_room(size: int, error: OSError) -> WeightError:
+def _allocation_error(size: int, error: OSError) -> WeightError:
     return WeightError(
         f"cannot allocate {size / 1e9:.2f} GB of host memory for weights: {error}",
         fix="free memory, or choose another weights.channel",
     )
 
 
-def _map(source: HostSource, version: PolicyVersion) -> Tensor:
+def _map_buffer(source: HostSource, version: PolicyVersion) -> Tensor:
     try:
         descriptor = os.open(source.path, os.O_RDONLY)
     except OSError as error:
-        raise _unreachable(source, version) from error
+        raise _unavailable_error(source, version) from error
     try:
         if _identity(descriptor) != source.identity:
-            raise _unreachable(source, version)
+            raise _unavailable_error(source, version)
         # Copy-on-write: torch needs writable memory, and a receiver must not change shared pages.
         mapped, start = _map_file(descriptor, source.size, mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
     with suppress(OSError):  # Older kernels load pages on first read.
         mapped.madvise(MADV_POPULATE_READ, start, source.size)
-    return _tensor_of(mapped, start, source.size)
+    return _as_tensor(mapped, start, source.size)
 
 
-def _make_memory(descriptor: int, size: int) -> Tensor:
+def _allocate_memory(descriptor: int, size: int) -> Tensor:
     """Allocate `size` bytes in an empty file, in large pages if available, and map them."""
     os.ftruncate(descriptor, 2 * LARGE_PAGE + size)
     mapped, start = _map_file(descriptor, size, mmap.ACCESS_WRITE)
-    large = size // LARGE_PAGE * LARGE_PAGE
-    if large and hasattr(mapped, "madvise"):
-        for offset in range(0, large, LARGE_PAGE):
+    large_bytes = size // LARGE_PAGE * LARGE_PAGE
+    if large_bytes and hasattr(mapped, "madvise"):
+        for offset in range(0, large_bytes, LARGE_PAGE):
             # Only allocated pages can be collapsed into a large page.
             os.pwrite(descriptor, b"\0", LARGE_PAGE + offset)
         with suppress(OSError):  # Older kernels and fragmented memory keep small pages.
-            mapped.madvise(MADV_COLLAPSE, start, large)
+            mapped.madvise(MADV_COLLAPSE, start, large_bytes)
     if hasattr(os, "posix_fallocate"):
         # Reserve the memory: writing to an unreserved map when memory is full kills the process.
         os.posix_fallocate(descriptor, LARGE_PAGE, size)
-    return _tensor_of(mapped, start, size)
+    return _as_tensor(mapped, start, size)
 
 
 def _map_file(descriptor: int, size: int, access: int) -> tuple[mmap.mmap, int]:
-    """(map, offset of the weights in it). In the file, they start at LARGE_PAGE. A large page
-    must start at a multiple of its size both in the file and in the address space. The kernel
+    """The map, and the offset of the weights in it; in the file they start at LARGE_PAGE. A large
+    page must start at a multiple of its size both in the file and in the address space. The kernel
     chooses the address, so an unaligned map is replaced by one with a shifted file offset."""
     mapped = mmap.mmap(descriptor, LARGE_PAGE + size, access=access)
     shift = np.frombuffer(mapped, np.uint8).ctypes.data % LARGE_PAGE
@@ -259,10 +257,10 @@ def _map_file(descriptor: int, size: int, access: int) -> tuple[mmap.mmap, int]:
     return mapped, LARGE_PAGE - shift
 
 
-def _unreachable(source: HostSource, version: PolicyVersion) -> WeightError:
+def _unavailable_error(source: HostSource, version: PolicyVersion) -> WeightError:
     return WeightError(
         f"the weights of version {version} are not available at {source.path}",
-        fix="the learner has ended, or is on another machine: then use weights.channel=broadcast",
+        fix="check that the learner runs; on another machine it needs weights.channel=broadcast",
     )
 
 
@@ -271,6 +269,6 @@ def _identity(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _tensor_of(mapped: mmap.mmap, start: int, size: int) -> Tensor:
+def _as_tensor(mapped: mmap.mmap, start: int, size: int) -> Tensor:
     """A uint8 tensor view of the map; it keeps the map alive."""
     return torch.from_numpy(np.frombuffer(mapped, np.uint8, size, start))

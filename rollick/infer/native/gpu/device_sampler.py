@@ -2,8 +2,8 @@
 
 Tokens with equal logits are kept or removed together, so a row may keep more than top-k of them.
 An inactive row (ended or unused) is computed like the others, and its state does not change. Random
-numbers come from philox.py, by the row's stream and its number of generated tokens. Without kernels
-the CPU's sampler does the same, for tests.
+numbers come from philox.py, by the row's stream and its number of generated tokens. For tests,
+`sampler.sample` does the same without kernels.
 
 Dims: R rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollick.infer.native.philox import uniforms
-from rollick.infer.native.sampler import Rows, SamplingMetadata, sample
+from rollick.infer.native.sampler import RowIndices, SamplingMetadata, sample
 
 
 class StateField(IntEnum):
@@ -74,36 +74,36 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingStep:
-    """A launched decode whose tokens the host has not read. They are copied to pinned memory
-    after it, so the host reads a step while the device runs the next one."""
+    """A launched decode whose tokens the host has not read. They are copied to pinned memory, so
+    the host reads a step while the device runs the next one."""
 
     version: int
     """The policy version that samples."""
-    rows: Rows
+    rows: RowIndices
     """Rows that sample a token, unless they ended before."""
     epochs: npt.NDArray[np.int64]
     """RowProgress.epoch at the launch: shows later whether a row still has the same sequence."""
     sampled: Tensor
-    copied: Any
+    copy_event: Any
     """The CUDA event of that copy; None on the CPU."""
 
     @classmethod
     def start(
-        cls, sampled: Tensor, *, version: int, rows: Rows, epochs: npt.NDArray[np.int64]
+        cls, sampled: Tensor, *, version: int, rows: RowIndices, epochs: npt.NDArray[np.int64]
     ) -> PendingStep:
-        """Queue a copy of `sampled` [2, R] to the host, after all work launched so far."""
+        """Queue a copy of `sampled` [2, R] to the host after all launched work."""
         if not sampled.is_cuda:
             return cls(version, rows, epochs, sampled.clone(), None)
         host = torch.empty(sampled.shape, dtype=sampled.dtype, pin_memory=True)
         host.copy_(sampled, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        return cls(version, rows, epochs, host, copied)
+        copy_event = torch.cuda.Event()
+        copy_event.record()
+        return cls(version, rows, epochs, host, copy_event)
 
     def wait(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Tokens and log-probs of `rows`."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if self.copy_event is not None:
+            self.copy_event.synchronize()
         tokens, logprob_bits = self.sampled.numpy()
         return tokens[self.rows], logprob_bits.view(np.float32)[self.rows]
 
@@ -111,7 +111,7 @@ class PendingStep:
 def sample_on_device(
     logits_RV: Tensor, device_state: DeviceState, *, truncate: bool, kernels: bool
 ) -> None:
-    """One token for each of the rows 0..R-1. Without `truncate`, ignores top-k, top-p and min-p."""
+    """Sample a token for each row 0..R-1. Without `truncate`, ignores top-k, top-p and min-p."""
     if not kernels:
         _sample_reference(logits_RV, device_state, truncate=truncate)
         return
@@ -134,17 +134,18 @@ def sample_on_device(
 
 
 def _sample_reference(logits_RV: Tensor, device_state: DeviceState, *, truncate: bool) -> None:
-    """The same with the CPU's sampler."""
+    """Like the kernels, with `sampler.sample`."""
     count = len(logits_RV)
-    state, host = device_state.state[:, :count], device_state.state[:, :count].cpu().numpy()
+    state = device_state.state[:, :count]
+    host_state = state.cpu().numpy()
     temperature_R, top_p_R, min_p_R = device_state.sampling[:, :count].double().cpu().numpy()
-    metadata = SamplingMetadata(temperature_R, host[StateField.TOP_K], top_p_R, min_p_R)
+    metadata = SamplingMetadata(temperature_R, host_state[StateField.TOP_K], top_p_R, min_p_R)
     if not truncate:
         metadata = replace(
             metadata, top_k_R=np.zeros(count, np.int64), top_p_R=np.ones(count), min_p_R=0 * min_p_R
         )
-    generated_R = host[StateField.LENGTH] - host[StateField.PROMPT]
-    uniform_R = uniforms(host[StateField.STREAM].view(np.uint64), generated_R)
+    generated_R = host_state[StateField.LENGTH] - host_state[StateField.PROMPT]
+    uniform_R = uniforms(host_state[StateField.STREAM].view(np.uint64), generated_R)
     result = sample(logits_RV, metadata, uniform_R=uniform_R)
     token_R = torch.from_numpy(result.tokens_R).to(state.device)
     device_state.sampled[0, :count] = token_R.int()

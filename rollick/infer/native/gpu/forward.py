@@ -7,7 +7,7 @@ Graphs hold addresses: of the rows' state, of the cache, and of the parameters, 
 writes in place. `free` drops graphs and cache together. A decoder of a known architecture is
 computed directly, without its modules (models/decoder/paged.py). The layers of others are compiled
 one by one: once for the first number of rows and once for all other numbers. A module that cannot
-be compiled runs as a graph, and one that cannot be captured runs eagerly: slower, with a warning.
+be compiled runs as a graph, and one that cannot be captured runs eagerly; each logs a warning.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PagedChunk:
 
 
 def graph_buckets(slots: int) -> list[int]:
-    """Numbers of rows that graphs are captured for."""
+    """The numbers of rows for which graphs are captured."""
     sizes: list[int] = []
     size = 8
     while size < slots:
@@ -104,8 +104,8 @@ def decoder_layers(module: nn.Module, count: int) -> Sequence[nn.Module]:
     """The layers of a language model, alone or inside a multimodal one, by any name; none if they
     are not in one list."""
     decoder: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-    lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList))
-    return list(next((part for part in lists if len(part) == count), ()))
+    lists = (child for child in decoder.modules() if isinstance(child, nn.ModuleList))
+    return list(next((layers for layers in lists if len(layers) == count), ()))
 
 
 class PagedForward:
@@ -114,13 +114,14 @@ class PagedForward:
     ) -> None:
         shape = cache_shape(module)
         config: Any = module.config
-        text: Any = config.get_text_config()
+        text_config: Any = config.get_text_config()
         self._module = module
         self._device = device
         self.options = options
-        """Options that the module turns out not to support are switched off."""
-        self._layers = int(text.num_hidden_layers)
-        self._kv_heads, self._group, self._dim = shape.kv_heads, shape.group, shape.key_dim
+        """Options that the module does not support are switched off when they fail."""
+        self._num_layers = int(text_config.num_hidden_layers)
+        self._kv_heads, self._head_dim = shape.kv_heads, shape.key_dim
+        self._group_size = shape.group
         self._max_length = max_length
         self.cache: Tensor | None = None
         self._decoder: PagedDecoder | None = None
@@ -137,12 +138,12 @@ class PagedForward:
 
     @property
     def page_bytes(self) -> int:
-        return 2 * self._layers * self._kv_heads * PAGE * self._dim * self.dtype.itemsize
+        return 2 * self._num_layers * self._kv_heads * PAGE * self._head_dim * self.dtype.itemsize
 
     def reserve(self, pages: int) -> None:
         if self.cache is not None:
             return
-        shape = (self._layers, 2, pages, self._kv_heads, PAGE, self._dim)
+        shape = (self._num_layers, 2, pages, self._kv_heads, PAGE, self._head_dim)
         self.cache = torch.zeros(shape, dtype=self.dtype, device=self._device)
         if self.options.fused_linears:
             # Repeated at each call: the parameters may no longer be adjacent.
@@ -171,7 +172,7 @@ class PagedForward:
         if self.options.triton_kernels:
             from rollick.models.attention.paged_kernels import prefill_queries
 
-            queries = prefill_queries(self._group)
+            queries = prefill_queries(self._group_size)
         step = PagedPrefill.of(
             [chunk.pages for chunk in chunks],
             [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks],
@@ -199,7 +200,7 @@ class PagedForward:
         use = LogitUse.TRUNCATE if truncate else LogitUse.SAMPLE
         if bias is not None:
             use = LogitUse.RETURN
-        graph = self._graph(device_state, bucket, use) if self._on_gpu else None
+        graph = self._get_graph(device_state, bucket, use) if self._on_gpu else None
         if graph is None:
             logits_RV = self._decode(device_state, bucket, use)
         else:
@@ -219,8 +220,8 @@ class PagedForward:
         device_state.page_table[:count, 0] = torch.arange(1, count + 1)
         with torch.inference_mode():
             self.reserve(count + 1)
-            beginnings = [np.asarray(ids[:prefilled], np.int32) for ids in sequences]
-            self.prefill([PagedChunk([row + 1], ids, 0) for row, ids in enumerate(beginnings)])
+            prefixes = [np.asarray(ids[:prefilled], np.int32) for ids in sequences]
+            self.prefill([PagedChunk([row + 1], ids, 0) for row, ids in enumerate(prefixes)])
             for position in range(prefilled, len(sequences[0])):
                 token_R = torch.tensor([ids[position] for ids in sequences if len(ids) > position])
                 device_state.state.zero_()
@@ -230,7 +231,7 @@ class PagedForward:
                 for row, logits_V in enumerate(logits_RV[: len(token_R)]):
                     logits[row].append(logits_V)
             self.free()
-        return torch.stack([logits_V for of_row in logits for logits_V in of_row])
+        return torch.stack([logits_V for row_logits in logits for logits_V in row_logits])
 
     def _sample(self, logits_RV: Tensor, device_state: DeviceState, *, truncate: bool) -> None:
         kernels = self.options.triton_kernels
@@ -241,7 +242,7 @@ class PagedForward:
         step = PagedDecode(
             device_state.page_table[:bucket],
             length_R,
-            splits=self._splits(bucket),
+            splits=self._num_splits(bucket),
             kernels=self.options.triton_kernels,
             batch_invariant=self.options.batch_invariant,
         )
@@ -264,12 +265,12 @@ class PagedForward:
                 input_ids=token_N[None], position_ids=position_N[None], use_cache=False
             ).last_hidden_state[0]
 
-    def _splits(self, bucket: int) -> int:
-        """Splits of each row's keys, so that a few rows still occupy the device."""
+    def _num_splits(self, bucket: int) -> int:
+        """The number of splits of each row's keys, so that a few rows still occupy the device."""
         programs = bucket * self._kv_heads
         return 1 if programs >= 256 else min(8, 1 << (256 // programs).bit_length() - 1)
 
-    def _graph(
+    def _get_graph(
         self, device_state: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """The captured decode; None if the module cannot be captured."""
@@ -303,10 +304,10 @@ class PagedForward:
 
     @property
     def _decoder_layers(self) -> Sequence[Any]:
-        return decoder_layers(self._module, self._layers)
+        return decoder_layers(self._module, self._num_layers)
 
-    def _warm(self, device_state: DeviceState, bucket: int, use: LogitUse) -> None:
-        """Run twice to compile. The first bucket also runs with another number of rows, so that
+    def _warm_up(self, device_state: DeviceState, bucket: int, use: LogitUse) -> None:
+        """Run twice, to compile. The first bucket also runs with another number of rows, so that
         nothing is compiled later."""
         sizes = [bucket, bucket]
         if self.options.compile_layers and self._decoder is None and not self._compiled:
@@ -323,16 +324,16 @@ class PagedForward:
     def _capture(
         self, device_state: DeviceState, bucket: int, use: LogitUse
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Restores the rows' state, which warming up changes."""
-        before = device_state.state.clone()
-        side: Any = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        """Capture a decode. Restores the rows' state, which the warm-up changes."""
+        saved_state = device_state.state.clone()
+        side_stream: Any = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(side):
-                self._warm(device_state, bucket, use)
+            with torch.cuda.stream(side_stream):
+                self._warm_up(device_state, bucket, use)
         finally:
-            torch.cuda.current_stream().wait_stream(side)
-            device_state.state.copy_(before)
+            torch.cuda.current_stream().wait_stream(side_stream)
+            device_state.state.copy_(saved_state)
         graph = torch.cuda.CUDAGraph()
         # Another thread, such as the learner's, may use the device at the same time.
         with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):

@@ -45,11 +45,11 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit all pages."""
+        """The capacity of all pages, in tokens."""
         return (self.count - 1) * PAGE
 
     def allocate(self, count: int) -> list[int] | None:
-        """Pages with one user; None if there are too few."""
+        """Allocate pages with one user each; None if too few are free."""
         if count > len(self._free):
             return None
         pages: list[int] = []
@@ -75,9 +75,9 @@ class PagePool:
 
     def find_prefix(self, tokens: Tokens) -> CachedPrefix:
         pages: list[int] = []
-        for number, key in enumerate(_prefix_keys(tokens)):
+        for index, key in enumerate(_prefix_keys(tokens)):
             page = self._page_of.get(key)
-            if number == len(tokens) // PAGE:
+            if index == len(tokens) // PAGE:
                 return CachedPrefix(tuple(pages), page)
             if page is None:
                 break
@@ -85,14 +85,14 @@ class PagePool:
         return CachedPrefix(tuple(pages))
 
     def index_prefix(self, tokens: Tokens, pages: Sequence[int]) -> None:
-        """These pages hold the keys and values of `tokens`."""
+        """Record that these pages hold the keys and values of `tokens`."""
         for key, page in zip(_prefix_keys(tokens), pages, strict=False):
             if key not in self._page_of:
                 self._page_of[key] = page
                 self._keys_of.setdefault(page, []).append(key)
 
     def forget_prefixes(self) -> None:
-        """The weights changed: no page can be reused."""
+        """Drop the index after a change of weights: no page can be reused."""
         self._page_of.clear()
         self._keys_of.clear()
 

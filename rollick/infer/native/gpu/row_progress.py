@@ -1,4 +1,4 @@
-"""The host's view of the rows on the device: their progress, their pages, and the changes that were
+"""The host's view of the rows on the device: their progress, their pages, and the changes that are
 not uploaded yet."""
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from rollick.infer.native.gpu.device_sampler import DeviceState, SamplingField, StateField
-from rollick.infer.native.sampler import Rows
+from rollick.infer.native.sampler import RowIndices
 from rollick.infer.native.sequence_table import SequenceTable
 from rollick.models.attention.paged import PAGE, to_device
 
 
 class RowProgress:
-    def __init__(self, *, width: int, pages: int) -> None:
-        self.filled = np.zeros(width, np.int64)
+    def __init__(self, *, rows: int, pages: int) -> None:
+        self.filled = np.zeros(rows, np.int64)
         """Tokens whose keys and values are in the row's pages, or are being computed."""
-        self.active = np.zeros(width, np.bool_)
-        """Rows that sample: all but their last token is cached."""
-        self.in_flight = np.zeros(width, np.int64)
-        """Tokens that were launched and that the host has not read."""
-        self.epoch = np.zeros(width, np.int64)
-        """Changes with the sequence in the row."""
-        self.page_count = np.zeros(width, np.int64)
-        self.page_table = np.zeros((width, pages), np.int32)
-        self.pages: list[list[int]] = [[] for _ in range(width)]
+        self.active = np.zeros(rows, np.bool_)
+        """Rows that sample: all of their tokens but the last are cached."""
+        self.in_flight = np.zeros(rows, np.int64)
+        """Launched tokens that the host has not read."""
+        self.epoch = np.zeros(rows, np.int64)
+        """Increments when the row's sequence changes."""
+        self.page_count = np.zeros(rows, np.int64)
+        self.page_table = np.zeros((rows, pages), np.int32)
+        self.pages: list[list[int]] = [[] for _ in range(rows)]
         self._changed: set[int] = set()
         self._pages_changed = False
 
@@ -76,12 +76,12 @@ class RowProgress:
         self._changed.clear()
         self._pages_changed = False
 
-    def next_rows(self, table: SequenceTable) -> tuple[Rows, Rows]:
+    def next_rows(self, table: SequenceTable) -> tuple[RowIndices, RowIndices]:
         """Rows that sample another token, and those of them that have no page for it."""
-        ahead = table.length[: table.count] + self.in_flight[: table.count]
-        samples = self.active[: table.count] & (ahead < table.limit[: table.count])
-        without_page = samples & (-(-ahead // PAGE) > self.page_count[: table.count])
-        return np.flatnonzero(samples), np.flatnonzero(without_page)
+        next_length = table.length[: table.count] + self.in_flight[: table.count]
+        is_sampling = self.active[: table.count] & (next_length < table.limit[: table.count])
+        without_page = is_sampling & (-(-next_length // PAGE) > self.page_count[: table.count])
+        return np.flatnonzero(is_sampling), np.flatnonzero(without_page)
 
     def upload(self, device_state: DeviceState, table: SequenceTable, *, device: str) -> None:
         if self._pages_changed:
@@ -91,30 +91,30 @@ class RowProgress:
             return
         rows = np.asarray(sorted(self._changed), np.int64)
         self._changed.clear()
-        state, sampling = self._columns(rows, table)
+        state, sampling = self._make_columns(rows, table)
         index = to_device(rows, device)
         device_state.state[:, index] = to_device(state, device)
         device_state.sampling[:, index] = to_device(sampling, device)
 
-    def _columns(
+    def _make_columns(
         self, rows: npt.NDArray[np.int64], table: SequenceTable
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The device's state of these rows; an inactive row has length 1."""
-        known = rows[rows < len(table.requests)]
+        """The state and sampling columns of these rows; an inactive row has length 1."""
+        table_rows = rows[rows < len(table.requests)]
         state = np.zeros((len(StateField), len(rows)), np.int64)
         sampling = np.zeros((len(SamplingField), len(rows)), np.float32)
-        first = slice(len(known))
-        active = self.active[known]
-        length = np.where(active, table.length[known], 1)
+        columns = slice(len(table_rows))
+        active = self.active[table_rows]
+        length = np.where(active, table.length[table_rows], 1)
         state[StateField.LENGTH] = 1
-        state[StateField.TOKEN, first] = table.tokens[known, length - 1]
-        state[StateField.LENGTH, first] = length
-        state[StateField.PROMPT, first] = table.prompt[known]
-        state[StateField.LIMIT, first] = table.limit[known]
-        state[StateField.STREAM, first] = table.stream[known].view(np.int64)
-        state[StateField.ACTIVE, first] = active
-        state[StateField.TOP_K, first] = table.top_k[known]
-        sampling[SamplingField.TEMPERATURE, first] = table.temperature[known]
-        sampling[SamplingField.TOP_P, first] = table.top_p[known]
-        sampling[SamplingField.MIN_P, first] = table.min_p[known]
+        state[StateField.TOKEN, columns] = table.tokens[table_rows, length - 1]
+        state[StateField.LENGTH, columns] = length
+        state[StateField.PROMPT, columns] = table.prompt_length[table_rows]
+        state[StateField.LIMIT, columns] = table.limit[table_rows]
+        state[StateField.STREAM, columns] = table.stream[table_rows].view(np.int64)
+        state[StateField.ACTIVE, columns] = active
+        state[StateField.TOP_K, columns] = table.top_k[table_rows]
+        sampling[SamplingField.TEMPERATURE, columns] = table.temperature[table_rows]
+        sampling[SamplingField.TOP_P, columns] = table.top_p[table_rows]
+        sampling[SamplingField.MIN_P, columns] = table.min_p[table_rows]
         return state, sampling

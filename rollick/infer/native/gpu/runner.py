@@ -1,16 +1,16 @@
 """The runner for GPUs: the host launches decodes ahead of reading their tokens.
 
 A step launches one or more decodes for all running rows, then reads the tokens of earlier decodes.
-So a few decodes are in flight when it returns; `settle` waits for them. Call it before a change of
-weights, version or cache.
+So a few decodes are in flight when it returns. `synchronize` waits for them; call it before a
+change of weights, version or cache.
 
     waiting -> a row -> prefilled (page_prefill.py) -> active
             -> one token per launch -> ended by the device (stop id, limit), which the host sees
                when it reads the tokens, or by the host (stop string, abort)
 
 A row that ended is still in the launches in flight. Their tokens for it are discarded, and its
-pages are reused only by later launches. Rows are not moved until a smaller CUDA graph is enough:
-then the runner waits for the launches in flight and compacts the rows.
+pages are reused only by later launches. When a smaller CUDA graph is enough for the running rows,
+the runner waits for the launches in flight and compacts the rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollick.infer.native.gpu.page_pool import PagePool
 from rollick.infer.native.gpu.page_prefill import PrefillQueue
 from rollick.infer.native.gpu.row_progress import RowProgress
 from rollick.infer.native.runner import AdmissionQueue, FinishedRequest, RunnerStats
-from rollick.infer.native.sampler import Rows
+from rollick.infer.native.sampler import RowIndices
 from rollick.infer.native.sequence_table import SequenceTable
 from rollick.infer.native.stop_conditions import StopConditions
 from rollick.infer.request_validation import check_finite
@@ -46,7 +46,7 @@ _STEPS_IN_FLIGHT = 2
 """Maximum launches in flight when a step returns, so that the device is busy meanwhile."""
 
 _LAUNCHES_PER_STEP = 4
-"""Launches of a step while the host need not act: they amortise the host's cost of a step."""
+"""Launches of a step if the host need not act after each. They amortise the host's cost."""
 
 
 class PagedRunner:
@@ -72,14 +72,14 @@ class PagedRunner:
         self._device = device
         self._stops = StopConditions(stops)
         self._buckets = graph_buckets(infer.slots)
-        self._progress = RowProgress(width=self._buckets[-1], pages=-(-infer.max_length // PAGE))
+        self._progress = RowProgress(rows=self._buckets[-1], pages=-(-infer.max_length // PAGE))
         self._prefills = PrefillQueue(self.table, self._progress, self.forward)
         self._pool: PagePool | None = None
         self._state: DeviceState | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue.has_work or self.table.running or self._pending or self._ended)
+        return bool(self.queue.has_work or self.table.num_running or self._pending or self._ended)
 
     @property
     def kv_tokens(self) -> int:
@@ -91,8 +91,8 @@ class PagedRunner:
         return 0 if self._pool is None else self._pool.capacity
 
     def abort(self, uid: SampleId) -> FinishedRequest | None:
-        self._receive()
-        self._read_all()
+        self._discard_dropped()
+        self._read_pending()
         for ended in self._ended:
             if ended[0].request.uid == uid:
                 self._ended.remove(ended)
@@ -103,13 +103,13 @@ class PagedRunner:
     def probe_logits(self, sequences: Sequence[Sequence[int]], *, prefilled: int) -> Tensor:
         return self.forward.probe_logits(sequences, prefilled=prefilled)
 
-    def settle(self) -> list[FinishedRequest]:
-        self._read_all()
+    def synchronize(self) -> list[FinishedRequest]:
+        self._read_pending()
         return self._take_ended()
 
     def commit(self, version: int, *, keep_cache: bool) -> None:
-        """With `keep_cache`, rows keep a complete cache; others are recomputed."""
-        self._read_all()
+        """With `keep_cache`, rows whose cache is complete keep it; others are recomputed."""
+        self._read_pending()
         self.version = version
         active, rows = self._progress.active, self.table.running_rows
         self._recompute([row for row in rows if not (keep_cache and active[row])])
@@ -119,10 +119,10 @@ class PagedRunner:
             self._pool.forget_prefixes()
 
     def check_copies(self) -> None:
-        """There are none: a GPU computes from the parameters."""
+        """No-op: a GPU computes from the parameters."""
 
     def free(self) -> None:
-        self._read_all()
+        self._read_pending()
         self._recompute(self.table.running_rows)
         self._free_memory()
 
@@ -138,26 +138,26 @@ class PagedRunner:
 
     def step(self) -> list[FinishedRequest]:
         started, prefilled_before = perf_counter(), self.stats.prefilled_tokens
-        launched = 0
+        num_launched = 0
         with torch.no_grad():
-            self._receive()
+            self._discard_dropped()
             self._admit()
-            if self.table.running:
+            if self.table.num_running:
                 self._allocate_memory()
                 self._compact_rows()
                 budget = self._infer.prefill_tokens
                 self.stats.prefilled_tokens += self._prefills.run(self._page_pool, budget=budget)
             lengths = self.table.length[self._progress.active[: len(self.table.length)]]
             for _ in range(self._max_launches()):
-                if not self._launch():
+                if not self._launch_decode():
                     break
-                launched += 1
-            if not launched:
-                self._read_all()
+                num_launched += 1
+            if not num_launched:
+                self._read_pending()
             while len(self._pending) > _STEPS_IN_FLIGHT:
                 self._read_oldest()
         self.stats.record_step(
-            lengths, started=started, prefilled_before=prefilled_before, decodes=launched
+            lengths, started=started, prefilled_before=prefilled_before, decodes=num_launched
         )
         return self._take_ended()
 
@@ -165,7 +165,7 @@ class PagedRunner:
         ended, self._ended = self._ended, []
         return ended
 
-    def _receive(self) -> None:
+    def _discard_dropped(self) -> None:
         for request in self.queue.receive():
             if request in self.table.requests:
                 self._finish(self.table.requests.index(request), StopReason.ABORTED)
@@ -184,10 +184,10 @@ class PagedRunner:
         self.forward.free()
 
     def _admit(self) -> None:
-        if not self.table.running:
+        if not self.table.num_running:
             self.table.holes.clear()
             self.table.count = 0
-        while self.queue.waiting and self.table.free:
+        while self.queue.waiting and self.table.num_free:
             request = self.queue.waiting.popleft()
             if self.table.holes:
                 row = self.table.holes.pop()
@@ -201,18 +201,19 @@ class PagedRunner:
         if self._pool is not None:
             return
         pages_per_row = self._progress.page_table.shape[1]
-        count = 1 + self._infer.slots * pages_per_row
+        num_pages = 1 + self._infer.slots * pages_per_row
         if self._device.startswith("cuda"):
-            free, _ = torch.cuda.mem_get_info()
-            count = min(count, int(CACHE_MEMORY_SHARE * free) // self.forward.page_bytes)
-        if count < 1 + pages_per_row:
+            free_bytes, _ = torch.cuda.mem_get_info()
+            max_pages = int(CACHE_MEMORY_SHARE * free_bytes) // self.forward.page_bytes
+            num_pages = min(num_pages, max_pages)
+        if num_pages < 1 + pages_per_row:
             raise EngineError(
-                f"the device has room for {count - 1} pages of {PAGE} tokens, and one sequence of "
+                f"the device has room for {num_pages - 1} pages of {PAGE} tokens; one sequence of "
                 f"infer.max_length={self._infer.max_length} needs {pages_per_row}",
                 fix="lower infer.max_length, or free memory on the device",
             )
-        self.forward.reserve(count)
-        self._pool = PagePool(count)
+        self.forward.reserve(num_pages)
+        self._pool = PagePool(num_pages)
         rows, stop_ids = self._buckets[-1], self._stops.stop_ids.tolist()
         self._state = DeviceState.empty(
             rows=rows, pages=pages_per_row, stop_ids=stop_ids, device=self._device
@@ -222,11 +223,11 @@ class PagedRunner:
         """How many decodes this step may launch; 1 if the host must act after each."""
         table, rows = self.table, slice(self.table.count)
         host_stops = table.has_stop_strings[rows] | table.has_stop_ids[rows]
-        host_acts = len(self.queue) or self._prefills.rows or host_stops.any()
-        return 1 if host_acts else _LAUNCHES_PER_STEP
+        host_must_act = len(self.queue) or self._prefills.rows or host_stops.any()
+        return 1 if host_must_act else _LAUNCHES_PER_STEP
 
-    def _launch(self) -> bool:
-        """Launch one decode of all rows that need a token; False if none does."""
+    def _launch_decode(self) -> bool:
+        """Launch one decode of all rows that need a token; returns False if none does."""
         rows = self._provide_pages()
         if not len(rows):
             return False
@@ -236,7 +237,7 @@ class PagedRunner:
         length_R = table.length[rows] + progress.in_flight[rows]
         self.forward.decode(
             state,
-            bucket=self._bucket(table.count),
+            bucket=self._choose_bucket(table.count),
             truncate=bool(table.sampling_metadata(None).truncated_R[rows].any()),
             bias=self._stops.logit_bias(table, rows, length_R),
         )
@@ -247,31 +248,32 @@ class PagedRunner:
         self.stats.decode_steps += 1
         return True
 
-    def _provide_pages(self) -> Rows:
-        """The rows that sample next, each with a page for its token; may preempt other rows."""
+    def _provide_pages(self) -> RowIndices:
+        """Give each row that samples next a page for its token; returns these rows. May preempt
+        other rows."""
         while True:
             rows, without_page = self._progress.next_rows(self.table)
-            new = self._page_pool.allocate(len(without_page))
-            if new is None:
+            new_pages = self._page_pool.allocate(len(without_page))
+            if new_pages is None:
                 self._preempt()
                 continue
-            for row, page in zip(without_page.tolist(), new, strict=True):
+            for row, page in zip(without_page.tolist(), new_pages, strict=True):
                 self._progress.add_page(row, page)
             return rows
 
     def _preempt(self) -> None:
         """Preempt the row with the fewest generated tokens: free its pages, recompute it later."""
-        self._read_all()
+        self._read_pending()
         candidates = np.flatnonzero(self._progress.active[: self.table.count])
         if not len(candidates):
             return
-        generated = self.table.length[candidates] - self.table.prompt[candidates]
-        row = int(candidates[np.argmin(generated)])
+        num_generated = self.table.length[candidates] - self.table.prompt_length[candidates]
+        row = int(candidates[np.argmin(num_generated)])
         self._reset_row(row)
         self._prefills.rows.append(row)
         self.stats.preempted += 1
 
-    def _read_all(self) -> None:
+    def _read_pending(self) -> None:
         while self._pending:
             self._read_oldest()
 
@@ -289,13 +291,15 @@ class PagedRunner:
             self._ended.append(self._finish(row, reason))
 
     def _finish(self, row: int, reason: StopReason) -> FinishedRequest:
-        table, active = self.table, self._progress.active[row]
-        continues = reason is StopReason.ABORTED or table.request(row).request.session is not None
-        if active and continues and table.cache_version[row] == self.version:
+        table, is_active = self.table, self._progress.active[row]
+        may_continue = (
+            reason is StopReason.ABORTED or table.request(row).request.session is not None
+        )
+        if is_active and may_continue and table.cache_version[row] == self.version:
             # Cached for the session's next turn, or for a continuation of this request.
             self._progress.filled[row] = table.length[row] - 1
             self._prefills.index_prefix(row, self._page_pool)
-        if not active and row in self._prefills.rows:
+        if not is_active and row in self._prefills.rows:
             self._prefills.rows.remove(row)
         self._reset_row(row)
         finished = table.finish(row, reason)
@@ -304,10 +308,10 @@ class PagedRunner:
         return finished
 
     def _compact_rows(self) -> None:
-        """Compact the rows if a smaller graph is then enough."""
-        if self._bucket(self.table.running) == self._bucket(self.table.count):
+        """Compact the rows if that makes a smaller graph enough."""
+        if self._choose_bucket(self.table.num_running) == self._choose_bucket(self.table.count):
             return
-        self._read_all()
+        self._read_pending()
         moves = {move.source: move.target for move in self.table.compact()}
         for source, target in moves.items():
             self._progress.move(source, target)
@@ -320,7 +324,7 @@ class PagedRunner:
         if self._pool is not None:
             self._pool.release(pages)
 
-    def _bucket(self, count: int) -> int:
+    def _choose_bucket(self, count: int) -> int:
         return next(size for size in self._buckets if size >= count)
 
     @property

@@ -1,4 +1,4 @@
-"""Triton kernels that sample on the device. device_sampler.py has the same in plain torch.
+"""Triton kernels that sample on the device. device_sampler.py has a reference in torch.
 
 Sampling takes two launches for all rows. The first passes over the logits once, a block of the
 vocabulary at a time, and ignores logits below the row's floor. The second inverts the cumulative
@@ -95,8 +95,8 @@ def _choose_block(peaks, sums, row, blocks, uniform_number, greedy, BLOCKS_PAD: 
     block = tl.minimum(passed, tl.max(tl.where(mass > 0, b, 0), 0))
     block = tl.where(greedy, tl.argmax(peak, 0), block)
     before = tl.sum(tl.where(b < block, mass, 0.0), 0)
-    own = tl.sum(tl.where(b == block, mass, 0.0), 0)
-    return block, (target - before) / own, highest, total
+    block_mass = tl.sum(tl.where(b == block, mass, 0.0), 0)
+    return block, (target - before) / block_mass, highest, total
 
 
 @triton.jit
@@ -139,9 +139,9 @@ def _sample(
     active = tl.load(state + 5 * stride + row)
     greedy = tl.load(temperature + row) == 0.0
 
-    number = uniform(stream, length - prompt)
+    uniform_number = uniform(stream, length - prompt)
     block, fraction, highest, total = _choose_block(
-        peaks, sums, row, blocks, number, greedy, BLOCKS_PAD
+        peaks, sums, row, blocks, uniform_number, greedy, BLOCKS_PAD
     )
     x = _load_scaled(logits, temperature, floor, row, block, vocabulary, FLOORS, BLOCK)
     position, logit = _choose_token(x, highest, fraction, greedy, BLOCK)
@@ -192,23 +192,23 @@ def launch_sampling(
 
 
 @triton.jit
-def _ordered(x):
-    """An int32 key of a float32, in the same order."""
+def _ordered_key(x):
+    """An int32 key of a float32 with the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _above(row, vocabulary, peak, temperature, low, part, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Number (or mass) of the tokens above the keys low + part, low + 2 part, low + 3 part."""
+def _sum_above(row, vocabulary, peak, t, low, part, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Mass, or number (COUNT), of the tokens above low + part, low + 2 part, low + 3 part."""
     first = tl.zeros([BLOCK], tl.float32)
     second = tl.zeros([BLOCK], tl.float32)
     third = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < vocabulary, other=float("-inf"))
-        key = _ordered(x).to(tl.int64)
-        weight = tl.exp((x - peak) / temperature)
+        key = _ordered_key(x).to(tl.int64)
+        weight = tl.exp((x - peak) / t)
         if COUNT:
             weight = weight * 0.0 + 1.0
         first += tl.where(key > low + part, weight, 0.0)
@@ -220,12 +220,12 @@ def _above(row, vocabulary, peak, temperature, low, part, COUNT: tl.constexpr, B
 @triton.jit
 def _search(row, vocabulary, peak, t, low, high, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest key from `low` to `high` with less than `target` above it."""
-    reached, _, _ = _above(row, vocabulary, peak, t, low, low * 0, COUNT, BLOCK)
-    if reached < target:
+    above, _, _ = _sum_above(row, vocabulary, peak, t, low, low * 0, COUNT, BLOCK)
+    if above < target:
         high = low
     while high - low > 1:
         part = tl.maximum((high - low) // 4, 1)
-        a, b, c = _above(row, vocabulary, peak, t, low, part, COUNT, BLOCK)
+        a, b, c = _sum_above(row, vocabulary, peak, t, low, part, COUNT, BLOCK)
         parts = (a >= target).to(tl.int64) + (b >= target).to(tl.int64) + (c >= target).to(tl.int64)
         high = tl.where(parts < 3, tl.minimum(high, low + part * (parts + 1)), high)
         low = low + part * parts
@@ -253,25 +253,25 @@ def _logit_floors(logits, top_k, sampling, floor, vocabulary, stride, BLOCK: tl.
     k = tl.load(top_k + number)
 
     peak = _row_peak(row, vocabulary, BLOCK)
-    high = _ordered(peak).to(tl.int64)
+    high = _ordered_key(peak).to(tl.int64)
     # The key of -inf.
     key = high * 0 - 2139095041
     if t > 0:
         if (k > 0) & (k < vocabulary):
             key = _search(row, vocabulary, peak, t, key, high, k.to(tl.float32), True, BLOCK)
         if p < 1:
-            total, _, _ = _above(row, vocabulary, peak, t, key - 1, key * 0, False, BLOCK)
+            total, _, _ = _sum_above(row, vocabulary, peak, t, key - 1, key * 0, False, BLOCK)
             key = _search(row, vocabulary, peak, t, key, high, p * total, False, BLOCK)
         if min_p > 0:
-            min_p_key = _ordered(peak + t * tl.log(min_p)).to(tl.int64)
+            min_p_key = _ordered_key(peak + t * tl.log(min_p)).to(tl.int64)
             key = tl.maximum(key, tl.minimum(min_p_key, high))
-    ordered = key.to(tl.int32)
-    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    key_bits = key.to(tl.int32)
+    bits = key_bits ^ ((key_bits >> 31) & 0x7FFFFFFF)
     tl.store(floor + number, bits.to(tl.float32, bitcast=True))
 
 
 def launch_logit_floors(logits_RV: Tensor, *, top_k: Tensor, sampling: Tensor) -> Tensor:
-    """[R] float32; `sampling` is [SamplingField, R] of at least as many rows."""
+    """The floors [R], float32. `sampling` is [SamplingField, rows] with at least R rows."""
     rows, vocabulary = logits_RV.shape
     floor = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     stride, options = sampling.stride(0), {"BLOCK": BLOCK, "num_warps": 8}
