@@ -73,19 +73,21 @@ class BoxStartError(SandboxError):
 
 
 @cache
-def inside_code() -> bytes:
+def compile_box_modules() -> bytes:
     """The code that runs in boxes, compiled for this interpreter."""
-    return marshal.dumps({name: _compiled(name, module) for name, module in BOX_MODULES.items()})
+    return marshal.dumps(
+        {name: _compile_module(name, module) for name, module in BOX_MODULES.items()}
+    )
 
 
 @cache
-def extra_code(*names: str) -> dict[str, bytes]:
+def compile_extra_modules(*names: str) -> dict[str, bytes]:
     """Further modules for the message to a box, in the order in which it loads them."""
     modules = {f"rollick_{name}": f"rollick.sandbox.inside.{name}" for name in names}
-    return {name: marshal.dumps(_compiled(name, module)) for name, module in modules.items()}
+    return {name: marshal.dumps(_compile_module(name, module)) for name, module in modules.items()}
 
 
-def _compiled(name: str, module: str) -> CodeType:
+def _compile_module(name: str, module: str) -> CodeType:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     code: CodeType = spec.loader.get_code(module)  # pyright: ignore
@@ -157,7 +159,7 @@ class Box:
         options = theirs.enter_context(os.fdopen(options_w, "wb", buffering=0))
         os.write(filter_w, seccomp_program(shared_memory=host.memory is not None))
         our_socket.setblocking(False)
-        our_socket.send(inside_code())
+        our_socket.send(compile_box_modules())
         pipes = BoxPipes(box_socket.fileno(), info_w, filter_r, options_r)
         uid = host.next_uid()
         process = _spawn(host, pipes, (in_r, out_w, err_w), uid)
@@ -350,7 +352,7 @@ def _spawn(
     host: SandboxHost, pipes: BoxPipes, streams: tuple[int, int, int], uid: int | None
 ) -> subprocess.Popen[bytes]:
     """Start bubblewrap, or without isolation the interpreter, with these standard streams."""
-    boot_code = BOOT_CODE.format(size=len(inside_code()), control=pipes.control)
+    boot_code = BOOT_CODE.format(size=len(compile_box_modules()), control=pipes.control)
     python = ["-I", "-S", "-B", "-X", "utf8", "-c", boot_code]
     if host.isolation is Isolation.NONE:
         command, inherited = [sys.executable, *python], (pipes.control,)

@@ -21,7 +21,7 @@ from typing import Any
 
 from rollick.errors import SandboxError
 from rollick.sandbox.base import CallCase, Isolation, Limits, Program, Result, Status, Tests
-from rollick.sandbox.box import Box, BoxStarter, BoxStartError, extra_code
+from rollick.sandbox.box import Box, BoxStarter, BoxStartError, compile_extra_modules
 from rollick.sandbox.host import SandboxHost
 from rollick.sandbox.monitor import BoxMonitor
 from rollick.sandbox.outcomes import ReportEnd, TestReports
@@ -269,7 +269,7 @@ def candidate_message(program: Program, tests: Tests) -> dict[str, Any]:
     return role_message("candidate", program) | {
         "code": program.code,
         "module": tests.module,
-        "modules": extra_code("values", "exports") if tests.module else {},
+        "modules": compile_extra_modules("values", "candidate_server") if tests.module else {},
     }
 
 
@@ -295,7 +295,7 @@ def tests_message(program: Program, tests: Tests, nonce: bytes) -> dict[str, Any
     }
     if tests.module:
         message |= {
-            "modules": extra_code("values", "objects", "imports", "pytest_file"),
+            "modules": compile_extra_modules("values", "objects", "candidate_proxy", "pytest_file"),
             "paths": ["/packages"],
             "star": asdict(find_star_names(texts[-1], tests.module)),
         }

@@ -422,13 +422,13 @@ async def test_no_object_of_a_candidate_forges_a_pass(sandbox: LocalSandbox) -> 
 
 FORGED_REPLIES = """
 import sys
-exports = sys.modules["rollick_exports"]
-describe = exports.Exports.describe_class
+server = sys.modules["rollick_candidate_server"]
+describe = server.CandidateServer.describe_class
 class Base: ...
 def forge(self, kind):
     bases = (describe(self, kind),)
-    return (exports.MARK, "class", 999, "Forged", "candidate", (), bases, "", False)
-exports.Exports.describe_class = forge
+    return (server.MARK, "class", 999, "Forged", "candidate", (), bases, "", False)
+server.CandidateServer.describe_class = forge
 def f(x): return Base()
 def g(x): return Base
 """
