@@ -124,7 +124,7 @@ class CandidateServer:
             return ["raise", *self.describe_error(error)]
 
     def run(self, coroutine: Any) -> Any:
-        """Run a coroutine to its end. All share one event loop, to which locks and queues belong."""
+        """Run a coroutine to its end. All share one event loop: locks and queues belong to it."""
         import asyncio
 
         if self.loop is None:
