@@ -182,7 +182,7 @@ async def test_an_agent_that_sends_its_calls_back_stays_in_one_segment():
     codec = codec_of("hermes")
     replies = [f"Hm. {write_call(ROME, 'hermes')}", "Sunny."]
     async with served(replies, codec) as (client, gateway):
-        session = gateway.open_own_session()
+        session = gateway.open_http_session()
         agent = client.with_options(
             base_url=str(client.base_url).replace("/v1/", session.path), api_key=session.token
         )
