@@ -39,8 +39,7 @@ MAX_FAILED_STARTS = 3
 def pickle_definitions(
     noun: str, definitions: Mapping[str, Callable[..., Any] | str], error_type: type[RollickError]
 ) -> dict[str, str | bytes]:
-    """Pickle functions and classes; `file.py:name` references are not pickled. Raises `error_type`
-    if pickling fails."""
+    """Pickle functions and classes, but not `file.py:name` references. Raises `error_type`."""
     pickled: dict[str, str | bytes] = {}
     for name, value in definitions.items():
         try:
@@ -72,8 +71,7 @@ class ChildSupervisor:
     _log: IO[bytes] | None = None
     _watchdog: Process | None = None
     _env_marker: str = field(default_factory=lambda: f"{uuid.uuid4().hex}.")
-    """Prefix of the environment marker of each child. Its descendants inherit it, so the watchdog
-    finds them."""
+    """Prefix of the environment marker of each child, by which the watchdog finds descendants."""
     _env_markers: dict[Child, str] = field(default_factory=dict[Child, str])
     _child_numbers: Iterator[int] = field(default_factory=itertools.count)
 

@@ -75,19 +75,17 @@ class BoxStartError(SandboxError):
 @cache
 def compile_box_modules() -> bytes:
     """The code that runs in boxes, compiled for this interpreter."""
-    return marshal.dumps(
-        {name: _compile_module(name, module) for name, module in BOX_MODULES.items()}
-    )
+    return marshal.dumps({name: _compile(name, module) for name, module in BOX_MODULES.items()})
 
 
 @cache
 def compile_extra_modules(*names: str) -> dict[str, bytes]:
     """Further modules for the message to a box, in the order in which it loads them."""
     modules = {f"rollick_{name}": f"rollick.sandbox.inside.{name}" for name in names}
-    return {name: marshal.dumps(_compile_module(name, module)) for name, module in modules.items()}
+    return {name: marshal.dumps(_compile(name, module)) for name, module in modules.items()}
 
 
-def _compile_module(name: str, module: str) -> CodeType:
+def _compile(name: str, module: str) -> CodeType:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     code: CodeType = spec.loader.get_code(module)  # pyright: ignore
@@ -279,9 +277,7 @@ class Box:
             self.process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
-            raise SandboxError(
-                f"a box did not end within {END_TIMEOUT_S:g} s of its kill"
-            ) from None
+            raise SandboxError(f"a killed box did not end within {END_TIMEOUT_S:g} s") from None
 
     def close(self) -> None:
         if self.guard is not None:
@@ -299,8 +295,7 @@ class Box:
 
 @dataclass(slots=True, eq=False)
 class BoxStarter:
-    """One thread that starts all boxes of a sandbox, and a guard that kills them if this process
-    dies.
+    """One thread that starts all boxes of a sandbox, and a guard that kills them if rollick dies.
 
     The kernel kills a box when the thread that started it ends (a parent-death signal is sent at
     the end of a thread, not of a process). Programs come from any thread, and a server's thread may

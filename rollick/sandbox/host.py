@@ -218,12 +218,10 @@ def system_link_options() -> tuple[str, ...]:
 def uid_range(uid_map: str) -> tuple[int, int]:
     """(first uid for boxes, number of uids). The user namespace of a container has only some uids;
     then the highest are chosen, which are rarely used."""
-    num_needed = (1 << 22) * UIDS_PER_PROCESS  # the kernel's maximum pid
+    needed = (1 << 22) * UIDS_PER_PROCESS  # the kernel's maximum pid
     ranges = [tuple(map(int, line.split())) for line in uid_map.splitlines()]
-    if any(
-        first <= FIRST_UID and FIRST_UID + num_needed <= first + size for first, _, size in ranges
-    ):
-        return FIRST_UID, num_needed
+    if any(first <= FIRST_UID and FIRST_UID + needed <= first + size for first, _, size in ranges):
+        return FIRST_UID, needed
     first, _, size = max(ranges)
-    num_uids = max(1, min(size // 2, num_needed))
+    num_uids = max(1, min(size // 2, needed))
     return first + size - num_uids, num_uids

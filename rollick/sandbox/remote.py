@@ -93,11 +93,9 @@ class HttpSandbox:
         if len(content) > MAX_RESPONSE:
             raise ValueError(f"the response has more than {MAX_RESPONSE} bytes")
         result = Result.from_json(json.loads(content))
-        num_expected = (
-            0 if program.tests is None or program.tests.module else len(program.tests.cases)
-        )
-        if result.status is Status.OK and len(result.outcomes) < num_expected:
-            raise ValueError(f"{len(result.outcomes)} outcomes for {num_expected} tests")
+        expected = 0 if program.tests is None or program.tests.module else len(program.tests.cases)
+        if result.status is Status.OK and len(result.outcomes) < expected:
+            raise ValueError(f"{len(result.outcomes)} outcomes for {expected} tests")
         return result
 
 

@@ -110,9 +110,8 @@ class _Routes:
         return JSONResponse(body, 201)
 
     async def show_session(self, request: Request) -> Response:
-        return _segments_response(
-            self._gateway.get_session(request.path_params["session"]).segments
-        )
+        session = self._gateway.get_session(request.path_params["session"])
+        return _segments_response(session.segments)
 
     async def close_session(self, request: Request) -> Response:
         return _segments_response(self._gateway.close_session(request.path_params["session"]))

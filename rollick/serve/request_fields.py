@@ -128,9 +128,8 @@ def read_value(value: Any, kind: type[T], param: str) -> T:
     """The value, if it is of this kind; an integer is also a number."""
     allowed: Any = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
-        reject(
-            param, f"is {show_value(value)}, not {TYPE_NAMES[kind]}", fix=f"send {TYPE_NAMES[kind]}"
-        )
+        expected = TYPE_NAMES[kind]
+        reject(param, f"is {show_value(value)}, not {expected}", fix=f"send {expected}")
     if kind is str:
         try:
             value.encode()

@@ -81,9 +81,7 @@ class ApiRequest:
 def read_chat(body: Mapping[str, Any]) -> ApiRequest:
     fields = RequestFields(body)
     values: list[Any] = fields.read("messages", list, [])
-    messages = tuple(
-        _read_message(value, f"messages[{number}]") for number, value in enumerate(values)
-    )
+    messages = tuple(_read_message(value, f"messages[{n}]") for n, value in enumerate(values))
     if not messages:
         reject("messages", "is missing or empty", fix="give at least one message")
     prompt = ChatPrompt(
@@ -204,9 +202,7 @@ def _read_message(value: Any, param: str) -> Mapping[str, Any]:
     if message_fields.get("tool_calls"):
         calls: list[Any] = read_value(message_fields["tool_calls"], list, f"{param}.tool_calls")
         numbered = enumerate(calls)
-        message["tool_calls"] = [
-            _read_tool_call(c, f"{param}.tool_calls[{n}]") for n, c in numbered
-        ]
+        message["tool_calls"] = [_read_call(c, f"{param}.tool_calls[{n}]") for n, c in numbered]
     return message
 
 
@@ -225,7 +221,7 @@ def _read_content(message_fields: Mapping[str, Any], param: str) -> str:
     return "".join(texts)
 
 
-def _read_tool_call(value: Any, param: str) -> Mapping[str, Any]:
+def _read_call(value: Any, param: str) -> Mapping[str, Any]:
     call: dict[str, Any] = read_value(value, dict, param)
     function: dict[str, Any] = read_value(call.get("function"), dict, f"{param}.function")
     arguments: Any = function.get("arguments", "{}")

@@ -31,9 +31,8 @@ class ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def build_response(self, choices: Sequence[ChoiceChunk]) -> Json:
-        body = self._build_body(
-            "chat.completion", [self._build_choice(choice) for choice in choices]
-        )
+        choices_json = [self._build_choice(choice) for choice in choices]
+        body = self._build_body("chat.completion", choices_json)
         if self.request.is_chat and self.request.return_token_ids:
             body["prompt_token_ids"] = choices[0].prompt_ids.tolist()
         return body | {"usage": self._build_usage(choices)}
@@ -56,10 +55,8 @@ class ResponseBuilder:
         """The last event, with the usage, if the client requested it."""
         if not self.request.stream_usage:
             return None
-        return {
-            **self._build_body("chat.completion.chunk", []),
-            "usage": self._build_usage(choices),
-        }
+        body = self._build_body("chat.completion.chunk", [])
+        return body | {"usage": self._build_usage(choices)}
 
     def _build_body(self, kind: str, choices: list[Json]) -> Json:
         """`kind`: the `object` of a chat's body; a completion has only one."""

@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 4096
 
 
 def connection_limit() -> int:
-    """The maximum of connections. Leaves a quarter of the open files to the engine and others."""
+    """Leaves a quarter of the open files to the engine and others."""
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -135,9 +135,7 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > connection_limit():
             # This connection is the newest: it is closed only if all others have a request.
             peers = [cast("BoundedProtocol", peer) for peer in self.connections]
-            waiting = [
-                (peer.waiting_since, peer) for peer in peers if peer.waiting_since is not None
-            ]
+            waiting = [(p.waiting_since, p) for p in peers if p.waiting_since is not None]
             min(waiting, key=lambda pair: pair[0])[1].transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -186,7 +186,7 @@ class ToolCallParser:
         return self._at_start and first is not None and begin.startswith(first)
 
     def _release(self) -> str:
-        """Remove and return held text that cannot be part of a call, a tag, or space before a call."""
+        """Remove and return held text that cannot be part of a call, a tag, or space before one."""
         self._searched = len(self._held)
         if self._state == "call":
             return ""

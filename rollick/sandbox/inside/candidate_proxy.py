@@ -177,12 +177,9 @@ class CandidateProxy(tests.Candidate):
                 raise tests.CandidateError("an argument has changed its type")
             if type(after) is list:
                 # Keep existing proxies: they may count as built by the tests.
-                proxies_by_number: dict[int | None, Any] = {
-                    item.rollick_number: item
-                    for item in before
-                    if isinstance(item, objects.RemoteObject)
-                }
-                before[:] = [proxies_by_number.get(objects.number_of(item), item) for item in after]
+                proxies = [item for item in before if isinstance(item, objects.RemoteObject)]
+                by_number: dict[int | None, Any] = {item.rollick_number: item for item in proxies}
+                before[:] = [by_number.get(objects.number_of(item), item) for item in after]
             else:
                 before.clear()
                 before.update(after)
@@ -385,11 +382,8 @@ def describe_parameters(function: Any) -> list[Any] | None:
     """(name, whether it has a default) of each parameter. None if they are unknown, or if it is a
     method or has *args, **kwargs, positional-only or keyword-only parameters."""
     code = getattr(function, "__code__", None)
-    if (
-        code is None
-        or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
-        or hasattr(function, "__self__")
-    ):
+    variadic = CO_VARARGS | CO_VARKEYWORDS
+    if code is None or code.co_flags & variadic or hasattr(function, "__self__"):
         return None
     if code.co_posonlyargcount or code.co_kwonlyargcount:
         return None

@@ -61,14 +61,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name.rstrip("_"): getattr(_operator, name) for name in OPERATORS.split()},
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool},
     **{"iter": iter, "reversed": reversed, "str": str, "repr": repr, "hash": hash, "int": int},
-    **{"float": float, "round": round, "format": format, "bytes": bytes},
-    **{
-        "divmod": divmod,
-        "complex": complex,
-        "call": _operator.call,
-        "take": _take_items,
-        "exit": _call_exit,
-    },
+    **{"float": float, "round": round, "format": format, "bytes": bytes, "exit": _call_exit},
+    **{"divmod": divmod, "complex": complex, "call": _operator.call, "take": _take_items},
     "content": lambda value: content_of(value),  # pyright: ignore
     "copy": lambda value: __import__("copy").copy(value),  # pyright: ignore
     "deepcopy": lambda value: __import__("copy").deepcopy(value),  # pyright: ignore
@@ -92,8 +86,7 @@ class CandidateServer:
         self.loop: Any = None
 
     def serve(self, failure: BaseException | None) -> None:
-        """Answer requests until the test box ends; if the candidate failed to load, each with its
-        exception `failure`."""
+        """Answer requests until the test box ends, each with `failure` if the candidate has one."""
         failure_reply = failure and ["raise", *self.describe_error(failure)]
         while (request := wire.read_frame(self.requests, candidate.MAX_REQUEST)) is not None:
             self.send_reply(failure_reply or self.execute(wire.decode(request)))
@@ -288,9 +281,7 @@ class CandidateServer:
                 self.send_reply(self.execute(message))
 
 
-def make_error(
-    builtin: str, name: str, arguments: tuple[Any, ...], error_index: int
-) -> BaseException:
+def make_error(builtin: str, name: str, arguments: tuple[Any, ...], index: int) -> BaseException:
     """An exception that the tests have raised or built, with the class name that it has there."""
     kind: Any = getattr(builtins, builtin)
     if name != builtin:
@@ -300,7 +291,7 @@ def make_error(
         error = kind(*arguments)
     except Exception:
         error = RuntimeError(*arguments)
-    error._rollick_error_index = error_index
+    error._rollick_error_index = index
     return error
 
 

@@ -50,7 +50,7 @@ def number_of(value: Any) -> int | None:
 
 
 def is_failed_assertion(error: BaseException) -> bool:
-    """Whether the tests failed with this exception: an AssertionError, or one of pytest."""
+    """Whether it is a failed assertion of the tests: an AssertionError, or one of pytest's."""
     return isinstance(error, AssertionError) or not isinstance(error, Exception)
 
 
