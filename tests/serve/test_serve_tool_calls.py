@@ -204,7 +204,7 @@ async def test_a_template_that_explains_calls_but_leaves_them_out_gets_them_as_c
     form = ToolFormat.of(codec)
     assert form is not None
     assert not form.template_writes_calls
-    (written,) = form.with_calls([message])
+    (written,) = form.write_calls([message])
     assert written["content"] == f"Hm.\n{write_call(ROME, 'hermes')}"
 
 
