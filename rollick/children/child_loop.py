@@ -33,7 +33,7 @@ class ChildSetup:
     """The body of a LOAD frame."""
 
     definitions: Mapping[str, str | bytes]
-    """Name -> a reference to import, or a pickled function or class."""
+    """By name: a reference to import, or a pickled function or class."""
     base: Path | None
     """Folder that file references are relative to."""
     threads: int = 1
@@ -73,7 +73,7 @@ class FrameWriter:
 
 
 def run_program(create: Callable[[FrameWriter], ChildProgram]) -> None:
-    inbox, outbox = take_standard_streams()
+    inbox, outbox = move_standard_streams()
     writer = FrameWriter(outbox)
     program = create(writer)
     with os.fdopen(inbox, "rb") as pipe:
@@ -97,9 +97,9 @@ def _load(program: ChildProgram, setup: ChildSetup, writer: FrameWriter) -> None
         writer.add(FrameKind.LOAD_FAILED, json.dumps(problem))
 
 
-def take_standard_streams() -> tuple[int, int]:
-    """Move the parent's pipes from stdin and stdout to new descriptors; returns these. Call this
-    before loading user code, whose prints then go to stderr and whose stdin is empty."""
+def move_standard_streams() -> tuple[int, int]:
+    """Move the parent's pipes from stdin and stdout to new descriptors; returns them. Call this
+    before loading user code, which then prints to stderr and has an empty stdin."""
     inbox, outbox = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

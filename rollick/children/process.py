@@ -35,15 +35,15 @@ BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     "from importlib import import_module; import_module(sys.argv.pop()).main()"
 )
-"""Passes sys.path as an argument; the child's children would inherit PYTHONPATH."""
+"""Passes sys.path as an argument: the descendants of the child would inherit PYTHONPATH."""
 
 HEADER = struct.Struct("<BI")
-EXIT_SECONDS = 5.0
+EXIT_TIMEOUT_S = 5.0
 """Time for a killed process to exit."""
 STOP_CHECK_SECONDS = 1.0
-"""How often a silent child is checked for having been stopped."""
-OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""A child that one of these ended did not crash by itself: its work may be done again."""
+"""Interval of the checks whether a silent child is stopped (SIGSTOP)."""
+EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""A child that one of these killed did not crash by itself, so its work may be retried."""
 GRACE_SECONDS = 0.05
 """Extra time after a deadline to read frames that arrived while the event loop was blocked."""
 MAX_ERROR_TEXT = 500
@@ -77,7 +77,7 @@ class Child:
     was_stopped: bool = False
     """Whether it was killed because it had been stopped (SIGSTOP)."""
     failed_at: float | None = None
-    """When it ended, hung or was stopped, in seconds since the epoch."""
+    """Time when it ended, hung or was stopped, in seconds since the epoch."""
 
     @classmethod
     async def spawn(
@@ -99,8 +99,8 @@ class Child:
             await self.process.stdin.drain()
 
     async def receive(self, *, deadline: float) -> list[tuple[int, bytes]]:
-        """Wait for at least one frame. Raises TimeoutError or ChildLost. Kills a child that was
-        stopped, which would answer nothing until its deadline."""
+        """Wait for at least one frame. Raises TimeoutError or ChildLost. Kills a child that is
+        stopped, which would not reply before the deadline."""
         while not (frames := self._pop_frames()):
             chunk = await self._read(deadline)
             if not chunk:
@@ -112,17 +112,17 @@ class Child:
     async def _read(self, deadline: float) -> bytes:
         assert self.process.stdout is not None
         now = asyncio.get_running_loop().time
-        last_ran = time.time()
+        last_ran_at = time.time()
         while True:
             try:
                 async with asyncio.timeout_at(min(deadline, now() + STOP_CHECK_SECONDS)):
                     return await self.process.stdout.read(1 << 16)
             except TimeoutError:
                 if is_stopped(self.process.pid):
-                    self.was_stopped, self.failed_at = True, last_ran
+                    self.was_stopped, self.failed_at = True, last_ran_at
                     self.kill()
                     raise ChildLost from None
-                last_ran = time.time()
+                last_ran_at = time.time()
                 if now() >= deadline:
                     break
         async with asyncio.timeout(GRACE_SECONDS):
@@ -130,15 +130,15 @@ class Child:
 
     def _pop_frames(self) -> list[tuple[int, bytes]]:
         frames: list[tuple[int, bytes]] = []
-        begin = 0
-        while len(self.buffer) - begin >= HEADER.size:
-            kind, length = HEADER.unpack_from(self.buffer, begin)
-            end = begin + HEADER.size + length
+        offset = 0
+        while len(self.buffer) - offset >= HEADER.size:
+            kind, length = HEADER.unpack_from(self.buffer, offset)
+            end = offset + HEADER.size + length
             if len(self.buffer) < end:
                 break
-            frames.append((kind, bytes(self.buffer[begin + HEADER.size : end])))
-            begin = end
-        del self.buffer[:begin]
+            frames.append((kind, bytes(self.buffer[offset + HEADER.size : end])))
+            offset = end
+        del self.buffer[:offset]
         return frames
 
     def kill(self) -> None:
@@ -146,16 +146,16 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def wait(self) -> None:
-        """Wait for its exit, but no longer than EXIT_SECONDS."""
+        """Wait for its exit, at most EXIT_TIMEOUT_S."""
         with contextlib.suppress(TimeoutError):
             # Not wait_for, which can swallow a cancellation that comes with the exit (Python 3.11).
-            async with asyncio.timeout(EXIT_SECONDS):
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
                 await self.process.wait()
 
     @property
-    def was_lost(self) -> bool:
-        """Whether a signal from outside ended or stopped it."""
-        return self.was_stopped or -(self.process.returncode or 0) in OUTSIDE_SIGNALS
+    def was_killed_externally(self) -> bool:
+        """Whether an external signal ended it, or stopped it so that it was killed."""
+        return self.was_stopped or -(self.process.returncode or 0) in EXTERNAL_SIGNALS
 
     @property
     def exit_text(self) -> str:
@@ -175,13 +175,13 @@ def pickle_callable(value: Any) -> bytes:
     are pickled by reference; those of `__main__`, of notebooks and of files loaded by path are
     pickled by value."""
     module = sys.modules.get(getattr(value, "__module__", None) or "__main__")
-    by_value = module is not None and not _is_importable(module.__name__)
-    if by_value:
+    pickles_by_value = module is not None and not _is_importable(module.__name__)
+    if pickles_by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         return cloudpickle.dumps(value)
     finally:
-        if by_value:
+        if pickles_by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -196,10 +196,10 @@ def pickle_payload(value: Any) -> bytes:
 
 def describe_failure(error: BaseException) -> str:
     """The last line of the traceback, shortened, and the line of code that raised it."""
-    last = traceback.format_exception_only(error)[-1].strip()
+    last_line = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return shorten(last) + location
+    return shorten(last_line) + location
 
 
 def shorten(text: str) -> str:
@@ -210,5 +210,5 @@ def _is_importable(module: str) -> bool:
     """Whether another process with the same sys.path can import the module."""
     top = module.partition(".")[0]
     # cloudpickle itself pickles __main__ by value.
-    known = top == "__main__" or top in sys.builtin_module_names
-    return known or importlib.machinery.PathFinder.find_spec(top) is not None
+    is_known = top == "__main__" or top in sys.builtin_module_names
+    return is_known or importlib.machinery.PathFinder.find_spec(top) is not None

@@ -1,12 +1,12 @@
-"""What /proc tells of processes: the descendants of this one, also those whose parent has died, and
-whether a process was killed because memory ran out.
+"""Reads /proc: finds the descendants of this process, also those whose parent has died, and whether
+the kernel killed a process because memory ran out.
 
     adopt_orphans()    the kernel gives orphaned descendants to this process, not to init
     find_descendants() every process below one; find_stopped(): those that SIGSTOP holds
-    kill_processes()   SIGKILL, again and again, until none is left or the time is up
+    kill_processes()   SIGKILL, repeated until none is left or the timeout has passed
 
 On a system without /proc, no process is found. The kernel does not report the reason of a kill, but
-counts those for lack of memory in /proc/vmstat.
+counts kills for lack of memory in /proc/vmstat.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-POLL_S = 0.05
+POLL_INTERVAL_S = 0.05
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -38,7 +38,7 @@ def adopt_orphans() -> bool:
 
 
 def signal_on_parent_death(number: signal.Signals) -> bool:
-    """The kernel sends `number` to this process when its parent dies; kept across exec."""
+    """Ask the kernel to send `number` to this process when its parent dies; kept across exec."""
     return _prctl(PR_SET_PDEATHSIG, number)
 
 
@@ -76,7 +76,7 @@ def find_stopped(programs: Collection[str]) -> list[ProcessId]:
 def kill_processes(
     find: Callable[[], Collection[ProcessId]], *, timeout_s: float
 ) -> list[ProcessId]:
-    """Kill what `find` returns until it returns nothing; returns what is left after the time.
+    """Kill what `find` returns until it returns nothing; returns those left after the timeout.
     Repeated, because a process may fork while its siblings are killed."""
     deadline = time.monotonic() + timeout_s
     while processes := find():
@@ -84,7 +84,7 @@ def kill_processes(
             send_kill(process)
         if time.monotonic() > deadline:
             return sorted(processes)
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     return []
 
 
@@ -157,7 +157,7 @@ def count_memory_kills() -> int:
 
 
 def describe_signal(number: int, *, memory_kills_before: int) -> str:
-    """How a signal ended a process that was started when the count was `memory_kills_before`."""
+    """How a signal ended a process. `memory_kills_before`: the count when it started."""
     try:
         text = f"killed by {signal.Signals(number).name}"
     except ValueError:  # A real-time signal has no name.

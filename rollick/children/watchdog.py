@@ -1,12 +1,12 @@
 """A program that kills child processes when the process that started them dies.
 
     parent --"+PGID" / "-PGID" lines--> watchdog      end of input: kill every group still listed,
-                                                      and every process with the mark of the pool
+                                                      and every process with the pool's marker
 
 A child cannot always exit by itself: user code can hang with the GIL held (a regular expression
-that backtracks) and can start processes of its own, also in other groups and sessions. Those
-inherit a mark in their environment. The kernel closes the watchdog's input whenever the parent
-dies. Started by path; uses only the standard library.
+that backtracks) and can start processes, also in other groups and sessions. These inherit a marker
+in their environment. The kernel closes the watchdog's input when the parent dies. Started by path;
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import time
 from collections.abc import Iterable
 
 VARIABLE = "ROLLICK_CHILD"
-"""Environment variable of children and all that they start."""
-KILL_SECONDS = 5.0
-POLL_SECONDS = 0.05
+"""Environment variable of children and their descendants."""
+KILL_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.05
 
 
-def kill_marked(mark: str) -> None:
-    """Kill the processes whose variable begins with `mark`, until there is none or KILL_SECONDS
-    have passed. Finds nothing where /proc does not exist."""
-    deadline = time.monotonic() + KILL_SECONDS
-    while pids := _find_marked(mark):
+def kill_marked(marker: str) -> None:
+    """Kill the processes whose variable begins with `marker`, until there is none or for
+    KILL_TIMEOUT_S. Finds nothing where /proc does not exist."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while pids := _find_marked(marker):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def _find_marked(mark: str) -> list[int]:
-    entry, pids = b"\0" + f"{VARIABLE}={mark}".encode(), list[int]()
+def _find_marked(marker: str) -> list[int]:
+    entry, pids = b"\0" + f"{VARIABLE}={marker}".encode(), list[int]()
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def main(lines: Iterable[str], mark: str) -> None:
+def main(lines: Iterable[str], marker: str) -> None:
     groups: set[int] = set()
     for line in lines:
         sign, group = line[0], int(line[1:])
@@ -63,7 +63,7 @@ def main(lines: Iterable[str], mark: str) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    kill_marked(mark)
+    kill_marked(marker)
 
 
 if __name__ == "__main__":

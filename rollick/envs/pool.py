@@ -252,7 +252,7 @@ class EnvPool:
         while True:
             failure, blamed = await self._read_results(worker)
             worker.up = False
-            await self._supervisor.end(worker.child)
+            await self._supervisor.kill_and_wait(worker.child)
             self.stats.restarts += 1
             self._fail_episodes(worker, failure, blamed)
             timed_out, cause = failure.status is EnvStatus.TIMEOUT, failure.detail
@@ -283,7 +283,7 @@ class EnvPool:
             except (ChildLost, ConnectionError):
                 await worker.child.wait()
                 text = f"its process died ({worker.child.exit_text})"
-                if worker.child.was_lost:
+                if worker.child.was_killed_externally:
                     return EnvCallResult(EnvStatus.LOST, detail=text), set(worker.sessions)
                 return EnvCallResult(EnvStatus.CRASHED, detail=text), set(worker.started)
             for kind, body in frames:

@@ -111,7 +111,7 @@ async def score_code(completion: str, row: Row, settings: CodeSettings = DEFAULT
         return Score.failed(f"{result.status}: {result.detail}", status=status)
     summary = f"{result.passed} of {len(result.outcomes)} tests, isolation {result.level}"
     failures = dict.fromkeys(outcome.message for outcome in result.outcomes if not outcome.passed)
-    share, all_passed = result.share_passed, float(result.all_passed)
+    share, all_passed = result.pass_rate, float(result.all_passed)
     return Score(
         share if settings.partial else all_passed,
         parts={"passed_share": share, "all_passed": all_passed},

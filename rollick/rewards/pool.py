@@ -316,7 +316,7 @@ class RewardPool:
         except (ChildLost, ConnectionError):
             await child.wait()
             failure = _score_of_exit(child)
-            if child.was_lost:
+            if child.was_killed_externally:
                 running = {}
         self._handle_loss(remaining, running, failure)
         return failure

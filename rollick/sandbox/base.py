@@ -3,8 +3,8 @@
     Program (code, input, limits, tests) -> Sandbox.run -> Result (status, output, outcomes)
 
 A Result describes how a program ended; `run` never raises because of what a program does. Failures
-of the sandbox have their own statuses (INFRASTRUCTURE, REFUSED), so that they do not count against
-the program.
+of the sandbox have separate statuses (INFRASTRUCTURE, REFUSED, UNAVAILABLE), so that they do not
+count against the program.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class TestOutcome:
     @classmethod
     def from_json(cls, fields: Any) -> TestOutcome:
         if not isinstance(fields, Mapping):
-            raise TypeError(f"an outcome is an object, not {type(fields).__name__}")
-        given = cast("Mapping[str, Any]", fields)
-        return cls(given["passed"] is True, str(given.get("message", "")))
+            raise TypeError(f"an outcome must be an object, not {type(fields).__name__}")
+        values = cast("Mapping[str, Any]", fields)
+        return cls(values["passed"] is True, str(values.get("message", "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,13 @@ class Result:
         return sum(outcome.passed for outcome in self.outcomes)
 
     @property
-    def share_passed(self) -> float:
+    def pass_rate(self) -> float:
         return self.passed / len(self.outcomes) if self.outcomes else 0.0
 
     @property
     def all_passed(self) -> bool:
         """Whether every test passed and the tests ran to their end."""
-        return self.status is Status.OK and self.share_passed == 1.0
+        return self.status is Status.OK and self.pass_rate == 1.0
 
     @classmethod
     def not_run(cls, detail: str, *, status: Status = Status.INFRASTRUCTURE) -> Result:
@@ -180,21 +180,21 @@ class Result:
     def from_json(cls, fields: Any) -> Result:
         """The inverse of `to_json`. Invalid fields raise ValueError, KeyError or TypeError."""
         if not isinstance(fields, Mapping):
-            raise TypeError(f"a result is an object, not {type(fields).__name__}")
-        given = cast("Mapping[str, Any]", fields)
-        exit_code, seconds = given.get("exit_code"), float(given.get("seconds", 0.0))
+            raise TypeError(f"a result must be an object, not {type(fields).__name__}")
+        values = cast("Mapping[str, Any]", fields)
+        exit_code, seconds = values.get("exit_code"), float(values.get("seconds", 0.0))
         if not (exit_code is None or isinstance(exit_code, int)):
-            raise ValueError(f"exit_code={exit_code!r} is not an integer")
+            raise ValueError(f"exit_code must be an integer, not {exit_code!r}")
         if not 0 <= seconds < inf:
-            raise ValueError(f"seconds={seconds} is not a time")
+            raise ValueError(f"seconds must be finite and at least 0, not {seconds}")
         return cls(
-            status=Status(given["status"]),
-            isolation=Isolation(given["isolation"]),
-            **{name: str(given.get(name, "")) for name in ("stdout", "stderr", "detail")},
+            status=Status(values["status"]),
+            isolation=Isolation(values["isolation"]),
+            **{name: str(values.get(name, "")) for name in ("stdout", "stderr", "detail")},
             exit_code=exit_code,
             seconds=seconds,
-            outcomes=tuple(map(TestOutcome.from_json, given.get("outcomes", ()))),
-            memory_limit=MemoryLimit(given.get("memory_limit", MemoryLimit.RLIMITS)),
+            outcomes=tuple(map(TestOutcome.from_json, values.get("outcomes", ()))),
+            memory_limit=MemoryLimit(values.get("memory_limit", MemoryLimit.RLIMITS)),
         )
 
 

@@ -1,10 +1,10 @@
 """One box: an isolated process that is started in advance, runs one program and is destroyed.
 
 Box.start()  starts bwrap, which starts the interpreter; does not wait
-ready()      waits until the interpreter waits for its program
+wait_ready() waits until the interpreter waits for its program
 send()       sends the program; its output is read from the pipes (monitor.py)
 end()        SIGKILL to the init process of the pid namespace, which is the interpreter: the
-             kernel kills all others, and a pidfd becomes readable when the last one is gone
+             kernel kills all others, and a pidfd becomes readable when the last one has exited
 
 If this process dies, the kernel (parent-death signals) and guard.py end the box.
 """
@@ -38,13 +38,13 @@ from rollick.sandbox.host import DISK_MB, BoxPipes, SandboxHost
 from rollick.sandbox.memory import MemoryGroup, MemoryGroups
 from rollick.sandbox.seccomp import seccomp_program
 
-START_SECONDS = 30.0
+START_TIMEOUT_S = 30.0
 """Time for bubblewrap and the interpreter to start on a busy machine."""
-END_SECONDS = 10.0
+END_TIMEOUT_S = 10.0
 """Time for the kernel to remove a killed box."""
-STDERR_BYTES = 2000
+MAX_STDERR_BYTES = 2000
 KERNEL_MB = 32
-"""In a memory cgroup: for the kernel's data about the processes of a box."""
+"""Memory of a box's cgroup for the kernel's data about its processes."""
 
 BOX_MODULES = {
     "rollick_wire": "rollick.sandbox.wire",
@@ -64,7 +64,7 @@ g = {{"__name__": "rollick_boot"}}
 exec(c["rollick_boot"], g)
 g["main"]({control}, c, marshal.loads)
 """
-"""The interpreter's first code. It reads our modules as compiled code: compiling them in every box
+"""The interpreter's first code. It reads the modules as compiled code: compiling them in every box
 would take longer than starting the interpreter."""
 
 
@@ -73,19 +73,19 @@ class BoxStartError(SandboxError):
 
 
 @cache
-def inside_code() -> bytes:
+def compile_box_modules() -> bytes:
     """The code that runs in boxes, compiled for this interpreter."""
-    return marshal.dumps({name: _compiled(name, module) for name, module in BOX_MODULES.items()})
+    return marshal.dumps({name: _compile(name, module) for name, module in BOX_MODULES.items()})
 
 
 @cache
-def extra_code(*names: str) -> dict[str, bytes]:
+def compile_extra_modules(*names: str) -> dict[str, bytes]:
     """Further modules for the message to a box, in the order in which it loads them."""
     modules = {f"rollick_{name}": f"rollick.sandbox.inside.{name}" for name in names}
-    return {name: marshal.dumps(_compiled(name, module)) for name, module in modules.items()}
+    return {name: marshal.dumps(_compile(name, module)) for name, module in modules.items()}
 
 
-def _compiled(name: str, module: str) -> CodeType:
+def _compile(name: str, module: str) -> CodeType:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     code: CodeType = spec.loader.get_code(module)  # pyright: ignore
@@ -122,75 +122,75 @@ class Box:
 
     @classmethod
     def start(
-        cls, host: SandboxHost, *, packages: bool = False, guard: BoxGuard | None = None
+        cls, host: SandboxHost, *, mount_packages: bool = False, guard: BoxGuard | None = None
     ) -> Box:
         """Start the processes and return immediately. SandboxError if they cannot be started."""
-        # The box's ends are always closed here, our ends only if the box does not start.
-        with ExitStack() as theirs, ExitStack() as ours:
+        # The box's ends are always closed here, the parent's only if the box does not start.
+        with ExitStack() as box_cleanup, ExitStack() as parent_cleanup:
             try:
-                box = cls._start(host, theirs, ours, packages, guard)
+                box = cls._start(host, box_cleanup, parent_cleanup, mount_packages, guard)
             except OSError as error:
                 fix = "allow more open files (ulimit -n)" if error.errno == errno.EMFILE else ""
                 raise SandboxError(f"a box cannot be started: {error}", fix=fix) from error
-            ours.pop_all()
+            parent_cleanup.pop_all()
         return box
 
     @classmethod
     def _start(
         cls,
         host: SandboxHost,
-        theirs: ExitStack,
-        ours: ExitStack,
-        packages: bool,
+        box_cleanup: ExitStack,
+        parent_cleanup: ExitStack,
+        mount_packages: bool,
         guard: BoxGuard | None,
     ) -> Box:
         our_socket, box_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours.callback(our_socket.close)
-        theirs.callback(box_socket.close)
-        in_r, in_w = _pipe(theirs, ours)
-        out_r, out_w = _pipe(ours, theirs)
-        err_r, err_w = _pipe(ours, theirs)
-        info_r, info_w = _pipe(ours, theirs)
-        filter_r, filter_w = _pipe(theirs, theirs)
+        parent_cleanup.callback(our_socket.close)
+        box_cleanup.callback(box_socket.close)
+        in_r, in_w = _open_pipe(box_cleanup, parent_cleanup)
+        out_r, out_w = _open_pipe(parent_cleanup, box_cleanup)
+        err_r, err_w = _open_pipe(parent_cleanup, box_cleanup)
+        info_r, info_w = _open_pipe(parent_cleanup, box_cleanup)
+        filter_r, filter_w = _open_pipe(box_cleanup, box_cleanup)
         options_r, options_w = os.pipe()
-        theirs.callback(os.close, options_r)
-        options = theirs.enter_context(os.fdopen(options_w, "wb", buffering=0))
+        box_cleanup.callback(os.close, options_r)
+        options = box_cleanup.enter_context(os.fdopen(options_w, "wb", buffering=0))
         os.write(filter_w, seccomp_program(shared_memory=host.memory is not None))
         our_socket.setblocking(False)
-        our_socket.send(inside_code())
+        our_socket.send(compile_box_modules())
         pipes = BoxPipes(box_socket.fileno(), info_w, filter_r, options_r)
         uid = host.next_uid()
         process = _spawn(host, pipes, (in_r, out_w, err_w), uid)
-        ours.callback(process.wait)
+        parent_cleanup.callback(process.wait)
         # Ends the interpreter, and so bubblewrap; see `kill` for why bubblewrap is not killed.
-        ours.callback(our_socket.shutdown, socket.SHUT_RDWR)
-        ours.callback(options.close)
+        parent_cleanup.callback(our_socket.shutdown, socket.SHUT_RDWR)
+        parent_cleanup.callback(options.close)
         exit_fd = os.pidfd_open(process.pid)
         if guard is not None:
             guard.add(process.pid)
         if host.isolation is not Isolation.NONE:
-            options.write(host.options(pipes, packages=packages))
+            options.write(host.options(pipes, mount_packages=mount_packages))
         for end in (in_w, out_r, err_r, info_r):
             os.set_blocking(end, False)
         return cls(
             *(process, our_socket, in_w, out_r, err_r, info_r, uid, host.isolation, exit_fd, guard)
         )
 
-    async def ready(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until the interpreter waits for its program; SandboxError if it does not."""
         await self._wait_for_byte("start")
         self.open_init()
         if self.init_fd is None and self.isolation is not Isolation.NONE:
             # A program in this box could not be killed. Not a BoxStartError: isolation works, and
-            # must not be given up because a descriptor is missing.
+            # must not be disabled because a descriptor is missing.
             message = "no descriptor for the init process of a box"
             raise SandboxError(message, fix="allow more open files (ulimit -n)")
         if self.guard is not None and self.init_pid:
             self.guard.add(self.init_pid)
 
     def limit_memory(self, groups: MemoryGroups, memory_mb: int) -> None:
-        """Put the box, which is ready, into a memory cgroup; OSError if that fails. Its disk and
-        what the kernel needs for it count there too."""
+        """Put the box, which is ready, into a memory cgroup; OSError if that fails. The cgroup also
+        counts its disk and the kernel memory that it causes."""
         self.group = groups.create((memory_mb + DISK_MB + KERNEL_MB) << 20)
         self.group.add(self.init_pid)
 
@@ -198,17 +198,17 @@ class Box:
         """Wait for one byte from the box; SandboxError with its error output if none comes."""
         received = b""
         try:
-            async with asyncio.timeout(START_SECONDS):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 received = await asyncio.get_running_loop().sock_recv(self.control, 1)
         except TimeoutError:
-            raise SandboxError(f"a box did not {action} within {START_SECONDS:g} s") from None
+            raise SandboxError(f"a box did not {action} within {START_TIMEOUT_S:g} s") from None
         except OSError:
             pass
         if not received:
-            await wait_readable(self.exit_fd, END_SECONDS)
+            await wait_readable(self.exit_fd, END_TIMEOUT_S)
             text = ""
             with suppress(OSError):
-                text = os.read(self.stderr, STDERR_BYTES).decode(errors="replace").strip()
+                text = os.read(self.stderr, MAX_STDERR_BYTES).decode(errors="replace").strip()
             raise BoxStartError(f"a box did not {action}: {text or 'it ended'}")
 
     def open_init(self) -> None:
@@ -226,7 +226,7 @@ class Box:
         sent = socket.send_fds(self.control, [content[: 1 << 15]], list(pipes))
         if sent < len(content):
             await asyncio.get_running_loop().sock_sendall(self.control, content[sent:])
-        await self._wait_for_byte("take its program")
+        await self._wait_for_byte("receive its program")
 
     def kill(self) -> None:
         """Kill all processes of the box; does not wait."""
@@ -238,7 +238,7 @@ class Box:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         else:
-            # The box has no program, since `ready` rejects such a box. Killing bubblewrap while it
+            # The box has no program: `wait_ready` rejects such a box. Killing bubblewrap while it
             # starts would leave a child that waits forever; an interpreter whose socket is closed
             # exits.
             with suppress(OSError):
@@ -259,25 +259,25 @@ class Box:
         """`end` without an event loop; blocks for some milliseconds."""
         self.kill()
         for descriptor, seconds in self._exit_descriptors():
-            watch = select.poll()
-            watch.register(descriptor, select.POLLIN)
-            watch.poll(seconds * 1000)
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll(seconds * 1000)
         self._reap()
 
     def _exit_descriptors(self) -> list[tuple[int, float]]:
         """Descriptors that become readable at the end, and the time for each."""
         if self.init_fd is None:
-            return [(self.exit_fd, START_SECONDS)]
-        return [(self.init_fd, END_SECONDS), (self.exit_fd, END_SECONDS)]
+            return [(self.exit_fd, START_TIMEOUT_S)]
+        return [(self.init_fd, END_TIMEOUT_S), (self.exit_fd, END_TIMEOUT_S)]
 
     def _reap(self) -> None:
         try:
-            self.process.wait(END_SECONDS)
+            self.process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_SECONDS)
-            raise SandboxError(f"a box did not end within {END_SECONDS:g} s of its kill") from None
+                self.process.wait(END_TIMEOUT_S)
+            raise SandboxError(f"a killed box did not end within {END_TIMEOUT_S:g} s") from None
 
     def close(self) -> None:
         if self.guard is not None:
@@ -295,7 +295,7 @@ class Box:
 
 @dataclass(slots=True, eq=False)
 class BoxStarter:
-    """One thread that starts all boxes of a sandbox, and a guard that kills them if we die.
+    """One thread that starts all boxes of a sandbox, and a guard that kills them if rollick dies.
 
     The kernel kills a box when the thread that started it ends (a parent-death signal is sent at
     the end of a thread, not of a process). Programs come from any thread, and a server's thread may
@@ -310,7 +310,7 @@ class BoxStarter:
     _pid: int = 0
     """The process of the thread and of the guard's parent."""
 
-    def start(self, host: SandboxHost, *, packages: bool = False) -> Box:
+    def start(self, host: SandboxHost, *, mount_packages: bool = False) -> Box:
         """Wait about a millisecond for the start of bubblewrap; raises what Box.start raises."""
         with self._lock:
             if self._closed:
@@ -319,7 +319,7 @@ class BoxStarter:
                 self._thread = ThreadPoolExecutor(1, "starts boxes")
                 self._guard, self._pid = None, os.getpid()
             box = self._thread.submit(
-                lambda: Box.start(host, packages=packages, guard=self._open_guard())
+                lambda: Box.start(host, mount_packages=mount_packages, guard=self._open_guard())
             )
         return box.result()
 
@@ -350,7 +350,7 @@ def _spawn(
     host: SandboxHost, pipes: BoxPipes, streams: tuple[int, int, int], uid: int | None
 ) -> subprocess.Popen[bytes]:
     """Start bubblewrap, or without isolation the interpreter, with these standard streams."""
-    boot_code = BOOT_CODE.format(size=len(inside_code()), control=pipes.control)
+    boot_code = BOOT_CODE.format(size=len(compile_box_modules()), control=pipes.control)
     python = ["-I", "-S", "-B", "-X", "utf8", "-c", boot_code]
     if host.isolation is Isolation.NONE:
         command, inherited = [sys.executable, *python], (pipes.control,)
@@ -370,7 +370,7 @@ def _spawn(
     )
 
 
-def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
+def _open_pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
     """A pipe; each stack closes one of its ends."""
     ends = os.pipe()
     for stack, end in zip((reads, writes), ends, strict=True):
@@ -379,11 +379,11 @@ def _pipe(reads: ExitStack, writes: ExitStack) -> tuple[int, int]:
 
 
 async def wait_readable(descriptor: int, seconds: float) -> None:
-    """Wait until the descriptor is readable, but no longer than this."""
+    """Wait until the descriptor is readable, at most `seconds`."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, lambda: done.done() or done.set_result(None))
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, lambda: readable.done() or readable.set_result(None))
     try:
-        await asyncio.wait([done], timeout=seconds)
+        await asyncio.wait([readable], timeout=seconds)
     finally:
         loop.remove_reader(descriptor)

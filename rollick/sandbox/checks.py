@@ -79,8 +79,8 @@ async def check_scripts(
 
 def compare_output(case: ScriptCase, result: Result) -> TestOutcome:
     if result.status is not Status.OK:
-        last = result.stderr.strip().rpartition("\n")[2]
-        return TestOutcome(False, f"{result.status}: {last}".rstrip(": "))
+        last_line = result.stderr.strip().rpartition("\n")[2]
+        return TestOutcome(False, f"{result.status}: {last_line}".rstrip(": "))
     if is_same_output(result.stdout, case.expected):
         return TestOutcome(True)
     return TestOutcome(False, f"printed {result.stdout[:200]!r}, not {case.expected[:200]!r}")
@@ -88,12 +88,12 @@ def compare_output(case: ScriptCase, result: Result) -> TestOutcome:
 
 def is_same_output(printed: str, expected: str) -> bool:
     """Compare lines word by word, ignoring white space between words and at the end. Numbers with a
-    decimal point may differ by 1e-6 of their size."""
+    decimal point may differ by RELATIVE_ERROR (absolute below 1)."""
     lines = [line.split() for line in printed.rstrip().splitlines()]
     expected_lines = [line.split() for line in expected.rstrip().splitlines()]
     return len(lines) == len(expected_lines) and all(
-        len(words) == len(others) and all(map(_is_same_word, words, others))
-        for words, others in zip(lines, expected_lines, strict=True)
+        len(words) == len(expected_words) and all(map(_is_same_word, words, expected_words))
+        for words, expected_words in zip(lines, expected_lines, strict=True)
     )
 
 
@@ -101,9 +101,9 @@ def _is_same_word(word: str, expected: str) -> bool:
     if word == expected or "." not in expected:
         return word == expected
     try:
-        number, other = float(word), float(expected)
+        number, expected_number = float(word), float(expected)
     except ValueError:
         return False
-    if not (isfinite(number) and isfinite(other)):
-        return False  # beyond what a float holds, only equal texts are equal
-    return abs(number - other) <= RELATIVE_ERROR * max(1.0, abs(other))
+    if not (isfinite(number) and isfinite(expected_number)):
+        return False  # beyond the range of a float, only equal texts are equal
+    return abs(number - expected_number) <= RELATIVE_ERROR * max(1.0, abs(expected_number))

@@ -4,8 +4,8 @@
 
 Boxes have a parent-death signal too, but it does not cover everything. A program can clear it, by
 an exec in a second thread. And a bubblewrap that dies while it starts leaves a child that waits
-forever. Process groups cover both. A box has two: that of bubblewrap from its start on, and that of
-its init process before a program runs; the filter lets no program leave it.
+forever. Process groups cover both. A box has two: that of bubblewrap, listed from its start on, and
+that of its init process, listed before a program runs. The filter lets no program leave it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakSet
 
-END_SECONDS = 10.0
+END_TIMEOUT_S = 10.0
 PROGRAM = """
 trap '' HUP INT TERM
 boxes=' '
@@ -32,7 +32,7 @@ for box in $boxes; do kill -9 "-$box"; done
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BoxGuard:
-    """The process of a guard, in a session of its own."""
+    """The process of a guard, in a separate session."""
 
     process: subprocess.Popen[bytes]
 
@@ -70,12 +70,12 @@ class BoxGuard:
             self.process.stdin.write(line.encode())
 
     def close(self) -> None:
-        """End the guard, which kills what is still listed."""
+        """End the guard, which kills the groups that are still listed."""
         _GUARDS.discard(self)
         assert self.process.stdin is not None
         self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
+            self.process.wait(END_TIMEOUT_S)
             return
         self.process.kill()
         self.process.wait()
@@ -85,7 +85,7 @@ _GUARDS: WeakSet[BoxGuard] = WeakSet()
 
 
 def _close_copies() -> None:
-    """In a forked process: its copy of the pipe would hide the death of its parent."""
+    """In a forked process: close its copies of the pipes, which would hide the parent's death."""
     for guard in list(_GUARDS):
         assert guard.process.stdin is not None
         guard.process.stdin.close()

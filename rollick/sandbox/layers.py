@@ -68,7 +68,7 @@ async def probe_layers() -> IsolationLayers:
         problem = result.detail or result.stderr.strip() or str(result.status)
         return IsolationLayers(Isolation.NONE, missing=("bubblewrap",), problem=problem)
     probed = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
-    failed = [name for name, active in probed.items() if active != "True"]
+    failed = [name for name, is_active in probed.items() if is_active != "True"]
     # bubblewrap does not start unless it can create each requested namespace.
     active = ["bubblewrap", f"namespaces ({', '.join(NAMESPACES)}, mount)"]
     active += [name for name in probed if name not in failed]
@@ -77,8 +77,8 @@ async def probe_layers() -> IsolationLayers:
         "memory cgroup": result.memory_limit is MemoryLimit.CGROUP,
         "cpu cgroup": has_cpu_group,
     }
-    active += [name for name, has_it in optional.items() if has_it]
-    missing = failed + [name for name, has_it in optional.items() if not has_it]
+    active += [name for name, is_active in optional.items() if is_active]
+    missing = failed + [name for name, is_active in optional.items() if not is_active]
     level = Isolation.NONE if failed else layers.isolation
     problem = f"these layers have no effect: {', '.join(failed)}" if failed else ""
     return IsolationLayers(level, tuple(active), tuple(missing), problem)

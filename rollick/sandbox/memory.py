@@ -1,7 +1,7 @@
 """Limits the memory of a box: by a memory cgroup if one can be created, otherwise by polling.
 
     MemoryGroups.detect() -> create(limit) -> MemoryGroup: add(pid), is_exhausted, close
-    measure_memory(pid)   -> resident memory of all processes and room of their sockets
+    measure_memory(pid)   -> resident memory of all processes and size of their socket buffers
 
 A cgroup counts all memory of a box, including kernel memory, and the kernel enforces its limit.
 Ordinary users and most containers cannot create one. There the filter denies what no measurement
@@ -23,12 +23,12 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-NAME = "rollick-box"
-HELPER_SECONDS = 10.0
+NAME_PREFIX = "rollick-box"
+HELPER_TIMEOUT_S = 10.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 DEFAULT_SOCKET_BYTES = 212_992
 CPU_WEIGHT = {"cgroup": ("cpu.shares", "1024"), "cgroup2": ("cpu.weight", "100")}
-"""The file of a cpu cgroup with its weight, and the weight of each box."""
+"""(file of the weight, weight of each box) of a cpu cgroup."""
 
 
 class GroupFiles(NamedTuple):
@@ -57,7 +57,7 @@ class MemoryGroup:
     folder: Path
     files: GroupFiles
     cpu: Path | None = None
-    """Its cpu cgroup, where this is a folder of its own."""
+    """Its cpu cgroup, if that is a separate folder."""
 
     def add(self, pid: int) -> None:
         """Put a process into the group; its later children are in it too."""
@@ -73,7 +73,7 @@ class MemoryGroup:
         return False
 
     def close(self) -> None:
-        """Remove the group. One that is still in use is removed by a later sandbox."""
+        """Remove the group. If it is still in use, a later sandbox removes it."""
         for folder in filter(None, (self.folder, self.cpu)):
             with suppress(OSError):
                 folder.rmdir()
@@ -86,16 +86,16 @@ class MemoryGroups:
     folder: Path
     files: GroupFiles
     cpu: tuple[Path, str] | None = None
-    """Folder for cpu cgroups and its file system type; None if the scheduler decides."""
-    _numbers: count[int] = field(default_factory=count)
+    """Folder for cpu cgroups and its file system type; None without cpu cgroups."""
+    _group_numbers: count[int] = field(default_factory=count)
 
     @classmethod
     def detect(cls) -> MemoryGroups | None:
         """Finds a folder where this process may create memory cgroups; None if there is none."""
-        for folder, version in group_folders("memory"):
-            for cpu in (*group_folders("cpu"), None):
+        for folder, version in find_group_folders("memory"):
+            for cpu in (*find_group_folders("cpu"), None):
                 if cpu is not None and cpu[1] == version == "cgroup2" and cpu[0] != folder:
-                    continue  # in version 2 a process has one group for both
+                    continue  # in version 2 a process has one group for both controllers
                 groups = cls(folder, VERSIONS[version], cpu)
                 with suppress(OSError, subprocess.SubprocessError):
                     groups._remove_stale()
@@ -105,7 +105,7 @@ class MemoryGroups:
 
     def create(self, max_bytes: int) -> MemoryGroup:
         """A group with this limit; OSError if it cannot be created."""
-        name = f"{NAME}-{os.getpid()}-{next(self._numbers)}"
+        name = f"{NAME_PREFIX}-{os.getpid()}-{next(self._group_numbers)}"
         folder = self.folder / name
         folder.mkdir()
         group = MemoryGroup(folder, self.files)
@@ -133,28 +133,28 @@ class MemoryGroups:
         try:
             group.add(process.pid)
         finally:
-            process.communicate(timeout=HELPER_SECONDS)
+            process.communicate(timeout=HELPER_TIMEOUT_S)
             group.close()
 
     def _remove_stale(self) -> None:
         """Remove the empty groups of processes that were killed."""
         for parent in (self.folder, *(() if self.cpu is None else self.cpu[:1])):
-            for folder in parent.glob(f"{NAME}-*"):
-                owner = folder.name.removeprefix(f"{NAME}-").partition("-")[0]
+            for folder in parent.glob(f"{NAME_PREFIX}-*"):
+                owner = folder.name.removeprefix(f"{NAME_PREFIX}-").partition("-")[0]
                 if not Path(f"/proc/{owner}").exists():
                     MemoryGroup(folder, self.files).close()
 
 
-def group_folders(controller: str) -> Iterator[tuple[Path, str]]:
+def find_group_folders(controller: str) -> Iterator[tuple[Path, str]]:
     """(folder, file system type) of each possible parent of new cgroups of a controller."""
     with suppress(OSError):
         paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         mounts = Path("/proc/self/mountinfo").read_text()
         for _, controllers, path in paths:
             if controller in controllers.split(","):
-                yield from _mounted(mounts, "cgroup", path, {controller})
+                yield from find_mounts(mounts, "cgroup", path, {controller})
             elif not controllers:
-                for folder, version in _mounted(mounts, "cgroup2", path, set()):
+                for folder, version in find_mounts(mounts, "cgroup2", path, set()):
                     # A group with processes cannot have groups with controllers below it, so a
                     # sibling is usually the only option.
                     for parent in (folder, folder.parent):
@@ -163,10 +163,10 @@ def group_folders(controller: str) -> Iterator[tuple[Path, str]]:
                             yield parent, version
 
 
-def _mounted(
+def find_mounts(
     mounts: str, version: str, path: str, controllers: set[str]
 ) -> Iterator[tuple[Path, str]]:
-    """Where a cgroup is mounted, from the text of mountinfo."""
+    """(folder, file system type) of each mount of a cgroup; `mounts` is the text of mountinfo."""
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         root, point = mount.split()[3:5]
@@ -177,12 +177,12 @@ def _mounted(
 
 
 def measure_memory(pid: int, max_bytes: int) -> int:
-    """Resident memory of a process and its descendants, and the room in the buffers of all sockets
-    in their network namespace; stops counting beyond `max_bytes`."""
-    total, pids = count_sockets(pid) * socket_bytes(), [pid]
+    """Resident memory of a process and its descendants, plus the buffers of all sockets in their
+    network namespace; stops counting beyond `max_bytes`."""
+    total, pids = count_sockets(pid) * read_socket_bytes(), [pid]
     while pids and total <= max_bytes:
         resident = 0
-        for task in task_folders(pids.pop()):
+        for task in list_task_folders(pids.pop()):
             with suppress(OSError, ValueError, IndexError):
                 # Threads share their memory, but one that has exited reads as 0.
                 resident = max(resident, int(Path(task, "statm").read_text().split()[1]))
@@ -191,7 +191,7 @@ def measure_memory(pid: int, max_bytes: int) -> int:
     return total
 
 
-def task_folders(pid: int) -> list[str]:
+def list_task_folders(pid: int) -> list[str]:
     """The folder in /proc of each thread of a process."""
     with suppress(OSError):
         return [f"/proc/{pid}/task/{task}" for task in os.listdir(f"/proc/{pid}/task")]
@@ -199,16 +199,16 @@ def task_folders(pid: int) -> list[str]:
 
 
 def count_sockets(pid: int) -> int:
-    """Unix sockets in the network namespace of a box, which has no others."""
-    for task in task_folders(pid):
+    """Number of sockets in the network namespace of a box: it can have unix sockets only."""
+    for task in list_task_folders(pid):
         with suppress(OSError):  # a thread that has exited has no namespace
             return Path(task, "net/unix").read_bytes().count(b"\n") - 1
     return 0
 
 
 def count_files(pid: int) -> int:
-    """Files on the disk of a box; 0 if the kernel does not permit to count them."""
-    for task in task_folders(pid):
+    """Number of files on the disk of a box; 0 if the kernel does not allow counting them."""
+    for task in list_task_folders(pid):
         with suppress(OSError):  # a thread that has exited has no file system
             disk = os.statvfs(f"{task}/root/tmp")
             return disk.f_files - disk.f_ffree
@@ -216,7 +216,7 @@ def count_files(pid: int) -> int:
 
 
 @cache
-def socket_bytes() -> int:
+def read_socket_bytes() -> int:
     """Bytes that a peer can write into a socket before they are read. The seccomp filter prevents
     programs from changing it."""
     with suppress(OSError, ValueError):

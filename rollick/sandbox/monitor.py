@@ -18,10 +18,10 @@ from rollick.sandbox.box import Box
 from rollick.sandbox.memory import count_files, measure_memory
 from rollick.sandbox.outcomes import ReportEnd, TestReports
 
-CHECK_SECONDS = 0.1
-"""Between two checks of a box's memory."""
+CHECK_INTERVAL_S = 0.1
+"""Time between two checks of a box's memory."""
 MAX_FILES = 20_000
-"""In a box: an empty file takes kernel memory that no size limit counts."""
+"""Files of a box: an empty file takes kernel memory that no size limit counts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class BoxMonitor:
     limits: Limits
     stdin: bytes = b""
     reports: TestReports | None = None
-    """What the last box reports, if it runs tests."""
+    """The reports of the last box, if it runs tests."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     _stopped: asyncio.Future[Status | None] | None = None
@@ -42,15 +42,15 @@ class BoxMonitor:
         exited. The caller ends the boxes."""
         loop = asyncio.get_running_loop()
         self._stopped = loop.create_future()
-        readers, last = self._output_ends(), self.boxes[-1]
-        for end in readers:
-            loop.add_reader(end, self._on_output, end)
+        pipes, last_box = self._output_pipes(), self.boxes[-1]
+        for pipe in pipes:
+            loop.add_reader(pipe, self._on_output, pipe)
         if self.reports is None:
-            watched = last.exit_fd
-            loop.add_reader(watched, self._stop, None)
+            end_fd = last_box.exit_fd
+            loop.add_reader(end_fd, self._stop, None)
         else:
-            watched = last.control.fileno()
-            loop.add_reader(watched, self._on_report, self.reports)
+            end_fd = last_box.control.fileno()
+            loop.add_reader(end_fd, self._on_report, self.reports)
         self._write_stdin()
         check = asyncio.create_task(self._check_memory(), name="memory of a box")
         try:
@@ -60,23 +60,23 @@ class BoxMonitor:
             return Status.TIMEOUT
         finally:
             check.cancel()
-            for end in (*readers, watched):
-                loop.remove_reader(end)
+            for descriptor in (*pipes, end_fd):
+                loop.remove_reader(descriptor)
             if self.boxes[0].stdin >= 0:
                 loop.remove_writer(self.boxes[0].stdin)
 
     def drain(self) -> None:
-        """After the boxes ended: read the rest of the pipes, up to the limit."""
-        for end in self._output_ends():
-            while self._remaining_bytes > 0 and self._read(end):
+        """Read the rest of the pipes, up to the limit. Call this after the boxes ended."""
+        for pipe in self._output_pipes():
+            while self._remaining_bytes > 0 and self._read(pipe):
                 pass
 
-    def texts(self) -> tuple[str, str]:
+    def decode_output(self) -> tuple[str, str]:
         """stdout and stderr so far."""
         return self.stdout.decode(errors="replace"), self.stderr.decode(errors="replace")
 
-    def _output_ends(self) -> list[int]:
-        return [end for box in self.boxes for end in (box.stdout, box.stderr)]
+    def _output_pipes(self) -> list[int]:
+        return [pipe for box in self.boxes for pipe in (box.stdout, box.stderr)]
 
     @property
     def _remaining_bytes(self) -> int:
@@ -86,19 +86,19 @@ class BoxMonitor:
         if self._stopped is not None and not self._stopped.done():
             self._stopped.set_result(status)
 
-    def _on_output(self, end: int) -> None:
-        if not self._read(end):
-            asyncio.get_running_loop().remove_reader(end)
+    def _on_output(self, pipe: int) -> None:
+        if not self._read(pipe):
+            asyncio.get_running_loop().remove_reader(pipe)
         if self._remaining_bytes <= 0:
             self._stop(Status.OUTPUT_LIMIT)
 
-    def _read(self, end: int) -> bool:
-        """Whether there was output. Output of the test box counts as error output."""
+    def _read(self, pipe: int) -> bool:
+        """Read once; returns whether there was output. Output of the test box counts as stderr."""
         try:
-            chunk = os.read(end, max(1, min(1 << 16, self._remaining_bytes)))
+            chunk = os.read(pipe, max(1, min(1 << 16, self._remaining_bytes)))
         except OSError:
             return False
-        (self.stdout if end == self.boxes[0].stdout else self.stderr).extend(chunk)
+        (self.stdout if pipe == self.boxes[0].stdout else self.stderr).extend(chunk)
         return bool(chunk)
 
     def _write_stdin(self) -> None:
@@ -130,16 +130,16 @@ class BoxMonitor:
             # Not a report: only a candidate that shares the box with the tests writes this.
             self._stop(Status.KILLED)
         if reports.end is not None:
-            invalid = reports.end is ReportEnd.INVALID
-            self._stop(Status.INFRASTRUCTURE if invalid else Status.OK)
+            is_invalid = reports.end is ReportEnd.INVALID
+            self._stop(Status.INFRASTRUCTURE if is_invalid else Status.OK)
         elif not chunk:
             self._stop(None)
 
     async def _check_memory(self) -> None:
-        """Check the total memory of a box, which no rlimit bounds."""
+        """Stop if a box exceeds its total memory or number of files, which no rlimit bounds."""
         max_bytes = self.limits.memory_mb << 20
         while True:
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             if self.out_of_memory:
                 self._stop(Status.MEMORY)
             for pid in (box.init_pid for box in self.boxes if box.init_pid):

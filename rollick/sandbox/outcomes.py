@@ -6,7 +6,7 @@
     outcome   of test `number`, once for each test
     ended     the last frame: all tests were run; without it nothing has passed completely
     invalid   the last frame: the tests cannot run with any candidate
-    share     the last frame: the tests need one box for them and the candidate
+    share     the last frame: tests and candidate must share one box
 
 With isolation `shared` the candidate runs in the test box and can write frames. So everything is
 bounded: the size of a frame, the number of tests, and one outcome for each test. A frame outside of
@@ -41,7 +41,7 @@ class ReportEnd(StrEnum):
 
 
 TRUSTED_ENDS = (ReportEnd.INVALID, ReportEnd.SHARE)
-"""Valid only from a test box without the candidate, which could otherwise excuse its failure."""
+"""Valid only from a test box without the candidate, which could otherwise hide its failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +67,11 @@ class TestReports:
             size = int.from_bytes(self._unread[: wire.COUNT_BYTES], "little")
             if size > MAX_FRAME:
                 raise ReportError(f"a frame has {size} bytes; {MAX_FRAME} are allowed")
-            stop = wire.COUNT_BYTES + size
-            if len(self._unread) < stop:
+            frame_end = wire.COUNT_BYTES + size
+            if len(self._unread) < frame_end:
                 return
-            self._read(wire.decode(bytes(self._unread[wire.COUNT_BYTES : stop])))
-            del self._unread[:stop]
+            self._read(wire.decode(bytes(self._unread[wire.COUNT_BYTES : frame_end])))
+            del self._unread[:frame_end]
 
     def _read(self, frame: Any) -> None:
         try:
@@ -80,14 +80,14 @@ class TestReports:
             raise ReportError("a frame does not have five fields") from None
         types = (type(nonce), type(kind), type(number), type(passed), type(message))
         if types != (bytes, str, int, bool, str) or nonce != self.nonce:
-            raise ReportError("a frame has wrong fields")
+            raise ReportError("a frame has wrong field types or a wrong nonce")
         if kind == "count":
             if self.count or not 0 < number <= MAX_TESTS:
                 raise ReportError(f"a test box announces from 1 to {MAX_TESTS} tests, once")
             self.count = number
         elif kind == "outcome":
             if not 0 <= number < self.count or number in self.outcomes:
-                raise ReportError("an outcome does not belong to a test, or comes twice")
+                raise ReportError("an outcome belongs to no test, or to one that has an outcome")
             self.outcomes[number] = TestOutcome(passed, message)
         elif kind == ReportEnd.ENDED or (kind in TRUSTED_ENDS and not self.from_candidate):
             self.end, self.message = ReportEnd(kind), message
@@ -95,8 +95,8 @@ class TestReports:
             raise ReportError(f"a frame has the unknown kind {kind[:20]!r}")
 
     def complete(self, count: int, reason: str) -> tuple[TestOutcome, ...]:
-        """An outcome for each of `count` tests. A test without one has failed, and so has the last
-        test if everything passed but the box did not say that it had ended."""
+        """An outcome for each of `count` tests. A test without one has failed. If all passed but no
+        last frame arrived, the last test has failed."""
         missing = TestOutcome(False, self.message or reason)
         outcomes = [self.outcomes.get(number, missing) for number in range(count)]
         if self.end is None and all(outcome.passed for outcome in outcomes):

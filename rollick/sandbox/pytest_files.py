@@ -1,7 +1,7 @@
-"""Finds what a pytest file needs of the candidate. Only parses code, never runs it. Pure.
+"""Finds what a pytest file needs of the candidate. Only parses code, never runs it.
 
     find_star_names     names that `from solution import *` must define
-    shared_box_reason   what the file does that needs the candidate in the same box
+    shared_box_reason   why the file needs the candidate in the same box
 
 Only the row's file is parsed, never the untrusted candidate: a candidate must not be able to choose
 in which box it runs.
@@ -20,38 +20,40 @@ from functools import lru_cache
 from rollick.sandbox.tested_names import parse
 
 
-def _words(text: str) -> frozenset[str]:
+def _split_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-FIXTURES = _words(
+UNSUPPORTED_FIXTURES = _split_words(
     "capsys capfd capsysbinary capfdbinary caplog monkeypatch mocker recwarn tmp_path tmpdir "
     "tmp_path_factory tmpdir_factory"
 )
 """Fixtures that act on the process or the disk of the tests, which the candidate does not share."""
-MODULES = _words(
+UNSUPPORTED_MODULES = _split_words(
     "abc builtins concurrent doctest gc importlib inspect logging mock multiprocessing pickle "
     "tempfile threading types unittest.mock warnings weakref"
 )
-"""Modules that look into objects, replace parts of the process or start threads."""
-FUNCTIONS = _words(
+"""Modules that inspect objects, replace parts of the process or start threads."""
+UNSUPPORTED_NAMES = _split_words(
     "contextlib.redirect_stderr contextlib.redirect_stdout os.chdir os.environ os.getenv os.putenv "
     "pytest.MonkeyPatch pytest.deprecated_call pytest.warns random.seed sys.getrefcount sys.stderr "
     "sys.stdin sys.stdout typing.get_type_hints unittest.mock"
 )
 """Names in other modules that do the same."""
-BUILTINS = frozenset({"dir", "id", "open"})
+UNSUPPORTED_BUILTINS = frozenset({"dir", "id", "open"})
 """Builtin functions that do not see the candidate's objects or disk."""
-ALLOWED = {"asyncio": {"run", "sleep"}, "dataclasses": {"dataclass", "field"}}
-"""Names in modules that work with proxies; all others do not."""
-METHODS = _words("assertIs assertIsNot assertLogs assertNoLogs assertWarns assertWarnsRegex")
+SUPPORTED_NAMES = {"asyncio": {"run", "sleep"}, "dataclasses": {"dataclass", "field"}}
+"""The only names in these modules that work with proxies."""
+UNSUPPORTED_METHODS = _split_words(
+    "assertIs assertIsNot assertLogs assertNoLogs assertWarns assertWarnsRegex"
+)
 """Methods of unittest.TestCase that compare identities, or read logs or warnings."""
-SPECIAL_NAMES = _words(
+SUPPORTED_SPECIAL_NAMES = _split_words(
     "__name__ __qualname__ __class__ __dict__ __init__ __call__ __len__ __iter__ __next__ __file__ "
     "__contains__ __getitem__ __setitem__ __delitem__ __bool__ __str__ __repr__ __eq__ __ne__ "
     "__hash__ __enter__ __exit__"
 )
-"""Attributes with underscores that proxies have."""
+"""Double-underscore attributes that proxies have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def find_star_names(source: str, module: str) -> StarNames:
     ]
     if module not in stars:
         return StarNames()
-    defined = {each.get_name() for each in table.get_symbols() if _is_bound(each)}
+    defined = {symbol.get_name() for symbol in table.get_symbols() if _is_bound(symbol)}
     read = dict.fromkeys(_global_names(table))
     names = tuple(name for name in read if name not in defined and name.isidentifier())
     owners = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
@@ -111,7 +113,7 @@ def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def shared_box_reason(source: str, module: str) -> str:
-    """What needs tests and candidate in one box; empty if proxies of its objects suffice."""
+    """Why tests and candidate must share a box; empty if proxies of its objects suffice."""
     try:
         tree = parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -122,7 +124,7 @@ def shared_box_reason(source: str, module: str) -> str:
 
 @dataclass(slots=True)
 class _ReasonFinder:
-    """Finds in one file what needs tests and candidate in one box."""
+    """Finds in one file why tests and candidate must share a box."""
 
     tree: ast.Module
     module: str
@@ -140,7 +142,7 @@ class _ReasonFinder:
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self._read_import(node)
-        yield from filter(None, map(_imported_reason, self.modules))
+        yield from filter(None, map(_import_reason, self.modules))
         for node in nodes:
             yield from self._check_node(node)
 
@@ -161,12 +163,12 @@ class _ReasonFinder:
     def _check_node(self, node: ast.AST) -> Iterator[str]:
         match node:
             case ast.ClassDef():
-                for base in (*node.bases, *(each.value for each in node.keywords)):
+                for base in (*node.bases, *(keyword.value for keyword in node.keywords)):
                     if self._is_of_candidate(base):
                         yield f"the class {node.name} of the tests derives from {ast.unparse(base)}"
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 for argument in (*node.args.args, *node.args.kwonlyargs):
-                    if argument.arg in FIXTURES:
+                    if argument.arg in UNSUPPORTED_FIXTURES:
                         yield f"the tests use the fixture {argument.arg}"
             case ast.Compare():
                 yield from self._check_comparison(node)
@@ -205,21 +207,21 @@ class _ReasonFinder:
 
     def _check_attribute(self, node: ast.Attribute) -> Iterator[str]:
         owner = ast.unparse(node.value)
-        stored = not isinstance(node.ctx, ast.Load)
-        if owner in self.aliases and stored:
+        is_assigned = not isinstance(node.ctx, ast.Load)
+        if owner in self.aliases and is_assigned:
             yield f"the tests replace {owner}.{node.attr}"
         if owner in self.imported and (
-            reason := _imported_reason(f"{self.imported[owner]}.{node.attr}")
+            reason := _import_reason(f"{self.imported[owner]}.{node.attr}")
         ):
             yield reason
-        if _is_special(node.attr) and node.attr not in SPECIAL_NAMES:
+        if _is_special(node.attr) and node.attr not in SUPPORTED_SPECIAL_NAMES:
             yield f"the tests use the attribute {node.attr}"
-        if node.attr in METHODS:
+        if node.attr in UNSUPPORTED_METHODS:
             yield f"the tests use {node.attr}"
 
     def _check_call(self, node: ast.Call) -> Iterator[str]:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name in BUILTINS and name not in self.candidate:
+        if name in UNSUPPORTED_BUILTINS and name not in self.candidate:
             yield f"the tests use {name}()"
         if name == "setattr" and node.args and ast.unparse(node.args[0]) in self.aliases:
             yield f"the tests replace parts of {ast.unparse(node.args[0])}"
@@ -236,11 +238,11 @@ class _ReasonFinder:
         return isinstance(node, ast.Name) and node.id in self.candidate
 
 
-def _imported_reason(name: str) -> str:
+def _import_reason(name: str) -> str:
     module, _, part = name.rpartition(".")
     top = name.partition(".")[0]
-    is_denied = module in ALLOWED and part not in ALLOWED[module]
-    if name in FUNCTIONS or is_denied or {name, module, top} & MODULES:
+    is_denied = module in SUPPORTED_NAMES and part not in SUPPORTED_NAMES[module]
+    if name in UNSUPPORTED_NAMES or is_denied or {name, module, top} & UNSUPPORTED_MODULES:
         return f"the tests use {name}"
     return ""
 

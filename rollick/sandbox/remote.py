@@ -5,9 +5,9 @@
 
 The response is Result.to_json. After an invalid response, and after the HTTP statuses 408, 429 and
 5xx, the request is sent again, up to `attempts` times in all (a program may run twice). Then the
-Result has the status INFRASTRUCTURE. A server that cannot be reached, or whose proxy says so, is
-tried until the time is up; then the status is UNAVAILABLE. A redirect is not followed: it would
-carry the token and the program to another server.
+Result has the status INFRASTRUCTURE. A server that cannot be reached, or whose proxy reports that,
+is tried until the deadline; then the status is UNAVAILABLE. A redirect is not followed: it would
+send the token and the program to another server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError,
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
-        """None: the redirect is an HTTPError, as any other status."""
+        """Returns None, so that the redirect raises HTTPError like other statuses."""
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
@@ -61,16 +61,16 @@ class HttpSandbox:
         """Run the program on the server. If the server fails, the status is INFRASTRUCTURE; if it
         does not answer, UNAVAILABLE."""
         limit_s = program.limits.wall_s + self.response_s
-        deadline, pause_s, invalid = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
+        deadline, pause_s, num_failed = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
         problem = f"no response within {limit_s:g} s"
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while invalid < self.attempts:
+                while num_failed < self.attempts:
                     try:
                         return await asyncio.to_thread(self._post, program, deadline)
                     except FAILURES as error:
                         problem = f"{type(error).__name__}: {error}"
-                        invalid += 0 if _is_unavailable(error) else 1
+                        num_failed += 0 if _is_unavailable(error) else 1
                         if isinstance(error, urllib.error.HTTPError):
                             error.close()
                             if error.code < 500 and error.code not in RETRIED_STATUSES:
@@ -78,7 +78,7 @@ class HttpSandbox:
                     # Jitter: requests that failed together must not retry together.
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     await asyncio.sleep(pause_s * random.random())
-        status = Status.INFRASTRUCTURE if invalid else Status.UNAVAILABLE
+        status = Status.INFRASTRUCTURE if num_failed else Status.UNAVAILABLE
         return Result.not_run(f"the sandbox at {self.url} failed: {problem}", status=status)
 
     def _post(self, program: Program, deadline: float) -> Result:
@@ -125,13 +125,13 @@ def program_from_json(fields: Mapping[str, Any]) -> Program:
     """Parse a request, in a server. An invalid one raises ValueError, KeyError or TypeError."""
     tests = None
     if fields["tests"] is not None:
-        given = cast("Mapping[str, Any]", fields["tests"])
+        values = cast("Mapping[str, Any]", fields["tests"])
         tests = Tests(
-            cases=tuple(_case_from_json(case) for case in given["cases"]),
-            setup=str(given["setup"]),
-            entries=tuple(map(str, given["entries"])),
-            module=str(given["module"]),
-            shared=given["shared"] is True,
+            cases=tuple(_case_from_json(case) for case in values["cases"]),
+            setup=str(values["setup"]),
+            entries=tuple(map(str, values["entries"])),
+            module=str(values["module"]),
+            shared=values["shared"] is True,
         )
     return Program(str(fields["code"]), str(fields["stdin"]), Limits(**fields["limits"]), tests)
 

@@ -7,8 +7,8 @@ kill the process.
     load arch -> other: kill     load number -> too new: ENOSYS -> denied: its error -> allow
 
 Some calls return success without an effect, because programs need them to succeed and they reach
-beyond a box. File locks: boxes share the files of the system and the null device. Sessions and
-process groups: the scheduler divides the CPU by session, and a box is killed by its group.
+beyond a box. File locks: boxes share the system files and the null device. Sessions and process
+groups: the scheduler divides the CPU by session, and a box is killed by its group.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 RETURN_SUCCESS = ERROR | 0
 """Returns 0 without making the call."""
-NUMBER_AT, ARCH_AT, FIRST_ARGUMENT_AT = 0, 4, 16
-"""Offsets in the kernel's struct seccomp_data; of an argument the low half, little-endian."""
+NUMBER_OFFSET, ARCH_OFFSET, FIRST_ARGUMENT_OFFSET = 0, 4, 16
+"""Offsets in the kernel's struct seccomp_data (little-endian: an argument's low half is first)."""
 
 NEW_NAMESPACES = 0x7E020000
 """clone's flags CLONE_NEW*: mount, cgroup, uts, ipc, user, pid, net."""
@@ -111,7 +111,7 @@ class Instruction(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """On an argument of a call: it passes, or fails, a test."""
+    """On an argument of a call: the test of it must give `passes`."""
 
     argument: int
     test: int
@@ -131,10 +131,10 @@ def seccomp_program(machine: str = "", *, shared_memory: bool = False) -> bytes:
         raise SandboxError(f"there is no seccomp filter for {machine}", fix=fix)
     column = list(AUDIT_ARCHS).index(machine)
     instructions = [
-        Instruction(LOAD, 0, 0, ARCH_AT),
+        Instruction(LOAD, 0, 0, ARCH_OFFSET),
         Instruction(JUMP_EQUAL, 1, 0, AUDIT_ARCHS[machine]),
         Instruction(RETURN, 0, 0, KILL),
-        Instruction(LOAD, 0, 0, NUMBER_AT),
+        Instruction(LOAD, 0, 0, NUMBER_OFFSET),
         # This includes the x32 calls of x86_64.
         Instruction(JUMP_GREATER, 0, 1, NEWEST_CALL),
         Instruction(RETURN, 0, 0, ERROR | errno.ENOSYS),
@@ -151,7 +151,7 @@ def seccomp_program(machine: str = "", *, shared_memory: bool = False) -> bytes:
             FCNTL[column], RETURN_SUCCESS, Condition(1, JUMP_EQUAL, command)
         )
     instructions.append(Instruction(RETURN, 0, 0, ALLOW))
-    return b"".join(struct.pack("<HBBI", *each) for each in instructions)
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions)
 
 
 def _denied_arguments(shared_memory: bool) -> list[tuple[tuple[int, int], list[Condition]]]:
@@ -186,9 +186,9 @@ def _return_for_call(number: int | None, action: int, *conditions: Condition) ->
         # Skip the later checks and the return.
         skip = 2 * (len(conditions) - 1 - index) + 1
         jumps = (0, skip) if passes else (skip, 0)
-        checks.append(Instruction(LOAD, 0, 0, FIRST_ARGUMENT_AT + 8 * argument))
+        checks.append(Instruction(LOAD, 0, 0, FIRST_ARGUMENT_OFFSET + 8 * argument))
         checks.append(Instruction(test, *jumps, operand))
     body = [*checks, Instruction(RETURN, 0, 0, action)]
     if conditions:
-        body.append(Instruction(LOAD, 0, 0, NUMBER_AT))
+        body.append(Instruction(LOAD, 0, 0, NUMBER_OFFSET))
     return [Instruction(JUMP_EQUAL, 0, len(body), number), *body]

@@ -1,4 +1,4 @@
-"""Finds the names of the candidate that tests use. Only parses code, never runs it. Pure.
+"""Finds the names of the candidate that tests use. Only parses code, never runs it.
 
 The result decides in which box code runs, so only the row's code is parsed, never the untrusted
 candidate.
@@ -37,7 +37,7 @@ def plan_asserts(
     )
 
 
-def modules_used(texts: Iterable[str]) -> set[str]:
+def find_used_modules(texts: Iterable[str]) -> set[str]:
     """Standard-library modules that the tests use without importing them."""
     try:
         used, bound = _collect_names(texts)

@@ -31,7 +31,7 @@ HEADERS = (
 """On every response: a browser must not render it as a page."""
 
 OPEN_PATHS = frozenset({"/health"})
-"""Paths without a token; the response only says that the server is up."""
+"""Paths that need no token; the response only says that the server is up."""
 
 _SESSION = re.compile(r"/sessions/([\w-]+)/v1/")
 
@@ -42,18 +42,18 @@ class AllowedHosts:
 
     names: frozenset[str]
     any_address: bool
-    """Whether any IP address is accepted, or only those of the loopback."""
+    """Whether any IP address is accepted, or only loopback addresses."""
 
     @classmethod
     def of(cls, bound: str, allowed: Iterable[str] = ()) -> AllowedHosts:
         names = {"localhost", bound.lower(), *(name.lower() for name in allowed)}
-        address = _ip_address(bound)
+        address = _parse_ip_address(bound)
         is_loopback = bound.lower() == "localhost" if address is None else address.is_loopback
         return cls(frozenset(names), any_address=not is_loopback)
 
-    def allow(self, header: str) -> bool:
-        name = _without_port(header.strip().lower())
-        address = _ip_address(name)
+    def allows(self, header: str) -> bool:
+        name = _strip_port(header.strip().lower())
+        address = _parse_ip_address(name)
         is_allowed_address = address is not None and (self.any_address or address.is_loopback)
         return name in self.names or is_allowed_address
 
@@ -86,7 +86,7 @@ class AccessControl:
 
     def _check(self, headers: Headers, path: str) -> BadRequest | None:
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self.hosts.allow(hosts[0]):
+        if len(hosts) != 1 or not self.hosts.allows(hosts[0]):
             text, code = "this Host is not allowed", "host_not_allowed"
             fix = "use the address that was printed, or start with --allow-host NAME"
             return BadRequest(text, fix=fix, status=403, code=code)
@@ -101,7 +101,8 @@ class AccessControl:
 
 
 def _has_token(headers: Headers, tokens: Sequence[str]) -> bool:
-    """Compares with all tokens in constant time, so that timing reveals nothing about them."""
+    """Whether the request has one of the tokens. Compares with all in constant time, so that timing
+    reveals nothing about them."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     matches = [
         hmac.compare_digest(_digest(credentials.strip()), _digest(token)) for token in tokens
@@ -113,13 +114,13 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
-def _without_port(host: str) -> str:
+def _strip_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]
 
 
-def _ip_address(name: str) -> IPv4Address | IPv6Address | None:
+def _parse_ip_address(name: str) -> IPv4Address | IPv6Address | None:
     with suppress(ValueError):
         return ip_address(name)
     return None

@@ -29,7 +29,7 @@ from rollick.serve.access_control import AccessControl, AllowedHosts
 from rollick.serve.choices import ChoiceChunk, Emit
 from rollick.serve.gateway import AgentSession, Gateway
 from rollick.serve.recorder import Segment
-from rollick.serve.request_fields import BadRequest, no_such_model, read_json
+from rollick.serve.request_fields import BadRequest, model_not_found_error, read_json
 from rollick.serve.requests import ApiRequest, read_chat, read_completion
 from rollick.serve.responses import ResponseBuilder, describe_model, error_body, error_response
 
@@ -39,14 +39,14 @@ SEND_DEADLINE_S = 60.0
 """A client that reads nothing for this long counts as disconnected."""
 MAX_BODY_BYTES = 4 << 20
 
-Read = Callable[[Mapping[str, Any]], ApiRequest]
+ReadRequest = Callable[[Mapping[str, Any]], ApiRequest]
 
 
 def make_app(gateway: Gateway, token: str, hosts: AllowedHosts) -> ASGIApp:
     errors = (RollickError, HTTPException, ClientDisconnect, Exception)
-    routes = _Routes(gateway).table()
+    routes = _Routes(gateway).build()
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, _on_error))
-    # These wrap Starlette, so that its responses to unexpected errors also pass through them.
+    # Outside of Starlette, so that its responses to unexpected errors also pass through these.
     return _with_send_deadline(AccessControl(app, hosts, token, gateway.sessions))
 
 
@@ -69,19 +69,19 @@ def _with_send_deadline(app: ASGIApp) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """The endpoints. /v1 and /sessions/ID/v1 share their functions."""
+    """The endpoints. /v1 and /sessions/ID/v1 share their handlers."""
 
     _gateway: Gateway
 
-    def table(self) -> list[Route | Mount]:
+    def build(self) -> list[Route | Mount]:
         v1 = [
             Route("/chat/completions", partial(self.complete, read_chat), methods=["POST"]),
             Route("/completions", partial(self.complete, read_completion), methods=["POST"]),
-            Route("/models", self.models),
-            Route("/models/{name:path}", self.model),
+            Route("/models", self.list_models),
+            Route("/models/{name:path}", self.show_model),
         ]
         return [
-            Route("/health", self.health),
+            Route("/health", self.check_health),
             Mount("/v1", routes=v1),
             Route("/sessions", self.open_session, methods=["POST"]),
             Route("/sessions/{session}", self.show_session, methods=["GET"]),
@@ -89,45 +89,46 @@ class _Routes:
             Mount("/sessions/{session}/v1", routes=v1),
         ]
 
-    async def health(self, request: Request) -> Response:
+    async def check_health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def models(self, request: Request) -> Response:
-        self._session(request)
+    async def list_models(self, request: Request) -> Response:
+        self._find_session(request)  # raises if there is none
         data = [describe_model(self._gateway.model, self._gateway.created)]
         return JSONResponse({"object": "list", "data": data})
 
-    async def model(self, request: Request) -> Response:
+    async def show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._gateway.model:
-            raise no_such_model(name)
+            raise model_not_found_error(name)
         return JSONResponse(describe_model(name, self._gateway.created))
 
     async def open_session(self, request: Request) -> Response:
-        session = self._gateway.open_own_session()
+        session = self._gateway.open_http_session()
         base = str(request.base_url).rstrip("/")
         body = {"id": session.id, "base_url": base + session.path, "token": session.token}
         return JSONResponse(body, 201)
 
     async def show_session(self, request: Request) -> Response:
-        return _segments_response(self._gateway.session(request.path_params["session"]).segments)
+        session = self._gateway.get_session(request.path_params["session"])
+        return _segments_response(session.segments)
 
     async def close_session(self, request: Request) -> Response:
         return _segments_response(self._gateway.close_session(request.path_params["session"]))
 
-    async def complete(self, read: Read, request: Request) -> _CompletionResponse:
-        session = self._session(request)
-        api_request = read(read_json(await _body(request)))
+    async def complete(self, read: ReadRequest, request: Request) -> _CompletionResponse:
+        session = self._find_session(request)
+        api_request = read(read_json(await _read_body(request)))
         model = api_request.model or self._gateway.model
         builder = ResponseBuilder(api_request, model, self._gateway.codec.decode)
         return _CompletionResponse(self._gateway, api_request, session, builder)
 
-    def _session(self, request: Request) -> AgentSession | None:
+    def _find_session(self, request: Request) -> AgentSession | None:
         id = request.path_params.get("session")
-        return None if id is None else self._gateway.session(id)
+        return None if id is None else self._gateway.get_session(id)
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """The full body. Raises BadRequest if it is too large or arrives too slowly."""
     body = bytearray()
     try:
@@ -161,10 +162,10 @@ class _CompletionResponse:
             with suppress(ClientDisconnect):
                 await _run_while_connected(receive, self._send_events(send))
             return
-        choices = await _run_while_connected(receive, self._respond(_discard))
+        choices = await _run_while_connected(receive, self._respond(_discard_chunk))
         if choices is not None:
             with suppress(ClientDisconnect):
-                await JSONResponse(self._builder.full(choices))(scope, receive, send)
+                await JSONResponse(self._builder.build_response(choices))(scope, receive, send)
 
     async def _respond(self, emit: Emit) -> Sequence[ChoiceChunk]:
         return await self._gateway.respond(self._request, emit, session=self._session)
@@ -174,14 +175,14 @@ class _CompletionResponse:
         started: set[int] = set()
 
         async def emit(chunk: ChoiceChunk) -> None:
-            first = chunk.index not in started
+            is_first = chunk.index not in started
             started.add(chunk.index)
-            await events.send(self._builder.chunk(chunk, first=first))
+            await events.send(self._builder.build_chunk(chunk, is_first=is_first))
 
         try:
-            await events.send(self._builder.usage_chunk(await self._respond(emit)))
+            await events.send(self._builder.build_usage_chunk(await self._respond(emit)))
         except RollickError as error:
-            if not events.started:
+            if not events.has_started:
                 raise
             await events.send(error_response(error)[1])
         await events.end()
@@ -193,19 +194,19 @@ class _EventStream:
     can set another status."""
 
     _send: Send
-    started: bool = False
+    has_started: bool = False
 
     async def send(self, event: Mapping[str, Any] | None) -> None:
         if event is not None:
-            await self._data(json.dumps(event))
+            await self._send_data(json.dumps(event))
 
     async def end(self) -> None:
-        await self._data("[DONE]")
+        await self._send_data("[DONE]")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _data(self, text: str) -> None:
-        if not self.started:
-            self.started = True
+    async def _send_data(self, text: str) -> None:
+        if not self.has_started:
+            self.has_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         body = f"data: {text}\n\n".encode()
@@ -214,15 +215,15 @@ class _EventStream:
 
 async def _run_while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of the work; None if the client disconnects first, which cancels the work."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_wait_for_disconnect(receive))
+    work_task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
+        await asyncio.wait({work_task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return await work_task if work_task.done() else None
     finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        work_task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(work_task, disconnect, return_exceptions=True)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -230,7 +231,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _discard(chunk: ChoiceChunk) -> None:
+async def _discard_chunk(chunk: ChoiceChunk) -> None:
     """An `Emit` that ignores chunks: without streaming, only the full response is sent."""
 
 

@@ -19,13 +19,13 @@ from rollick.episodes.base import EngineAccess
 from rollick.infer.engine import Decode
 from rollick.infer.stream import stream_deltas
 from rollick.serve.request_fields import BadRequest
-from rollick.serve.tool_calls import FunctionCall, ReplyPart, ToolCallParser, overlap
+from rollick.serve.tool_calls import FunctionCall, ReplyPart, ToolCallParser, overlap_length
 from rollick.types import FloatArray, IntArray, Request, StopReason, frozen_array
 
 REPLACEMENT = "\ufffd"
 """The character that a tokenizer decodes incomplete UTF-8 sequences to."""
 MAX_REPLACEMENTS = 64
-"""A run of this many is released as it is. A shorter one may be incomplete: some tokenizers decode
+"""A run of this many is released unchanged. A shorter one may be incomplete: some tokenizers decode
 byte tokens to replacement characters until the last character of the run is complete."""
 
 
@@ -119,7 +119,7 @@ async def gather_choices(choices: Iterable[Coroutine[Any, Any, ChoiceChunk]]) ->
 
 @dataclass(slots=True, eq=False)
 class Detokenizer:
-    """The text of one choice, as its tokens arrive: all that `push` and `finish` return, joined.
+    """Decodes the tokens of one choice as they arrive: `push` and `finish` return pieces of text.
 
     A token is decoded together with earlier ones, because its text can depend on them (a leading
     space, the rest of a character). Text that may begin a stop string is held back.
@@ -172,6 +172,6 @@ class Detokenizer:
         if matches:
             self.stopped = True
             return text[: min(matches)]
-        keep = max((overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        num_kept = max((overlap_length(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - num_kept :]
+        return text[: len(text) - num_kept]

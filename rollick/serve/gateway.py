@@ -3,9 +3,9 @@
     ApiRequest -> prompts -> Request for each choice -> generate_choice -> choices
                     \\-- session: SessionRecorder.plan ... add
 
-Owns request ids, the limit of concurrent requests, and the sessions. A request of a session goes
+Holds request ids, the limit of concurrent requests, and the sessions. A request of a session goes
 to the EngineAccess that the session was opened with, so that an agent under training is part of the
-rollout like any other sample; other requests go to the gateway's own.
+rollout like any other sample. Other requests go to the gateway's `access`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollick.data.chat import ChatCodec
 from rollick.episodes.base import EngineAccess
 from rollick.serve.choices import ChoiceChunk, Emit, gather_choices, generate_choice
 from rollick.serve.recorder import Segment, SegmentPlan, SessionRecorder, encode_raw
-from rollick.serve.request_fields import UNSUPPORTED, BadRequest, no_such_model, reject
+from rollick.serve.request_fields import UNSUPPORTED, BadRequest, model_not_found_error, reject
 from rollick.serve.requests import ApiRequest, ChatPrompt, RawPrompt
 from rollick.serve.tool_calls import ToolCallParser, ToolFormat
 from rollick.types import IntArray, Request, SampleId, Sampling, stable_hash
@@ -35,7 +35,7 @@ LONG_TEXT = 2048
 """Characters; a longer text is encoded in a thread, so that it does not block other requests."""
 MAX_SESSIONS = 4096
 MAX_SESSION_TOKENS = 1 << 20
-"""A session with more tokens gets no further requests, which stops an agent in a loop."""
+"""A session with more tokens rejects requests, which stops an agent that repeats itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,16 +66,16 @@ class AgentSession:
 
 @dataclass(eq=False)
 class Gateway:
-    """Answers requests and holds sessions. Call all methods from one event loop."""
+    """Responds to requests and holds sessions. Call all methods from one event loop."""
 
     codec: ChatCodec
     _: KW_ONLY
     model: str
     max_length: int
     access: EngineAccess | None = None
-    """None: serves sessions only."""
+    """If None, only sessions are served."""
     supports_top_p: bool = True
-    """Whether top_p and top_k work."""
+    """Whether the engine supports top_p and top_k."""
     max_requests: int = 1024
     created: int = field(default_factory=lambda: int(time.time()))
     sessions: dict[str, AgentSession] = field(default_factory=dict[str, AgentSession])
@@ -84,7 +84,7 @@ class Gateway:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model calls tools; None if it cannot, or in a way that is not parsed."""
+        """How the model calls tools; None if it cannot, or in a format that is not parsed."""
         return ToolFormat.of(self.codec)
 
     def open_session(
@@ -93,8 +93,8 @@ class Gateway:
         """Open a session that records an agent's requests under the sample's id.
 
         `sampling` overrides the agent's sampling parameters and limits its max_tokens, so that a
-        policy is trained with its recipe's settings; the agent's stop strings are added. Random
-        numbers follow from `seed`, the uid and the number of the request.
+        policy is trained with its recipe's settings; the agent's stop strings are added. The random
+        seed of a request is derived from `seed`, the uid and the index of the request.
         """
         if len(self.sessions) >= MAX_SESSIONS:
             raise BadRequest(f"{MAX_SESSIONS} sessions are open", fix="close some", status=429)
@@ -103,21 +103,21 @@ class Gateway:
         self.sessions[session.id] = session
         return session
 
-    def open_own_session(self) -> AgentSession:
-        """A session on the gateway's own engine, for HTTP clients."""
+    def open_http_session(self) -> AgentSession:
+        """Open a session on the gateway's engine, for an HTTP client."""
         uid = SampleId(next(self._group_numbers), 0)
-        return self.open_session(uid, self._own_access(), seed=secrets.randbits(32))
+        return self.open_session(uid, self._require_access(), seed=secrets.randbits(32))
 
     def close_session(self, id: str) -> tuple[Segment, ...]:
-        """Close it and return its segments. The running request is cancelled and not recorded;
-        waiting and later requests are rejected."""
-        session = self.sessions.pop(self.session(id).id)
+        """Close a session and return its segments. The running request is cancelled and not
+        recorded; waiting and later requests are rejected."""
+        session = self.sessions.pop(self.get_session(id).id)
         session.closed = True
         if session.current is not None:
             session.current.cancel()
         return session.segments
 
-    def session(self, id: str) -> AgentSession:
+    def get_session(self, id: str) -> AgentSession:
         if id not in self.sessions:
             fix = "open one with POST /sessions"
             raise BadRequest("there is no such session", fix=fix, status=404)
@@ -126,30 +126,30 @@ class Gateway:
     async def respond(
         self, request: ApiRequest, emit: Emit, *, session: AgentSession | None = None
     ) -> Sequence[ChoiceChunk]:
-        """The choices, those of one prompt after another. Runs all concurrently and emits chunks as
-        they arrive. Cancelling aborts them."""
+        """Generate the choices, ordered by prompt. Runs all concurrently and emits chunks as they
+        arrive. Cancelling aborts them."""
         self._check(request, session)
-        choices = request.prompt_count * request.choices_per_prompt
-        if self.running + choices > self.max_requests:
+        num_choices = request.prompt_count * request.choices_per_prompt
+        if self.running + num_choices > self.max_requests:
             text = f"{self.running} requests are running; the limit is {self.max_requests}"
             code = "rate_limit_exceeded"
             raise BadRequest(text, fix="try again later", status=429, code=code)
-        self.running += choices
+        self.running += num_choices
         try:
             if session is not None:
                 return [await self._respond_in_session(request, emit, session)]
-            return await self._respond_alone(request, emit)
+            return await self._respond_without_session(request, emit)
         finally:
-            self.running -= choices
+            self.running -= num_choices
 
     def _check(self, request: ApiRequest, session: AgentSession | None) -> None:
         # In a session any model name is accepted: an agent may have one built in.
         if session is None and request.model not in (None, self.model):
-            raise no_such_model(request.model, fix=f"request {self.model!r}")
+            raise model_not_found_error(request.model, fix=f"request {self.model!r}")
         self._check_length(request)
-        size = self.codec.vocabulary_size
-        if request.top_k > size:
-            problem = f"is {request.top_k}, but there are {size} tokens"
+        vocabulary_size = self.codec.vocabulary_size
+        if request.top_k > vocabulary_size:
+            problem = f"is {request.top_k}, but the vocabulary has {vocabulary_size} tokens"
             reject("top_k", problem, fix="send fewer, or 0 for all")
         if not isinstance(request.prompt, ChatPrompt):
             self._check_ids(request.prompt)
@@ -163,8 +163,8 @@ class Gateway:
             param = "top_p" if request.top_p < 1 else "top_k"
             reject(param, "is not supported by this engine", fix="leave it out", code=UNSUPPORTED)
 
-    async def _respond_alone(self, request: ApiRequest, emit: Emit) -> list[ChoiceChunk]:
-        access = self._own_access()
+    async def _respond_without_session(self, request: ApiRequest, emit: Emit) -> list[ChoiceChunk]:
+        access = self._require_access()
         prompts = await self._run_encoding(request, lambda: self._encode(request))
         samplings = [request.sampling(self._available_tokens(prompt)) for prompt in prompts]
         seed = secrets.randbits(62) if request.seed is None else request.seed
@@ -173,7 +173,7 @@ class Gateway:
             uid, stream = SampleId(group, choice), stable_hash("serve", seed, prompt, choice)
             engine_request = Request(uid, prompts[prompt], samplings[prompt], stream, group=group)
             index = prompt * request.choices_per_prompt + choice
-            parser = self._parser(request)
+            parser = self._make_parser(request)
             return await generate_choice(
                 access, engine_request, self.codec, emit, index=index, parser=parser
             )
@@ -197,7 +197,7 @@ class Gateway:
             raise BadRequest(text, fix=fix, param=param, code=UNSUPPORTED)
         async with session.lock:
             if session.closed:
-                raise _closed()
+                raise _session_closed()
             task = asyncio.create_task(self._run_in_session(request, emit, session))
             session.current = task
             try:
@@ -206,7 +206,7 @@ class Gateway:
                 caller = asyncio.current_task()
                 if not session.closed or (caller is not None and caller.cancelling()):
                     raise
-                raise _closed() from None
+                raise _session_closed() from None
             finally:
                 session.current = None
                 task.cancel()
@@ -218,28 +218,29 @@ class Gateway:
         if session.recorder.tokens > MAX_SESSION_TOKENS:
             text = f"the session holds {session.recorder.tokens} tokens"
             raise BadRequest(text, fix="close it and open another one", status=429)
-        plan = await self._run_encoding(request, lambda: self._plan(session, request))
+        plan = await self._run_encoding(request, lambda: self._plan_segment(session, request))
         key = ("request", session.request_count)
         session.request_count += 1
         if request.seed is not None and session.sampling is None:
             key = ("seed", request.seed)
         uid, stream = session.uid, stable_hash("session", session.seed, *session.uid, *key)
         engine_request = Request(uid, plan.token_ids, plan.sampling, stream, group=uid.group)
-        parser = self._parser(request)
+        parser = self._make_parser(request)
         choice = await generate_choice(
             session.access, engine_request, self.codec, emit, parser=parser
         )
         if session.closed:
-            raise _closed()
+            raise _session_closed()
         session.recorder.add(plan, choice)
         return choice
 
-    def _plan(self, session: AgentSession, request: ApiRequest) -> SegmentPlan:
+    def _plan_segment(self, session: AgentSession, request: ApiRequest) -> SegmentPlan:
         sampling = request.sampling(self.max_length)
-        fixed = session.sampling
-        if fixed is not None:
-            limit, stop = min(fixed.max_tokens, sampling.max_tokens), (*fixed.stop, *request.stop)
-            sampling = replace(fixed, max_tokens=limit, stop=stop)
+        override = session.sampling
+        if override is not None:
+            limit = min(override.max_tokens, sampling.max_tokens)
+            stop = (*override.stop, *request.stop)
+            sampling = replace(override, max_tokens=limit, stop=stop)
         prompt = request.prompt if isinstance(request.prompt, ChatPrompt) else request.prompt[0]
         plan = session.recorder.plan(prompt, sampling)
         limit = min(sampling.max_tokens, self._available_tokens(plan.token_ids))
@@ -254,23 +255,23 @@ class Gateway:
         if isinstance(request.prompt, ChatPrompt):
             messages = request.prompt.messages
             if self.tool_format is not None:
-                messages = self.tool_format.with_calls(messages)
+                messages = self.tool_format.write_calls(messages)
             return [self.codec.encode_messages(messages, tools=request.prompt.tools)]
         return [encode_raw(self.codec, prompt) for prompt in request.prompt]
 
-    def _parser(self, request: ApiRequest) -> ToolCallParser | None:
+    def _make_parser(self, request: ApiRequest) -> ToolCallParser | None:
         prompt = request.prompt
         if not isinstance(prompt, ChatPrompt) or not prompt.tools or self.tool_format is None:
             return None
-        return self.tool_format.parser(prompt)
+        return self.tool_format.make_parser(prompt)
 
     def _check_length(self, request: ApiRequest) -> None:
         """Reject a text that cannot fit, before it is encoded."""
-        most = self.max_length * self.codec.max_token_length
+        max_chars = self.max_length * self.codec.max_token_length
         longest = max(_text_lengths(request), default=0)
-        if longest > most:
+        if longest > max_chars:
             limit = f"prompt and completion together may have {self.max_length} tokens"
-            problem = f"has {longest} characters; {limit}, which are at most {most} characters"
+            problem = f"has {longest} characters; {limit}, which are at most {max_chars} characters"
             param = "messages" if request.is_chat else "prompt"
             reject(param, problem, fix="send a shorter prompt", code="context_length_exceeded")
 
@@ -291,7 +292,7 @@ class Gateway:
             raise BadRequest(text, fix=fix, param="messages", code=code)
         return self.max_length - len(prompt)
 
-    def _own_access(self) -> EngineAccess:
+    def _require_access(self) -> EngineAccess:
         if self.access is None:
             text = "this server serves sessions only"
             raise BadRequest(text, fix="use a session's base URL", status=404)
@@ -299,14 +300,14 @@ class Gateway:
 
 
 def _text_lengths(request: ApiRequest) -> list[int]:
-    """Characters of each text prompt, or of all messages of a chat."""
+    """Number of characters of each text prompt, or of all messages of a chat."""
     if isinstance(request.prompt, ChatPrompt):
         return [sum(len(message["content"]) for message in request.prompt.messages)]
     return [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
 
 
 def _count_characters(request: ApiRequest) -> int:
-    """Approximate characters to encode, including tools and tool calls."""
+    """Approximate number of characters to encode, including tools and tool calls."""
     characters = sum(_text_lengths(request))
     if isinstance(request.prompt, ChatPrompt):
         calls = [m["tool_calls"] for m in request.prompt.messages if "tool_calls" in m]
@@ -315,5 +316,5 @@ def _count_characters(request: ApiRequest) -> int:
     return characters
 
 
-def _closed() -> BadRequest:
+def _session_closed() -> BadRequest:
     return BadRequest("the session was closed", fix="open another one", status=410)

@@ -1,4 +1,4 @@
-"""SessionRecorder: token-exact segments from an agent's text requests. Pure.
+"""SessionRecorder: token-exact segments from an agent's text requests.
 
 An agent sends its full conversation with every request. The recorder finds the messages that the
 session already has and appends only the new ones to the existing ids: sampled tokens are never
@@ -8,8 +8,8 @@ tokenised again.
 
 If a conversation continues at the end of a segment, the segment grows. If the agent returns to an
 earlier response, or samples with other parameters, a new segment starts with the ids before it.
-If it has rewritten its history, a new segment is tokenised. A sampled token has its log-prob,
-version and loss mask in exactly one segment; in others it is context.
+If the agent has rewritten its history, the conversation is tokenised as a new segment. A sampled
+token has its log-prob, version and loss mask in exactly one segment; in others it is context.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SessionRecorder:
             response: dict[str, Any] = {"role": "assistant", "content": choice.content}
             if choice.calls:
                 response["tool_calls"] = [call.to_json(as_text=False) for call in choice.calls]
-            return _History((*history.messages, _key(response)), history.tools)
+            return _History((*history.messages, _message_key(response)), history.tools)
         if history.text is None:
             return history
         # Decoded ids include the stop string; a text that continues this one must include it too.
@@ -150,10 +150,10 @@ class SessionRecorder:
 
     def _plan_chat(self, prompt: ChatPrompt, sampling: Sampling) -> SegmentPlan:
         tools = json.dumps(prompt.tools, sort_keys=True)
-        history = _History(tuple(_key(message) for message in prompt.messages), tools)
+        history = _History(tuple(_message_key(message) for message in prompt.messages), tools)
         messages = prompt.messages
         if self._tool_format is not None:
-            messages = self._tool_format.with_calls(messages)
+            messages = self._tool_format.write_calls(messages)
         match = self._find_longest_match(history)
         if match is not None:
             number, point = match
@@ -210,12 +210,12 @@ class SessionRecorder:
 
 def _extend_segment(before: Segment | None, plan: SegmentPlan, choice: ChoiceChunk) -> Segment:
     """Append the plan's new ids as context, then the sampled tokens."""
-    past = [] if before is None else [before]
-    context = len(plan.token_ids) - sum(len(segment.token_ids) for segment in past)
-    logprobs = [*(s.logprobs for s in past), np.zeros(context), choice.logprobs]
-    versions = [*(s.versions for s in past), np.full(context, NOT_SAMPLED), choice.versions]
-    sampled = np.repeat([False, True], [context, len(choice.token_ids)])
-    masks = [*(s.loss_mask for s in past), sampled]
+    previous = [] if before is None else [before]
+    num_context = len(plan.token_ids) - sum(len(segment.token_ids) for segment in previous)
+    logprobs = [*(s.logprobs for s in previous), np.zeros(num_context), choice.logprobs]
+    versions = [*(s.versions for s in previous), np.full(num_context, NOT_SAMPLED), choice.versions]
+    sampled = np.repeat([False, True], [num_context, len(choice.token_ids)])
+    masks = [*(s.loss_mask for s in previous), sampled]
     return Segment(
         token_ids=frozen_array(np.concatenate([plan.token_ids, choice.token_ids]), np.int32),
         logprobs=frozen_array(np.concatenate(logprobs), np.float32),
@@ -237,8 +237,8 @@ def _sampling_key(sampling: Sampling) -> tuple[float, float, int]:
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 
-def _key(message: Mapping[str, Any]) -> str:
-    """A comparison key. Agents often strip responses, so outer white space of these is ignored."""
+def _message_key(message: Mapping[str, Any]) -> str:
+    """A comparison key. Ignores outer white space of responses, which agents often strip."""
     names = ("name", "tool_call_id")
     fields: dict[str, Any] = {name: message[name] for name in names if name in message}
     fields["tool_calls"] = call_keys(message.get("tool_calls", ()))

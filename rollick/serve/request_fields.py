@@ -1,4 +1,4 @@
-"""Reads the fields of a JSON body and checks their types and ranges. Pure.
+"""Reads the fields of a JSON body and checks their types and ranges.
 
     bytes -> read_json -> RequestFields.read ... -> reject_unread
 
@@ -19,7 +19,7 @@ from rollick.errors import RollickError
 T = TypeVar("T")
 Default = TypeVar("Default")
 
-KINDS: Mapping[type, str] = {
+TYPE_NAMES: Mapping[type, str] = {
     bool: "true or false", int: "an integer", float: "a number",
     str: "a string", list: "a list", dict: "an object",
 }  # fmt: skip
@@ -30,7 +30,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 50_000
 """Objects and lists of a body; reading many more would block the other requests."""
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""Also one that is never closed: a search for its end from each later quote would be quadratic."""
+"""Also matches an unclosed string: a search for its end from each later quote is quadratic."""
 
 IGNORED_PARAMETERS = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
@@ -86,17 +86,17 @@ class RequestFields:
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._unread = {name: value for name, value in body.items() if value is not None}
 
-    def raw(self, name: str) -> Any:
+    def pop(self, name: str) -> Any:
         return self._unread.pop(name, None)
 
     def read(self, name: str, kind: type[T], default: Default) -> T | Default:
-        value = self.raw(name)
+        value = self.pop(name)
         return default if value is None else read_value(value, kind, name)
 
-    def number(
+    def read_number(
         self, name: str, kind: type[T], default: Default, *, low: float, high: float = inf
     ) -> T | Default:
-        """A number from `low` to `high`."""
+        """Read a number from `low` to `high`."""
         value = self.read(name, kind, default)
         if value is not None and not low <= cast("float", value) <= high:
             limit = f"at least {low:g}" if high == inf else f"{low:g} to {high:g}"
@@ -119,7 +119,7 @@ def reject(param: str, problem: str, *, fix: str, code: str = "") -> NoReturn:
     raise BadRequest(f"{param} {problem}", fix=fix, param=param, code=code)
 
 
-def no_such_model(name: str | None, *, fix: str = "") -> BadRequest:
+def model_not_found_error(name: str | None, *, fix: str = "") -> BadRequest:
     text, code = f"there is no model {name!r}", "model_not_found"
     return BadRequest(text, fix=fix, status=404, param="model", code=code)
 
@@ -128,7 +128,8 @@ def read_value(value: Any, kind: type[T], param: str) -> T:
     """The value, if it is of this kind; an integer is also a number."""
     allowed: Any = (int, float) if kind is float else kind
     if not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
-        reject(param, f"is {show_value(value)}, not {KINDS[kind]}", fix=f"send {KINDS[kind]}")
+        expected = TYPE_NAMES[kind]
+        reject(param, f"is {show_value(value)}, not {expected}", fix=f"send {expected}")
     if kind is str:
         try:
             value.encode()
@@ -146,10 +147,10 @@ def check_depth(value: Any, param: str) -> None:
             return
         nested = (part.values() if isinstance(part, dict) else part for part in containers)
         level = list(chain.from_iterable(nested))
-    raise too_deep(param)
+    raise nesting_error(param)
 
 
-def too_deep(param: str) -> BadRequest:
+def nesting_error(param: str) -> BadRequest:
     text = f"{param} is nested more than {MAX_DEPTH} levels deep"
     return BadRequest(text, fix="send less nesting")
 

@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's endpoints, parsed and checked. Pure.
+"""Parses and checks the request bodies of OpenAI's endpoints.
 
     bytes -> read_json -> read_chat / read_completion -> ApiRequest
 
@@ -18,10 +18,10 @@ from rollick.serve.request_fields import (
     BadRequest,
     RequestFields,
     check_depth,
+    nesting_error,
     read_value,
     reject,
     show_value,
-    too_deep,
 )
 from rollick.types import Sampling
 
@@ -48,7 +48,7 @@ AnyPrompt = ChatPrompt | tuple[RawPrompt, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ApiRequest:
-    """One checked request. `max_tokens` None is the rest of the context."""
+    """One checked request. `max_tokens` None allows the rest of the context."""
 
     prompt: AnyPrompt
     model: str | None
@@ -81,27 +81,27 @@ class ApiRequest:
 def read_chat(body: Mapping[str, Any]) -> ApiRequest:
     fields = RequestFields(body)
     values: list[Any] = fields.read("messages", list, [])
-    messages = tuple(_message(value, f"messages[{number}]") for number, value in enumerate(values))
+    messages = tuple(_read_message(value, f"messages[{n}]") for n, value in enumerate(values))
     if not messages:
         reject("messages", "is missing or empty", fix="give at least one message")
     prompt = ChatPrompt(
-        messages, _tools(fields), parallel_calls=fields.read("parallel_tool_calls", bool, True)
+        messages, _read_tools(fields), parallel_calls=fields.read("parallel_tool_calls", bool, True)
     )
-    max_completion = fields.number("max_completion_tokens", int, None, low=1)
-    max_tokens = fields.number("max_tokens", int, None, low=1)
+    max_completion = fields.read_number("max_completion_tokens", int, None, low=1)
+    max_tokens = fields.read_number("max_tokens", int, None, low=1)
     limit = max_tokens if max_completion is None else max_completion
     return _read_common(fields, prompt, limit=limit, logprobs=fields.read("logprobs", bool, False))
 
 
 def read_completion(body: Mapping[str, Any]) -> ApiRequest:
     fields = RequestFields(body)
-    prompts = _prompts(fields)
-    limit = fields.number("max_tokens", int, 16, low=1)
-    count = fields.number("logprobs", int, None, low=0)
-    if count:
-        problem = f"is {count}, but only the log-prob of the sampled token is known"
+    prompts = _read_prompts(fields)
+    limit = fields.read_number("max_tokens", int, 16, low=1)
+    num_logprobs = fields.read_number("logprobs", int, None, low=0)
+    if num_logprobs:
+        problem = f"is {num_logprobs}, but only the log-prob of the sampled token is known"
         reject("logprobs", problem, fix="send logprobs=0", code=UNSUPPORTED)
-    return _read_common(fields, prompts, limit=limit, logprobs=count is not None)
+    return _read_common(fields, prompts, limit=limit, logprobs=num_logprobs is not None)
 
 
 def _read_common(
@@ -111,11 +111,11 @@ def _read_common(
     request = ApiRequest(
         prompt=prompt,
         model=fields.read("model", str, None),
-        choices_per_prompt=fields.number("n", int, 1, low=1, high=MAX_CHOICES),
-        temperature=float(fields.number("temperature", float, 1, low=0, high=MAX_TEMPERATURE)),
-        top_p=float(fields.number("top_p", float, 1, low=0, high=1)),
-        top_k=max(fields.number("top_k", int, 0, low=-1), 0),
-        stop=_stops(fields),
+        choices_per_prompt=fields.read_number("n", int, 1, low=1, high=MAX_CHOICES),
+        temperature=float(fields.read_number("temperature", float, 1, low=0, high=MAX_TEMPERATURE)),
+        top_p=float(fields.read_number("top_p", float, 1, low=0, high=1)),
+        top_k=max(fields.read_number("top_k", int, 0, low=-1), 0),
+        stop=_read_stops(fields),
         max_tokens=limit,
         seed=fields.read("seed", int, None),
         stream=fields.read("stream", bool, False),
@@ -132,8 +132,8 @@ def _read_common(
     return request
 
 
-def _stops(fields: RequestFields) -> tuple[str, ...]:
-    value = fields.raw("stop")
+def _read_stops(fields: RequestFields) -> tuple[str, ...]:
+    value = fields.pop("stop")
     values = [] if value is None else _as_list(value)
     stops = tuple(read_value(stop, str, "stop") for stop in values)
     lengths = [len(stop) for stop in stops]
@@ -144,17 +144,17 @@ def _stops(fields: RequestFields) -> tuple[str, ...]:
     return stops
 
 
-def _prompts(fields: RequestFields) -> tuple[RawPrompt, ...]:
-    """One text, one list of ids, or a list of either."""
-    value = fields.raw("prompt")
+def _read_prompts(fields: RequestFields) -> tuple[RawPrompt, ...]:
+    """A text, a list of token ids, or a list of either."""
+    value = fields.pop("prompt")
     parts = _as_list(value)
-    if parts and all(_is_id(part) for part in parts):
+    if parts and all(_is_token_id(part) for part in parts):
         return (tuple(parts),)
     prompts: list[RawPrompt] = []
     for number, part in enumerate(parts):
         if isinstance(part, list):
             ids = cast(list[Any], part)
-            if not all(_is_id(token) for token in ids):
+            if not all(_is_token_id(token) for token in ids):
                 reject("prompt", f"[{number}] is not a list of token ids", fix="send token ids")
             prompts.append(tuple(ids))
         elif isinstance(part, str):
@@ -170,13 +170,13 @@ def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else [value]
 
 
-def _is_id(value: Any) -> bool:
+def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tools(fields: RequestFields) -> tuple[Mapping[str, Any], ...]:
+def _read_tools(fields: RequestFields) -> tuple[Mapping[str, Any], ...]:
     tools: list[Any] = fields.read("tools", list, [])
-    choice = fields.raw("tool_choice")
+    choice = fields.pop("tool_choice")
     if choice not in (None, "auto", "none"):
         problem = f"is {show_value(choice)}, but the model cannot be forced to call a tool"
         reject("tool_choice", problem, fix="send auto or none", code=UNSUPPORTED)
@@ -187,7 +187,7 @@ def _tools(fields: RequestFields) -> tuple[Mapping[str, Any], ...]:
     return () if choice == "none" else tuple(tools)
 
 
-def _message(value: Any, param: str) -> Mapping[str, Any]:
+def _read_message(value: Any, param: str) -> Mapping[str, Any]:
     """A message for chat templates: content is text, a tool call's arguments are an object."""
     fields = read_value(value, dict, param).items()
     message_fields: dict[str, Any] = {name: part for name, part in fields if part is not None}
@@ -195,18 +195,18 @@ def _message(value: Any, param: str) -> Mapping[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         text = f"{param}.role is {show_value(role)}"
         raise BadRequest(text, fix=f"use one of {', '.join(ROLES)}", param=param)
-    message: dict[str, Any] = {"role": ROLES[role], "content": _content(message_fields, param)}
+    message: dict[str, Any] = {"role": ROLES[role], "content": _read_content(message_fields, param)}
     for name in ("name", "tool_call_id"):
         if name in message_fields:
             message[name] = read_value(message_fields[name], str, f"{param}.{name}")
     if message_fields.get("tool_calls"):
         calls: list[Any] = read_value(message_fields["tool_calls"], list, f"{param}.tool_calls")
         numbered = enumerate(calls)
-        message["tool_calls"] = [_tool_call(c, f"{param}.tool_calls[{n}]") for n, c in numbered]
+        message["tool_calls"] = [_read_call(c, f"{param}.tool_calls[{n}]") for n, c in numbered]
     return message
 
 
-def _content(message_fields: Mapping[str, Any], param: str) -> str:
+def _read_content(message_fields: Mapping[str, Any], param: str) -> str:
     content = message_fields.get("content", "")
     path = f"{param}.content"
     if not isinstance(content, list):
@@ -221,7 +221,7 @@ def _content(message_fields: Mapping[str, Any], param: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(value: Any, param: str) -> Mapping[str, Any]:
+def _read_call(value: Any, param: str) -> Mapping[str, Any]:
     call: dict[str, Any] = read_value(value, dict, param)
     function: dict[str, Any] = read_value(call.get("function"), dict, f"{param}.function")
     arguments: Any = function.get("arguments", "{}")
@@ -229,7 +229,7 @@ def _tool_call(value: Any, param: str) -> Mapping[str, Any]:
         try:
             arguments = json.loads(arguments)
         except RecursionError as error:
-            raise too_deep(f"{param}.function.arguments") from error
+            raise nesting_error(f"{param}.function.arguments") from error
         except ValueError:  # not JSON: the template gets the text
             pass
     check_depth(arguments, f"{param}.function.arguments")

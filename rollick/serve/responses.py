@@ -1,4 +1,4 @@
-"""Response bodies in OpenAI's format. Pure: choices in, JSON out.
+"""Response bodies in OpenAI's format.
 
 Extension: a request with `return_token_ids` gets `token_ids`, `token_logprobs` and `token_versions`
 (the policy version that sampled each token) in every choice, and `prompt_token_ids` (next to the
@@ -30,46 +30,48 @@ class ResponseBuilder:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def full(self, choices: Sequence[ChoiceChunk]) -> Json:
-        body = self._body("chat.completion", [self._choice(choice) for choice in choices])
+    def build_response(self, choices: Sequence[ChoiceChunk]) -> Json:
+        choices_json = [self._build_choice(choice) for choice in choices]
+        body = self._build_body("chat.completion", choices_json)
         if self.request.is_chat and self.request.return_token_ids:
             body["prompt_token_ids"] = choices[0].prompt_ids.tolist()
-        return body | {"usage": self._usage(choices)}
+        return body | {"usage": self._build_usage(choices)}
 
-    def chunk(self, chunk: ChoiceChunk, *, first: bool) -> Json | None:
+    def build_chunk(self, chunk: ChoiceChunk, *, is_first: bool) -> Json | None:
         """One event of a stream; None if the chunk has no content."""
-        with_tokens = self.request.return_logprobs or self.request.return_token_ids
-        if not (chunk.content or chunk.calls or chunk.stop or first or with_tokens):
+        needs_tokens = self.request.return_logprobs or self.request.return_token_ids
+        if not (chunk.content or chunk.calls or chunk.stop or is_first or needs_tokens):
             return None
-        choice = self._choice(chunk)
+        choice = self._build_choice(chunk)
         if self.request.is_chat:
             del choice["message"]
-            choice["delta"] = _delta(chunk, first=first)
-        body = self._body("chat.completion.chunk", [choice])
-        if first and self.request.is_chat and self.request.return_token_ids:
+            choice["delta"] = _build_delta(chunk, is_first=is_first)
+        body = self._build_body("chat.completion.chunk", [choice])
+        if is_first and self.request.is_chat and self.request.return_token_ids:
             body["prompt_token_ids"] = chunk.prompt_ids.tolist()
         return body
 
-    def usage_chunk(self, choices: Sequence[ChoiceChunk]) -> Json | None:
+    def build_usage_chunk(self, choices: Sequence[ChoiceChunk]) -> Json | None:
         """The last event, with the usage, if the client requested it."""
         if not self.request.stream_usage:
             return None
-        return {**self._body("chat.completion.chunk", []), "usage": self._usage(choices)}
+        body = self._build_body("chat.completion.chunk", [])
+        return body | {"usage": self._build_usage(choices)}
 
-    def _body(self, kind: str, choices: list[Json]) -> Json:
-        """`kind`: of a chat's body; a completion has only one."""
+    def _build_body(self, kind: str, choices: list[Json]) -> Json:
+        """`kind`: the `object` of a chat's body; a completion has only one."""
         prefix = "chatcmpl" if self.request.is_chat else "cmpl"
         kind = kind if self.request.is_chat else "text_completion"
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created}
         return {**head, "model": self.model, "choices": choices}
 
-    def _choice(self, chunk: ChoiceChunk) -> Json:
+    def _build_choice(self, chunk: ChoiceChunk) -> Json:
         choice: Json = {"index": chunk.index}
         if self.request.is_chat:
-            choice["message"] = _message(chunk)
+            choice["message"] = _build_message(chunk)
         else:
             choice["text"] = chunk.text
-        choice["logprobs"] = self._logprobs(chunk) if self.request.return_logprobs else None
+        choice["logprobs"] = self._build_logprobs(chunk) if self.request.return_logprobs else None
         choice["finish_reason"] = chunk.finish_reason
         if self.request.return_token_ids:
             choice["token_ids"] = chunk.token_ids.tolist()
@@ -79,7 +81,7 @@ class ResponseBuilder:
                 choice["prompt_token_ids"] = chunk.prompt_ids.tolist()
         return choice
 
-    def _logprobs(self, chunk: ChoiceChunk) -> Json:
+    def _build_logprobs(self, chunk: ChoiceChunk) -> Json:
         texts = [self.decode([token]) for token in chunk.token_ids.tolist()]
         values: list[float] = chunk.logprobs.tolist()
         if not self.request.is_chat:
@@ -90,7 +92,7 @@ class ResponseBuilder:
         ]
         return {"content": rows, "refusal": None}
 
-    def _usage(self, choices: Sequence[ChoiceChunk]) -> Json:
+    def _build_usage(self, choices: Sequence[ChoiceChunk]) -> Json:
         """Every sampled token counts, including the stop token; each prompt counts once."""
         prompt = sum(len(first.prompt_ids) for first in choices[:: self.request.choices_per_prompt])
         sampled = sum(len(choice.token_ids) for choice in choices)
@@ -98,7 +100,7 @@ class ResponseBuilder:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}
 
 
-def _message(choice: ChoiceChunk) -> Json:
+def _build_message(choice: ChoiceChunk) -> Json:
     message: Json = {"role": "assistant", "content": choice.content, "refusal": None}
     if choice.calls:
         message["content"] = choice.content or None
@@ -106,8 +108,8 @@ def _message(choice: ChoiceChunk) -> Json:
     return message
 
 
-def _delta(chunk: ChoiceChunk, *, first: bool) -> Json:
-    delta: Json = {"role": "assistant"} if first else {}
+def _build_delta(chunk: ChoiceChunk, *, is_first: bool) -> Json:
+    delta: Json = {"role": "assistant"} if is_first else {}
     if chunk.content or not chunk.calls:
         delta["content"] = chunk.content
     if chunk.calls:

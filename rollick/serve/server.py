@@ -33,11 +33,11 @@ MAX_CONNECTIONS = 4096
 
 
 def connection_limit() -> int:
-    """As many as the limit of open files allows; a quarter of it is for the engine and others."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files * 3 // 4)
-    )
+    """Leaves a quarter of the open files to the engine and others."""
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max_files * 3 // 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ async def run_server(gateway: Gateway, settings: ServeSettings) -> AsyncGenerato
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the caller and has an event for its start."""
+    """A uvicorn server that leaves signals to the caller and sets `ready` when it has started."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -120,12 +120,12 @@ def _open_listener(settings: ServeSettings) -> socket.socket:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection of uvicorn's server that is closed if it waits too long for a request, or waits
-    longest when there are too many."""
+    """A connection of uvicorn's server. It is closed if its next request takes too long, or if it
+    has waited longest for one when there are too many connections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.waits_since: float | None = None
+        self.waiting_since: float | None = None
         """When the wait for the head of a request began; None during a request."""
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -133,9 +133,9 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._wait_for_head()
         if len(self.connections) > connection_limit():
-            # This one is the youngest: it is closed only if all others have a request.
-            others = [cast("BoundedProtocol", each) for each in self.connections]
-            waiting = [(each.waits_since, each) for each in others if each.waits_since is not None]
+            # This connection is the newest: it is closed only if all others have a request.
+            peers = [cast("BoundedProtocol", peer) for peer in self.connections]
+            waiting = [(p.waiting_since, p) for p in peers if p.waiting_since is not None]
             min(waiting, key=lambda pair: pair[0])[1].transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,11 +154,11 @@ class BoundedProtocol(H11Protocol):
 
     def _wait_for_head(self) -> None:
         self._end_wait()
-        self.waits_since = self.loop.time()
+        self.waiting_since = self.loop.time()
         self._deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.abort)
 
     def _end_wait(self) -> None:
-        self.waits_since = None
+        self.waiting_since = None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -24,9 +24,10 @@ TAGS: Mapping[CallStyle, tuple[str, str]] = {
     "mistral": ("[TOOL_CALLS]", ""),
     "llama": ("<|python_tag|>", ""),
 }
-"""What begins and ends a call; without an end tag it takes the rest of the reply."""
+"""The tags before and after a call; without an end tag, a call extends to the end of the reply."""
 FIRST_CHARACTER: Mapping[CallStyle, str] = {"mistral": "[", "llama": "{"}
-"""Begins a call at the beginning of a reply: the tag may be a special token, which is not text."""
+"""The first character of a call without tag at the beginning of a reply: a tag that is a special
+token is not in the text."""
 ID_LENGTH = 9
 """Characters of a call's id: some chat templates accept no other length."""
 
@@ -49,7 +50,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """What a client gets of a piece of a reply, or of all of it."""
+    """The content and calls of a piece of a reply, or of all of it, as the client gets them."""
 
     content: str = ""
     calls: tuple[FunctionCall, ...] = ()
@@ -82,24 +83,24 @@ class ToolFormat:
         call = ToolCall("f", {"a": MARK})
         probe = FunctionCall(0, call, "a" * ID_LENGTH).to_json(as_text=False)
         message = {"role": "assistant", "content": "", "tool_calls": [probe]}
-        written = codec.render_answer(message)
+        rendered = codec.render_answer(message)
         for style in TAGS:
-            if written is not None and read_calls(written, style, {}) == [call]:
+            if rendered is not None and read_calls(rendered, style, {}) == [call]:
                 return cls(style, True, thinking)
-        explained = TAGS["hermes"][0] in codec.tools_text
-        return cls("hermes", False, thinking) if explained else None
+        explains_tags = TAGS["hermes"][0] in codec.tools_text
+        return cls("hermes", False, thinking) if explains_tags else None
 
-    def parser(self, prompt: ChatPrompt) -> ToolCallParser:
+    def make_parser(self, prompt: ChatPrompt) -> ToolCallParser:
         names = {str(tool["function"].get("name")) for tool in prompt.tools}
         return ToolCallParser(self, names, limit=None if prompt.parallel_calls else 1)
 
-    def with_calls(self, messages: Messages) -> Messages:
+    def write_calls(self, messages: Messages) -> Messages:
         """The messages for the template; calls that it leaves out become part of the content."""
         if self.template_writes_calls:
             return messages
-        return [self._with_calls(message) for message in messages]
+        return [self._write_calls(message) for message in messages]
 
-    def _with_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _write_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if "tool_calls" not in message:
             return message
         functions = [call["function"] for call in message["tool_calls"]]
@@ -130,7 +131,7 @@ class ToolCallParser:
         self._searched = 0
         """Characters of `_held` that hold no beginning of a tag."""
         self._at_start = True
-        """Whether the reply has only had white space and thinking."""
+        """Whether the reply so far has only white space and thinking."""
         self._count = 0
 
     def push(self, text: str) -> ReplyPart:
@@ -149,7 +150,7 @@ class ToolCallParser:
         return self._join([ReplyPart(content)])
 
     def _step(self) -> ReplyPart | None:
-        """Take the held text up to the next tag; None if it has no complete tag."""
+        """Parse the held text up to the next tag; None if it has no complete tag."""
         if self._state == "text" and self._begins_untagged():
             self._enter("call", 0)
             return ReplyPart()
@@ -175,9 +176,9 @@ class ToolCallParser:
         self._enter("thinking" if tag == THINK else "text", len(content))
         return ReplyPart(content)
 
-    def _enter(self, state: Literal["text", "thinking", "call"], taken: int) -> None:
+    def _enter(self, state: Literal["text", "thinking", "call"], num_consumed: int) -> None:
         self._at_start = self._at_start and state != "call"
-        self._state, self._held, self._searched = state, self._held[taken:], 0
+        self._state, self._held, self._searched = state, self._held[num_consumed:], 0
 
     def _begins_untagged(self) -> bool:
         first = FIRST_CHARACTER.get(self._style)
@@ -185,11 +186,11 @@ class ToolCallParser:
         return self._at_start and first is not None and begin.startswith(first)
 
     def _release(self) -> str:
-        """Take the held text that cannot be part of a call, a tag, or white space before a call."""
+        """Remove and return held text that cannot be part of a call, a tag, or space before one."""
         self._searched = len(self._held)
         if self._state == "call":
             return ""
-        keep = max(overlap(self._held, tag) for tag in (THINK, END_THINK, self._begin))
+        keep = max(overlap_length(self._held, tag) for tag in (THINK, END_THINK, self._begin))
         text = self._held[: len(self._held) - keep].rstrip()
         if text and self._state == "text":
             self._at_start = False
@@ -205,10 +206,10 @@ class ToolCallParser:
             return ReplyPart(body)
         if not is_tagged and any(call.name not in self._tools for call in calls):
             return ReplyPart(body)
-        room = len(calls) if self._limit is None else max(self._limit - self._count, 0)
+        num_new = len(calls) if self._limit is None else max(self._limit - self._count, 0)
         new_calls = tuple(
             FunctionCall(number, call, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
-            for number, call in enumerate(calls[:room], self._count)
+            for number, call in enumerate(calls[:num_new], self._count)
         )
         self._count += len(new_calls)
         return ReplyPart("", new_calls)
@@ -217,14 +218,14 @@ class ToolCallParser:
         return replace(ReplyPart.join(parts), call_count=self._count)
 
 
-def overlap(text: str, tag: str) -> int:
+def overlap_length(text: str, tag: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def call_keys(calls: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What identifies the calls of a message, in a chat template's form: names and arguments. Some
-    agents change ids."""
+    """Comparison keys of the calls of a message, in a chat template's form: names and arguments.
+    Ids are left out, because some agents change them."""
     functions = [cast("Mapping[str, Any]", call["function"]) for call in calls]
     return [[function.get("name"), function.get("arguments")] for function in functions]

@@ -160,8 +160,8 @@ async def test_a_box_that_does_not_end_is_killed_and_waited_for(
 ) -> None:
     with LocalSandbox(warm=1) as sandbox:
         box = sandbox._idle.popleft()
-        await box.ready()
-        monkeypatch.setattr(boxes, "END_SECONDS", 0.4)
+        await box.wait_ready()
+        monkeypatch.setattr(boxes, "END_TIMEOUT_S", 0.4)
         monkeypatch.setattr(Box, "kill", lambda _: None)
         with pytest.raises(SandboxError, match="did not end"):
             box.end_now()

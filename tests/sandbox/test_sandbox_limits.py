@@ -17,13 +17,13 @@ from rollick.sandbox.layers import probe_layers
 from rollick.sandbox.local import LocalSandbox
 from rollick.sandbox.memory import (
     CPU_WEIGHT,
-    NAME,
+    NAME_PREFIX,
     VERSIONS,
     MemoryGroups,
-    _mounted,
     count_sockets,
+    find_mounts,
     measure_memory,
-    socket_bytes,
+    read_socket_bytes,
 )
 
 FORKS = """
@@ -51,7 +51,7 @@ ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_long(0))
         assert process.stdout is not None
         process.stdout.readline()
         try:
-            sockets = count_sockets(process.pid) * socket_bytes()
+            sockets = count_sockets(process.pid) * read_socket_bytes()
             assert measure_memory(process.pid, 1 << 50) - sockets > 60 << 20
         finally:
             process.kill()
@@ -72,7 +72,7 @@ def test_the_folder_of_a_cgroup_is_found_by_its_mount(
 ) -> None:
     expected = [] if folder is None else [(Path(folder), version)]
     controllers = {"memory"} if version == "cgroup" else set[str]()
-    assert list(_mounted(line + "\n", version, path, controllers)) == expected
+    assert list(find_mounts(line + "\n", version, path, controllers)) == expected
 
 
 async def test_the_level_names_what_limits_the_memory(sandbox: LocalSandbox) -> None:
@@ -116,12 +116,12 @@ def test_groups_are_removed_with_their_boxes_and_after_a_kill() -> None:
     ended.wait()
     parents = {groups.folder} if groups.cpu is None else {groups.folder, groups.cpu[0]}
     for parent in parents:
-        (parent / f"{NAME}-{ended.pid}-0").mkdir()
+        (parent / f"{NAME_PREFIX}-{ended.pid}-0").mkdir()
     with LocalSandbox(warm=0) as sandbox:
         asyncio.run(sandbox.run(Program("print(1)")))
     for parent in parents:
-        assert not list(parent.glob(f"{NAME}-{ended.pid}-*"))
-        assert not list(parent.glob(f"{NAME}-{os.getpid()}-*"))
+        assert not list(parent.glob(f"{NAME_PREFIX}-{ended.pid}-*"))
+        assert not list(parent.glob(f"{NAME_PREFIX}-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("version", ["cgroup", "cgroup2"])
@@ -148,7 +148,7 @@ async def test_a_running_box_is_in_its_cpu_group(sandbox: LocalSandbox) -> None:
     members: list[str] = []
     while not run.done() and not any(members):
         await asyncio.sleep(0.02)
-        folders = list(groups.cpu[0].glob(f"{NAME}-{os.getpid()}-*"))
+        folders = list(groups.cpu[0].glob(f"{NAME_PREFIX}-{os.getpid()}-*"))
         members = [(folder / "cgroup.procs").read_text() for folder in folders]
     assert any(members)
     assert (await run).status is Status.OK

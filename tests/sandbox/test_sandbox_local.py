@@ -125,7 +125,7 @@ async def test_calls_are_compared_with_their_types(sandbox: LocalSandbox) -> Non
     code = "def pair(x):\n    return (x, x)\n"
     verdict = await sandbox.run(Program(code, tests=Tests(tuple(calls))))
     assert [outcome.passed for outcome in verdict.outcomes] == [True, False, True]
-    assert verdict.share_passed == pytest.approx(2 / 3)
+    assert verdict.pass_rate == pytest.approx(2 / 3)
     assert verdict.isolation is LEVEL
 
 

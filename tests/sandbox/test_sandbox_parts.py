@@ -20,7 +20,7 @@ from rollick.sandbox.checks import is_same_output
 from rollick.sandbox.host import uid_range
 from rollick.sandbox.remote import program_from_json, program_to_json
 from rollick.sandbox.seccomp import ALLOW, ERROR, KILL, seccomp_program
-from rollick.sandbox.tested_names import modules_used, plan_asserts
+from rollick.sandbox.tested_names import find_used_modules, plan_asserts
 
 ATOMS = (
     st.none()
@@ -200,7 +200,7 @@ def test_the_candidates_names_are_those_that_the_tests_do_not_define() -> None:
 def test_builtins_and_modules_are_not_candidate_names() -> None:
     tests = plan_asserts(["assert math.isclose(sum(area(x) for x in [1]), 4)"])
     assert tests.entries == ("area",)
-    assert modules_used(["assert math.isclose(area(1), 4)"]) == {"math"}
+    assert find_used_modules(["assert math.isclose(area(1), 4)"]) == {"math"}
 
 
 def test_a_builtin_name_that_the_reference_defines_is_a_candidate_name() -> None:

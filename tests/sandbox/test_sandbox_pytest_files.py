@@ -299,7 +299,7 @@ async def test_a_wrong_program_fails_in_a_shared_box_too(sandbox: LocalSandbox) 
     assert (result.status, result.isolation) == (Status.OK, Isolation.SHARED)
     assert not result.all_passed
     result = await run(sandbox, "Base = 5", SHARED_FORMS["subclass"])
-    assert (result.status, result.share_passed) == (Status.OK, 0.0)
+    assert (result.status, result.pass_rate) == (Status.OK, 0.0)
 
 
 async def test_a_broken_file_that_needs_a_shared_box_is_not_conclusive(
@@ -422,13 +422,13 @@ async def test_no_object_of_a_candidate_forges_a_pass(sandbox: LocalSandbox) -> 
 
 FORGED_REPLIES = """
 import sys
-exports = sys.modules["rollick_exports"]
-describe = exports.Exports.describe_class
+server = sys.modules["rollick_candidate_server"]
+describe = server.CandidateServer.describe_class
 class Base: ...
 def forge(self, kind):
     bases = (describe(self, kind),)
-    return (exports.MARK, "class", 999, "Forged", "candidate", (), bases, "", False)
-exports.Exports.describe_class = forge
+    return (server.MARK, "class", 999, "Forged", "candidate", (), bases, "", False)
+server.CandidateServer.describe_class = forge
 def f(x): return Base()
 def g(x): return Base
 """
@@ -442,7 +442,7 @@ async def test_a_candidate_that_forges_replies_does_not_reach_the_tests_box(
     tests = (f"def test_{n}():\n    assert ({call}) == 4\n" for n, call in enumerate(calls))
     file = "from solution import Base, f, g\n" + "\n".join(tests)
     result = await run(sandbox, FORGED_REPLIES, file)
-    assert (result.status, result.share_passed) == (Status.OK, 0.0)
+    assert (result.status, result.pass_rate) == (Status.OK, 0.0)
     assert len(result.outcomes) == len(calls)
     assert result.isolation is not Isolation.SHARED
 

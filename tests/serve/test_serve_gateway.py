@@ -109,7 +109,7 @@ async def test_a_cancelled_caller_in_a_closed_session_stays_cancelled():
 async def test_a_text_that_cannot_fit_is_rejected_before_it_is_encoded(in_a_session: bool):
     codec = WatchedCodec()
     gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec)
-    session = gateway.open_own_session() if in_a_session else None
+    session = gateway.open_http_session() if in_a_session else None
     most = MAX_LENGTH * codec.max_token_length
     codec.threads.clear()
     for request, param in (
@@ -130,7 +130,7 @@ async def test_a_long_text_is_encoded_in_another_thread_and_a_short_one_here(
 ):
     codec = WatchedCodec()
     gateway = gateway_of(FakeEngine(reply=lambda _: [5, 2]), codec, 4 * LONG_TEXT)
-    session = gateway.open_own_session() if in_a_session else None
+    session = gateway.open_http_session() if in_a_session else None
     for text, here in (("a", True), ("a" * (LONG_TEXT + 1), False)):
         codec.threads.clear()
         body: Any = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}

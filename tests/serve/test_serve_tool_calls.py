@@ -182,7 +182,7 @@ async def test_an_agent_that_sends_its_calls_back_stays_in_one_segment():
     codec = codec_of("hermes")
     replies = [f"Hm. {write_call(ROME, 'hermes')}", "Sunny."]
     async with served(replies, codec) as (client, gateway):
-        session = gateway.open_own_session()
+        session = gateway.open_http_session()
         agent = client.with_options(
             base_url=str(client.base_url).replace("/v1/", session.path), api_key=session.token
         )
@@ -204,7 +204,7 @@ async def test_a_template_that_explains_calls_but_leaves_them_out_gets_them_as_c
     form = ToolFormat.of(codec)
     assert form is not None
     assert not form.template_writes_calls
-    (written,) = form.with_calls([message])
+    (written,) = form.write_calls([message])
     assert written["content"] == f"Hm.\n{write_call(ROME, 'hermes')}"
 
 

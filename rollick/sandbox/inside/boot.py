@@ -4,8 +4,8 @@
                      parent --message (role, code, limits) and pipes--> box --"T"--> parent
 
 This package never runs outside a box and imports nothing of rollick by name: its compiled code
-arrives through the control socket, as modules named `rollick_` and the file's name. Those that only
-pytest files need arrive with the message.
+arrives through the control socket, as modules named `rollick_` + file name. Those that only pytest
+files need arrive with the message.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HIGHEST_FD = 1 << 16
 SCRIPT = "program.py"
 NO_CORE_DUMP = 1
 """The kernel ignores a limit of 0 if it pipes core dumps into a program; a limit of 1 stops it."""
-READY, TAKEN = b"R", b"T"
-"""The box waits for its program; it has the program and has set the limits."""
+READY, RECEIVED = b"R", b"T"
+"""The box waits for its program; it has received the program and set the limits."""
 
 
 def main(control: int, codes: dict[str, CodeType], read_code: Callable[[bytes], CodeType]) -> None:
@@ -39,7 +39,7 @@ def main(control: int, codes: dict[str, CodeType], read_code: Callable[[bytes], 
     body, pipes = receive(control)
     message = wire.decode(body)
     set_limits(message["limits"])
-    os.write(control, TAKEN)
+    os.write(control, RECEIVED)
     role = message["role"]
     if role in ("program", "candidate"):
         os.close(control)
@@ -63,15 +63,15 @@ def load_module(name: str, codes: dict[str, CodeType]) -> Any:
 
 def receive(control: int) -> tuple[bytes, list[int]]:
     """The message and the descriptors sent with it."""
-    link = socket(fileno=control)
-    first, ancillary, _, _ = link.recvmsg(1 << 16, CMSG_SPACE(2 * 4))
-    link.detach()
+    connection = socket(fileno=control)
+    first_chunk, ancillary, _, _ = connection.recvmsg(1 << 16, CMSG_SPACE(2 * 4))
+    connection.detach()
     pipes: list[int] = []
     for level, kind, content in ancillary:
         if (level, kind) == (SOL_SOCKET, SCM_RIGHTS):
-            complete = len(content) - len(content) % 4
-            pipes += memoryview(content[:complete]).cast("i").tolist()
-    body = bytearray(first)
+            size = len(content) - len(content) % 4
+            pipes += memoryview(content[:size]).cast("i").tolist()
+    body = bytearray(first_chunk)
     while len(body) < 8 or len(body) < 8 + int.from_bytes(body[:8], "little"):
         chunk = os.read(control, 1 << 20)
         if not chunk:
@@ -100,7 +100,7 @@ def set_limits(limits: dict[str, int]) -> None:
 
 
 def run_script(code: str) -> None:
-    """Run it as `__main__`, connected to the box's standard streams."""
+    """Run the code as `__main__`, connected to the box's standard streams."""
     module = type(sys)("__main__")
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module

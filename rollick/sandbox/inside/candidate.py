@@ -3,7 +3,7 @@
     requests: ["describe", names] | ["call", name, args, kwargs]
     replies:  ["value", value] | ["raise", type of the exception, message]
 
-For pytest files exports.py serves the requests: their values may be objects.
+For pytest files candidate_server.py serves the requests: their values may be objects.
 
 The candidate can take over this process and forge replies. It gains nothing: its functions may
 return any value anyway.
@@ -33,11 +33,12 @@ def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
     except BaseException as error:
         failure = error
     if message["module"]:
-        sys.modules["rollick_exports"].Exports(module.__dict__, requests, replies).serve(failure)
+        server = sys.modules["rollick_candidate_server"]
+        server.CandidateServer(module.__dict__, requests, replies).serve(failure)
         return
-    failed = failure and describe_error(failure)
+    failure_reply = failure and describe_error(failure)
     while (request := wire.read_frame(requests, MAX_REQUEST)) is not None:
-        wire.write_frame(replies, encode_reply(failed or execute(request, module.__dict__)))
+        wire.write_frame(replies, encode_reply(failure_reply or execute(request, module.__dict__)))
 
 
 def execute(request: bytes, namespace: dict[str, Any]) -> list[Any]:
@@ -68,12 +69,12 @@ def describe_name(name: str, namespace: dict[str, Any]) -> list[Any]:
 
 def describe_error(error: BaseException) -> list[Any]:
     kind = type(error).__name__
-    builtin, text = name_and_text(error)
-    named = text if builtin == kind else f"{kind}: {text}"
-    return ["raise", builtin, named[:MAX_MESSAGE]]
+    builtin, text = get_name_and_text(error)
+    message = text if builtin == kind else f"{kind}: {text}"
+    return ["raise", builtin, message[:MAX_MESSAGE]]
 
 
-def name_and_text(error: BaseException) -> tuple[str, str]:
+def get_name_and_text(error: BaseException) -> tuple[str, str]:
     """The name of the builtin class of an exception, and its text."""
     builtin = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
     try:

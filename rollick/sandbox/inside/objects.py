@@ -7,8 +7,8 @@ A proxy forwards operations to the object. A class of the candidate is a class h
 
 A function that should return a number must not pass by returning an object that is equal to
 everything, and must not learn what the tests expect. So a proxy is equal to plain data only if the
-*content* of its object is; objects are compared with each other only if the tests named their
-class; and only objects that the tests have built support operators with plain data.
+*content* of its object is. Objects are compared with each other only if the tests named their
+class. Only objects that the tests have built support operators with plain data.
 
 Runs inside boxes: see inside/__init__.py.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 FORWARDED = ("__name__", "__qualname__", "__dict__")
-"""Attributes with underscores that are those of the object; the others are the proxy's own."""
+"""Double-underscore attributes that are read from the object; the proxy itself has the others."""
 SINGLE_ITEMS, CHUNK = 64, 512
-"""The values of an iterator are requested one by one at first, then in chunks."""
+"""The first items of an iterator are requested one by one, later ones in chunks."""
 OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
     *("lshift", "rshift"),
@@ -49,27 +49,27 @@ def number_of(value: Any) -> int | None:
     return None
 
 
-def is_failed_check(error: BaseException) -> bool:
-    """Whether an exception is a failed check of the tests: an assert, or pytest's own."""
+def is_failed_assertion(error: BaseException) -> bool:
+    """Whether it is a failed assertion of the tests: an AssertionError, or one of pytest's."""
     return isinstance(error, AssertionError) or not isinstance(error, Exception)
 
 
-def error_text(self: Any) -> str:
+def get_error_text(self: Any) -> str:
     return self.__dict__.get("_rollick_text", "")
 
 
-def error_attribute(self: Any, name: str) -> Any:
+def get_error_attribute(self: Any, name: str) -> Any:
     candidate, _ = self.__dict__.get("_rollick_error", (None, None))
     if candidate is None or name.startswith("_"):
         raise AttributeError(name)
     return candidate.use("getattr", self, name)
 
 
-ERROR_METHODS = {"__str__": error_text, "__getattr__": error_attribute}
-"""Of the local classes of the candidate's exceptions."""
+ERROR_METHODS = {"__str__": get_error_text, "__getattr__": get_error_attribute}
+"""Methods of the local classes of the candidate's exceptions."""
 
 
-def tuple_attribute(self: Any, name: str) -> Any:
+def get_tuple_attribute(self: Any, name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return type(self).rollick_owner.use("getattr", self, name)
@@ -78,15 +78,15 @@ def tuple_attribute(self: Any, name: str) -> Any:
 def may_suppress(candidate: Any, error: BaseException, traceback: Any) -> bool:
     """Whether a context manager of the candidate may suppress an exception of the tests.
 
-    It could otherwise end a block before its checks and pass. So only an exception that does not
-    depend on the candidate is suppressed: of a `raise`, or of a statement without names (`1 / 0`),
-    directly in the block.
+    It could otherwise end a block before its assertions, and the test would pass. So it may only
+    suppress an exception that does not depend on the candidate: of a `raise`, or of a statement
+    without names (`1 / 0`), directly in the block.
     """
-    if is_failed_check(error) or traceback is None or traceback.tb_next is not None:
+    if is_failed_assertion(error) or traceback is None or traceback.tb_next is not None:
         return False
     ast = __import__("ast")
     blocks = (node for node in ast.walk(ast.parse(candidate.source)) if isinstance(node, ast.With))
-    for statement in (each for block in blocks for each in block.body):
+    for statement in (statement for block in blocks for statement in block.body):
         if statement.lineno <= traceback.tb_lineno <= statement.end_lineno:
             names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
             is_constant = isinstance(statement, ast.Expr) and all(
@@ -98,7 +98,7 @@ def may_suppress(candidate: Any, error: BaseException, traceback: Any) -> bool:
 
 
 class RemoteObject:
-    """An object of the candidate: its attributes, calls, items and text."""
+    """A proxy of an object: forwards attributes, calls, items and conversions to text."""
 
     __slots__ = ("rollick_built", "rollick_candidate", "rollick_number")
     rollick_class = -1
@@ -110,10 +110,10 @@ class RemoteObject:
         object.__setattr__(self, "rollick_built", built)
 
     def __getattr__(self, name: str) -> Any:
-        # pytest looks for its own marks on every object.
+        # pytest looks for its marks on every object.
         if name.startswith(("__", "pytest")) and name not in FORWARDED:
             raise AttributeError(name)
-        return self.rollick_candidate.name_class(name, use(self, "getattr", name))
+        return self.rollick_candidate.record_class(name, use(self, "getattr", name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = use(self, "call", *args, **kwargs)
@@ -188,7 +188,7 @@ class RemoteIterator(RemoteObject):
 
     def __init__(self, candidate: Any, number: int, built: bool = False) -> None:
         super().__init__(candidate, number, built)
-        object.__setattr__(self, "rollick_state", {"items": [], "taken": 0, "ended": False})
+        object.__setattr__(self, "rollick_state", {"items": [], "num_received": 0, "ended": False})
 
     def __iter__(self) -> Any:
         return self
@@ -196,10 +196,10 @@ class RemoteIterator(RemoteObject):
     def __next__(self) -> Any:
         state = self.rollick_state
         if not state["items"] and not state["ended"]:
-            count = CHUNK if state["taken"] >= SINGLE_ITEMS else 1
+            count = CHUNK if state["num_received"] >= SINGLE_ITEMS else 1
             items, state["ended"] = use(self, "take", count)
             state["items"] = items[::-1]
-            state["taken"] += len(items)
+            state["num_received"] += len(items)
         if not state["items"]:
             raise StopIteration
         return state["items"].pop()
@@ -221,7 +221,7 @@ class RemoteMeta(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith(("__", "pytest")):
             raise AttributeError(name)
-        return cls.rollick_owner.name_class(name, use(cls, "getattr", name))
+        return cls.rollick_owner.record_class(name, use(cls, "getattr", name))
 
     def __bool__(cls) -> bool:
         return True
@@ -253,14 +253,13 @@ def use(proxy: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_comparable(proxy: RemoteObject) -> bool:
-    """Whether the tests expect such an object: they have built it, or named its class."""
+    """Whether the tests expect such an object: they built it or use its class by name."""
     candidate = proxy.rollick_candidate
     return proxy.rollick_built or type(proxy).rollick_class in candidate.named_classes
 
 
 def copy_built_mark(proxy: RemoteObject, value: Any) -> Any:
-    """The value, counted as built by the tests if the proxy is: it is the result of an operation
-    with the proxy."""
+    """The value of an operation with the proxy, marked as built by the tests if the proxy is."""
     if not (isinstance(value, RemoteObject) and proxy.rollick_built):
         return value
     if value.rollick_number == proxy.rollick_number:
@@ -270,18 +269,18 @@ def copy_built_mark(proxy: RemoteObject, value: Any) -> Any:
 
 def allows_operators(proxy: RemoteObject, others: tuple[Any, ...]) -> bool:
     return proxy.rollick_built or all(
-        isinstance(each, RemoteObject) and is_comparable(each) for each in (proxy, *others)
+        isinstance(operand, RemoteObject) and is_comparable(operand) for operand in (proxy, *others)
     )
 
 
-def _forward(operation: str) -> Any:
+def _make_forwarder(operation: str) -> Any:
     def operate(proxy: Any, *args: Any) -> Any:
         return use(proxy, operation, *args)
 
     return operate
 
 
-def _operator(operation: str, *, is_reflected: bool = False) -> Any:
+def _make_operator(operation: str, *, is_reflected: bool = False) -> Any:
     def operate(self: RemoteObject, *others: Any) -> Any:
         if not allows_operators(self, others):
             return NotImplemented
@@ -291,14 +290,14 @@ def _operator(operation: str, *, is_reflected: bool = False) -> Any:
     return operate
 
 
-def _unary(operation: str) -> Any:
+def _make_unary(operation: str) -> Any:
     def operate(self: RemoteObject, *options: Any) -> Any:
         return copy_built_mark(self, use(self, operation, *options))
 
     return operate
 
 
-def _comparison(operation: str) -> Any:
+def _make_comparison(operation: str) -> Any:
     compare_content = getattr(__import__("_operator"), operation)
 
     def compare(self: RemoteObject, other: Any) -> Any:
@@ -312,14 +311,14 @@ def _comparison(operation: str) -> Any:
 
 
 for _name in FORWARDED_METHODS:
-    setattr(RemoteObject, f"__{_name}__", _forward(_name))
+    setattr(RemoteObject, f"__{_name}__", _make_forwarder(_name))
 for _name in FORWARDED_CLASS_METHODS:
-    setattr(RemoteMeta, f"__{_name}__", _forward(_name))
+    setattr(RemoteMeta, f"__{_name}__", _make_forwarder(_name))
 for _name in OPERATORS:
-    setattr(RemoteObject, f"__{_name}__", _operator(_name))
-    setattr(RemoteObject, f"__r{_name}__", _operator(_name, is_reflected=True))
-    setattr(RemoteObject, f"__i{_name}__", _operator(f"i{_name}"))
+    setattr(RemoteObject, f"__{_name}__", _make_operator(_name))
+    setattr(RemoteObject, f"__r{_name}__", _make_operator(_name, is_reflected=True))
+    setattr(RemoteObject, f"__i{_name}__", _make_operator(f"i{_name}"))
 for _name in COMPARISONS:
-    setattr(RemoteObject, f"__{_name}__", _comparison(_name))
+    setattr(RemoteObject, f"__{_name}__", _make_comparison(_name))
 for _name in UNARY:
-    setattr(RemoteObject, f"__{_name}__", _unary(_name))
+    setattr(RemoteObject, f"__{_name}__", _make_unary(_name))

@@ -1,11 +1,11 @@
 """In the test box: runs a pytest file.
 
     pytest file -> pytest -> RemoteModule -> proxies (objects.py) -> the candidate's box
-                          -> Recorder -> one outcome for each test
+                          -> OutcomeRecorder -> one outcome for each test
 
-With the message's `code` the candidate is a module in this box instead, for files that need more of
-it than proxies give. Without pipes there is no candidate: the file is only collected, to find out
-whether it is broken.
+With the message's `code` the candidate is a module in this box instead, for files that proxies do
+not support. Without pipes there is no candidate: the file is only collected, to find out whether it
+is broken.
 
 Runs inside boxes: see inside/__init__.py.
 """
@@ -24,7 +24,7 @@ else:
     ModuleType = type(sys)
 
 tests = sys.modules["rollick_tests"]
-FLAG_ASYNC = 0x80
+CO_COROUTINE = 0x80  # as in `inspect`
 
 
 class RemoteModule(ModuleType):
@@ -36,7 +36,7 @@ class RemoteModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            return star_names(self.__dict__["_message"])
+            return list_star_names(self.__dict__["_message"])
         if name.startswith("__"):
             raise AttributeError(name)
         if name in self.__dict__["_message"]["star"]["standard"]:
@@ -44,18 +44,18 @@ class RemoteModule(ModuleType):
         return self.__dict__["_candidate"].bind([name])[name]
 
 
-def star_names(message: dict[str, Any]) -> list[str]:
-    """What `from solution import *` gives: only names that the file uses and that nothing else
+def list_star_names(message: dict[str, Any]) -> list[str]:
+    """What `from solution import *` imports: only names that the file uses and that nothing else
     defines. A candidate must not replace `len` or `sqrt`."""
-    others = set(dir(builtins))
+    other_names = set(dir(builtins))
     for name in message["star"]["modules"]:
         module = __import__(name, fromlist=["*"])
-        others |= set(getattr(module, "__all__", dir(module)))
-    return [name for name in message["star"]["names"] if name not in others]
+        other_names |= set(getattr(module, "__all__", dir(module)))
+    return [name for name in message["star"]["names"] if name not in other_names]
 
 
-class Recorder:
-    """A plugin of pytest that keeps the outcome of each test."""
+class OutcomeRecorder:
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, tuple[bool, str]] = {}
@@ -65,15 +65,15 @@ class Recorder:
             self.outcomes[item.nodeid] = (False, "not run")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        # Set-up and tear-down have reports of their own; they count only if they fail.
+        # Set-up and tear-down have separate reports, which count only if they failed.
         if report.when == "call" or not report.passed:
-            text = "" if report.passed else last_line(report)
+            text = "" if report.passed else read_last_line(report)
             self.outcomes[report.nodeid] = (report.passed, text)
 
     def pytest_pyfunc_call(self, pyfuncitem: Any) -> bool | None:
         """Run a test that is a coroutine function, which pytest alone does not."""
         code = getattr(pyfuncitem.obj, "__code__", None)
-        if code is None or not code.co_flags & FLAG_ASYNC:
+        if code is None or not code.co_flags & CO_COROUTINE:
             return None
         import asyncio
 
@@ -90,8 +90,8 @@ def run(message: dict[str, Any], pipes: list[int], reporter: Any) -> None:
     if module is None and not pipes:
         check_file(message, source)
         return
-    module = module or RemoteModule(connect(source, pipes, reporter), message)
-    recorder = Recorder()
+    module = module or RemoteModule(connect_candidate(source, pipes, reporter), message)
+    recorder = OutcomeRecorder()
     call_pytest(module, "candidate", source, recorder)
     if not recorder.outcomes:
         if "code" not in message:
@@ -102,18 +102,19 @@ def run(message: dict[str, Any], pipes: list[int], reporter: Any) -> None:
         reporter.send("outcome", number, passed, f"{name.partition('::')[2]}: {text}".rstrip(": "))
 
 
-def connect(source: str, pipes: list[int], reporter: Any) -> Any:
+def connect_candidate(source: str, pipes: list[int], reporter: Any) -> Any:
     replies, requests = pipes
 
     def share_box(reason: str) -> None:
         reporter.send("share", message=reason)
         os._exit(0)
 
-    return sys.modules["rollick_imports"].ObjectCandidate(requests, replies, share_box, source)
+    proxy = sys.modules["rollick_candidate_proxy"]
+    return proxy.CandidateProxy(requests, replies, share_box, source)
 
 
 def load_candidate(message: dict[str, Any]) -> Any:
-    """Import the candidate from a file, which the tests may reload or read the source of."""
+    """Import the candidate from a file, so that the tests can reload it or read its source."""
     name = message["module"]
     path = f"/tmp/{name.replace('.', '/')}.py"
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -124,10 +125,10 @@ def load_candidate(message: dict[str, Any]) -> Any:
 
 
 def check_file(message: dict[str, Any], source: str) -> None:
-    """Raise TestsInvalid if the file has no tests with any candidate."""
-    probe = tests.Probe()
-    code = call_pytest(RemoteModule(probe, message), "probe", source, None, "--collect-only")
-    if code and not probe.was_used:
+    """Raise TestsInvalid if the file has no tests, whatever the candidate is."""
+    recorder = tests.UseRecorder()
+    code = call_pytest(RemoteModule(recorder, message), "probe", source, None, "--collect-only")
+    if code and not recorder.was_used:
         raise tests.TestsInvalid(f"pytest found no test in the file (exit code {code})")
 
 
@@ -138,10 +139,10 @@ def call_pytest(module: Any, name: str, source: str, plugin: Any, *options: str)
     path = f"/tmp/test_{name}.py"
     with open(path, "w", encoding="utf-8") as file:
         file.write(source)
-    always = ["-q", "-p", "no:cacheprovider", "--rootdir=/tmp", "-c", "/dev/null", path]
-    return int(pytest.main([*always, *options], plugins=[plugin] if plugin else []))
+    arguments = ["-q", "-p", "no:cacheprovider", "--rootdir=/tmp", "-c", "/dev/null", path]
+    return int(pytest.main([*arguments, *options], plugins=[plugin] if plugin else []))
 
 
-def last_line(report: Any) -> str:
+def read_last_line(report: Any) -> str:
     lines = str(report.longrepr).strip().splitlines()
     return lines[-1] if lines else "failed"

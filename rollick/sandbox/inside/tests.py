@@ -8,7 +8,7 @@ only this box knows.
 
 If the tests fail before the first one starts, they run again up to there with stand-ins for the
 candidate's names. Only if they fail without using a stand-in, no candidate can pass, and the tests
-are invalid: a candidate must not be able to choose this.
+are invalid: a candidate must not be able to cause this.
 
 With the message's `code`, candidate and tests share this box instead, for tests whose arguments are
 not plain data. The candidate could then forge a pass, so the parent reports isolation `shared`.
@@ -33,7 +33,7 @@ MAX_DATA = 1 << 20
 """Bytes of the candidate's constants."""
 MAX_MESSAGE = 500
 END_OF_ITERATION = (StopIteration, StopAsyncIteration)
-USES = (
+SPECIAL_METHODS = (
     *("call", "iter", "next", "len", "bool", "contains", "getitem", "setitem", "delitem"),
     *("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format", "bytes", "round"),
     *("int", "float", "complex", "index", "neg", "pos", "abs", "invert", "reversed", "enter"),
@@ -48,7 +48,7 @@ USES = (
         for prefix in ("", "r", "i")
     ),
 )
-"""Special methods without their underscores: what can be done with an object."""
+"""The special methods of a StandIn, without their underscores: each counts as a use of it."""
 
 
 class CandidateError(Exception):
@@ -85,11 +85,11 @@ class Candidate:
                 bound[name] = StandIn(make_raiser(error))
         return bound
 
-    def request(self, *request: Any, max_bytes: int = MAX_REPLY) -> Any:
-        return self.read_reply(self.exchange(list(request), max_bytes))
+    def request(self, *message: Any, max_bytes: int = MAX_REPLY) -> Any:
+        return self.read_reply(self.exchange(list(message), max_bytes))
 
-    def exchange(self, request: list[Any], max_bytes: int) -> Any:
-        body = wire.encode(request)
+    def exchange(self, message: list[Any], max_bytes: int) -> Any:
+        body = wire.encode(message)
         try:
             wire.write_frame(self.requests, body)
             content = wire.read_frame(self.replies, max_bytes)
@@ -118,13 +118,13 @@ class RemoteFunction:
 
 
 class StandIn:
-    """Stands for a name of the candidate; every use calls `on_use`, which raises."""
+    """Placeholder for a name of the candidate; every use calls `on_use`, which raises."""
 
     def __init__(self, on_use: Callable[[], None]) -> None:
         self.__dict__["_on_use"] = on_use
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # pytest looks for its own marks on every object of a module
+        if name.startswith("_"):  # pytest looks for its marks on every object of a module
             raise AttributeError(name)
         self.__dict__["_on_use"]()
 
@@ -132,19 +132,19 @@ class StandIn:
         self.__dict__["_on_use"]()
 
 
-for _name in USES:
+for _name in SPECIAL_METHODS:
     setattr(StandIn, f"__{_name}__", StandIn.__dict__["_use"])
 
 
-class Probe:
+class UseRecorder:
     """Binds every name to a stand-in and records whether one was used."""
 
     was_used = False
 
     def bind(self, names: list[str]) -> dict[str, Any]:
-        return {name: StandIn(self.use) for name in names}
+        return {name: StandIn(self.on_use) for name in names}
 
-    def use(self) -> None:
+    def on_use(self) -> None:
         self.was_used = True
         raise CandidateError("the tests use the candidate")
 
@@ -173,7 +173,7 @@ def main(message: dict[str, Any], pipes: list[int], control: int) -> None:
     except TestsInvalid as error:
         reporter.send("invalid", message=str(error))
     except BaseException as error:
-        reporter.send("ended", message=explain(error))
+        reporter.send("ended", message=describe_error(error))
     else:
         reporter.send("ended")
     # Exit handlers of the tests must not change the outcome.
@@ -199,7 +199,7 @@ def run_cases(message: dict[str, Any], candidate: Candidate, reporter: Reporter)
     try:
         imports = {name: __import__(name) for name in message["imports"]}
     except Exception as error:
-        raise TestsInvalid(f"an import of the tests failed: {explain(error)}") from None
+        raise TestsInvalid(f"an import of the tests failed: {describe_error(error)}") from None
     try:
         namespace = run_setup(setup, imports, candidate.bind(message["entries"]))
     except BaseException as error:
@@ -210,22 +210,22 @@ def run_cases(message: dict[str, Any], candidate: Candidate, reporter: Reporter)
 
 
 def run_setup(setup: Any, imports: dict[str, Any], bound: dict[str, Any]) -> dict[str, Any]:
-    """The namespace for the cases."""
+    """Run the setup; returns the namespace for the cases."""
     namespace = {"__name__": "tests", **imports, **bound}
     exec(setup, namespace)
-    # Definitions of the setup must not hide the candidate's (a prompt has a stub of that name).
+    # Definitions of the setup must not hide the candidate's (a prompt may define a stub).
     namespace |= bound
     return namespace
 
 
 def check_setup(setup: Any, imports: dict[str, Any], entries: list[str]) -> None:
     """Raise TestsInvalid if the setup fails with every candidate."""
-    probe = Probe()
+    recorder = UseRecorder()
     try:
-        run_setup(setup, imports, probe.bind(entries))
+        run_setup(setup, imports, recorder.bind(entries))
     except BaseException as error:
-        if not probe.was_used:
-            raise TestsInvalid(f"the setup failed: {explain(error)}") from None
+        if not recorder.was_used:
+            raise TestsInvalid(f"the setup failed: {describe_error(error)}") from None
 
 
 def compile_test(code: str, name: str) -> Any:
@@ -249,7 +249,7 @@ def report_case(number: int, case: Any, namespace: dict[str, Any], reporter: Rep
         else:
             exec(case, namespace)
     except BaseException as error:
-        reporter.send("outcome", number, False, explain(error))
+        reporter.send("outcome", number, False, describe_error(error))
     else:
         reporter.send("outcome", number, True)
 
@@ -257,33 +257,32 @@ def report_case(number: int, case: Any, namespace: dict[str, Any], reporter: Rep
 def check_call(case: list[Any], namespace: dict[str, Any]) -> None:
     entry, args, kwargs, expected = case
     value = namespace[entry](*args, **kwargs)
-    numbers = type(value) in (int, float) and type(expected) in (int, float)
-    if type(value) is not type(expected) and not numbers:
+    are_numbers = type(value) in (int, float) and type(expected) in (int, float)
+    if type(value) is not type(expected) and not are_numbers:
         raise AssertionError(f"{value!r} is a {type(value).__name__}, not {expected!r}")
-    if with_types(value) != with_types(expected):
+    if attach_types(value) != attach_types(expected):
         raise AssertionError(f"{value!r} is not {expected!r}")
 
 
-def with_types(value: Any) -> Any:
-    """The value with the type of each part, for `==`: [True] is not [1]. An int and a float of the
-    same value are equal."""
+def attach_types(value: Any) -> Any:
+    """The value with the type of each part, for `==`: [True] is not [1], but 1 is 1.0."""
     kind = type(value)
     if kind in (int, float):
         return value
     if kind in (list, tuple):
-        return kind, tuple([with_types(part) for part in value])
+        return kind, tuple([attach_types(part) for part in value])
     if kind in (set, frozenset):
-        return kind, frozenset([with_types(part) for part in value])
+        return kind, frozenset([attach_types(part) for part in value])
     if kind is dict:
-        return kind, {with_types(key): with_types(part) for key, part in value.items()}
+        return kind, {attach_types(key): attach_types(part) for key, part in value.items()}
     return kind, value
 
 
 def make_exception(kind: str, message: str) -> Exception:
     """The builtin exception of that name; the candidate cannot choose another class.
 
-    An exception that ends an iteration becomes a RuntimeError, as in a generator (PEP 479): it
-    would end `all(map(f, values))` early, with all values right so far.
+    StopIteration becomes a RuntimeError, as in a generator (PEP 479): it would end
+    `all(map(f, values))` early, before a wrong value.
     """
     cls = getattr(builtins, kind, None)
     if isinstance(cls, type) and issubclass(cls, END_OF_ITERATION):
@@ -296,7 +295,7 @@ def make_exception(kind: str, message: str) -> Exception:
     return CandidateError(f"{kind}: {message}")
 
 
-def explain(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException:

@@ -2,8 +2,8 @@
 
     split_value(Fraction(1, 2)) -> ("fractions.Fraction", (1, 2)) -> join_value -> Fraction(1, 2)
 
-Only these types are built again, from numbers, text and lists; no code crosses. Runs inside both
-boxes: see inside/__init__.py.
+Only these types are rebuilt, from numbers, text and lists; no code is sent. Runs inside both boxes:
+see inside/__init__.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 MARK = "\0rollick"
-"""The first item of each tuple that stands for a value which is not plain data."""
+"""The first item of each tuple that represents a value which is not plain data."""
 
 
-def _clock(value: Any) -> tuple[Any, ...]:
+def _split_time(value: Any) -> tuple[Any, ...]:
     return (value.hour, value.minute, value.second, value.microsecond, value.tzinfo)
 
 
@@ -29,15 +29,15 @@ PARTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "collections.OrderedDict": lambda value: (list(value.items()),),
     "collections.deque": lambda value: (list(value), value.maxlen),
     "datetime.date": lambda value: (value.year, value.month, value.day),
-    "datetime.datetime": lambda value: (value.year, value.month, value.day, *_clock(value)),
-    "datetime.time": _clock,
+    "datetime.datetime": lambda value: (value.year, value.month, value.day, *_split_time(value)),
+    "datetime.time": _split_time,
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
     "datetime.timezone": lambda value: (value.utcoffset(None),),
     "decimal.Decimal": lambda value: (str(value),),
     "fractions.Fraction": lambda value: (value.numerator, value.denominator),
     "uuid.UUID": lambda value: (str(value),),
 }
-"""The arguments that build a value again, by the name of its type."""
+"""By the name of a type: a function that returns the constructor arguments of a value."""
 
 
 def split_value(value: Any) -> tuple[str, tuple[Any, ...]] | None:

@@ -1,14 +1,13 @@
-"""In the test box, for pytest files: the candidate's box, and what crosses between the two.
+"""The test side of the calls between the test box and the candidate's box (pytest files).
 
     use(operation, args) -> pack -> request -> the candidate's box -> reply -> unpack
 
-A value that is not plain data crosses as a tuple that begins with MARK (exports.py has the other
-side): an object as its number and a description of its class. A function of the tests that is
-passed to the candidate stays here, and is called here when the candidate asks for it.
+A value that is not plain data is sent as a tuple that begins with MARK (candidate_server.py has the
+other side): an object as its number and a description of its class. A function of the tests that is
+passed to the candidate stays here, and is called here when the candidate requests it.
 
-What the tests pass that is neither data nor an object nor a function needs one box for both:
-`share_box` ends this run. It must not depend on the candidate, so nothing that the candidate
-returns may lead to it.
+Other values cannot be sent. Then `share_box` ends this run, and the tests run again in one box with
+the candidate. Only values of the tests may cause this, never a reply of the candidate.
 
 Runs inside boxes: see inside/__init__.py.
 """
@@ -32,12 +31,12 @@ PLAIN = (bool, int, float, complex, str, bytes, bytearray, range)
 CONTAINERS = (list, tuple, set, frozenset)
 VIEWS = (dict_items, dict_keys, dict_values)
 CALLABLE_MODULES = ("builtins", "functools", "operator")
-"""Modules of the types of functions: other callable objects have a state and more methods."""
+"""Modules whose callables are sent as plain functions. Other callables may have state."""
 TEST_MODULE = "test_candidate"
-FLAG_ARGS, FLAG_KWARGS, FLAG_ASYNC = 0x04, 0x08, 0x80
+CO_VARARGS, CO_VARKEYWORDS, CO_COROUTINE = 0x04, 0x08, 0x80  # as in `inspect`
 
 
-class ObjectCandidate(tests.Candidate):
+class CandidateProxy(tests.Candidate):
     """The candidate's box as a pytest file sees it."""
 
     def __init__(
@@ -48,37 +47,37 @@ class ObjectCandidate(tests.Candidate):
         self.source = source
         self.classes: dict[int, type[Any]] = {}
         self.named_classes: set[int] = set()
-        """Classes that the tests use by a name with a capital: the tests expect objects of them."""
+        """Classes that the tests use by a capitalized name, so they expect instances of them."""
         self.proxies: dict[tuple[int, bool], Any] = {}
         self.highest_number = -1
         """The highest number of an object so far."""
         self.functions: list[Any] = []
         """Functions of the tests that the candidate may call."""
-        self.numbers: dict[int, int] = {}
+        self.function_numbers: dict[int, int] = {}
         """The numbers of these functions, by `id`."""
         self.coroutines: dict[int, tuple[Any, int]] = {}
-        """Coroutines that stand for the candidate's, with their numbers, by `id`."""
+        """Coroutines that run the candidate's, with the numbers of these, by `id`."""
         self.errors: list[BaseException] = []
         self.changed: list[Any] = []
-        """[position, new content] of each argument that the last call has changed in place."""
+        """[position, new content] of each argument that the last call changed in place."""
 
     def bind(self, names: list[str]) -> dict[str, Any]:
         return {name: self.look_up(name) for name in names}
 
     def look_up(self, name: str) -> Any:
-        """The candidate's value of this name. One that it does not define raises on use."""
+        """The candidate's value of this name, or a StandIn that raises on use if there is none."""
         try:
             reply = self.use("lookup", name)
         except Exception as error:
             return tests.StandIn(tests.make_raiser(error))
         if type(reply) is list and len(reply) == 2:
-            return self.name_class(name, reply[1])
+            return self.record_class(name, reply[1])
         error = NameError(f"the candidate does not define {name!r}")
         return tests.StandIn(tests.make_raiser(error))
 
-    def name_class(self, name: str, value: Any) -> Any:
-        """Mark a class as one that the tests name. Without a capital it is called as a function is:
-        the tests may expect plain data from it."""
+    def record_class(self, name: str, value: Any) -> Any:
+        """Record a class that the tests use by name. A lowercase name is treated as a function,
+        whose result may be plain data."""
         if type(value) is not objects.RemoteMeta:
             return value
         number = value.rollick_class
@@ -91,18 +90,18 @@ class ObjectCandidate(tests.Candidate):
         return self.unpack(self.request("use", operation, self.pack(list(args)), self.pack(kwargs)))
 
     def build(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a class. What it returns counts as built unless it is known from elsewhere."""
+        """Call a class. The result counts as built by the tests unless it existed before."""
         highest = self.highest_number
         value = self.use("call", cls, *args, **kwargs)
-        builds = cls.rollick_builds and cls.rollick_class in self.named_classes
-        if builds and isinstance(value, objects.RemoteObject):
+        is_instantiated = cls.rollick_instantiates and cls.rollick_class in self.named_classes
+        if is_instantiated and isinstance(value, objects.RemoteObject):
             number = value.rollick_number
             if number > highest or (number, True) in self.proxies:
                 return self.proxy(number, type(value), built=True)
         return value
 
     def proxy(self, number: int, cls: type[Any], *, built: bool = False) -> Any:
-        """The same proxy for the same object, so that `is` works."""
+        """The proxy of an object: always the same one, so that `is` works."""
         self.highest_number = max(self.highest_number, number)
         if (number, built) not in self.proxies:
             proxy: Any = object.__new__(cls)
@@ -110,23 +109,23 @@ class ObjectCandidate(tests.Candidate):
             self.proxies[number, built] = proxy
         return self.proxies[number, built]
 
-    def request(self, *request: Any, max_bytes: int = tests.MAX_REPLY) -> Any:
-        """Until the reply arrives, call the functions of the tests for which the candidate asks."""
-        failure: BaseException | None = None
-        reply = self.exchange(list(request), max_bytes)
+    def request(self, *message: Any, max_bytes: int = tests.MAX_REPLY) -> Any:
+        """Send a request, and run the candidate's callbacks until the reply arrives."""
+        failed_assertion: BaseException | None = None
+        reply = self.exchange(list(message), max_bytes)
         while type(reply) is list and len(reply) == 4 and reply[0] == "callback":
-            answer, failed = self.run_callback(*reply[1:])
-            failure = failure or failed
+            answer, error = self.run_callback(*reply[1:])
+            failed_assertion = failed_assertion or error
             reply = self.exchange(answer, max_bytes)
-        if failure is not None:
-            raise failure
+        if failed_assertion is not None:
+            raise failed_assertion
         return self.read_reply(reply)
 
     def run_callback(
         self, number: Any, args: Any, kwargs: Any
     ) -> tuple[list[Any], BaseException | None]:
-        """(answer, failed check). A failed check fails the test, even if the candidate catches the
-        exception."""
+        """(answer, failed assertion). A failed assertion fails the test, even if the candidate
+        catches the exception."""
         try:
             function = self.functions[number]
             value = function(*self.unpack(args), **self.unpack(kwargs))
@@ -134,7 +133,8 @@ class ObjectCandidate(tests.Candidate):
                 value = run_coroutine(value)
             return ["returned", self.pack(value)], None
         except BaseException as error:
-            return ["raised", self.pack(error)], error if objects.is_failed_check(error) else None
+            failed_assertion = error if objects.is_failed_assertion(error) else None
+            return ["raised", self.pack(error)], failed_assertion
 
     def read_reply(self, reply: Any) -> Any:
         if type(reply) is list and len(reply) == 2 and reply[0] == "value":
@@ -147,27 +147,27 @@ class ObjectCandidate(tests.Candidate):
         raise tests.CandidateError("the reply is neither a value nor an exception")
 
     def make_error(
-        self, builtin: Any, text: Any, cls: Any, number: Any, args: Any, raised: Any
+        self, builtin: Any, text: Any, packed_class: Any, number: Any, args: Any, error_index: Any
     ) -> BaseException:
-        """An exception of the candidate; one that the tests have raised is that of the tests."""
-        if type(raised) is int and 0 <= raised < len(self.errors):
-            error = self.errors[raised]
+        """The exception of a reply. If the tests raised it in a callback, returns the original."""
+        if type(error_index) is int and 0 <= error_index < len(self.errors):
+            error = self.errors[error_index]
             if isinstance(error, tests.END_OF_ITERATION):
                 return tests.make_exception(type(error).__name__, str(text))
             return error
-        kind: Any = self.unpack(cls) if cls is not None else None
+        kind: Any = self.unpack(packed_class) if packed_class is not None else None
         arguments = self.unpack(args)
         if isinstance(kind, type) and issubclass(kind, Exception):
             error = kind.__new__(kind, *arguments)
             error.args = arguments
         else:
-            error = build_builtin(str(builtin), str(text), arguments)
+            error = make_builtin_error(str(builtin), str(text), arguments)
         error.__dict__.update(_rollick_text=str(text), _rollick_error=(self, number))
         return error
 
     def apply_changes(self, args: tuple[Any, ...]) -> None:
-        """Change the arguments as the candidate has changed them in its box. It may do so only in a
-        call that returns None: `f(values) == sorted(values)` must not pass with other values."""
+        """Apply the candidate's in-place changes to the arguments. Only a call that returns None
+        may have them: `f(values) == sorted(values)` must not pass because `values` changed."""
         changed, self.changed = self.changed, []
         for position, content in changed:
             if type(position) is not int or not 1 <= position <= len(args):
@@ -176,10 +176,10 @@ class ObjectCandidate(tests.Candidate):
             if type(before) is not type(after) or type(after) not in (list, dict, set):
                 raise tests.CandidateError("an argument has changed its type")
             if type(after) is list:
-                # What the tests have built stays the same proxy.
-                proxies = [each for each in before if isinstance(each, objects.RemoteObject)]
-                same: dict[int | None, Any] = {each.rollick_number: each for each in proxies}
-                before[:] = [same.get(objects.number_of(item), item) for item in after]
+                # Keep existing proxies: they may count as built by the tests.
+                proxies = [item for item in before if isinstance(item, objects.RemoteObject)]
+                by_number: dict[int | None, Any] = {item.rollick_number: item for item in proxies}
+                before[:] = [by_number.get(objects.number_of(item), item) for item in after]
             else:
                 before.clear()
                 before.update(after)
@@ -201,10 +201,9 @@ class ObjectCandidate(tests.Candidate):
 
     def unpack_marked(self, kind: str, *parts: Any) -> Any:
         if kind == "object":
-            number, described = parts
-            return self.proxy(
-                number, objects.RemoteObject if described is None else self.unpack(described)
-            )
+            number, packed_class = parts
+            cls = objects.RemoteObject if packed_class is None else self.unpack(packed_class)
+            return self.proxy(number, cls)
         if kind == "class":
             number = parts[0]
             if number not in self.classes:
@@ -216,7 +215,7 @@ class ObjectCandidate(tests.Candidate):
         if kind == "iterator":
             return self.proxy(parts[0], objects.RemoteIterator)
         if kind == "coroutine":
-            coroutine = self.wait(self.proxy(parts[0], objects.RemoteObject))
+            coroutine = self.run_remote(self.proxy(parts[0], objects.RemoteObject))
             self.coroutines[id(coroutine)] = (coroutine, parts[0])
             return coroutine
         if kind == "callback":
@@ -227,7 +226,7 @@ class ObjectCandidate(tests.Candidate):
             return tuple.__new__(self.unpack(parts[0]), self.unpack(parts[1]))
         return values.join_value(parts[0], self.unpack(parts[1]))
 
-    async def wait(self, coroutine: Any) -> Any:
+    async def run_remote(self, coroutine: Any) -> Any:
         return self.use("run", coroutine)
 
     def make_class(
@@ -243,18 +242,18 @@ class ObjectCandidate(tests.Candidate):
         """The local class of one of the candidate's classes."""
         body: dict[str, Any] = {"__test__": False, "rollick_class": number}
         if bases:
-            local = tuple(dict.fromkeys(self.unpack(base) for base in bases))
-            if not all(issubclass(base, Exception) for base in local):
-                raise tests.CandidateError("an exception is derived from another class")
-            if (known := standard_exception(module, name)) is not None:
-                return known
-            return type(name, local, body | objects.ERROR_METHODS)
+            local_bases = tuple(dict.fromkeys(self.unpack(base) for base in bases))
+            if not all(issubclass(base, Exception) for base in local_bases):
+                raise tests.CandidateError("an exception class has a base that is not an exception")
+            if (standard := find_standard_exception(module, name)) is not None:
+                return standard
+            return type(name, local_bases, body | objects.ERROR_METHODS)
         body |= {"__slots__": (), "rollick_owner": self, "rollick_content": content}
-        body["rollick_builds"] = not is_enum
+        body["rollick_instantiates"] = not is_enum
         base: Any = objects.RemoteObject
         if fields:
             base = __import__("collections").namedtuple(name, fields)
-            body["__getattr__"] = objects.tuple_attribute
+            body["__getattr__"] = objects.get_tuple_attribute
         return type.__new__(objects.RemoteMeta, name, (base,), body)
 
     def pack(self, value: Any) -> Any:
@@ -264,7 +263,7 @@ class ObjectCandidate(tests.Candidate):
         if (number := objects.number_of(value)) is not None:
             return (MARK, "object", number)
         if kind is tests.StandIn:
-            return value()  # raises what the candidate lacks
+            return value()  # raises: the candidate does not define it
         if kind in CONTAINERS:
             return kind([self.pack(item) for item in value])
         if kind is dict:
@@ -282,7 +281,7 @@ class ObjectCandidate(tests.Candidate):
     def pack_other(self, value: Any, kind: type[Any]) -> Any:
         if isinstance(value, BaseException):
             return self.pack_error(value)
-        if (name := importable_name(value)) is not None:
+        if (name := find_importable_name(value)) is not None:
             return (MARK, "import", *name)
         if isinstance(value, type):
             if value.__module__ == TEST_MODULE:
@@ -295,7 +294,8 @@ class ObjectCandidate(tests.Candidate):
                 items = list(islice(value, wire.MAX_ITEMS + 1))
                 if len(items) <= wire.MAX_ITEMS:
                     return iter([self.pack(item) for item in items])
-                return self.share_box("the tests pass an endless iterator to the candidate")
+                reason = f"the tests pass an iterator of more than {wire.MAX_ITEMS} items"
+                return self.share_box(f"{reason} to the candidate")
             if isinstance(value, PLAIN):
                 return value
             for base in (dict, *CONTAINERS):
@@ -305,29 +305,29 @@ class ObjectCandidate(tests.Candidate):
 
     def pack_error(self, error: BaseException) -> Any:
         """An exception of the tests, by the name of its builtin class. The message of a failed
-        check, which may have what the tests expect, is not sent."""
+        assertion is not sent, because it may contain the expected value."""
         self.errors.append(error)
         number = len(self.errors) - 1
-        if objects.is_failed_check(error):
+        if objects.is_failed_assertion(error):
             return (MARK, "error", "AssertionError", "AssertionError", (), number)
         builtin = next(base for base in type(error).__mro__ if base.__module__ == "builtins")
-        plain = all(arg is None or type(arg) in PLAIN for arg in error.args)
-        arguments = error.args if plain else (str(error),)
+        is_plain = all(arg is None or type(arg) in PLAIN for arg in error.args)
+        arguments = error.args if is_plain else (str(error),)
         return (MARK, "error", builtin.__name__, type(error).__name__, arguments, number)
 
     def pack_function(self, function: Any) -> Any:
-        if id(function) not in self.numbers:
+        if id(function) not in self.function_numbers:
             self.functions.append(function)
-            self.numbers[id(function)] = len(self.functions) - 1
+            self.function_numbers[id(function)] = len(self.functions) - 1
         code = getattr(function, "__code__", None)
         name = str(getattr(function, "__name__", "callback"))
-        is_async = code is not None and bool(code.co_flags & FLAG_ASYNC)
-        number = self.numbers[id(function)]
-        return (MARK, "callback", number, name, parameters_of(function), is_async)
+        is_async = code is not None and bool(code.co_flags & CO_COROUTINE)
+        number = self.function_numbers[id(function)]
+        return (MARK, "callback", number, name, describe_parameters(function), is_async)
 
 
 def run_coroutine(coroutine: Any) -> Any:
-    """Run a coroutine of the tests, possibly while their own loop waits for the candidate."""
+    """Run a coroutine of the tests, possibly while their event loop waits for the candidate."""
     import asyncio
 
     outer = asyncio._get_running_loop()
@@ -339,13 +339,13 @@ def run_coroutine(coroutine: Any) -> Any:
 
 
 def safe_builtin(name: str) -> type[Any]:
-    """A class of plain data or a builtin exception; one that ends an iteration is replaced."""
+    """A plain data type or a builtin exception; StopIteration becomes RuntimeError."""
     if name in wire.TYPES:
         return wire.TYPES[name]
     return type(tests.make_exception(name, ""))
 
 
-def build_builtin(name: str, text: str, arguments: Any) -> BaseException:
+def make_builtin_error(name: str, text: str, arguments: Any) -> BaseException:
     """A builtin exception with its arguments, or with its text if it does not take them."""
     fallback = tests.make_exception(name, text)
     if type(fallback).__name__ != name:
@@ -356,7 +356,7 @@ def build_builtin(name: str, text: str, arguments: Any) -> BaseException:
         return fallback
 
 
-def standard_exception(module: str, name: str) -> type[Any] | None:
+def find_standard_exception(module: str, name: str) -> type[Any] | None:
     """An exception of the standard library, if the tests have imported its module."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return None
@@ -366,25 +366,27 @@ def standard_exception(module: str, name: str) -> type[Any] | None:
     return None if issubclass(cls, tests.END_OF_ITERATION) else cls
 
 
-def importable_name(value: Any) -> tuple[str, str] | None:
+def find_importable_name(value: Any) -> tuple[str, str] | None:
     """(module, name) of a function or class of the standard library."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
         return None
-    importable: Any = sys.modules.get(module)
+    imported: Any = sys.modules.get(module)
     for part in name.split("."):
-        importable = getattr(importable, part, None)
+        imported = getattr(imported, part, None)
     is_standard = module.partition(".")[0] in sys.stdlib_module_names
-    return (module, name) if is_standard and importable is value else None
+    return (module, name) if is_standard and imported is value else None
 
 
-def parameters_of(function: Any) -> list[Any] | None:
-    """(name, whether it has a default) of each parameter; None if some are special."""
+def describe_parameters(function: Any) -> list[Any] | None:
+    """(name, whether it has a default) of each parameter. None if they are unknown, or if it is a
+    method or has *args, **kwargs, positional-only or keyword-only parameters."""
     code = getattr(function, "__code__", None)
-    if code is None or code.co_flags & (FLAG_ARGS | FLAG_KWARGS) or hasattr(function, "__self__"):
+    variadic = CO_VARARGS | CO_VARKEYWORDS
+    if code is None or code.co_flags & variadic or hasattr(function, "__self__"):
         return None
     if code.co_posonlyargcount or code.co_kwonlyargcount:
         return None
     names = code.co_varnames[: code.co_argcount]
-    first = len(names) - len(function.__defaults__ or ())
-    return [(name, position >= first) for position, name in enumerate(names)]
+    first_default = len(names) - len(function.__defaults__ or ())
+    return [(name, position >= first_default) for position, name in enumerate(names)]

@@ -1,11 +1,11 @@
-"""In the candidate's box, for pytest files: the candidate's objects, by number.
+"""The candidate's side of the calls between the test box and the candidate's box (pytest files).
 
     request ["use", operation, args, kwargs] -> unpack -> operation -> pack -> reply
 
-A value that is not plain data is sent as a tuple that begins with MARK (objects.py has the other
-side). Functions of the tests arrive as functions that call back: the reply "callback" asks the test
-box to call one, and the requests "returned" and "raised" answer it. No code of the tests arrives
-here, only what their functions return.
+A value that is not plain data is sent as a tuple that begins with MARK, an object as its number
+(candidate_proxy.py has the other side). A function of the tests arrives as a callback: the reply
+"callback" requests a call of it, and the requests "returned" and "raised" answer. No code of the
+tests arrives here, only what their functions return.
 
 Runs inside boxes: see inside/__init__.py.
 """
@@ -36,33 +36,33 @@ OPERATORS = (
 )
 CONTAINERS = (list, tuple, dict, set, frozenset)
 CANDIDATE = "candidate"
-"""The module of the candidate's own classes."""
+"""The module of the classes that the candidate defines."""
 MISSING = object()
-"""Stands for an argument that has a default in the tests."""
+"""Default of the optional parameters of a callback: the argument was not passed."""
 
 
-def _exit(manager: Any, error: BaseException | None) -> Any:
+def _call_exit(manager: Any, error: BaseException | None) -> Any:
     details = (None, None, None) if error is None else (type(error), error, error.__traceback__)
     return bool(type(manager).__exit__(manager, *details))
 
 
-def _take(iterator: Any, count: int) -> list[Any]:
-    """[up to `count` values, whether the iterator has ended]."""
-    taken: list[Any] = []
+def _take_items(iterator: Any, count: int) -> list[Any]:
+    """[up to `count` items, whether the iterator has ended]."""
+    items: list[Any] = []
     for _ in range(count):
         try:
-            taken.append(next(iterator))
+            items.append(next(iterator))
         except StopIteration:
-            return [taken, True]
-    return [taken, False]
+            return [items, True]
+    return [items, False]
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name.rstrip("_"): getattr(_operator, name) for name in OPERATORS.split()},
     **{"getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "bool": bool},
     **{"iter": iter, "reversed": reversed, "str": str, "repr": repr, "hash": hash, "int": int},
-    **{"float": float, "round": round, "format": format, "bytes": bytes},
-    **{"divmod": divmod, "complex": complex, "call": _operator.call, "take": _take, "exit": _exit},
+    **{"float": float, "round": round, "format": format, "bytes": bytes, "exit": _call_exit},
+    **{"divmod": divmod, "complex": complex, "call": _operator.call, "take": _take_items},
     "content": lambda value: content_of(value),  # pyright: ignore
     "copy": lambda value: __import__("copy").copy(value),  # pyright: ignore
     "deepcopy": lambda value: __import__("copy").deepcopy(value),  # pyright: ignore
@@ -72,28 +72,28 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Exports:
-    """The candidate's objects that the tests know, and the functions of the tests."""
+class CandidateServer:
+    """Holds the candidate's objects that the tests know, and the callbacks into the tests."""
 
     def __init__(self, namespace: dict[str, Any], requests: int, replies: int) -> None:
         self.namespace, self.requests, self.replies = namespace, requests, replies
         self.objects: list[Any] = []
-        self.numbers: dict[int, int] = {}
-        """By `id`: an object has one number, so the tests can compare identities."""
+        self.object_numbers: dict[int, int] = {}
+        """By `id`. An object has one number, so the tests can compare identities."""
         self.callbacks: dict[int, Any] = {}
         self.callback_numbers: dict[int, int] = {}
         self.lock = RLock()
         self.loop: Any = None
 
     def serve(self, failure: BaseException | None) -> None:
-        """Answer requests until the test box ends; each with the failure, if there is one."""
-        failed = failure and ["raise", *self.describe_error(failure)]
+        """Answer requests until the test box ends, each with `failure` if the candidate has one."""
+        failure_reply = failure and ["raise", *self.describe_error(failure)]
         while (request := wire.read_frame(self.requests, candidate.MAX_REQUEST)) is not None:
-            self.reply(failed or self.execute(wire.decode(request)))
+            self.send_reply(failure_reply or self.execute(wire.decode(request)))
 
-    def reply(self, content: list[Any]) -> None:
+    def send_reply(self, reply: list[Any]) -> None:
         try:
-            body = wire.encode(content)
+            body = wire.encode(reply)
         except BaseException as error:
             text = f"the returned value is not plain data: {error}"
             body = wire.encode(["raise", "TypeError", text, None, -1, (text,), -1])
@@ -117,7 +117,7 @@ class Exports:
             return ["raise", *self.describe_error(error)]
 
     def run(self, coroutine: Any) -> Any:
-        """Run a coroutine to its end. All share one loop, as locks and queues belong to a loop."""
+        """Run a coroutine to its end. All share one event loop: locks and queues belong to it."""
         import asyncio
 
         if self.loop is None:
@@ -125,7 +125,7 @@ class Exports:
         return self.loop.run_until_complete(coroutine)
 
     def find_changes(self, packed: list[Any], args: list[Any]) -> list[Any]:
-        """[position, new content] of each list, dict or set that a call has changed in place."""
+        """[position, new content] of each list, dict or set that a call changed in place."""
         changed: list[Any] = []
         for position, (before, argument) in enumerate(zip(packed, args, strict=True)):
             if type(argument) in (list, dict, set):
@@ -170,10 +170,10 @@ class Exports:
         return (MARK, "object", self.number_of(value), None)
 
     def number_of(self, value: Any) -> int:
-        if id(value) not in self.numbers:
+        if id(value) not in self.object_numbers:
             self.objects.append(value)
-            self.numbers[id(value)] = len(self.objects) - 1
-        return self.numbers[id(value)]
+            self.object_numbers[id(value)] = len(self.objects) - 1
+        return self.object_numbers[id(value)]
 
     def describe_class(self, kind: type[Any]) -> Any:
         """(MARK, "class", number, name, module, fields of a named tuple, bases of an exception,
@@ -187,34 +187,34 @@ class Exports:
         bases = [
             base for base in kind.__bases__ if is_exception and issubclass(base, BaseException)
         ]
-        described = tuple([self.describe_class(base) for base in bases])
+        described_bases = tuple([self.describe_class(base) for base in bases])
         content = content_kind(kind)
         names = (kind.__name__, kind.__module__)
         return (
-            *(MARK, "class", self.number_of(kind), *names, tuple(fields), described),
+            *(MARK, "class", self.number_of(kind), *names, tuple(fields), described_bases),
             content.__name__ if content else "",
             hasattr(kind, "__members__"),
         )
 
     def describe_error(self, error: BaseException) -> list[Any]:
-        """[builtin class, text, class, number, arguments, number of the tests' exception]; the
+        """[builtin class, text, class, number, arguments, index of the tests' exception or -1]; the
         class is None if it is the builtin one."""
         kind = type(error)
-        builtin, text = candidate.name_and_text(error)
-        own = None if kind.__module__ == "builtins" else self.describe_class(kind)
+        builtin, text = candidate.get_name_and_text(error)
+        described_class = None if kind.__module__ == "builtins" else self.describe_class(kind)
         try:
             arguments = tuple([self.pack(argument) for argument in error.args])
             wire.encode(arguments)
         except BaseException:
             arguments = (text,)
-        raised = vars(error).get("_rollick_raised", -1)
+        error_index = vars(error).get("_rollick_error_index", -1)
         return [
             builtin,
             text[: candidate.MAX_MESSAGE],
-            own,
+            described_class,
             self.number_of(error),
             arguments,
-            raised,
+            error_index,
         ]
 
     def unpack(self, value: Any) -> Any:
@@ -237,21 +237,21 @@ class Exports:
         if kind == "named":
             return tuple.__new__(self.objects[parts[0]], self.unpack(parts[1]))
         if kind == "error":
-            builtin, name, arguments, raised = parts
-            return make_error(builtin, name, self.unpack(arguments), raised)
+            builtin, name, arguments, error_index = parts
+            return make_error(builtin, name, self.unpack(arguments), error_index)
         return values.join_value(parts[0], self.unpack(parts[1]))
 
     def make_callback(
         self, number: int, name: str, parameters: list[Any] | None, is_async: bool
     ) -> Any:
-        """A function that calls the tests' function of this number, and has its parameters."""
+        """A function with the parameters of the tests' function of this number, which it calls."""
         if number in self.callbacks:
             return self.callbacks[number]
-        required = [each for each, has_default in parameters or () if not has_default]
-        optional = [each for each, has_default in parameters or () if has_default]
-        signature = ", ".join([*required, *(f"{each}=MISSING" for each in optional)])
+        required = [parameter for parameter, has_default in parameters or () if not has_default]
+        optional = [parameter for parameter, has_default in parameters or () if has_default]
+        signature = ", ".join([*required, *(f"{parameter}=MISSING" for parameter in optional)])
         args = f"[{', '.join(required)}]"
-        kwargs = f"{{{', '.join(f'{each!r}: {each}' for each in optional)}}}"
+        kwargs = f"{{{', '.join(f'{parameter!r}: {parameter}' for parameter in optional)}}}"
         if parameters is None:
             signature, args, kwargs = "*args, **kwargs", "list(args)", "kwargs"
         scope = {"MISSING": MISSING, "call_tests": self.call_tests}
@@ -264,24 +264,24 @@ class Exports:
         return callback
 
     def call_tests(self, number: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Have the test box call its function. Until it answers, serve its other requests."""
-        given = {name: value for name, value in kwargs.items() if value is not MISSING}
-        body = wire.encode(["callback", number, self.pack(args), self.pack(given)])
+        """Request a call from the test box. Until it answers, serve its other requests."""
+        passed = {name: value for name, value in kwargs.items() if value is not MISSING}
+        body = wire.encode(["callback", number, self.pack(args), self.pack(passed)])
         with self.lock:
             wire.write_frame(self.replies, body)
             while True:
                 request = wire.read_frame(self.requests, candidate.MAX_REQUEST)
                 if request is None:
                     os._exit(0)
-                answer = wire.decode(request)
-                if answer[0] == "returned":
-                    return self.unpack(answer[1])
-                if answer[0] == "raised":
-                    raise self.unpack(answer[1])
-                self.reply(self.execute(answer))
+                message = wire.decode(request)
+                if message[0] == "returned":
+                    return self.unpack(message[1])
+                if message[0] == "raised":
+                    raise self.unpack(message[1])
+                self.send_reply(self.execute(message))
 
 
-def make_error(builtin: str, name: str, arguments: tuple[Any, ...], raised: int) -> BaseException:
+def make_error(builtin: str, name: str, arguments: tuple[Any, ...], index: int) -> BaseException:
     """An exception that the tests have raised or built, with the class name that it has there."""
     kind: Any = getattr(builtins, builtin)
     if name != builtin:
@@ -291,16 +291,16 @@ def make_error(builtin: str, name: str, arguments: tuple[Any, ...], raised: int)
         error = kind(*arguments)
     except Exception:
         error = RuntimeError(*arguments)
-    error._rollick_raised = raised
+    error._rollick_error_index = index
     return error
 
 
 def content_kind(kind: type[Any]) -> type[Any] | None:
-    """The container that a class derives from."""
+    """The container type that a class derives from."""
     return next((base for base in CONTAINERS if issubclass(kind, base)), None)
 
 
 def content_of(value: Any) -> Any:
-    """The content of an object whose class derives from a container, without its own methods."""
+    """The content of an object whose class derives from a container type; calls no override."""
     base: Any = content_kind(type(value))
     return dict(dict.items(value)) if base is dict else base(base.__iter__(value))
