@@ -103,10 +103,15 @@ class JudgeSettings:
 
     @property
     def key(self) -> str:
-        """The API key; empty without `key_env`. Raises ValueError if that variable is unset."""
-        key = os.environ.get(self.key_env, "")
+        """The API key; empty without `key_env`. Raises ValueError if that variable is unset, or
+        has a character that no HTTP header may contain."""
+        key = os.environ.get(self.key_env, "").strip()
         if self.key_env and not key:
             raise ValueError(f"the environment has no {self.key_env} with the judge's API key")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"the API key in {self.key_env} has a line break or a special character"
+            )
         return key
 
     def headers(self) -> dict[str, str]:
@@ -114,7 +119,8 @@ class JudgeSettings:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def redact(self, content: bytes) -> bytes:
-        """A reply without the API key: parts of replies are written to the run's folder."""
+        """The content without the API key: parts of replies and errors are written to the run's
+        folder."""
         return content.replace(self.key.encode(), b"[API key]") if self.key else content
 
     def request_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -237,10 +243,13 @@ class _BatchJudge:
             raise NoResponse(f"no response within {settings.request_s:g} s") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise PermanentError(f"{settings.url} is not a valid URL: {error}") from error
+        except httpx.LocalProtocolError:  # its text may contain the API key
+            raise PermanentError("httpx cannot send the request: a header is invalid") from None
         except httpx.DecodingError as error:
             raise TransientError(f"the reply cannot be decompressed: {error}") from error
         except httpx.TransportError as error:
-            raise NoResponse(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise NoResponse(settings.redact(reason.encode()).decode()) from None
         _check_status(response, content)
         return _read_reply(content, usage)
 

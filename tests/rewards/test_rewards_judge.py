@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httpx", reason="the extra rewards is not installed")
+httpx = pytest.importorskip("httpx", reason="the extra rewards is not installed")
 
 from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import FailedVote, count_votes, judge
@@ -294,6 +294,42 @@ async def test_the_api_key_comes_from_the_environment_and_appears_only_in_the_he
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ValueError, match="JUDGE_KEY"):
         await ask(fake, key_env="JUDGE_KEY")
+
+
+async def test_white_space_around_the_api_key_is_removed_and_other_invalid_keys_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("JUDGE_KEY", "canary-123\n")
+    async with server(verdict) as fake:
+        [score] = await ask(fake, key_env="JUDGE_KEY")
+        for key in ("canary\n123", "canary-é"):
+            monkeypatch.setenv("JUDGE_KEY", key)
+            with pytest.raises(ValueError, match="the API key in JUDGE_KEY has") as caught:
+                await ask(fake, key_env="JUDGE_KEY")
+            assert "canary" not in str(caught.value)
+    assert (score.value, len(fake.requests)) == (0.8, 1)
+    assert "Bearer canary-123\r\n" in fake.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (httpx.LocalProtocolError, ScoreStatus.FAILED),
+        (httpx.RemoteProtocolError, ScoreStatus.UNAVAILABLE),
+    ],
+)
+async def test_the_text_of_an_error_does_not_reveal_the_api_key(
+    kind: type[Exception], status: ScoreStatus, monkeypatch: pytest.MonkeyPatch
+):
+    async def raise_error(*_: Any) -> None:
+        raise kind("illegal header: b'Bearer canary-123'")
+
+    monkeypatch.setenv("JUDGE_KEY", "canary-123")
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", raise_error)
+    options = {"url": "http://judge/v1", "model": "m", "key_env": "JUDGE_KEY", "timeout_s": 0.5}
+    [score] = await judge(["2+2?"], ["4"], [{}], **options)
+    assert score.status is status
+    assert "canary" not in repr(score)
 
 
 def test_a_rubric_is_a_name_or_a_text():
