@@ -137,8 +137,7 @@ class FailedVote:
     """Why a vote has no verdict."""
 
     reason: str
-    unavailable: bool = False
-    """The server did not answer."""
+    status: ScoreStatus = ScoreStatus.FAILED
 
 
 @dataclass(slots=True)
@@ -170,7 +169,7 @@ async def judge(
 declare(judge, batch=16, cache=True, options=JudgeSettings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _BatchJudge:
     """Judges the samples of one batch."""
 
@@ -178,6 +177,8 @@ class _BatchJudge:
     client: httpx.AsyncClient
     slots: asyncio.Semaphore
     deadline: float
+    has_response: bool = False
+    """The server has answered a request of the batch."""
 
     async def judge_sample(self, task: str, completion: str, row: Row) -> Score:
         """Collect the votes on a sample. Each waits for a slot and a reply, until the deadline."""
@@ -197,16 +198,21 @@ class _BatchJudge:
     async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score | FailedVote:
         """A verdict, or why there is none."""
         failures: list[TransientError] = []
+        has_slot = False
         try:
             async with asyncio.timeout_at(self.deadline), self.slots:
+                has_slot = True
                 return await self._request_verdict(make_prompt, usage, failures)
         except (TransientError, PermanentError) as failure:
             return FailedVote(str(failure))
         except TimeoutError:
             reason = f"no verdict of {self.settings.url} within {self.settings.timeout_s:g} s"
             reason = "; ".join([reason, *map(str, failures[-1:])])
-            no_response = all(isinstance(each, NoResponse) for each in failures)
-            return FailedVote(reason, unavailable=no_response)
+            if not all(isinstance(each, NoResponse) for each in failures):
+                return FailedVote(reason)
+            # A vote that only waited behind slow replies says nothing about the server.
+            is_late = self.has_response and not has_slot
+            return FailedVote(reason, ScoreStatus.TIMEOUT if is_late else ScoreStatus.UNAVAILABLE)
 
     async def _request_verdict(
         self, make_prompt: MakePrompt, usage: JudgeUsage, failures: list[TransientError]
@@ -219,12 +225,15 @@ class _BatchJudge:
             try:
                 usage.requests += 1
                 reply = await self._post(prompt.messages, usage)
+                self.has_response = True
                 return judge_prompt.read_verdict(reply, prompt)
             except UnparsableVerdict as error:
                 failures.append(TransientError(f"unparsable verdict: {error}"))
             except TransientError as error:
                 failures.append(error)
-            responses += not isinstance(failures[-1], NoResponse)
+            if not isinstance(failures[-1], NoResponse):
+                self.has_response = True
+                responses += 1
             if responses > self.settings.retries:
                 raise failures[-1]
             usage.retries += 1
@@ -301,8 +310,8 @@ def count_votes(votes: Sequence[Score | FailedVote]) -> Score:
     verdicts = [vote for vote in votes if isinstance(vote, Score)]
     failures = [vote for vote in votes if isinstance(vote, FailedVote)]
     if 2 * len(verdicts) <= len(votes):
-        unavailable = all(failure.unavailable for failure in failures)
-        status = ScoreStatus.UNAVAILABLE if unavailable else ScoreStatus.FAILED
+        statuses = {failure.status for failure in failures}
+        status = statuses.pop() if len(statuses) == 1 else ScoreStatus.FAILED
         detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0].reason}"
         failed = Score.failed(detail, status=status)
         return replace(failed, metrics={"failed_votes": float(len(failures))})

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the extra rewards is not installed")
+pytest.importorskip("httpx", reason="the extra rewards is not installed")
+
+import httpx
 
 from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import FailedVote, count_votes, judge
@@ -234,6 +236,29 @@ async def test_a_server_that_stalls_times_out_at_the_deadline():
     assert "/v1 within 0.5 s" in score.detail
 
 
+async def test_a_vote_that_waited_behind_slow_replies_until_the_deadline_has_timed_out():
+    delays = [0.0, 60.0]
+
+    async def stall(request: dict[str, Any]) -> str:
+        await asyncio.sleep(delays.pop(0))
+        return verdict(request)
+
+    async with server(stall) as fake:
+        scores = await ask(fake, "first", "second", "third", concurrency=1, timeout_s=1.5)
+    statuses = [ScoreStatus.OK, ScoreStatus.UNAVAILABLE, ScoreStatus.TIMEOUT]
+    assert [score.status for score in scores] == statuses
+
+
+async def test_a_vote_that_waited_behind_requests_without_any_reply_is_unavailable():
+    async def stall() -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async with server(lambda request: stall()) as fake:
+        scores = await ask(fake, "first", "second", concurrency=1, timeout_s=0.5)
+    assert [score.status for score in scores] == 2 * [ScoreStatus.UNAVAILABLE]
+
+
 async def test_an_unreachable_server_is_a_failure():
     async with server(verdict) as fake:
         pass
@@ -259,7 +284,7 @@ async def test_several_votes_are_averaged_and_their_spread_is_reported():
 
 def test_more_than_half_of_the_votes_must_succeed():
     yes = Score(1.0, detail="good")
-    junk, silent = FailedVote("junk"), FailedVote("no response", unavailable=True)
+    junk, silent = FailedVote("junk"), FailedVote("no response", ScoreStatus.UNAVAILABLE)
     assert count_votes([yes, yes, junk]).value == 1.0
     assert not count_votes([yes, junk]).ok
     assert count_votes([yes, silent]).status is ScoreStatus.UNAVAILABLE
