@@ -15,6 +15,8 @@ PROGRAM_SECONDS = {"timeout_s": 10.0, "program_s": 5.0}
 """Default of the option with which the reward `code` and the environment `tools` limit programs."""
 SEQUENTIAL_PROGRAMS = 2
 """Programs of one call that run one after another: `code` takes 16 samples and runs 8 at once."""
+SANDBOX_RESPONSE_S = 12.0
+"""Time that a sandbox server has in addition to that of a program (HttpSandbox.response_s)."""
 
 
 @rule("data.domains")
@@ -141,13 +143,19 @@ def _check_fits(
 ) -> Problems:
     given = options.get(option)
     seconds = PROGRAM_SECONDS[option] if given is None else given
-    if isinstance(seconds, int | float) and SEQUENTIAL_PROGRAMS * seconds > limit_s:
-        kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
-        message = f"{option}={seconds:g} is too long for {kind}={limit_s:g}"
+    if not isinstance(seconds, int | float):
+        return
+    kind = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
+    where = context.name_path(section) if given is None else (*section, "options", option)
+    message = f"{option}={seconds:g} is too long for {kind}={limit_s:g}"
+    if SEQUENTIAL_PROGRAMS * seconds > limit_s:
         most, least = limit_s / SEQUENTIAL_PROGRAMS, SEQUENTIAL_PROGRAMS * seconds
         fix = f"use at most {most:g}, or set {kind}={least:g} or more"
-        where = context.name_path(section) if given is None else (*section, "options", option)
         yield context.problem(where, message, fix)
+    elif option == "timeout_s" and options.get("url") and seconds + SANDBOX_RESPONSE_S >= limit_s:
+        least = seconds + SANDBOX_RESPONSE_S
+        message += f": the server has {SANDBOX_RESPONSE_S:g} s more to answer"
+        yield context.problem(where, message, f"set {kind} above {least:g}")
 
 
 @rule("train.schedule", "train.minibatches", "train.epochs", "run.steps")
