@@ -340,9 +340,34 @@ def test_the_bounds_of_a_difference_are_not_the_answer(completion: str):
         "She has 27 pears. 😊 Shall I explain? She had 57 and lost 30.",
         "Would you like to know the answer? She has 27 pears, not 30.",
         "Let me know if this is wrong, but after the 30 I get 27 pears.",
+        "She has 27 pears. I'd be happy to help with another one: 27 + 3 = 30.",
+        "She has 27 pears. Would you like to check it? 27 + 3 = 30, so she has 30 before.",
     ],
 )
 def test_an_offer_ends_the_answer(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Tom has 30 eggs. Let me explain the steps. 30 - 3 = 27. Tom has 27 eggs.",
+        "She had 30. Here's how we can solve it: 30 - 3 = 27.",
+        "He had 30 apples. I would be happy to solve this. He lost 3, so he has 27.",
+        "Step 1: 10 + 20 = 30. Should I continue? Step 2: 30 - 3 = 27.",
+        "There are 9 boxes. If you have 3 pens in each, I will multiply: 9 x 3 = 27. So there are "
+        "27 pens, not 30.",
+        "There are 30 eggs.\nDetails:\nShe lost 3.\nShe has 27 eggs left.",
+        "She has 30 left. Here's how I got it: 32 - 5 = 27, she has 27.",
+        "There were 30.\n\nExplanation: he sold 3.\n\n30 - 3 = 27\n\nCheck: 27 + 3 = 30.",
+        "He had 30. Here's how we do it: 30 - 3 = 27. Would you like more? I also know 30 + 3.",
+        # the explanation of an answer, also one that stops early
+        "She has 27 left. Here's how I got it: 10 + 20 = 30. She lost 3 of them.",
+        "She has 27 left.\n\nExplanation: 10 + 20 = 30, and 30 - 3 = 27. Check: 27 + 3 = 30.",
+        "She has 27 left. Here's why: the total was 57, then she gave away 30.",
+    ],
+)
+def test_a_solution_after_an_explanation_or_an_offer_begins_is_read(completion: str):
     assert gives_27_and_not_30(completion)
 
 
