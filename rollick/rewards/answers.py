@@ -31,12 +31,10 @@ PHRASE = re.compile(
           | [*_"']{0,2}(?:\s*[:=]|\s[-–—]\s)
         )
       | ^[#*_ \t]{0,8}(?:(?:the|my|final)[ \t]+){0,2}answer[*_ \t]{0,4}$
-      | \bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)(?=[^\n]{0,200}[0-9])
     )(?:[\s:=}]|(?<=\n)>|[*_]++(?=[\s:=]|$))*+""",
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
-"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, `TL;DR: `, and
-so on."""
+"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, and so on."""
 NO_CLAIM_BEFORE = re.compile(
     r"(?:\b(?:if|whether|suppose|assum\w+|doubt|unlikely|unless|not\s+sure)"
     r"|(?:not|n['’]t)\s+(?:think|believe))\b"
@@ -144,7 +142,7 @@ def _find_marked(text: str) -> ExtractedAnswer | None:
         if not PHRASE.search(line):
             return ExtractedAnswer(line, "hashes")
     for phrase in reversed(list(PHRASE.finditer(text))[-MAX_PHRASES:]):
-        sentence = _read_sentence_after(text, phrase)
+        sentence = read_sentence_after(text, phrase)
         if sentence:
             return ExtractedAnswer(sentence, "phrase")
     return None
@@ -176,7 +174,7 @@ def _join_boxes(text: str, boxes: list[Span]) -> str:
     return ", ".join(dict.fromkeys(reversed(contents)))
 
 
-def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
+def read_sentence_after(text: str, phrase: re.Match[str]) -> str:
     """The rest of the sentence after a phrase; empty if the sentence does not state it: a question,
     a condition, a denial, a claim that the next sentence takes back, or the first step of a
     solution."""

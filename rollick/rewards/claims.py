@@ -21,6 +21,7 @@ from rollick.rewards.answers import (
     PHRASE,
     SENTENCE_END,
     find_retractions,
+    read_sentence_after,
 )
 from rollick.rewards.notation import normalise, read_number, unit_name, words_to_digits
 from rollick.rewards.scanners import Span, collapse_spaces, find_formulas, matches_outside_formulas
@@ -96,6 +97,11 @@ def read_plain(response: str) -> list[str]:
         return [leading_value[1]]
     retractions = find_retractions(response)
     response = response[retractions[-1] :] if retractions else response
+    for summary in list(sentence_patterns.SUMMARY.finditer(response))[-1:]:
+        claim = read_sentence_after(response, summary)
+        after = response[summary.end() :].partition(claim)[2]
+        if _last_statements(claim) and not _concludes_other_value(claim, after):
+            return read_claim(claim)
     text = _without_remarks(response.rstrip())[-MAX_SENTENCE:]
     formulas = find_formulas(text)
     if (
@@ -199,30 +205,35 @@ def _without_remarks(response: str) -> str:
 
 
 def _concludes_other_value(before: str, after: str) -> bool:
-    """Whether the solution follows: the last value that the text after a remark states is that of
-    a conclusion, and not the last one before the remark."""
+    """Whether the text after a remark or a summary concludes a value other than the one before:
+    its last sentence with a value states that of a conclusion."""
     after = sentence_patterns.CHECKS.split(after, maxsplit=1)[0][-MAX_SENTENCE:]
     statements = _last_statements(after)
-    earlier = _last_statements(before[-MAX_LINE:])[:1]
-    if not statements or statements[0][1] in [value for _, value in earlier]:
+    earlier = _last_statements(before[-MAX_LINE:])
+    if not statements or (earlier and earlier[0][1][-1] in statements[0][1]):
         return False
     return any(
-        value == statements[0][1] and sentence_patterns.CONCLUDES_AMOUNT.search(sentence)
-        for sentence, value in statements
+        values[-1] == statements[0][1][-1] and sentence_patterns.CONCLUDES_AMOUNT.search(sentence)
+        for sentence, values in statements
     )
 
 
-def _last_statements(text: str) -> list[tuple[str, str]]:
-    """The last sentences that state a value, and their values, from the last one."""
-    statements: list[tuple[str, str]] = []
+def _last_statements(text: str) -> list[tuple[str, list[str]]]:
+    """The last sentences that state values, with these, from the last one."""
+    statements: list[tuple[str, list[str]]] = []
     for line in reversed(text.splitlines()):
         for sentence in reversed(_split_sentences(line)):
             is_statement = _has_value(sentence) and not sentence.rstrip().endswith("?")
             values = stated_values(sentence) if is_statement else []
             if values and len(statements) < MAX_LINES:
-                number = read_number(normalise(values[-1]))
-                statements.append((sentence, str(number.value) if number else values[-1]))
+                statements.append((sentence, list(map(_number_text, values))))
     return statements
+
+
+def _number_text(value: str) -> str:
+    """The number of a value, without its unit and notation; the value if it is no number."""
+    number = read_number(normalise(value))
+    return str(number.value) if number else value
 
 
 def _read_sentence(line: str, sentence: str) -> list[str]:

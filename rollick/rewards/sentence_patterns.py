@@ -37,6 +37,8 @@ EXPLANATION_INLINE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Explains the answer in the same line: `She has 27 left. Here's why: `."""
+SUMMARY = re.compile(r"\bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)(?:\s|[*_]++(?=\s))*+", re.IGNORECASE)
+"""Begins a summary, before or after the solution: `TL;DR: `, `**TL;DR** — `."""
 REASON = re.compile(
     r"""\W*(?:(?:this|that|it)(?:['’]s|\s+is)\s+because | the\s+reason\s+(?:is|for|why)
       | (?:i|we|you)\s+(?:got|found|obtained|arrived\s+at|(?:can\s+)?(?:know|see|tell))
@@ -82,7 +84,7 @@ CONCLUDES_VALUE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 CONCLUDES_AMOUNT = re.compile(
-    r"""\b(?:so(?!\s+(?:that|far|many|much)\b)|therefore|thus|hence|altogether|finally|we\s+get
+    r"""\b(?:so(?!\s+(?:(?:that|far|many|much)|(?:i|we|you)\s+(?:add|subtract|take|remove|use))\b)|therefore|thus|hence|altogether|finally|we\s+get
       |in\s+(?:total|all|conclusion)|(?:total|answer|result)\s+(?:[a-z]+\s+){0,3}is
       |left|remain(?:s|ing)?|actually|(?:which|that|this)\s+(?:gives|leaves|makes))\b | =""",
     re.IGNORECASE | re.VERBOSE,

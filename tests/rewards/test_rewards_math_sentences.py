@@ -365,6 +365,9 @@ def test_an_offer_ends_the_answer(completion: str):
         "She has 27 left. Here's how I got it: 10 + 20 = 30. She lost 3 of them.",
         "She has 27 left.\n\nExplanation: 10 + 20 = 30, and 30 - 3 = 27. Check: 27 + 3 = 30.",
         "She has 27 left. Here's why: the total was 57, then she gave away 30.",
+        "27 stay.\n\nExplanation: 57 came. 30 of them went home, so we take 57 and remove 30.",
+        "**27 minutes**\n\nHere's the reasoning:\n* Altogether she plays 27 minutes, of which 30 "
+        "seconds are scales.",
     ],
 )
 def test_a_solution_after_an_explanation_or_an_offer_begins_is_read(completion: str):
@@ -454,7 +457,14 @@ def test_an_answer_label_before_a_whole_solution_is_a_heading(completion: str):
         "TLDR: there are 27 pears left.\n\nTom had 57 pears at first. He sold 30.",
         "**TL;DR** — 27\n\nWe begin with 57 and take away the 30 that were sold.",
         "She pays **$27**.\n\nDetails: the price is $30 and she has a coupon of 3 dollars.",
+        "TL;DR: 27 pears.\n\nThere are 3 boxes of 19, so 57 pears. He sold 30.",
+        "We have 57 pears and sell 30.\n\nTL;DR: 27 pears are left.",
+        # a summary without the answer
         "TL;DR: subtract both.\n\nWe have 57 pears and sell 30. So 27 pears are left.",
+        "TL;DR: subtract 3 from 30.\n\n30 - 3 = 27, so the total is 27.",
+        "TL;DR: she had 30 eggs, lost 3\n\nSo she has 27.",
+        "TL;DR: 30. But actually the total is 27.",
+        "TL;DR: 30 minus 3.\n\nThe answer is 27.",
     ],
 )
 def test_a_summary_before_the_details_is_the_answer(completion: str):
