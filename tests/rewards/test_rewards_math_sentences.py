@@ -437,7 +437,12 @@ def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
         "Q: How many are there now?\nAnswer:\nThere were 30 cars.\nThen 3 left.\n30 − 3 = 27\nNow "
         "there are 27 cars.",
         "## Answer\n\nEach box holds 30 pens. We take out 3 of them. We calculate 30 - 3 = 27.",
+        "Answer: A box holds 30 pens. 30 - 21 = 9 are left. 9 x 3 = 27 are left in 3 boxes.",
+        "Answer: Ann has 30 cards. Her 2 friends have 1 + 2 = 3 more, so 27 are hers.",
+        "Answer: Tom buys 9 pens for 30 days. They cost 2 + 1 = 3 dollars. 9 x 3 = 27",
         # here it is the mark of the first value
+        "Answer: John has 27 apples left. He eats 2 x 3 = 6 of them each week.",
+        "Answer: John has 27 apples. There were 10 + 20 = 30 in the basket.",
         "Answer: She has 27 pears. Check: 27 + 3 = 30.",
         "Answer: There are 27 pears left, because he ate some. 27 + 3 = 30.",
         "Answer: 27 pears. To get 30 we add 3: 27 + 3 = 30.",
