@@ -65,18 +65,18 @@ class HttpSandbox:
         """Run the program on the server. If the server fails, the status is INFRASTRUCTURE; if it
         does not answer, UNAVAILABLE."""
         limit_s = program.limits.wall_s + self.response_s
-        deadline, pause_s, invalid = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
+        deadline, pause_s, num_failures = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
         request = Future[Result]()
         problem = f"no response within {limit_s:g} s"
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while invalid < self.attempts:
+                while num_failures < self.attempts:
                     try:
                         request = _executor.submit(self._post, program, deadline)
                         return await asyncio.wrap_future(request)
                     except FAILURES as error:
                         problem = f"{type(error).__name__}: {error}"
-                        invalid += 0 if _is_unavailable(error) else 1
+                        num_failures += 0 if _is_unavailable(error) else 1
                         if isinstance(error, urllib.error.HTTPError):
                             error.close()
                             if error.code < 500 and error.code not in RETRIED_STATUSES:
@@ -85,7 +85,7 @@ class HttpSandbox:
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     await asyncio.sleep(pause_s * random.random())
         was_queued = request.cancel()  # false after its start: then the server is to blame
-        status = Status.INFRASTRUCTURE if invalid or was_queued else Status.UNAVAILABLE
+        status = Status.INFRASTRUCTURE if num_failures or was_queued else Status.UNAVAILABLE
         return Result.not_run(f"the sandbox at {self.url} failed: {problem}", status=status)
 
     def _post(self, program: Program, deadline: float) -> Result:
@@ -132,13 +132,13 @@ def program_from_json(fields: Mapping[str, Any]) -> Program:
     """Parse a request, in a server. An invalid one raises ValueError, KeyError or TypeError."""
     tests = None
     if fields["tests"] is not None:
-        given = cast("Mapping[str, Any]", fields["tests"])
+        tests_fields = cast("Mapping[str, Any]", fields["tests"])
         tests = Tests(
-            cases=tuple(_case_from_json(case) for case in given["cases"]),
-            setup=str(given["setup"]),
-            entries=tuple(map(str, given["entries"])),
-            module=str(given["module"]),
-            shared=given["shared"] is True,
+            cases=tuple(_case_from_json(case) for case in tests_fields["cases"]),
+            setup=str(tests_fields["setup"]),
+            entries=tuple(map(str, tests_fields["entries"])),
+            module=str(tests_fields["module"]),
+            shared=tests_fields["shared"] is True,
         )
     return Program(str(fields["code"]), str(fields["stdin"]), Limits(**fields["limits"]), tests)
 
