@@ -1,4 +1,4 @@
-"""Bounds what it costs to compare an expression, before sympy evaluates it.
+"""Limits the cost of comparing an expression, before sympy evaluates it.
 
     LaTeX -- is_shallow --> math-verify's parser, which builds powers and factorials without
     evaluating them --> expression -- is_affordable --> compared, or a wrong answer
