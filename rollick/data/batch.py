@@ -91,7 +91,7 @@ class Batch:
             rows[uid] = range(rows[uid].start if uid in rows else row, row + 1)
         return rows
 
-    def scaled(self, factor: float) -> Batch:
+    def scale_weights(self, factor: float) -> Batch:
         names = ("weights_N", "kl_weights_N", "entropy_weights_N")
         weights = {name: w for name in names if (w := getattr(self, name)) is not None}
         return replace(self, **{name: weight * factor for name, weight in weights.items()})
@@ -102,15 +102,15 @@ class Batch:
         spans = [np.arange(offsets[b], offsets[b + 1]) for b in rows]
         tokens = np.concatenate([np.empty(0, np.int64), *spans])
         indices = np.asarray(rows, dtype=np.int64)
-        taken: dict[str, Any] = {}
+        selected: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "uids":
                 value = tuple(self.uids[b] for b in rows)
             elif isinstance(value, np.ndarray):
                 value = value[indices if spec.name.endswith("_B") else tokens]
-            taken[spec.name] = value
-        return Batch(**taken)
+            selected[spec.name] = value
+        return Batch(**selected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

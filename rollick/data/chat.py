@@ -67,13 +67,13 @@ class ChatCodec:
 
     def encode_prompt(self, turns: Sequence[Turn]) -> IntArray:
         """[T] ids of the conversation, up to the start of the assistant's answer."""
-        return self.encode_messages(_messages(turns))
+        return self.encode_messages(_to_messages(turns))
 
     def encode_messages(self, messages: Messages, *, tools: Messages = ()) -> IntArray:
         """Like encode_prompt, for messages with further keys, and with tools."""
         if self._template == "plain":
-            return self.encode_text(self._as_text(_join_contents(messages)))
-        messages, tools = self._as_text(list(messages)), self._as_text(list(tools))
+            return self.encode_text(self._cut_tokens(_join_contents(messages)))
+        messages, tools = self._cut_tokens(list(messages)), self._cut_tokens(list(tools))
         return self._tokenize(self._render(messages, add_generation_prompt=True, tools=tools))
 
     def encode_text(self, text: str) -> IntArray:
@@ -89,15 +89,15 @@ class ChatCodec:
         Appends the text that the template writes after a placeholder answer. Ids that already end
         with the template's end-of-turn token do not get a second one.
         """
-        return self.append_messages(token_ids, _messages(turns))
+        return self.append_messages(token_ids, _to_messages(turns))
 
     def append_messages(
         self, token_ids: npt.ArrayLike, messages: Messages, *, tools: Messages = ()
     ) -> IntArray:
         """Like append_turns, for messages with further keys, and with tools."""
         if self._template == "plain":
-            return self.append_text(token_ids, self._as_text(_join_contents(messages)))
-        messages, tools = self._as_text(list(messages)), self._as_text(list(tools))
+            return self.append_text(token_ids, self._cut_tokens(_join_contents(messages)))
+        messages, tools = self._cut_tokens(list(messages)), self._cut_tokens(list(tools))
         added = self._tokenize(
             self._text_after_answer(messages, add_generation_prompt=True, tools=tools)
         )
@@ -115,7 +115,7 @@ class ChatCodec:
         """[T] ids of prompt, completion and end of turn; [T] mask, True on the last two. Control
         tokens in a completion keep their meaning (`[TOOL_CALLS]` in an example to imitate) if it is
         `trusted`. Text that a policy wrote for another model to read is not."""
-        text = completion if trusted else self._as_text(completion)
+        text = completion if trusted else self._cut_tokens(completion)
         prompt, answer = self.encode_prompt(turns), self.encode_answer(text)
         mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
         return _concatenate(prompt, answer), frozen_array(mask, np.bool_)
@@ -177,13 +177,13 @@ class ChatCodec:
         """What the template writes after a user's message, up to the start of the answer."""
         if self._template == "plain":
             return ""
-        user = _messages([Turn("user", MARK)])
+        user = _to_messages([Turn("user", MARK)])
         return self._render(user, add_generation_prompt=True).rpartition(MARK)[2]
 
     def render_answer(self, message: Mapping[str, Any]) -> str | None:
         """The text of an assistant's message, as the template writes it and `decode` returns it.
         None if the template rejects it."""
-        conversation = [*_messages([Turn("user", MARK)]), message]
+        conversation = [*_to_messages([Turn("user", MARK)]), message]
         with suppress(DataError):
             text = self._render(conversation, add_generation_prompt=False).partition(MARK)[2]
             return self.decode(self._tokenize(text.removeprefix(self.answer_prefix)))
@@ -210,7 +210,7 @@ class ChatCodec:
         ids = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         with suppress(DataError):  # a template that rejects this conversation
             if self._template == "chat":
-                user = self._render(_messages([Turn("user", MARK)]), add_generation_prompt=False)
+                user = self._render(_to_messages([Turn("user", MARK)]), add_generation_prompt=False)
                 ids |= set(self._tokenize(user).tolist())
         with suppress(DataError, ModelError):  # one that leaves out answers
             ids |= self.stop_ids
@@ -220,22 +220,22 @@ class ChatCodec:
         choices = "|".join(map(re.escape, longest_first))
         return re.compile(rf"(?={choices})(.)", re.DOTALL) if longest_first else None
 
-    def _as_text(self, value: Any) -> Any:
+    def _cut_tokens(self, value: Any) -> Any:
         """A copy of the value in which control tokens inside strings are cut in two."""
         if isinstance(value, str):
             pattern = self._control_tokens
             return value if pattern is None else pattern.sub(rf"\1{CUT}", value)
         if isinstance(value, Mapping):
             pairs = cast("Mapping[str, Any]", value).items()
-            return {self._as_text(key): self._as_text(part) for key, part in pairs}
+            return {self._cut_tokens(key): self._cut_tokens(part) for key, part in pairs}
         if isinstance(value, list | tuple):
-            return [self._as_text(part) for part in cast("Sequence[Any]", value)]
+            return [self._cut_tokens(part) for part in cast("Sequence[Any]", value)]
         return value
 
     def _text_after_answer(
         self, messages: Messages, *, add_generation_prompt: bool, tools: Messages = ()
     ) -> str:
-        conversation = (*_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
+        conversation = (*_to_messages([Turn("user", "x"), Turn("assistant", MARK)]), *messages)
         text = self._render(conversation, add_generation_prompt=add_generation_prompt, tools=tools)
         _, mark, after = text.partition(MARK)
         if not mark:
@@ -281,7 +281,7 @@ class ChatCodec:
         return _concatenate(*ids)
 
 
-def _messages(turns: Sequence[Turn]) -> Messages:
+def _to_messages(turns: Sequence[Turn]) -> Messages:
     return [{"role": "user" if t.role == "text" else t.role, "content": t.content} for t in turns]
 
 

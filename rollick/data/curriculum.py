@@ -67,9 +67,9 @@ class PromptBelief:
         """Share of passes; 0 without any tries."""
         return self.passes / self.tries if self.tries else 0.0
 
-    def updated(self, passes: int, fails: int, *, decay: float = 1.0) -> PromptBelief:
-        """Adds samples of the prompt. `decay` multiplies the old counts, which an older policy
-        earned. Without new samples nothing changes."""
+    def add_samples(self, passes: int, fails: int, *, decay: float = 1.0) -> PromptBelief:
+        """The belief with these samples added. `decay` multiplies the old counts, which are those
+        of older policies. Without new samples nothing changes."""
         if not passes + fails:
             return self
         return PromptBelief(decay * self.passes + passes, decay * self.fails + fails)
@@ -112,27 +112,27 @@ class Curriculum:
     def choose(self, prompts: Sequence[str], *, domain: str, key: int) -> int:
         """The index of the prompt to draw, determined by `key` and the beliefs."""
         generator = np.random.Generator(np.random.Philox(key=key))
-        known = self._beliefs[domain]
-        return nearest_half([known.get(prompt, PromptBelief()) for prompt in prompts], generator)
+        beliefs = self._beliefs[domain]
+        return nearest_half([beliefs.get(prompt, PromptBelief()) for prompt in prompts], generator)
 
     def record_group(self, group: Group) -> None:
         self._outcomes.append(GroupOutcome.of(group, pass_score=self._config.pass_score))
 
     def update(self) -> None:
         """Apply the outcomes since the last call. Call between steps."""
-        touched: set[str] = set()
+        updated_domains: set[str] = set()
         for outcome in sorted(self._outcomes):
             beliefs = self._beliefs[outcome.domain]
-            before = beliefs.get(outcome.prompt, PromptBelief())
-            after = before.updated(outcome.passes, outcome.fails, decay=self._config.decay)
-            if after.tries:
-                beliefs[outcome.prompt] = after
+            old = beliefs.get(outcome.prompt, PromptBelief())
+            new = old.add_samples(outcome.passes, outcome.fails, decay=self._config.decay)
+            if new.tries:
+                beliefs[outcome.prompt] = new
             self.in_flight[outcome.prompt] -= 1
-            touched.add(outcome.domain)
+            updated_domains.add(outcome.domain)
             self._retire(outcome.domain, [outcome.prompt])
         self._outcomes.clear()
         self.in_flight = +self.in_flight  # Keeps positive counts.
-        for domain in sorted(touched):
+        for domain in sorted(updated_domains):
             self._revive(domain)
 
     def metrics(self) -> dict[str, float]:

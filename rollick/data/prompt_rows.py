@@ -40,7 +40,7 @@ class TokenLimit(NamedTuple):
 
 
 class _Unusable(Exception):
-    """Why a row is bad. Becomes a BadRow with the row's location."""
+    """A row cannot be used. Becomes a BadRow with the row's location."""
 
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -112,16 +112,16 @@ def answer_columns(config: Domain) -> dict[AnswerKind, str]:
 
 def _check_answers(row: Row, config: Domain) -> None:
     columns = answer_columns(config)
-    for which, column in columns.items():
+    for kind, column in columns.items():
         answer = _get_column(row, column)
         if not isinstance(answer, str):
             raise _Unusable("wrong_type", f"{column!r} is {describe_value(answer)}")
         if not answer:
-            raise _Unusable(f"empty_{which}", f"{column!r} has no text")
+            raise _Unusable(f"empty_{kind}", f"{column!r} has no text")
         _check_encodable(answer)
     if "rejected" in columns and row[columns["chosen"]] == row[columns["rejected"]]:
-        both = f"{columns['chosen']!r} and {columns['rejected']!r}"
-        raise _Unusable("no_preference", f"{both} are the same text")
+        names = f"{columns['chosen']!r} and {columns['rejected']!r}"
+        raise _Unusable("no_preference", f"{names} are the same text")
 
 
 def _check_encodable(text: str) -> None:

@@ -119,9 +119,9 @@ class PromptStream:
     def next(self) -> Prompt:
         """The next prompt. A domain starts its next epoch after its last row."""
         domain = self._pick_domain()
-        position, prompt = next(self._upcoming(domain))
+        position, prompt = next(self._upcoming_prompts(domain))
         if self._near_half_window:
-            prompt = self._near_half(domain, position) or prompt
+            prompt = self._choose_near_half(domain, position) or prompt
         return self._draw(domain, position, prompt)
 
     def redraw(self, uid: str) -> Prompt:
@@ -136,7 +136,7 @@ class PromptStream:
                 fix="restore the old rows, or start a new run",
             )
         domain = self._pick_domain()
-        position, _ = next(self._upcoming(domain))
+        position, _ = next(self._upcoming_prompts(domain))
         return self._draw(domain, position, prompt)
 
     def record_group(self, group: Group, *, kept: bool = True) -> None:
@@ -240,7 +240,7 @@ class PromptStream:
         self._credit[chosen] -= sum(shares.values())
         return self._domains[chosen]
 
-    def _upcoming(self, domain: _Domain) -> Iterator[tuple[int, Prompt]]:
+    def _upcoming_prompts(self, domain: _Domain) -> Iterator[tuple[int, Prompt]]:
         """The next prompts of the domain with their positions, without retired ones.
 
         Ends with the next epoch, so that every prompt occurs. At least one is not retired.
@@ -253,24 +253,24 @@ class PromptStream:
             if prompt.uid not in retired:
                 yield position, prompt
 
-    def _near_half(self, domain: _Domain, position: int) -> Prompt | None:
+    def _choose_near_half(self, domain: _Domain, position: int) -> Prompt | None:
         """The prompt to draw from the next `window` ones; None if all are in flight.
 
         Every draw moves the window by one, whichever prompt it chooses. So each prompt is a
         candidate for `window` draws per epoch, and may be drawn several times or never.
         """
-        candidates = list(islice(self._not_in_flight(domain), self._near_half_window))
+        candidates = list(islice(self._idle_prompts(domain), self._near_half_window))
         if not candidates:
             return None
         key = stable_hash(self._seed, domain.name, "near_half", position)
         uids = [prompt.uid for prompt in candidates]
         return candidates[self._curriculum.choose(uids, domain=domain.name, key=key)]
 
-    def _not_in_flight(self, domain: _Domain) -> Iterator[Prompt]:
+    def _idle_prompts(self, domain: _Domain) -> Iterator[Prompt]:
         """The next prompts, each once, without those in flight: a step repeats a prompt only if
         there is no other."""
         seen: set[str] = set()
-        for _, prompt in self._upcoming(domain):
+        for _, prompt in self._upcoming_prompts(domain):
             if prompt.uid not in seen and not self._curriculum.in_flight[prompt.uid]:
                 seen.add(prompt.uid)
                 yield prompt

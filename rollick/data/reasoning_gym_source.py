@@ -64,10 +64,10 @@ def read_gym_source(spec: str) -> tuple[str, dict[str, Any]]:
     """Task and settings of `TASK?a=1&b=x`. Raises DataError for an unknown task."""
     task, _, query = spec.partition("?")
     if task not in NAMES["gym_tasks"]:
-        close = find_similar(task, list(NAMES["gym_tasks"]))
+        suggestions = find_similar(task, list(NAMES["gym_tasks"]))
         raise DataError(
             f"reasoning-gym has no task {task!r}",
-            fix=f"did you mean {', '.join(close)}?" if close else "see `rollick list`",
+            fix=f"did you mean {', '.join(suggestions)}?" if suggestions else "see `rollick list`",
         )
     settings = parse_qsl(query, keep_blank_values=True)
     return task, {name: _parse_value(text) for name, text in settings}

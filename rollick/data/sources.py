@@ -22,7 +22,7 @@ from rollick.data.reasoning_gym_source import gym_rows
 from rollick.errors import DataError, MissingExtra
 from rollick.types import stable_hash
 
-TASKS = 1000
+DEFAULT_TASKS = 1000
 """Tasks of an environment without a source, if the domain has no limit."""
 
 MAX_UNLIMITED_ROWS = 1_000_000
@@ -65,7 +65,7 @@ def read_rows(
     """
     source, environment = config.source, environment_of(config)
     if not source and environment is not None:
-        return _task_rows(environment, purpose, tasks=config.limit or TASKS)
+        return _task_rows(environment, purpose, tasks=config.limit or DEFAULT_TASKS)
     prefix, _, name = source.partition(":")
     if prefix == "object":
         if name not in objects:
@@ -121,14 +121,14 @@ def _file_rows(path: Path, source: str) -> Iterator[RawRow]:
 def _jsonl_rows(path: Path, source: str) -> Iterator[RawRow]:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
-        growth = _DecompressionLimit(path, source)
+        size_limit = _DecompressionLimit(path, source)
         with opener(path, "rb") as file:
             lines = iter(lambda: file.readline(MAX_LINE + 1), b"")
             for number, line in enumerate(lines, start=1):
                 if len(line) > MAX_LINE:
                     problem = f"line {number} of {source} has more than {MAX_LINE} bytes"
                     raise DataError(problem, fix="write one JSON object per line")
-                growth.add(len(line))
+                size_limit.add(len(line))
                 if line.strip():
                     yield _parse_line(line, f"{source}:{number}")
     except (OSError, EOFError, zlib.error) as error:
@@ -179,7 +179,7 @@ def _parquet_rows(path: Path, source: str) -> Iterator[RawRow]:
     import pyarrow.parquet as parquet
 
     try:
-        growth = _DecompressionLimit(path, source)
+        size_limit = _DecompressionLimit(path, source)
         with parquet.ParquetFile(path) as file:
             groups = range(file.metadata.num_row_groups)
             largest = max((file.metadata.row_group(n).total_byte_size for n in groups), default=0)
@@ -190,7 +190,7 @@ def _parquet_rows(path: Path, source: str) -> Iterator[RawRow]:
                     columns: list[Any] = batch.columns
                     kind = arrow.DictionaryArray
                     plain = (c.dictionary_decode() if isinstance(c, kind) else c for c in columns)
-                    growth.add(sum(column.nbytes for column in plain))
+                    size_limit.add(sum(column.nbytes for column in plain))
                     yield from batch.to_pylist()
 
             yield from _numbered(rows(), source)

@@ -128,8 +128,8 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
         "domain": group.prompt.domain,
         "prompt": sample.prompt.text,
         "response": sample.text,
-        "score": _finite(score.value),
-        "parts": {name: _finite(value) for name, value in score.parts.items()},
+        "score": _finite_or_none(score.value),
+        "parts": {name: _finite_or_none(value) for name, value in score.parts.items()},
         "status": score.status.value,
         "detail": score.detail,
         "version": score.version,
@@ -147,7 +147,7 @@ def _sample_to_row(group: Group, member: ScoredSample) -> dict[str, Any]:
     return row
 
 
-def _finite(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return float(value) if isfinite(value) else None
 
 
@@ -221,13 +221,13 @@ def _member_from_json(
     return ScoredSample(sample, Score(status=status, turn_rewards=rewards, **score))
 
 
-def _plain(value: Any) -> Any:
+def _to_json_type(value: Any) -> Any:
     """A mapping or a number as a type that JSON knows."""
     return dict(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else float(value)
 
 
 def _write(path: Path, kind: FileKind, *, arrays: Mapping[str, Array], metadata: Any) -> None:
-    text = json.dumps({"format": FORMAT, "kind": kind, **metadata}, default=_plain)
+    text = json.dumps({"format": FORMAT, "kind": kind, **metadata}, default=_to_json_type)
     entry = np.frombuffer(text.encode(), dtype=np.uint8)
     # An open file, because savez would append .npz to other names.
     with path.open("wb") as file:

@@ -53,7 +53,7 @@ class EnvStats:
     failures: Counter[EnvStatus] = field(default_factory=Counter[EnvStatus])
     restarts: int = 0
     episode_restarts: int = 0
-    """Episodes that were restarted because their process was lost."""
+    """Episodes that were restarted because their process was lost or their server unavailable."""
     seconds: float = 0.0
     """Time inside environments."""
 

@@ -31,12 +31,10 @@ PHRASE = re.compile(
           | [*_"']{0,2}(?:\s*[:=]|\s[-–—]\s)
         )
       | ^[#*_ \t]{0,8}(?:(?:the|my|final)[ \t]+){0,2}answer[*_ \t]{0,4}$
-      | \bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)(?=[^\n]{0,200}[0-9])
     )(?:[\s:=}]|(?<=\n)>|[*_]++(?=[\s:=]|$))*+""",
     re.IGNORECASE | re.VERBOSE | re.MULTILINE,
 )
-"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, `TL;DR: `, and
-so on."""
+"""`the answer is`, `Final answer:`, `**Answer:** `, a heading `Answer`, and so on."""
 NO_CLAIM_BEFORE = re.compile(
     r"(?:\b(?:if|whether|suppose|assum\w+|doubt|unlikely|unless|not\s+sure)"
     r"|(?:not|n['’]t)\s+(?:think|believe))\b"
@@ -75,7 +73,13 @@ NEXT_QUESTION = re.compile(
 """Where a model that does not stop begins something new."""
 LABEL = re.compile(r"[#*_> \t]*answer[*_ \t]*[:\n]", re.IGNORECASE)
 """`Answer:` at the beginning of a line."""
-COMPUTES = re.compile(r"[0-9]\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+\s?=")
+COMPUTES = re.compile(r"(?<![0-9.,])[0-9][0-9.,]*+(?:\s?[-+*/×÷−–x]\s?\$?[0-9][0-9.,]*+)++\s?=")
+AMOUNT = re.compile(r"[0-9][0-9.,]*+")
+CONCLUDES = re.compile(
+    r"\b(?:so(?!\s+(?:that|far|many|much)\b)|therefore|thus|hence|altogether|finally|left|remains?"
+    r"|in\s+(?:total|all))\b",
+    re.IGNORECASE,
+)
 EXPLAINS = re.compile(
     r"\b(?:check|verif|explanation|explained|reason|because|since|proof|justif|note\b)",
     re.IGNORECASE,
@@ -144,7 +148,7 @@ def _find_marked(text: str) -> ExtractedAnswer | None:
         if not PHRASE.search(line):
             return ExtractedAnswer(line, "hashes")
     for phrase in reversed(list(PHRASE.finditer(text))[-MAX_PHRASES:]):
-        sentence = _read_sentence_after(text, phrase)
+        sentence = read_sentence_after(text, phrase)
         if sentence:
             return ExtractedAnswer(sentence, "phrase")
     return None
@@ -176,7 +180,7 @@ def _join_boxes(text: str, boxes: list[Span]) -> str:
     return ", ".join(dict.fromkeys(reversed(contents)))
 
 
-def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
+def read_sentence_after(text: str, phrase: re.Match[str]) -> str:
     """The rest of the sentence after a phrase; empty if the sentence does not state it: a question,
     a condition, a denial, a claim that the next sentence takes back, or the first step of a
     solution."""
@@ -200,13 +204,24 @@ def _read_sentence_after(text: str, phrase: re.Match[str]) -> str:
 
 
 def _begins_solution(label: str, sentence: str, rest: str) -> bool:
-    """Whether `Answer:` is the heading of a solution: a statement, and a calculation later in the
-    same paragraph: `Answer: He had 30. He lost 3. 30 - 3 = 27.`"""
+    """Whether `Answer:` is the heading of a solution: a statement, and later in the same paragraph
+    a calculation with its value, or with a conclusion: `Answer: He had 30. 30 - 3 = 27.`"""
     if not LABEL.match(label):
         return False
     steps = EXPLAINS.split(rest.partition("\n\n")[0], maxsplit=1)[0]
-    is_statement = sentence[:1].isalpha() and "=" not in sentence and DIGIT.search(sentence)
-    return bool(is_statement) and COMPUTES.search(steps) is not None
+    calculations = list(COMPUTES.finditer(steps))
+    if not calculations or not sentence[:1].isalpha() or "=" in sentence:
+        return False
+    values = _find_amounts(sentence)
+    if any(values & _find_amounts(calculation[0]) for calculation in calculations):
+        return True
+    last = SENTENCE_END.split(steps[: calculations[-1].start()])[-1]
+    is_concluded = CONCLUDES.search(last + steps[calculations[-1].start() :])
+    return bool(values and is_concluded)
+
+
+def _find_amounts(text: str) -> set[str]:
+    return {match[0].replace(",", "").rstrip(".") for match in AMOUNT.finditer(text)}
 
 
 def _rest_of_sentence(text: str) -> tuple[str, int]:

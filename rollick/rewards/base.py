@@ -68,10 +68,10 @@ def declare(
     """
     fn.__rollick_reward__ = Declaration(batch, cache, version)  # pyright: ignore
     if options is not None:
-        own = inspect.signature(fn).parameters.values()
+        named = inspect.signature(fn).parameters.values()
         fields = inspect.signature(options).parameters.values()
         fn.__signature__ = inspect.Signature(  # pyright: ignore
-            [each for each in own if each.kind is not each.VAR_KEYWORD]
+            [each for each in named if each.kind is not each.VAR_KEYWORD]
             + [each.replace(kind=each.KEYWORD_ONLY) for each in fields]
         )
     return fn
@@ -94,7 +94,7 @@ def _source_hash(fn: RewardFn) -> str:
         source = inspect.getsource(inspect.getmodule(fn) or fn).encode()
     except (OSError, TypeError):
         code = getattr(fn, "__code__", None)
-        source = code.co_code + repr(code.co_consts).encode() if code else _name(fn).encode()
+        source = code.co_code + repr(code.co_consts).encode() if code else _name_of(fn).encode()
     return blake2b(source, digest_size=4).hexdigest()
 
 
@@ -164,7 +164,7 @@ def find_signature_problems(
     fn: RewardFn, *, columns: Iterable[str] = (), options: Collection[str] = ()
 ) -> list[str]:
     """Why the function cannot be called with these columns and options; empty if it can."""
-    parameters, function = _parameters(fn), _name(fn)
+    parameters, function = _parameters(fn), _name_of(fn)
     available = dict.fromkeys([*BUILTIN_ARGUMENTS, *options, *columns])
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {name: each for name, each in parameters.items() if each.kind not in variadic}
@@ -180,8 +180,8 @@ def find_signature_problems(
             subject = f"the option {option!r} of {function}"
             problems.append(f"{subject} is an argument that rollick fills")
         elif option not in named and not takes_all:
-            takes = ", ".join(parameters) or "no arguments"
-            problems.append(f"{function} does not take the option {option!r}; it takes {takes}")
+            accepted = ", ".join(parameters) or "no arguments"
+            problems.append(f"{function} does not take the option {option!r}; it takes {accepted}")
     return problems
 
 
@@ -252,7 +252,7 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
         statuses = {score.status for score in failed.values()}
         order = (ScoreStatus.TIMEOUT, ScoreStatus.UNAVAILABLE, ScoreStatus.FAILED)
         status = next(status for status in order if status in statuses)
-        failure = Score.failed(_details(failed), status=status)
+        failure = Score.failed(_join_details(failed), status=status)
         return replace(failure, seconds=seconds, isolation=isolation)
     value = float(sum(weights[name] * score.value for name, score in scores.items()))
     if not isfinite(value):
@@ -273,7 +273,7 @@ def combine(scores: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
     return Score(
         value,
         parts=parts,
-        detail=_details(scores),
+        detail=_join_details(scores),
         seconds=seconds,
         turn_rewards=turns,
         version=versions,
@@ -288,7 +288,7 @@ def model(completion: str) -> float:
     raise RewardError("the reward `model` works only in a run", fix=fix)
 
 
-def _details(scores: Mapping[str, Score]) -> str:
+def _join_details(scores: Mapping[str, Score]) -> str:
     return "; ".join(f"{name}: {score.detail}" for name, score in scores.items() if score.detail)
 
 
@@ -307,8 +307,8 @@ def _parameters(fn: RewardFn) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):
         fix = "wrap it in a function of your own with named arguments"
-        raise RewardError(f"the signature of {_name(fn)} cannot be read", fix=fix) from None
+        raise RewardError(f"the signature of {_name_of(fn)} cannot be read", fix=fix) from None
 
 
-def _name(fn: RewardFn) -> str:
+def _name_of(fn: RewardFn) -> str:
     return getattr(fn, "__name__", type(fn).__name__)

@@ -90,14 +90,14 @@ class RewardLoop:
     def _call_batches(
         self, samples: Mapping[int, Sample], calls: Mapping[int, Sequence[RewardCall]]
     ) -> dict[CallId, Score]:
-        same_call: dict[str, list[tuple[CallId, RewardCall]]] = {}
+        groups: dict[str, list[tuple[CallId, RewardCall]]] = {}
         for job, job_calls in calls.items():
             for index, call in enumerate(job_calls):
                 if self.declared[call.reward].batch:
                     key = json.dumps([call.reward, dict(call.options)], default=repr)
-                    same_call.setdefault(key, []).append(((job, index), call))
+                    groups.setdefault(key, []).append(((job, index), call))
         scores: dict[CallId, Score] = {}
-        for group in same_call.values():
+        for group in groups.values():
             size = self.declared[group[0][1].reward].batch
             for begin in range(0, len(group), size):
                 batch = group[begin : begin + size]

@@ -11,10 +11,18 @@ A value that a sentence denies, bounds, or only considers ("not 27", "more than 
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from rollick.rewards import claim_patterns as patterns
 from rollick.rewards import sentence_patterns
-from rollick.rewards.answers import DIGIT, MAX_SENTENCE, PHRASE, find_retractions
+from rollick.rewards.answers import (
+    DIGIT,
+    MAX_SENTENCE,
+    PHRASE,
+    SENTENCE_END,
+    find_retractions,
+    read_sentence_after,
+)
 from rollick.rewards.notation import normalise, read_number, unit_name, words_to_digits
 from rollick.rewards.scanners import Span, collapse_spaces, find_formulas, matches_outside_formulas
 
@@ -22,6 +30,8 @@ MAX_LINES = 4
 """Lines at the end of a completion that are read."""
 MAX_LINE = 200
 """Characters of a line before an explanation that are read."""
+MAX_REMARKS = 10
+"""Explanations and offers that are tried, of each kind."""
 MAX_NUMBERS = 12
 """Numbers of a sentence that are read, from the last one."""
 
@@ -87,6 +97,11 @@ def read_plain(response: str) -> list[str]:
         return [leading_value[1]]
     retractions = find_retractions(response)
     response = response[retractions[-1] :] if retractions else response
+    for summary in list(sentence_patterns.SUMMARY.finditer(response))[-1:]:
+        claim = read_sentence_after(response, summary)
+        after = response[summary.end() :].partition(claim)[2]
+        if _last_statements(claim) and not _concludes_other_value(claim, after):
+            return read_claim(claim)
     text = _without_remarks(response.rstrip())[-MAX_SENTENCE:]
     formulas = find_formulas(text)
     if (
@@ -168,20 +183,17 @@ def _last_row(formula: str) -> list[str]:
 def _without_remarks(response: str) -> str:
     """The response without an explanation or an offer after the answer, and without a last line or
     sentence that repeats an earlier one and was cut."""
-    value = DIGIT.search(response)
-    offer = sentence_patterns.OFFERS_MORE.search(response, value.end()) if value else None
-    response = response[: offer.start()].rstrip() if offer else response
-    for match in sentence_patterns.EXPLANATION.finditer(response):
-        answer = response[: match.start()].rstrip()
-        if _has_value(answer.rpartition("\n")[2]):
-            response = answer
-            break
-    for match in sentence_patterns.EXPLANATION_INLINE.finditer(response):
-        before = response[max(0, match.start() - MAX_LINE) : match.start()]
-        if DIGIT.search(before.rpartition("\n")[2]):
-            is_concluded = sentence_patterns.CONCLUDING_SENTENCE.search(response, match.end())
-            response = response if is_concluded else response[: match.start()]
-            break
+    for pattern in sentence_patterns.REMARKS:
+        for match in islice(pattern.finditer(response), MAX_REMARKS):
+            before, after = response[: match.start()].rstrip(), response[match.end() :]
+            is_offer = pattern is sentence_patterns.OFFERS_MORE
+            if not _has_value(before if is_offer else before.rpartition("\n")[2]):
+                continue
+            remark = match[0] + SENTENCE_END.split(after[:MAX_LINE], maxsplit=1)[0]
+            is_other = sentence_patterns.OTHER_TOPIC.search(remark)
+            if is_other or not _concludes_other_value(before, after):
+                response = before
+                break
     earlier, _, line = response[-MAX_SENTENCE:].rpartition("\n")
     sentences = _split_sentences(line)
     cut = sentences[-1].strip() if sentences else ""
@@ -190,6 +202,38 @@ def _without_remarks(response: str) -> str:
     elif len(cut) <= 3 or not any(each.strip().startswith(cut) for each in sentences[:-1]):
         cut = ""
     return response[: len(response) - len(cut)].rstrip()
+
+
+def _concludes_other_value(before: str, after: str) -> bool:
+    """Whether the text after a remark or a summary concludes a value other than the one before:
+    its last sentence with a value states that of a conclusion."""
+    after = sentence_patterns.CHECKS.split(after, maxsplit=1)[0][-MAX_SENTENCE:]
+    statements = _last_statements(after)
+    earlier = _last_statements(before[-MAX_LINE:])
+    if not statements or (earlier and earlier[0][1][-1] in statements[0][1]):
+        return False
+    return any(
+        values[-1] == statements[0][1][-1] and sentence_patterns.CONCLUDES_AMOUNT.search(sentence)
+        for sentence, values in statements
+    )
+
+
+def _last_statements(text: str) -> list[tuple[str, list[str]]]:
+    """The last sentences that state values, with these, from the last one."""
+    statements: list[tuple[str, list[str]]] = []
+    for line in reversed(text.splitlines()):
+        for sentence in reversed(_split_sentences(line)):
+            is_statement = _has_value(sentence) and not sentence.rstrip().endswith("?")
+            values = stated_values(sentence) if is_statement else []
+            if values and len(statements) < MAX_LINES:
+                statements.append((sentence, list(map(_number_text, values))))
+    return statements
+
+
+def _number_text(value: str) -> str:
+    """The number of a value, without its unit and notation; the value if it is no number."""
+    number = read_number(normalise(value))
+    return str(number.value) if number else value
 
 
 def _read_sentence(line: str, sentence: str) -> list[str]:

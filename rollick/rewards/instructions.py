@@ -64,10 +64,10 @@ def follows(
     checker = CHECKERS.get(instruction)
     if checker is None:
         raise ValueError(f"the instruction {instruction!r} is not one of {', '.join(CHECKERS)}")
-    given = {name: value for name, value in arguments.items() if value is not None}
+    used_arguments = {name: value for name, value in arguments.items() if value is not None}
     visible = visible_text(response)
     variants = _loose_variants(visible) if loose else iter((visible,))
-    return any(variant.strip() and checker(variant, **given) for variant in variants)
+    return any(variant.strip() and checker(variant, **used_arguments) for variant in variants)
 
 
 def _loose_variants(response: str) -> Iterator[str]:
@@ -86,11 +86,11 @@ def _compare(count: int, relation: str, limit: int) -> bool:
     raise ValueError(f"the relation {relation!r} is neither 'at least' nor 'less than'")
 
 
-def _occurrences(text: str, phrase: str) -> int:
+def _count_occurrences(text: str, phrase: str) -> int:
     return len(re.findall(re.escape(phrase.strip()), text, re.IGNORECASE))
 
 
-def _split(text: str, separator: str) -> list[str]:
+def _split_parts(text: str, separator: str) -> list[str]:
     """The parts that are not empty; none if a part between two separators is empty."""
     parts = [part.strip() for part in text.split(separator)]
     return [part for part in parts if part] if all(parts[1:-1]) else []
@@ -98,7 +98,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 def has_keywords(text: str, *, keywords: Sequence[str]) -> bool:
     """Each occurs, also inside a longer word."""
-    return all(_occurrences(text, keyword) for keyword in keywords)
+    return all(_count_occurrences(text, keyword) for keyword in keywords)
 
 
 def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
@@ -108,7 +108,7 @@ def has_no_forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool
 
 
 def has_keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(_occurrences(text, keyword), relation, frequency)
+    return _compare(_count_occurrences(text, keyword), relation, frequency)
 
 
 def has_letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -125,7 +125,7 @@ def has_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
 
 def has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
     """Exactly this number, separated by `***`; only the first and last may be empty."""
-    return len(_split(text, "***")) == num_paragraphs
+    return len(_split_parts(text, "***")) == num_paragraphs
 
 
 def begins_paragraph_with(
@@ -195,7 +195,7 @@ def repeats_prompt(text: str, *, prompt_to_repeat: str) -> bool:
 
 def has_two_responses(text: str) -> bool:
     """Two different texts separated by six asterisks; only the first and last may be empty."""
-    responses = _split(text, "******")
+    responses = _split_parts(text, "******")
     return len(responses) == 2 and responses[0] != responses[1]
 
 

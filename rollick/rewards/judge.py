@@ -103,10 +103,15 @@ class JudgeSettings:
 
     @property
     def key(self) -> str:
-        """The API key; empty without `key_env`. Raises ValueError if that variable is unset."""
-        key = os.environ.get(self.key_env, "")
+        """The API key; empty without `key_env`. Raises ValueError if that variable is unset, or
+        has a character that no HTTP header may contain."""
+        key = os.environ.get(self.key_env, "").strip()
         if self.key_env and not key:
             raise ValueError(f"the environment has no {self.key_env} with the judge's API key")
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"the API key in {self.key_env} has a line break or a special character"
+            )
         return key
 
     def headers(self) -> dict[str, str]:
@@ -114,7 +119,8 @@ class JudgeSettings:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def redact(self, content: bytes) -> bytes:
-        """A reply without the API key: parts of replies are written to the run's folder."""
+        """The content without the API key: parts of replies and errors are written to the run's
+        folder."""
         return content.replace(self.key.encode(), b"[API key]") if self.key else content
 
     def request_body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
@@ -131,8 +137,7 @@ class FailedVote:
     """Why a vote has no verdict."""
 
     reason: str
-    unavailable: bool = False
-    """The server did not answer."""
+    status: ScoreStatus = ScoreStatus.FAILED
 
 
 @dataclass(slots=True)
@@ -164,7 +169,7 @@ async def judge(
 declare(judge, batch=16, cache=True, options=JudgeSettings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _BatchJudge:
     """Judges the samples of one batch."""
 
@@ -172,6 +177,8 @@ class _BatchJudge:
     client: httpx.AsyncClient
     slots: asyncio.Semaphore
     deadline: float
+    has_response: bool = False
+    """The server has answered a request of the batch."""
 
     async def judge_sample(self, task: str, completion: str, row: Row) -> Score:
         """Collect the votes on a sample. Each waits for a slot and a reply, until the deadline."""
@@ -191,16 +198,21 @@ class _BatchJudge:
     async def _vote(self, make_prompt: MakePrompt, usage: JudgeUsage) -> Score | FailedVote:
         """A verdict, or why there is none."""
         failures: list[TransientError] = []
+        has_slot = False
         try:
             async with asyncio.timeout_at(self.deadline), self.slots:
+                has_slot = True
                 return await self._request_verdict(make_prompt, usage, failures)
         except (TransientError, PermanentError) as failure:
             return FailedVote(str(failure))
         except TimeoutError:
             reason = f"no verdict of {self.settings.url} within {self.settings.timeout_s:g} s"
             reason = "; ".join([reason, *map(str, failures[-1:])])
-            no_response = all(isinstance(each, NoResponse) for each in failures)
-            return FailedVote(reason, unavailable=no_response)
+            if not all(isinstance(each, NoResponse) for each in failures):
+                return FailedVote(reason)
+            # A vote that only waited behind slow replies says nothing about the server.
+            is_late = self.has_response and not has_slot
+            return FailedVote(reason, ScoreStatus.TIMEOUT if is_late else ScoreStatus.UNAVAILABLE)
 
     async def _request_verdict(
         self, make_prompt: MakePrompt, usage: JudgeUsage, failures: list[TransientError]
@@ -213,12 +225,15 @@ class _BatchJudge:
             try:
                 usage.requests += 1
                 reply = await self._post(prompt.messages, usage)
+                self.has_response = True
                 return judge_prompt.read_verdict(reply, prompt)
             except UnparsableVerdict as error:
                 failures.append(TransientError(f"unparsable verdict: {error}"))
             except TransientError as error:
                 failures.append(error)
-            responses += not isinstance(failures[-1], NoResponse)
+            if not isinstance(failures[-1], NoResponse):
+                self.has_response = True
+                responses += 1
             if responses > self.settings.retries:
                 raise failures[-1]
             usage.retries += 1
@@ -237,10 +252,13 @@ class _BatchJudge:
             raise NoResponse(f"no response within {settings.request_s:g} s") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise PermanentError(f"{settings.url} is not a valid URL: {error}") from error
+        except httpx.LocalProtocolError:  # its text may contain the API key
+            raise PermanentError("httpx cannot send the request: a header is invalid") from None
         except httpx.DecodingError as error:
             raise TransientError(f"the reply cannot be decompressed: {error}") from error
         except httpx.TransportError as error:
-            raise NoResponse(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise NoResponse(settings.redact(reason.encode()).decode()) from None
         _check_status(response, content)
         return _read_reply(content, usage)
 
@@ -292,8 +310,8 @@ def count_votes(votes: Sequence[Score | FailedVote]) -> Score:
     verdicts = [vote for vote in votes if isinstance(vote, Score)]
     failures = [vote for vote in votes if isinstance(vote, FailedVote)]
     if 2 * len(verdicts) <= len(votes):
-        unavailable = all(failure.unavailable for failure in failures)
-        status = ScoreStatus.UNAVAILABLE if unavailable else ScoreStatus.FAILED
+        statuses = {failure.status for failure in failures}
+        status = statuses.pop() if len(statuses) == 1 else ScoreStatus.FAILED
         detail = f"{len(failures)} of {len(votes)} votes failed: {failures[0].reason}"
         failed = Score.failed(detail, status=status)
         return replace(failed, metrics={"failed_votes": float(len(failures))})

@@ -1,4 +1,4 @@
-"""Builds the prompt of a judge and parses its verdict. Pure.
+"""Builds the prompt of a judge and parses its verdict.
 
     rubric, task, reference, response -- build_prompt --> messages --> reply -- read_verdict
 
@@ -45,7 +45,7 @@ CONTROL_TOKEN = re.compile(
     r"|\[/?(?:INST|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|AVAILABLE_TOOLS|SYSTEM_PROMPT|ARGS)\]"
     r"|</?(?:s|bos|eos|pad|unk|im|turn|start_of_turn|end_of_turn|end_of_utterance)>)(.)"
 )
-"""Matches the first character of what is a control token in a common family of models."""
+"""Matches the first character of a control token of a common family of models."""
 
 SYSTEM_PROMPT = """You are a strict and impartial grader.
 
@@ -80,8 +80,8 @@ def build_prompt(
     """The messages for one verdict; every call draws a new fence and seal."""
     fence, seal = secrets.token_hex(12), secrets.token_hex(12)
     blocks = {"TASK": task, "REFERENCE": reference, "RESPONSE": response}
-    given = [(name, break_tokens(text)) for name, text in blocks.items() if text is not None]
-    data = "\n\n".join(f"<<<{fence} {name}\n{text}\n{fence} {name}>>>" for name, text in given)
+    texts = [(name, break_tokens(text)) for name, text in blocks.items() if text is not None]
+    data = "\n\n".join(f"<<<{fence} {name}\n{text}\n{fence} {name}>>>" for name, text in texts)
     rubric = RUBRICS.get(rubric, rubric)
     system = SYSTEM_PROMPT.format(rubric=rubric, fence=fence, seal=seal, scale=scale)
     messages = ({"role": "system", "content": system}, {"role": "user", "content": data})
@@ -94,7 +94,7 @@ def break_tokens(text: str) -> str:
 
 def read_verdict(reply: str, prompt: JudgePrompt) -> Score:
     """The verdict of a reply, from 0 to 1; UnparsableVerdict unless exactly one has the seal."""
-    sealed = [item for item in _json_objects(reply) if item.get("seal") == prompt.seal]
+    sealed = [item for item in _find_json_objects(reply) if item.get("seal") == prompt.seal]
     if not sealed:
         raise UnparsableVerdict(f"no sealed verdict in {reply!r:.80}")
     scores = {json.dumps(item.get("score")) for item in sealed}
@@ -108,7 +108,7 @@ def read_verdict(reply: str, prompt: JudgePrompt) -> Score:
     return Score(score / prompt.scale, detail=str(sealed[0].get("reason", ""))[:300])
 
 
-def _json_objects(text: str) -> list[dict[str, Any]]:
+def _find_json_objects(text: str) -> list[dict[str, Any]]:
     """The outermost JSON objects in a text, in order."""
     decoder = json.JSONDecoder()
     objects: list[dict[str, Any]] = []

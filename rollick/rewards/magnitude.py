@@ -1,4 +1,4 @@
-"""Bounds what it costs to compare an expression, before sympy evaluates it.
+"""Limits the cost of comparing an expression, before sympy evaluates it.
 
     LaTeX -- is_shallow --> math-verify's parser, which builds powers and factorials without
     evaluating them --> expression -- is_affordable --> compared, or a wrong answer
@@ -111,7 +111,7 @@ def _measure(node: Any) -> Size:
     if isinstance(node, NOT_EVALUATED):
         raise Unaffordable
     if isinstance(node, sympy.MatrixBase):
-        return _largest([_measure(entry) for entry in cast("Any", node).flat()])
+        return _largest_size([_measure(entry) for entry in cast("Any", node).flat()])
     if not isinstance(node, sympy.Basic):
         return Size()
     if isinstance(node, sympy.Number):
@@ -120,16 +120,16 @@ def _measure(node: Any) -> Size:
         return Size(degree=1)
     sizes = [_measure(part) for part in cast("Any", node).args]
     if isinstance(node, sympy.Pow):
-        size = _power(*sizes)
+        size = _power_size(*sizes)
     elif isinstance(node, ExprWithLimits):
         body, *limits = sizes
-        count = _bounded(max((each.digits for each in limits), default=0.0), MAX_ARGUMENT)
+        count = _largest_value(max((each.digits for each in limits), default=0.0), MAX_ARGUMENT)
         size = Size(body.digits * count, 1, body.degree)
     elif isinstance(node, GROWING):
-        argument = _bounded(max(each.digits for each in sizes), MAX_ARGUMENT)
+        argument = _largest_value(max(each.digits for each in sizes), MAX_ARGUMENT)
         size = Size(argument * log10(argument + 2))
     elif isinstance(node, EXPONENTIAL):
-        size = Size(_bounded(sizes[0].digits, MAX_DIGITS))
+        size = Size(_largest_value(sizes[0].digits, MAX_DIGITS))
     elif isinstance(node, sympy.Add):
         digits = max(each.digits for each in sizes) + log10(len(sizes))
         size = Size(digits, sum(each.terms for each in sizes), max(each.degree for each in sizes))
@@ -137,7 +137,7 @@ def _measure(node: Any) -> Size:
         terms = prod(each.terms for each in sizes)
         size = Size(sum(each.digits for each in sizes), terms, sum(each.degree for each in sizes))
     else:
-        size = _largest(sizes)._replace(terms=1)
+        size = _largest_size(sizes)._replace(terms=1)
     return _check_size(size)
 
 
@@ -148,8 +148,8 @@ def _check_size(size: Size) -> Size:
     return size
 
 
-def _power(base: Size, exponent: Size) -> Size:
-    times = _bounded(exponent.digits, max(MAX_DEGREE, MAX_DIGITS))
+def _power_size(base: Size, exponent: Size) -> Size:
+    times = _largest_value(exponent.digits, max(MAX_DEGREE, MAX_DIGITS))
     terms = 1
     if base.terms > 1 and exponent.degree == 0:
         terms = comb(base.terms - 1 + int(times), base.terms - 1)
@@ -158,7 +158,7 @@ def _power(base: Size, exponent: Size) -> Size:
     return Size(base.digits * times, terms, base.degree * times if not exponent.degree else 1)
 
 
-def _bounded(digits: float, limit: int) -> float:
+def _largest_value(digits: float, limit: int) -> float:
     """The largest value with this number of digits; raises if it is above the limit."""
     if digits > log10(limit) + 1e-9:
         raise Unaffordable
@@ -175,7 +175,7 @@ def _count_digits(number: Any) -> float:
     return 0.0
 
 
-def _digits_of_text(text: str) -> float:
+def _count_text_digits(text: str) -> float:
     """Of a number as text, such as 1e400; 0 for a name."""
     match = NUMERAL.fullmatch(text)
     if match is None:
@@ -188,7 +188,7 @@ def _log10(value: int) -> float:
     return abs(value).bit_length() * log10(2) if abs(value) > 2**53 else log10(max(abs(value), 1))
 
 
-def _largest(sizes: list[Size]) -> Size:
+def _largest_size(sizes: list[Size]) -> Size:
     return Size(
         max((each.digits for each in sizes), default=0.0),
         max((each.terms for each in sizes), default=1),
@@ -205,9 +205,9 @@ def check_code_size(node: ast.expr) -> float:
                 sympy.Float(value) if isinstance(value, float) else sympy.Integer(value)
             )
         case ast.Constant(value=str() as text):
-            digits = _digits_of_text(text)
+            digits = _count_text_digits(text)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            digits = check_code_size(left) * _bounded(check_code_size(right), MAX_DIGITS)
+            digits = check_code_size(left) * _largest_value(check_code_size(right), MAX_DIGITS)
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=right):
             digits = check_code_size(left) + check_code_size(right)
         case ast.BinOp(left=left, right=right):
@@ -218,9 +218,9 @@ def check_code_size(node: ast.expr) -> float:
             sizes = [check_code_size(argument) for argument in arguments]
             digits = max(sizes, default=0.0)
             if name in GROWING_NAMES:
-                digits = _bounded(digits, MAX_ARGUMENT) * max(digits, 1.0)
+                digits = _largest_value(digits, MAX_ARGUMENT) * max(digits, 1.0)
             elif name in POWER_NAMES and len(sizes) == 2:
-                digits = sizes[0] * _bounded(sizes[1], MAX_DIGITS)
+                digits = sizes[0] * _largest_value(sizes[1], MAX_DIGITS)
             elif name == "Mul":
                 digits = sum(sizes)
         case ast.Tuple(elts=parts) | ast.List(elts=parts):

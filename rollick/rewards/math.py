@@ -101,7 +101,8 @@ def is_correct(answer: ExtractedAnswer, expected: str, completion: str) -> bool:
 
 @cache
 def warm_up() -> None:
-    """Load what math-verify loads at its first calls, outside the time limit of an answer."""
+    """Load the modules that math-verify imports at its first calls, so that this is not part of an
+    answer's CPU time."""
     pairs = [("x+\\sqrt{2}", "\\sqrt{2}+x"), ("[0,1)", "(0, \\frac{x}{2}]"), ("\\pi", "e^{2}")]
     for answer, expected in pairs:
         is_same_answer(answer, expected)

@@ -37,6 +37,8 @@ EXPLANATION_INLINE = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Explains the answer in the same line: `She has 27 left. Here's why: `."""
+SUMMARY = re.compile(r"\bTL;?DR\b[*_]{0,2}(?:\s*:|\s[-–—]\s)(?:\s|[*_]++(?=\s))*+", re.IGNORECASE)
+"""Begins a summary, before or after the solution: `TL;DR: `, `**TL;DR** — `."""
 REASON = re.compile(
     r"""\W*(?:(?:this|that|it)(?:['’]s|\s+is)\s+because | the\s+reason\s+(?:is|for|why)
       | (?:i|we|you)\s+(?:got|found|obtained|arrived\s+at|(?:can\s+)?(?:know|see|tell))
@@ -81,10 +83,15 @@ CONCLUDES_VALUE = re.compile(
     | =\s?[^\s0-9]{0,12}[0-9]""",
     re.IGNORECASE | re.VERBOSE,
 )
-CONCLUDING_SENTENCE = re.compile(
-    r"(?:^|[.!?]\s)\W{0,4}(?:so|therefore|thus|hence|finally|in\s+conclusion)\b[^.!?\n]{0,200}[0-9]",
-    re.IGNORECASE | re.MULTILINE,
+CONCLUDES_AMOUNT = re.compile(
+    r"""\b(?:so(?!\s+(?:(?:that|far|many|much)|(?:i|we|you)\s+(?:add|subtract|take|remove|use))\b)|therefore|thus|hence|altogether|finally|we\s+get
+      |in\s+(?:total|all|conclusion)|(?:total|answer|result)\s+(?:[a-z]+\s+){0,3}is
+      |left|remain(?:s|ing)?|actually|(?:which|that|this)\s+(?:gives|leaves|makes))\b | =""",
+    re.IGNORECASE | re.VERBOSE,
 )
+"""In a sentence with a value: it is that of a conclusion."""
+CHECKS = re.compile(r"\b(?:(?:double[- ])?check|verif(?:y|ication)|confirm)", re.IGNORECASE)
+"""Begins a check: its values conclude nothing."""
 
 # What is said to the reader.
 
@@ -107,13 +114,20 @@ OFFERS_MORE = re.compile(
       | let\s+me\s+know\b(?!\s+(?:the|how\s+m|what\s+the)|[^.!?\n]{0,80}\bbut\b)
       | i(?:['’]d|['’]m|\s+would|\s+am)\s+(?:also\s+)?(?:be\s+)?(?:happy|glad)\s+to
       | i\s+(?:can|could)\s+[^.!?\n]{0,80}\bif\s+you(?:['’]d)?\s+(?:like|want|wish|prefer)
-      | if\s+you(?:['’]d|\s+would)?\s+(?:like|want|wish|prefer|need|have)\b[^.!?\n]{0,80},\s
+      | if\s+you(?:['’]d|\s+would)?\s+(?:like|want|wish|prefer|need|have)\b[^.!?\n0-9]{0,80},\s
         (?:(?:just|please)\s+)?
         (?:i(?:['’]ll|\s+(?:can|could|will))|let\s+me\s+know|ask|tell\s+me|feel\s+free)
     )\b""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-"""Offers more than the answer. What follows belongs to the offer."""
+"""Offers more than the answer. What follows belongs to the offer, unless it is the solution."""
+REMARKS = (OFFERS_MORE, EXPLANATION, EXPLANATION_INLINE)
+OTHER_TOPIC = re.compile(
+    r"\b(?:also|too|another|other|more|else|next|try|check(?:ing)?|verif(?:y|ying|ication)|note"
+    r"|proof)\b",
+    re.IGNORECASE,
+)
+"""In a remark: what follows it is no solution of the problem."""
 HINT = re.compile(r"\W*(?:hint|tip):", re.IGNORECASE)
 INSTRUCTION = re.compile(
     r"\W*(?:then|now|next),?\s+(?:just\s+|you\s+(?:can|should|need\s+to)\s+)?"

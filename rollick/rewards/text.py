@@ -82,7 +82,7 @@ def multiple_choice(completion: str, answer: Any, choices: Any = None) -> float:
     two choices is wrong.
     """
     options = _read_choices(choices)
-    return float(_find_choice(completion, options) == _answer_letter(answer, options))
+    return float(_find_choice(completion, options) == _find_answer_letter(answer, options))
 
 
 def f1(completion: str, answer: Any) -> float:
@@ -123,7 +123,7 @@ def json_schema(completion: str, schema: Any) -> float:
     """1.0 if the completion (or its last fenced block) is JSON that fits the schema. schema: a JSON
     Schema, as an object or as text (a column or an option); raises if it is invalid. References to
     other URLs are never followed."""
-    validator = _validator(schema if isinstance(schema, str) else json.dumps(schema))
+    validator = _make_validator(schema if isinstance(schema, str) else json.dumps(schema))
     response = after_thinking(completion)
     value = read_json(response) if response is not None else None
     with suppress(*EXPENSIVE), limit_call(CPU_S):
@@ -205,7 +205,7 @@ def _read_choices(choices: Any) -> dict[str, str]:
     return dict(zip(string.ascii_uppercase, map(str, texts), strict=False))
 
 
-def _answer_letter(answer: Any, options: Mapping[str, str]) -> str:
+def _find_answer_letter(answer: Any, options: Mapping[str, str]) -> str:
     if isinstance(answer, int) and not isinstance(answer, bool):
         if 0 <= answer < len(options):
             return list(options)[answer]
@@ -241,28 +241,28 @@ def _find_choice(completion: str, options: Mapping[str, str]) -> str | None:
 def _split_words(text: str) -> list[str]:
     """The words in lower case, without punctuation and articles."""
     plain = unicodedata.normalize("NFKC", _limit_accents(text)).lower()
-    return ARTICLES.sub(" ", plain.translate(_punctuation())).split()
+    return ARTICLES.sub(" ", plain.translate(_make_punctuation_table())).split()
 
 
 def _limit_accents(text: str) -> str:
     """The text with at most 30 accents on a letter. Unicode normalisation sorts them, in quadratic
     time."""
-    return _many_accents().sub(r"\1", text)
+    return _make_accents_pattern().sub(r"\1", text)
 
 
 @cache
-def _many_accents() -> re.Pattern[str]:
-    accents = "".join(each for each in _characters() if unicodedata.combining(each))
+def _make_accents_pattern() -> re.Pattern[str]:
+    accents = "".join(each for each in _list_characters() if unicodedata.combining(each))
     return re.compile(f"([{accents}]{{30}})[{accents}]+")
 
 
 @cache
-def _punctuation() -> dict[int, str]:
+def _make_punctuation_table() -> dict[int, str]:
     """A space for each punctuation mark."""
-    return {ord(each): " " for each in _characters() if unicodedata.category(each)[0] == "P"}
+    return {ord(each): " " for each in _list_characters() if unicodedata.category(each)[0] == "P"}
 
 
-def _characters() -> list[str]:
+def _list_characters() -> list[str]:
     """All characters of the Unicode planes that have accents and punctuation."""
     return [chr(code) for code in range(0x20000)]
 
@@ -291,7 +291,7 @@ def strip_json_tag(block: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _validator(schema: str) -> Any:
+def _make_validator(schema: str) -> Any:
     try:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for

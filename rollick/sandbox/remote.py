@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -35,6 +36,9 @@ UNAVAILABLE_STATUSES = (502, 503, 504)
 """HTTP statuses of a proxy whose server does not answer."""
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError)
 """What a broken connection or an invalid response raises."""
+_executor = ThreadPoolExecutor(64, thread_name_prefix="sandbox")
+"""Sends the requests. The threads of `asyncio.to_thread` are too few on a small machine: programs
+that wait for one would reach their time limit."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -62,12 +66,14 @@ class HttpSandbox:
         does not answer, UNAVAILABLE."""
         limit_s = program.limits.wall_s + self.response_s
         deadline, pause_s, num_failed = time.monotonic() + limit_s, FIRST_PAUSE_S, 0
+        request = Future[Result]()
         problem = f"no response within {limit_s:g} s"
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while num_failed < self.attempts:
                     try:
-                        return await asyncio.to_thread(self._post, program, deadline)
+                        request = _executor.submit(self._post, program, deadline)
+                        return await asyncio.wrap_future(request)
                     except FAILURES as error:
                         problem = f"{type(error).__name__}: {error}"
                         num_failed += 0 if _is_unavailable(error) else 1
@@ -78,7 +84,8 @@ class HttpSandbox:
                     # Jitter: requests that failed together must not retry together.
                     pause_s = min(2 * pause_s, MAX_PAUSE_S)
                     await asyncio.sleep(pause_s * random.random())
-        status = Status.INFRASTRUCTURE if num_failed else Status.UNAVAILABLE
+        was_queued = request.cancel()  # false after its start: then the server is to blame
+        status = Status.INFRASTRUCTURE if num_failed or was_queued else Status.UNAVAILABLE
         return Result.not_run(f"the sandbox at {self.url} failed: {problem}", status=status)
 
     def _post(self, program: Program, deadline: float) -> Result:

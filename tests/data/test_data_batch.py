@@ -85,9 +85,9 @@ def test_trained_tokens_are_counted_by_sample():
     assert batch.trained_B.tolist() == [2, 0, 1]
 
 
-def test_scaling_is_of_every_weight_and_of_nothing_else():
+def test_scaling_changes_every_weight_and_nothing_else():
     batch = annotated(batch_of([2, 1]))
-    twice = batch.scaled(2.0)
+    twice = batch.scale_weights(2.0)
     weights = {"weights_N", "kl_weights_N", "entropy_weights_N"}
     for spec in fields(Batch):
         mine, theirs = getattr(batch, spec.name), getattr(twice, spec.name)
@@ -95,7 +95,7 @@ def test_scaling_is_of_every_weight_and_of_nothing_else():
             assert theirs.tolist() == (2 * mine).tolist(), spec.name
         else:
             assert theirs is mine, spec.name
-    assert batch_of([1]).scaled(2.0).kl_weights_N is None
+    assert batch_of([1]).scale_weights(2.0).kl_weights_N is None
 
 
 def test_taking_no_sample_gives_an_empty_batch():

@@ -75,7 +75,7 @@ def test_outcomes_count_scored_samples_and_no_failed_reward():
 
 
 def test_a_belief_counts_passes_and_fails():
-    belief = PromptBelief().updated(2, 2)
+    belief = PromptBelief().add_samples(2, 2)
     assert belief == PromptBelief(passes=2, fails=2)
     assert belief.pass_rate == 0.5
     assert PromptBelief().pass_rate == 0
@@ -83,8 +83,8 @@ def test_a_belief_counts_passes_and_fails():
 
 def test_older_outcomes_decay_only_when_new_ones_arrive():
     old = PromptBelief(passes=8, fails=4)
-    assert old.updated(1, 1, decay=0.5) == PromptBelief(5, 3)
-    assert old.updated(0, 0, decay=0.5) == old
+    assert old.add_samples(1, 1, decay=0.5) == PromptBelief(5, 3)
+    assert old.add_samples(0, 0, decay=0.5) == old
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("httpx", reason="the extra rewards is not installed")
 
+import httpx
+
 from rollick.config.schema import RewardSpec
 from rollick.rewards.judge import FailedVote, count_votes, judge
 from rollick.rewards.judge_prompt import RUBRICS, UnparsableVerdict, build_prompt, read_verdict
@@ -234,6 +236,29 @@ async def test_a_server_that_stalls_times_out_at_the_deadline():
     assert "/v1 within 0.5 s" in score.detail
 
 
+async def test_a_vote_that_waited_behind_slow_replies_until_the_deadline_has_timed_out():
+    delays = [0.0, 60.0]
+
+    async def stall(request: dict[str, Any]) -> str:
+        await asyncio.sleep(delays.pop(0))
+        return verdict(request)
+
+    async with server(stall) as fake:
+        scores = await ask(fake, "first", "second", "third", concurrency=1, timeout_s=1.5)
+    statuses = [ScoreStatus.OK, ScoreStatus.UNAVAILABLE, ScoreStatus.TIMEOUT]
+    assert [score.status for score in scores] == statuses
+
+
+async def test_a_vote_that_waited_behind_requests_without_any_reply_is_unavailable():
+    async def stall() -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async with server(lambda request: stall()) as fake:
+        scores = await ask(fake, "first", "second", concurrency=1, timeout_s=0.5)
+    assert [score.status for score in scores] == 2 * [ScoreStatus.UNAVAILABLE]
+
+
 async def test_an_unreachable_server_is_a_failure():
     async with server(verdict) as fake:
         pass
@@ -259,7 +284,7 @@ async def test_several_votes_are_averaged_and_their_spread_is_reported():
 
 def test_more_than_half_of_the_votes_must_succeed():
     yes = Score(1.0, detail="good")
-    junk, silent = FailedVote("junk"), FailedVote("no response", unavailable=True)
+    junk, silent = FailedVote("junk"), FailedVote("no response", ScoreStatus.UNAVAILABLE)
     assert count_votes([yes, yes, junk]).value == 1.0
     assert not count_votes([yes, junk]).ok
     assert count_votes([yes, silent]).status is ScoreStatus.UNAVAILABLE
@@ -294,6 +319,42 @@ async def test_the_api_key_comes_from_the_environment_and_appears_only_in_the_he
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ValueError, match="JUDGE_KEY"):
         await ask(fake, key_env="JUDGE_KEY")
+
+
+async def test_white_space_around_the_api_key_is_removed_and_other_invalid_keys_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("JUDGE_KEY", "canary-123\n")
+    async with server(verdict) as fake:
+        [score] = await ask(fake, key_env="JUDGE_KEY")
+        for key in ("canary\n123", "canary-é"):
+            monkeypatch.setenv("JUDGE_KEY", key)
+            with pytest.raises(ValueError, match="the API key in JUDGE_KEY has") as caught:
+                await ask(fake, key_env="JUDGE_KEY")
+            assert "canary" not in str(caught.value)
+    assert (score.value, len(fake.requests)) == (0.8, 1)
+    assert "Bearer canary-123\r\n" in fake.headers[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (httpx.LocalProtocolError, ScoreStatus.FAILED),
+        (httpx.RemoteProtocolError, ScoreStatus.UNAVAILABLE),
+    ],
+)
+async def test_the_text_of_an_error_does_not_reveal_the_api_key(
+    kind: type[Exception], status: ScoreStatus, monkeypatch: pytest.MonkeyPatch
+):
+    async def raise_error(*_: Any) -> None:
+        raise kind("illegal header: b'Bearer canary-123'")
+
+    monkeypatch.setenv("JUDGE_KEY", "canary-123")
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", raise_error)
+    options = {"url": "http://judge/v1", "model": "m", "key_env": "JUDGE_KEY", "timeout_s": 0.5}
+    [score] = await judge(["2+2?"], ["4"], [{}], **options)
+    assert score.status is status
+    assert "canary" not in repr(score)
 
 
 def test_a_rubric_is_a_name_or_a_text():

@@ -340,9 +340,37 @@ def test_the_bounds_of_a_difference_are_not_the_answer(completion: str):
         "She has 27 pears. 😊 Shall I explain? She had 57 and lost 30.",
         "Would you like to know the answer? She has 27 pears, not 30.",
         "Let me know if this is wrong, but after the 30 I get 27 pears.",
+        "She has 27 pears. I'd be happy to help with another one: 27 + 3 = 30.",
+        "She has 27 pears. Would you like to check it? 27 + 3 = 30, so she has 30 before.",
     ],
 )
 def test_an_offer_ends_the_answer(completion: str):
+    assert gives_27_and_not_30(completion)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "Tom has 30 eggs. Let me explain the steps. 30 - 3 = 27. Tom has 27 eggs.",
+        "She had 30. Here's how we can solve it: 30 - 3 = 27.",
+        "He had 30 apples. I would be happy to solve this. He lost 3, so he has 27.",
+        "Step 1: 10 + 20 = 30. Should I continue? Step 2: 30 - 3 = 27.",
+        "There are 9 boxes. If you have 3 pens in each, I will multiply: 9 x 3 = 27. So there are "
+        "27 pens, not 30.",
+        "There are 30 eggs.\nDetails:\nShe lost 3.\nShe has 27 eggs left.",
+        "She has 30 left. Here's how I got it: 32 - 5 = 27, she has 27.",
+        "There were 30.\n\nExplanation: he sold 3.\n\n30 - 3 = 27\n\nCheck: 27 + 3 = 30.",
+        "He had 30. Here's how we do it: 30 - 3 = 27. Would you like more? I also know 30 + 3.",
+        # the explanation of an answer, also one that stops early
+        "She has 27 left. Here's how I got it: 10 + 20 = 30. She lost 3 of them.",
+        "She has 27 left.\n\nExplanation: 10 + 20 = 30, and 30 - 3 = 27. Check: 27 + 3 = 30.",
+        "She has 27 left. Here's why: the total was 57, then she gave away 30.",
+        "27 stay.\n\nExplanation: 57 came. 30 of them went home, so we take 57 and remove 30.",
+        "**27 minutes**\n\nHere's the reasoning:\n* Altogether she plays 27 minutes, of which 30 "
+        "seconds are scales.",
+    ],
+)
+def test_a_solution_after_an_explanation_or_an_offer_begins_is_read(completion: str):
     assert gives_27_and_not_30(completion)
 
 
@@ -409,7 +437,12 @@ def test_an_answer_in_spite_of_a_difficulty_is_read(completion: str):
         "Q: How many are there now?\nAnswer:\nThere were 30 cars.\nThen 3 left.\n30 − 3 = 27\nNow "
         "there are 27 cars.",
         "## Answer\n\nEach box holds 30 pens. We take out 3 of them. We calculate 30 - 3 = 27.",
+        "Answer: A box holds 30 pens. 30 - 21 = 9 are left. 9 x 3 = 27 are left in 3 boxes.",
+        "Answer: Ann has 30 cards. Her 2 friends have 1 + 2 = 3 more, so 27 are hers.",
+        "Answer: Tom buys 9 pens for 30 days. They cost 2 + 1 = 3 dollars. 9 x 3 = 27",
         # here it is the mark of the first value
+        "Answer: John has 27 apples left. He eats 2 x 3 = 6 of them each week.",
+        "Answer: John has 27 apples. There were 10 + 20 = 30 in the basket.",
         "Answer: She has 27 pears. Check: 27 + 3 = 30.",
         "Answer: There are 27 pears left, because he ate some. 27 + 3 = 30.",
         "Answer: 27 pears. To get 30 we add 3: 27 + 3 = 30.",
@@ -429,7 +462,14 @@ def test_an_answer_label_before_a_whole_solution_is_a_heading(completion: str):
         "TLDR: there are 27 pears left.\n\nTom had 57 pears at first. He sold 30.",
         "**TL;DR** — 27\n\nWe begin with 57 and take away the 30 that were sold.",
         "She pays **$27**.\n\nDetails: the price is $30 and she has a coupon of 3 dollars.",
+        "TL;DR: 27 pears.\n\nThere are 3 boxes of 19, so 57 pears. He sold 30.",
+        "We have 57 pears and sell 30.\n\nTL;DR: 27 pears are left.",
+        # a summary without the answer
         "TL;DR: subtract both.\n\nWe have 57 pears and sell 30. So 27 pears are left.",
+        "TL;DR: subtract 3 from 30.\n\n30 - 3 = 27, so the total is 27.",
+        "TL;DR: she had 30 eggs, lost 3\n\nSo she has 27.",
+        "TL;DR: 30. But actually the total is 27.",
+        "TL;DR: 30 minus 3.\n\nThe answer is 27.",
     ],
 )
 def test_a_summary_before_the_details_is_the_answer(completion: str):

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from proxy import Proxy
 
+from rollick.config.rules.run import SANDBOX_RESPONSE_S
 from rollick.config.schema.run import RewardsConfig
 from rollick.rewards.code import CodeSettings, score_code
 from rollick.sandbox.base import Isolation, Limits, Program, Result, Status, TestOutcome
@@ -83,9 +85,31 @@ async def test_a_late_network_only_delays_the_result() -> None:
     assert proxy.connections == 1
 
 
+async def test_programs_that_reach_their_time_limit_do_not_wait_for_the_threads_of_asyncio() -> (
+    None
+):
+    with ThreadPoolExecutor(1) as executor, sandbox_behind_proxy(delay_s=0.3) as proxy:
+        asyncio.get_running_loop().set_default_executor(executor)
+        programs = (run(proxy, response_s=5) for _ in range(16))
+        assert await asyncio.gather(*programs) == 16 * [PASSED]
+
+
+async def test_a_program_that_is_not_sent_in_time_says_nothing_about_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ThreadPoolExecutor(1) as executor, sandbox_behind_proxy() as proxy:
+        monkeypatch.setattr("rollick.sandbox.remote._executor", executor)
+        is_over = threading.Event()
+        executor.submit(is_over.wait)
+        result = await run(proxy, response_s=0.5)
+        is_over.set()
+    assert (result.status, proxy.connections) == (Status.INFRASTRUCTURE, 0)
+
+
 def test_by_default_the_server_gives_up_before_the_reward_process_is_killed() -> None:
     limit_s = CodeSettings().timeout_s + HttpSandbox("").response_s
     assert limit_s < RewardsConfig().timeout_s
+    assert HttpSandbox("").response_s == SANDBOX_RESPONSE_S
 
 
 async def test_the_score_of_a_program_whose_server_is_lost_is_unavailable(

@@ -15,6 +15,8 @@ PROGRAM_SECONDS = {"timeout_s": 10.0, "program_s": 5.0}
 """Default of the option with which the reward `code` and the environment `tools` limit programs."""
 SEQUENTIAL_PROGRAMS = 2
 """Programs of one call that run one after another: `code` takes 16 samples and runs 8 at once."""
+SANDBOX_RESPONSE_S = 12.0
+"""Time that a sandbox server has in addition to that of a program (HttpSandbox.response_s)."""
 
 
 @rule("data.domains")
@@ -141,12 +143,18 @@ def _check_program_limit(
 ) -> Problems:
     value = options.get(option)
     seconds = PROGRAM_SECONDS[option] if value is None else value
-    if isinstance(seconds, int | float) and SEQUENTIAL_PROGRAMS * seconds > limit_s:
-        limit = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
-        message = f"{option}={seconds:g} is too long for {limit}={limit_s:g}"
+    if not isinstance(seconds, int | float):
+        return
+    limit = "rewards.timeout_s" if option == "timeout_s" else "environments.step_timeout_s"
+    path = context.name_path(section) if value is None else (*section, "options", option)
+    message = f"{option}={seconds:g} is too long for {limit}={limit_s:g}"
+    if SEQUENTIAL_PROGRAMS * seconds > limit_s:
         max_s, min_limit_s = limit_s / SEQUENTIAL_PROGRAMS, SEQUENTIAL_PROGRAMS * seconds
         fix = f"use at most {max_s:g}, or set {limit}={min_limit_s:g} or more"
-        path = context.name_path(section) if value is None else (*section, "options", option)
+        yield context.problem(path, message, fix)
+    elif option == "timeout_s" and options.get("url") and seconds + SANDBOX_RESPONSE_S >= limit_s:
+        message += f": the server has {SANDBOX_RESPONSE_S:g} s more to answer"
+        fix = f"set {limit} above {seconds + SANDBOX_RESPONSE_S:g}"
         yield context.problem(path, message, fix)
 
 

@@ -110,7 +110,10 @@ def run_script(code: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        print_traceback(error, code)
+        try:
+            print_traceback(error, code)
+        except (MemoryError, SystemError):  # the memory is full: importing traceback fails too
+            os.write(2, b"\nMemoryError\n")
         sys.exit(1)
 
 

@@ -181,7 +181,7 @@ def _assign(units: Sequence[tuple[float, list[int]]], speeds: Sequence[float]) -
 
 def minibatches(batch: Batch, *, count: int, keep_groups: bool) -> Iterator[Batch]:
     """Split a batch into at most `count` mini-batches. Weights are those of the full batch, so
-    those of 1/M of it are scaled by M."""
+    those of 1/M of it are scale_weights by M."""
     _, group_B = np.unique(batch.group_B, return_inverse=True)
     number_B = group_B if keep_groups else np.arange(batch.rows)
     parts = min(count, int(number_B.max()) + 1)
@@ -190,7 +190,7 @@ def minibatches(batch: Batch, *, count: int, keep_groups: bool) -> Iterator[Batc
         return
     for part in range(parts):
         chosen = np.flatnonzero(number_B % parts == part)
-        yield batch.take(chosen.tolist()).scaled(parts)
+        yield batch.take(chosen.tolist()).scale_weights(parts)
 
 
 def gather_tokens(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.NDArray[Any]:
