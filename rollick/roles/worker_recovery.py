@@ -86,8 +86,7 @@ class WorkerRecovery:
         """Why roles cannot be repaired, such as a lack of room or of their state. These errors end
         the run: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
-        self._replacing: set[int] = set()
-        """Hosts whose roles do not have their state yet, by index."""
+        """Held during a repair."""
         self._taking: asyncio.Task[None] | None = None
         self._taken_at = 0.0
 
@@ -129,9 +128,8 @@ class WorkerRecovery:
                     await self._repair(role, error, before)
 
     async def _until_restored(self, role: RoleName) -> None:
-        """Wait while the role's processes are replaced: a call to a new one without its state would
-        return a wrong result, or be lost."""
-        while any(host.index in self._replacing for host in self._hosts_of(role)):
+        """Wait while the role's processes are replaced, instead of calls that would fail."""
+        if not all(map(self._group.has_state, self._hosts_of(role))):
             with self._account(role):
                 async with self._lock:
                     pass
@@ -219,9 +217,10 @@ class WorkerRecovery:
                 return  # The next call to it raises.
             try:
                 await self.repair_host(host, error, repairs=repairs)
-            except RollickError as error:
+            except Exception as error:
+                # Task boundary. The next call to the host raises, or repairs it.
                 LOG.warning("%s is not replaced: %s", host, error)
-                return  # The next call to it raises.
+                return
 
     async def _watch_room(self) -> None:
         """Warn once if this machine lacks room for messages to workers."""
@@ -291,22 +290,27 @@ class WorkerRecovery:
             while not (refusal := self._refusal(role, hosts)):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
-                self._replacing = {host.index for host in hosts}
                 try:
-                    redone = await self._replace(hosts, fault)
+                    with self._group.restoring(hosts):
+                        redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
                     error, stateless = failed, _trained_on(hosts)
                 except RollickError as failed:
                     fault.give_up(failed.message)
                     self._fail([role, *_trained_on(hosts)], failed)
                     raise
+                except BaseException as failed:
+                    # For example, a signal ends the step. The next call, such as that of the last
+                    # save, repairs the role.
+                    fault.give_up(f"the repair was interrupted: {failed!r}")
+                    if isinstance(failed, asyncio.CancelledError):
+                        self._spent[role] -= 1
+                    raise
                 else:
                     lost = self.goodput.claim_lost_time()
                     fault.rejoined(redone_steps=redone, lost=lost)
                     LOG.warning("the %s works again", role)
                     return
-                finally:
-                    self._replacing = set()
             fault.give_up(refusal)
             self._fail(stateless, error)
             raise error
@@ -335,8 +339,6 @@ class WorkerRecovery:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.restarted()
-        for host in hosts:
-            self._repairs[host.index] += 1
         snapshots = [self.snapshots[name] for name in _trained_on(hosts)]
         for taken in snapshots:
             await taken.restore()
@@ -346,6 +348,9 @@ class WorkerRecovery:
                 await taken.replay()
         for host in hosts:
             await self.on_replaced(host)
+        for host in hosts:
+            self._repairs[host.index] += 1
+        self._group.mark_restored(hosts)
         return redone
 
     def _continue_without(
