@@ -275,8 +275,7 @@ class WorkerRecovery:
         """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
         that is not possible."""
         async with self._lock:
-            hosts = self._hosts_of(role)
-            if self._repaired(hosts) != before:
+            if self._repaired(self._hosts_of(role)) != before:
                 return
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
@@ -287,7 +286,8 @@ class WorkerRecovery:
                 failed_at=failure_time(error),
             )
             stateless: list[RoleName] = []
-            while not (refusal := self._refusal(role, hosts)):
+            # A failed attempt may have left the policy with fewer hosts.
+            while not (refusal := self._refusal(role, hosts := self._hosts_of(role))):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
                 try:

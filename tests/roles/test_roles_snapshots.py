@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +112,9 @@ OpenRun = Callable[..., AbstractAsyncContextManager[Run]]
 @pytest.fixture
 def opened(tmp_path: Path) -> OpenRun:
     @asynccontextmanager
-    async def open_run(restarts: int = 3) -> AsyncGenerator[Run]:
+    async def open_run(restarts: int = 3, policy: str = "cpu:0") -> AsyncGenerator[Run]:
         LEARNERS.clear()
-        devices = DeviceMap({"policy": parse_devices("cpu:0"), "critic": parse_devices("cpu:1")})
+        devices = DeviceMap({"policy": parse_devices(policy), "critic": parse_devices("cpu:2")})
         specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
         cluster = ClusterConfig(backend="inline")
         async with open_group(devices, specs, cluster=cluster, threads=1) as group:
@@ -386,3 +386,26 @@ async def test_a_repair_that_a_signal_interrupts_does_not_use_up_a_restart(
         with pytest.raises(asyncio.CancelledError):
             await repairing
         assert await run.handle("policy").peak_memory(0) == 1
+
+
+async def test_a_repair_that_fails_with_fewer_ranks_is_made_again_with_these(
+    opened: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(policy="cpu:0-1") as run:
+        await run.recovery.take_snapshots()
+        replaced: list[list[int]] = []
+
+        async def replace(hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+            replaced.append([host.index for host in hosts])
+            return hosts[1:]  # There is no room for the second rank.
+
+        async def fail_once(host: HostSpec) -> None:
+            if len(replaced) == 1:
+                raise WorkerLost("the new process ended")
+
+        monkeypatch.setattr(run.roles.group.transport, "replace", replace)
+        run.recovery.on_replaced = fail_once
+        host = run.roles.device_map.host_of("policy", 1)
+        await run.recovery.repair_host(host, WorkerLost("policy 1 was lost"), repairs=0)
+        assert replaced == [[0, 1], [0]]
+        assert run.roles.policy.ranks == 1
