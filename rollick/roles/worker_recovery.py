@@ -196,7 +196,10 @@ class WorkerRecovery:
     def can_repair(self, host: HostSpec) -> bool:
         """Whether a loss of the host's process would not end the run."""
         role = main_role(host)
-        return role is not None and not self._refusal(role, self._hosts_of(role))
+        if role is None:
+            return False
+        is_under_way = self._lock.locked() and not self._group.has_state(host)
+        return is_under_way or not self._refusal(role, self._hosts_of(role))
 
     def repairs_of(self, host: HostSpec) -> int:
         return self._repairs[host.index]

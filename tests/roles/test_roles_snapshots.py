@@ -409,3 +409,16 @@ async def test_a_repair_that_fails_with_fewer_ranks_is_made_again_with_these(
         await run.recovery.repair_host(host, WorkerLost("policy 1 was lost"), repairs=0)
         assert replaced == [[0, 1], [0]]
         assert run.roles.policy.ranks == 1
+
+
+async def test_an_engine_of_a_host_that_is_replaced_may_wait_for_the_last_restart(
+    opened: OpenRun,
+) -> None:
+    async with opened(restarts=1) as run:
+        await run.recovery.take_snapshots()
+        host = run.roles.device_map.host_of("policy", 0)
+        repairing = asyncio.create_task(run.repair("policy"))
+        await asyncio.sleep(0.01)
+        assert run.recovery.can_repair(host)
+        await asyncio.gather(repairing, run.repair("policy"))
+        assert not run.recovery.can_repair(host)
