@@ -106,12 +106,23 @@ class WorkerRecovery:
             yield self
 
     async def run(
-        self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
+        self,
+        role: RoleName,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        others: bool = False,
+        in_background: bool = False,
     ) -> T:
         """Make a call to the role; make it again after each repair. See RoleHandle.retry."""
         now, raised = asyncio.get_running_loop().time, 0
+        blocks_step = role in BLOCKS_STEP and not in_background
+        account = self.goodput.recovering if blocks_step else _no_account
         while True:
-            await self._until_restored(role)
+            # A call to a new process without its state would fail.
+            if not all(map(self._group.has_state, self._hosts_of(role))):
+                with account():
+                    async with self._lock:
+                        pass
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
             begun, before = now(), self._repaired(self._hosts_of(role))
@@ -124,31 +135,18 @@ class WorkerRecovery:
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # A new process raised too: its input is the cause.
                     raise
-                with self._account(role, lost_s=now() - begun):
+                with account(lost_s=now() - begun):
                     await self._repair(role, error, before)
-
-    async def _until_restored(self, role: RoleName) -> None:
-        """Wait while the role's processes are replaced, instead of calls that would fail."""
-        if not all(map(self._group.has_state, self._hosts_of(role))):
-            with self._account(role):
-                async with self._lock:
-                    pass
-
-    def _account(self, role: RoleName, *, lost_s: float = 0.0) -> AbstractContextManager[None]:
-        """Accounts for the time of a repair that a step waits for."""
-        if role in BLOCKS_STEP:
-            return self.goodput.recovering(lost_s=lost_s)
-        return nullcontext()
 
     def trained(self, role: RoleName, batch: Batch) -> None:
         """Keep a batch that the role was trained on: a repair may have to train on it again."""
         if role in self.snapshots and self.snapshots[role].is_enabled:
             self.snapshots[role].later_batches.append(batch)
 
-    async def take_snapshots(self) -> None:
+    async def take_snapshots(self, *, in_background: bool = False) -> None:
         """Write a snapshot of each trained role. A loss meanwhile is repaired."""
         for role, snapshots in self.snapshots.items():
-            await self.run(role, snapshots.take)
+            await self.run(role, snapshots.take, in_background=in_background)
 
     def cannot_roll_back(self) -> str:
         """Why the trained roles cannot go back to earlier snapshots; empty if they can."""
@@ -189,7 +187,7 @@ class WorkerRecovery:
 
     async def _take_or_warn(self) -> None:
         try:
-            await self.take_snapshots()
+            await self.take_snapshots(in_background=True)
         except RollickError as error:
             LOG.warning("a snapshot was not written: %s", error)
 
@@ -408,6 +406,11 @@ def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
     names = {name for host in hosts for name in host.roles}
     trained: tuple[RoleName, ...] = ("policy", "critic")
     return [name for name in trained if name in names]
+
+
+def _no_account(*, lost_s: float = 0.0) -> AbstractContextManager[None]:
+    """No step waits for the repair."""
+    return nullcontext()
 
 
 async def _nothing(host: HostSpec) -> None: ...

@@ -20,7 +20,7 @@ from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
 from rollick.errors import CheckpointError, RollickError, WorkerError, WorkerLost
-from rollick.observe.faults import FaultLog
+from rollick.observe.faults import FaultLog, LostTime
 from rollick.observe.goodput import TimeAccount
 from rollick.roles import worker_recovery
 from rollick.roles.handles import Critic, Policy, Roles
@@ -422,3 +422,16 @@ async def test_an_engine_of_a_host_that_is_replaced_may_wait_for_the_last_restar
         assert run.recovery.can_repair(host)
         await asyncio.gather(repairing, run.repair("policy"))
         assert not run.recovery.can_repair(host)
+
+
+async def test_a_snapshot_in_the_background_books_no_time_for_a_repair(opened: OpenRun) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        for learner in run.learners.values():
+            learner.is_lost = True
+        run.recovery.finish_step()
+        await run.recovery.settle()
+        assert run.learners["policy"].written == 1
+        booked = [run.recovery.goodput.claim_lost_time()]
+        booked += [LostTime(fault.recover_s, fault.redo_s) for fault in run.faults.faults]
+        assert not any(map(any, booked)), "the step did not wait"
