@@ -125,14 +125,14 @@ class SnapshotWriter:
         header = _header(dict(pairs))
         mapped = self.mapped.get(path)
         if mapped is None or mapped.layout != header:
-            self._unmap(path)
+            self.unmap(path)
             mapped = self.mapped[path] = _map(path, header, dict(pairs))
         digest = self._copy(pairs, mapped)
         return SnapshotRecord(path, digest, state.steps, len(mapped.memory), state.shards)
 
     def close(self) -> None:
         for path in list(self.mapped):
-            self._unmap(path)
+            self.unmap(path)
 
     def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _MappedSnapshot) -> Fingerprint:
         if not any(tensor.is_cuda for _, tensor in pairs):
@@ -148,7 +148,8 @@ class SnapshotWriter:
         stream.synchronize()
         return digest
 
-    def _unmap(self, path: str) -> None:
+    def unmap(self, path: str) -> None:
+        """Drop the map of the memory at `path`, if there is one."""
         mapped = self.mapped.pop(path, None)
         if mapped is None:
             return

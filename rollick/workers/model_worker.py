@@ -149,6 +149,7 @@ class TrainedWorker(StrategyWorker[Trainer]):
 
     def _close_memories(self) -> None:
         for memory in self.memories.values():
+            self.snapshots.unmap(memory.path)  # The next memory may get the same path.
             memory.close()
         self.memories.clear()
 
