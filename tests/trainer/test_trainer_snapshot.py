@@ -6,7 +6,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,7 +119,7 @@ def test_without_room_for_it_a_snapshot_is_an_error_and_not_a_crash(memory: Snap
 
 
 @contextmanager
-def no_more_files() -> Iterator[None]:
+def no_more_files() -> Generator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
