@@ -50,9 +50,9 @@ class RoleHandle(Generic[W]):
         others: bool = False,
         in_background: bool = False,
     ) -> T:
-        """Make the call; make it again if a lost worker could be repaired. `others`: it calls other
-        roles too, so a failure may not be that of this role. `in_background`: no step waits for
-        it, so the repair is not counted as time that the run lost."""
+        """Make the call, and retry it if a lost worker was repaired. `others`: it calls other roles
+        too, so a failure may not be that of this role. `in_background`: no step waits for it, so
+        the repair does not count as time that the run lost."""
         if self.recovery is None:
             return await attempt()
         return await self.recovery.run(

@@ -83,7 +83,7 @@ class TrainedHandle(RoleHandle[Trained]):
         of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
         sent: list[Sequence[SnapshotRecord]] = []
         for rank, needed in enumerate(of_ranks):
-            if await self.call_rank(rank, TrainedRole.machine) == machine_id():
+            if await self.call_rank(rank, TrainedRole.machine_id) == machine_id():
                 sent.append([record for record, _ in needed])
             else:
                 sent.append([await self._send(rank, *pair) for pair in needed])

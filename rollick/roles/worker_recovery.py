@@ -1,7 +1,7 @@
-"""Repairs lost workers, so that the calls to them can be made again.
+"""Repairs lost workers, so that calls to them can be retried.
 
     a call fails, a process ends, or its machine does not answer -> its hosts are replaced
-        -> trained roles get their snapshot, and the batches since -> the call is made again
+        -> trained roles get their snapshot, and the batches since -> the call is retried
 
 If there is no room for a rank of a sharded policy, the policy continues with fewer ranks.
 
@@ -44,9 +44,9 @@ LOG = logging.getLogger("rollick")
 T = TypeVar("T")
 
 PING_TIMEOUT_S = 10.0
-"""How long a role may take to answer when another role's call failed."""
-LOOK_S = 1.0
-"""How often to look whether this machine has room for messages to workers."""
+"""How long a role may take to answer a health check after another role's call failed."""
+SHORTAGE_CHECK_S = 1.0
+"""How often to check whether this machine has room for messages to workers."""
 SNAPSHOT_SHARE = 0.05
 """Largest share of the time that snapshots may take in a run that does not generate."""
 BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "teacher"})
@@ -54,7 +54,7 @@ BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "
 
 
 class WorkerRecovery:
-    """Makes the calls of handles again after each repair. Create it with `open`."""
+    """Repairs lost workers and retries the calls of handles. Create it with `open`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class WorkerRecovery:
     ) -> None:
         """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
-        self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
+        self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _do_nothing
         """Called for each new host, when its roles have their state."""
         self._direct = direct
         self._group = direct.group
@@ -87,12 +87,12 @@ class WorkerRecovery:
         the run: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
         """Held during a repair."""
-        self._taking: asyncio.Task[None] | None = None
-        self._taken_at = 0.0
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._snapshots_began_at = 0.0
 
     @asynccontextmanager
     async def open(self, *, snapshots: bool) -> AsyncGenerator[WorkerRecovery]:
-        """Watches all hosts but those of engines alone, until the block ends."""
+        """Watch all hosts but those with only engines, until the block ends."""
         async with AsyncExitStack() as stack:
             for handle in (self._direct.policy, self._direct.critic) if snapshots else ():
                 if handle.ranks:
@@ -113,7 +113,7 @@ class WorkerRecovery:
         others: bool = False,
         in_background: bool = False,
     ) -> T:
-        """Make a call to the role; make it again after each repair. See RoleHandle.retry."""
+        """Call the role, and retry after each repair. See RoleHandle.retry."""
         now, raised = asyncio.get_running_loop().time, 0
         blocks_step = role in BLOCKS_STEP and not in_background
         account = self.goodput.recovering if blocks_step else _no_account
@@ -161,8 +161,9 @@ class WorkerRecovery:
         steps this undoes, with `step`, the one under way."""
         with self.goodput.recovering():
             await self.settle()
-            snapshots = self.snapshots.items()
-            undone = max([await self.run(role, taken.roll_back) for role, taken in snapshots])
+            undone = max(
+                [await self.run(role, each.roll_back) for role, each in self.snapshots.items()]
+            )
         self.goodput.undo_steps_after(step - undone)
         return undone
 
@@ -174,16 +175,16 @@ class WorkerRecovery:
         if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(each.seconds for each in self.snapshots.values())
-        if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:
+        if amortise and now - self._snapshots_began_at < took_s / SNAPSHOT_SHARE:
             return
-        self._taken_at = now
-        if self._taking is None or self._taking.done():
-            self._taking = asyncio.create_task(self._take_or_warn(), name="snapshots")
+        self._snapshots_began_at = now
+        if self._snapshot_task is None or self._snapshot_task.done():
+            self._snapshot_task = asyncio.create_task(self._take_or_warn(), name="snapshots")
 
     async def settle(self) -> None:
-        """Waits until the snapshots in the background are written."""
-        if self._taking is not None:
-            await asyncio.wait({self._taking})
+        """Wait until the snapshots in the background are written."""
+        if self._snapshot_task is not None:
+            await asyncio.wait({self._snapshot_task})
 
     async def _take_or_warn(self) -> None:
         try:
@@ -205,7 +206,7 @@ class WorkerRecovery:
     async def repair_host(self, host: HostSpec, error: RollickError, *, repairs: int) -> None:
         """Replace the host, unless that was done since it had been replaced `repairs` times."""
         role = main_role(host)
-        assert role is not None, "engines alone are restarted by EngineRestarter"
+        assert role is not None, "EngineRestarter restarts hosts with only engines"
         others = [each for each in self._hosts_of(role) if each != host]
         await self._repair(role, error, {host.index: repairs} | self._repaired(others))
 
@@ -230,7 +231,7 @@ class WorkerRecovery:
                 self._faults.begin("controller", 0, kind="shared_memory", cause=shortage)
                 LOG.warning("%s; the run ends if it needs more: free some space", shortage)
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SHORTAGE_CHECK_S)
 
     def _host(self, index: int) -> HostSpec | None:
         """None if the policy continues without it."""
@@ -261,8 +262,8 @@ class WorkerRecovery:
         async def ping(rank: int) -> WorkerLost | None:
             with suppress(WorkerError):
                 try:
-                    machine = TrainedRole.machine
-                    await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
+                    method = TrainedRole.machine_id
+                    await self._direct.policy.call_rank(rank, method, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
                     if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
                         lost.failed_at = begun_at  # It hung in the call, not in this one.
@@ -295,10 +296,10 @@ class WorkerRecovery:
                     with self._group.restoring(hosts):
                         redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
-                    error, stateless = failed, _trained_on(hosts)
+                    error, stateless = failed, _trained_roles(hosts)
                 except RollickError as failed:
                     fault.give_up(failed.message)
-                    self._fail([role, *_trained_on(hosts)], failed)
+                    self._fail([role, *_trained_roles(hosts)], failed)
                     raise
                 except BaseException as failed:
                     # For example, a signal ends the step. The next call, such as that of the last
@@ -326,7 +327,7 @@ class WorkerRecovery:
             return self._failures[role].message
         if self._spent[role] >= self._restarts:
             return "the restarts are used up (cluster.restarts)"
-        for name in _trained_on(hosts):
+        for name in _trained_roles(hosts):
             if name not in self.snapshots:
                 return "there are no snapshots (checkpoint.snapshot)"
             if not self.snapshots[name].is_enabled:
@@ -340,13 +341,13 @@ class WorkerRecovery:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.restarted()
-        snapshots = [self.snapshots[name] for name in _trained_on(hosts)]
-        for taken in snapshots:
-            await taken.restore()
-        redone = max((len(taken.later_batches) for taken in snapshots), default=0)
+        snapshots = [self.snapshots[name] for name in _trained_roles(hosts)]
+        for of_role in snapshots:
+            await of_role.restore()
+        redone = max((len(of_role.later_batches) for of_role in snapshots), default=0)
         with self.goodput.redoing(redone):
-            for taken in snapshots:
-                await taken.replay()
+            for of_role in snapshots:
+                await of_role.replay()
         for host in hosts:
             await self.on_replaced(host)
         for host in hosts:
@@ -392,7 +393,7 @@ def kept_ranks(placed: Sequence[int], *, unit: int) -> list[int]:
 
 
 def main_role(host: HostSpec) -> RoleName | None:
-    """The role that stands for the host in records; None for hosts of engines alone."""
+    """The role that stands for the host in records; None for hosts with only engines."""
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
@@ -401,7 +402,7 @@ def has_only_policy(host: HostSpec) -> bool:
     return "policy" in host.roles and {*host.roles} <= {"policy", "generators"}
 
 
-def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
+def _trained_roles(hosts: Sequence[HostSpec]) -> list[RoleName]:
     """The roles on these hosts that have state."""
     names = {name for host in hosts for name in host.roles}
     trained: tuple[RoleName, ...] = ("policy", "critic")
@@ -413,4 +414,4 @@ def _no_account(*, lost_s: float = 0.0) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-async def _nothing(host: HostSpec) -> None: ...
+async def _do_nothing(host: HostSpec) -> None: ...

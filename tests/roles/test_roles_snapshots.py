@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from rollick.cluster import machine
 from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.group import open_group
-from rollick.cluster.machine import machine_id
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
@@ -51,7 +51,7 @@ class CountingLearner:
         time.sleep(self.busy_s)
         self.batches += 1
 
-    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
+    def write_snapshot(self, path: str, machine_id: str) -> SnapshotRecord:
         if self.is_lost:
             raise WorkerLost("the process ended")
         if not self.has_memory:
@@ -59,8 +59,8 @@ class CountingLearner:
         self.written += 1
         return SnapshotRecord(path, Fingerprint(""), self.batches, 8)
 
-    async def machine(self) -> str:
-        return machine_id()
+    async def machine_id(self) -> str:
+        return machine.machine_id()
 
     def restore_snapshots(self, records: list[SnapshotRecord]) -> None:
         time.sleep(0.05)
@@ -360,7 +360,7 @@ async def test_a_call_after_an_interrupted_repair_repairs_the_role(
         old = run.learners[role]
 
         async def interrupt(host: HostSpec) -> None:
-            run.recovery.on_replaced = worker_recovery._nothing
+            run.recovery.on_replaced = worker_recovery._do_nothing
             raise error
 
         run.recovery.on_replaced = interrupt
