@@ -232,7 +232,7 @@ class RewardModel(RoleHandle[RewardModelRole]):
 
 class Roles:
     """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
-    calls to lost workers are made again after a repair. Engines have their own way to do that.
+    calls to lost workers are retried after a repair. Engines have their own way to do that.
     `batch_split`: how the ranks of the policy divide a batch."""
 
     def __init__(
