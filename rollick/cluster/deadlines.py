@@ -10,12 +10,12 @@ is done again. So every choice here is on the late side.
   of the role was built: the first call compiles kernels, warms caches and reads files.
 - MULTIPLE is 10: a machine that is suddenly shared with other jobs is that much slower.
 - Work on a batch is measured per token, so that a larger batch has a later deadline.
-- The floors cover what no earlier call shows. An engine's answer to `drain` or `describe` needs
-  only its event loop: after 5 s its process does not run. Computation may be delayed by page faults
-  or by a neighbour's start: 30 s. A long prefill is one step; most calls of an engine, and the
-  learner that sends it weights, wait for its end: 300 s. (Drains find an engine that hangs in such
-  a call.) Network disks stall for minutes: 300 s too. On a GPU, kernels are compiled and graphs
-  captured whenever a new shape comes up: four times as long.
+- The floors cover what no earlier call shows. An engine's answer to `poll_results` or `describe`
+  needs only its event loop: after 5 s its process does not run. Computation may be delayed by page
+  faults or by a neighbour's start: 30 s. A long prefill is one step; most calls of an engine, and
+  the learner that sends it weights, wait for its end: 300 s. (Polls find an engine that hangs in
+  such a call.) Network disks stall for minutes: 300 s too. On a GPU, kernels are compiled and
+  graphs captured whenever a new shape comes up: four times as long.
 - In one process (backend inline) nothing could be killed, and a computation blocks all calls: the
   ceiling.
 """
@@ -39,7 +39,7 @@ _WAIT_FOR_STEP = (
 )
 _WAIT_FOR_OTHERS = ("send_weights", "save", "load")
 FLOORS_S = {
-    "drain": 5.0,
+    "poll_results": 5.0,
     "describe": 5.0,
     "progress": 120.0,
     **dict.fromkeys((*_WAIT_FOR_STEP, *_WAIT_FOR_OTHERS), 300.0),

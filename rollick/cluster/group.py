@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ from rollick.config.schema import ClusterConfig
 from rollick.data.batch import Batch, BatchShare
 from rollick.errors import ClusterUnavailable, RollickError, WorkerError, WorkerHung, WorkerLost
 from rollick.types import RoleName
+
+_RESTORES_HOSTS = ContextVar("restores_hosts", default=False)
+"""Whether the current task restores hosts."""
 
 
 class Transport(Protocol):
@@ -133,6 +137,8 @@ class WorkerGroup:
         self._roles: Sequence[RoleSpec] = ()
         self._collective_locks: dict[RoleName, asyncio.Lock] = {}
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
+        self._without_state: set[int] = set()
+        """Hosts by index; see `restoring`."""
         self.is_closed = False
         self._batch_bytes = 0
 
@@ -178,6 +184,26 @@ class WorkerGroup:
         self._use(self.device_map.with_ranks(role, ranks))
         kept = {host.index for host in self.device_map.hosts()}
         self.transport.remove([host for host in before if host.index not in kept])
+
+    @contextmanager
+    def restoring(self, hosts: Sequence[HostSpec]) -> Generator[None]:
+        """Replace these hosts in the block, and restore the state of their roles. Until
+        `mark_restored`, also if the block fails, only calls of the block reach them: all others
+        raise WorkerLost."""
+        self._without_state |= {host.index for host in hosts}
+        token = _RESTORES_HOSTS.set(True)
+        try:
+            yield
+        finally:
+            _RESTORES_HOSTS.reset(token)
+
+    def mark_restored(self, hosts: Sequence[HostSpec]) -> None:
+        """Other calls may reach these hosts again."""
+        self._without_state -= {host.index for host in hosts}
+
+    def has_state(self, host: HostSpec) -> bool:
+        """Whether the roles of the host have their state, as far as is known."""
+        return host.index not in self._without_state
 
     def no_room(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
         names = ", ".join(map(str, hosts))
@@ -265,6 +291,8 @@ class WorkerGroup:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         role_rank = RoleRank(call.role, rank)
         host = self._hosts.get(role_rank) or self.device_map.host_of(*role_rank)
+        if not self.has_state(host) and not _RESTORES_HOSTS.get():
+            raise WorkerLost(f"{role_rank} on {host} was lost, and its state is not restored yet")
         batches = [arg for arg in args if isinstance(arg, (Batch, BatchShare))]
         measured, size = limit_s is None, max(1, sum(batch.tokens for batch in batches))
         if limit_s is None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from rollick.cluster.devices import HostSpec, RoleRank
 from rollick.errors import (
+    OpenFilesExhausted,
     RollickError,
     WorkerError,
     WorkerOutOfFiles,
@@ -157,10 +158,14 @@ class Host:
 
     @contextmanager
     def _wrap_errors(self, role_rank: RoleRank, method: str) -> Generator[None]:
-        """Errors of rollick pass as they are; all others become a WorkerError with the traceback
-        as text, because the exception itself may not be picklable."""
+        """Errors of rollick pass as they are, except that open files are exhausted in this process;
+        all others become a WorkerError with the traceback as text, because the exception itself may
+        not be picklable."""
         try:
             yield
+        except OpenFilesExhausted as error:
+            message = f"{role_rank} on {self.spec} failed in {method!r}: {error.message}"
+            raise WorkerOutOfFiles(message, fix=error.fix) from error
         except RollickError:
             raise
         except Exception as error:

@@ -144,7 +144,7 @@ class GeneratorRestarter(EngineRestarter):
             engine = await self.group.reconnect(rank)
             others = frozenset(range(self.group.ranks)) - {rank}
             try:
-                await self.publisher.publish(version, without=others)
+                await self.publisher.publish(version, without=others, in_background=True)
             except RollickError as error:
                 # The engine must not sample with old weights: mark it lost, so that it is retried.
                 engine.mark_lost(error)

@@ -183,18 +183,18 @@ def _bounds(
         return _engine_bounds(judge, shapes, host, parameters, judge.slots * judge.max_length)
     lends = rank.role == "policy" and _shares_weights(recipe, host)
     footprint = _footprint(recipe, shapes, host, rank.role)
-    resting = footprint.resting
+    idle = footprint.idle
     if rank in plan.sleeps:
         asleep = footprint.weights if lends else 0
         return Bounds(asleep, asleep)
     if rank.role not in plan.phase.uses:
-        return Bounds(resting, resting)
+        return Bounds(idle, idle)
     if TRAINS.get(rank.role) == plan.phase.name:
         return Bounds(footprint.training_without_tokens, footprint.training)
     if plan.phase.name != "publish":
-        return Bounds(resting, footprint.scoring)
+        return Bounds(idle, footprint.scoring)
     # The learner holds one more copy while it publishes to other processes of its machine.
-    publishing = resting + (0 if lends else footprint.weights)
+    publishing = idle + (0 if lends else footprint.weights)
     return Bounds(publishing, publishing)
 
 
@@ -216,7 +216,7 @@ def _footprint(recipe: Recipe, shapes: Shapes, host: HostSpec, role: RoleName) -
         itemsize=itemsize,
         tokens=microbatch_tokens(recipe),
         lora=train.lora if role == "policy" else None,
-        values=role == "critic",
+        is_critic=role == "critic",
         ranks=DeviceMap.of(recipe).ranks("policy") if role == "policy" else 1,
     )
 

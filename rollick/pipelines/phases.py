@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from rollick.cluster.devices import HostSpec, PhasePlan, RoleRank
-from rollick.errors import EngineLost, WorkerError
+from rollick.errors import EngineLost, PlacementError, WorkerError
 from rollick.observe.faults import FaultLog
 from rollick.observe.goodput import PHASE_STATES, TimeAccount
 from rollick.observe.live_view import LiveView, Stopwatch
@@ -82,13 +82,16 @@ class Residency:
         self, ranks: Set[RoleRank], call: Callable[[RoleRank], Coroutine[Any, Any, None]]
     ) -> None:
         """Call all ranks except lost generators concurrently; raises the first error. A generator
-        that is lost meanwhile is left out."""
+        that is lost meanwhile is left out, and so are ranks that a policy continues without."""
         generators = self.roles.generators
         ranks = ranks - _generators(generators.lost_ranks)
 
         async def call_unless_lost(rank: RoleRank) -> None:
             try:
                 await call(rank)
+            except PlacementError:
+                if rank.rank < self.roles.device_map.ranks(rank.role):
+                    raise
             except (WorkerError, EngineLost):
                 if rank.role != "generators" or not generators.has_dedicated_host(rank.rank):
                     raise

@@ -51,7 +51,7 @@ def run_recipe(
     pipeline = resolve("pipelines", loaded.recipe.pipeline)
     try:
         result = wait_for(pipeline(loaded, objects=objects, resume=resume))
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeErrors.
         if exhausted := open_files_exhausted(error):
             raise exhausted from error
         raise

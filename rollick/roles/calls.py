@@ -43,12 +43,21 @@ class RoleHandle(Generic[W]):
         self.recovery = recovery
         self.batch_split = batch_split
 
-    async def retry(self, attempt: Callable[[], Awaitable[T]], *, others: bool = False) -> T:
-        """Make the call; make it again if a lost worker could be repaired. `others`: it calls other
-        roles too, so a failure may not be that of this role."""
+    async def retry(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        others: bool = False,
+        in_background: bool = False,
+    ) -> T:
+        """Make the call, and retry it if a lost worker was repaired. `others`: it calls other roles
+        too, so a failure may not be that of this role. `in_background`: no step waits for it, so
+        the repair does not count as time that the run lost."""
         if self.recovery is None:
             return await attempt()
-        return await self.recovery.run(self.role, attempt, others=others)
+        return await self.recovery.run(
+            self.role, attempt, others=others, in_background=in_background
+        )
 
     @property
     def ranks(self) -> int:

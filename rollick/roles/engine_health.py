@@ -1,9 +1,9 @@
-"""Whether an engine answers and makes progress, seen from its drains. Pure, but for the clock.
+"""Whether an engine answers and makes progress, seen from the polls of its results.
 
-    drain -> EngineLoad -> EngineHealth.check: raises WorkerHung if tokens stand still too long
+    poll -> EngineLoad -> EngineHealth.check_progress: WorkerHung if tokens stand still too long
 
-A drain that does not return in time means that the process does not run (SIGSTOP, swap, a lost
-network). Drains that return, but always with the same tokens, mean that the computation hangs. Both
+A poll that does not return in time means that the process does not run (SIGSTOP, swap, a lost
+network). Polls that return, but always with the same tokens, mean that the computation hangs. Both
 deadlines are measured (cluster/deadlines.py). Until an engine has generated, they are the ceiling:
 its first step compiles kernels.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from rollick.cluster.deadlines import Deadlines
 from rollick.errors import WorkerHung
-from rollick.roles.protocols import DRAIN_WAIT_S
+from rollick.roles.protocols import POLL_TIMEOUT_S
 from rollick.types import EngineLoad, RoleName
 
 
@@ -43,16 +43,16 @@ class EngineHealth:
             self._calls -= 1
             self._progress = None
 
-    def drain_limit_s(self, load: EngineLoad) -> float:
-        """The deadline of the next drain, with the time that it waits on the host."""
+    def poll_limit_s(self, load: EngineLoad) -> float:
+        """The deadline of the next poll, with the time that it waits on the host."""
         if not load.generated_tokens:
-            return DRAIN_WAIT_S + self.deadlines.ceiling_s
-        return DRAIN_WAIT_S + self.deadlines.limit(self.role, "drain")
+            return POLL_TIMEOUT_S + self.deadlines.ceiling_s
+        return POLL_TIMEOUT_S + self.deadlines.limit(self.role, "poll_results")
 
-    def drained(self, load: EngineLoad, seconds: float, *, has_requests: bool) -> None:
-        """A drain returned after so many seconds. Raises WorkerHung if the engine has requests, and
+    def check_progress(self, load: EngineLoad, seconds: float, *, has_requests: bool) -> None:
+        """A poll returned after so many seconds. Raises WorkerHung if the engine has requests, and
         its tokens stand still for too long."""
-        self.deadlines.observe(self.role, "drain", max(0.0, seconds - DRAIN_WAIT_S))
+        self.deadlines.observe(self.role, "poll_results", max(0.0, seconds - POLL_TIMEOUT_S))
         progress = (load.generated_tokens, load.busy_seconds, load.kv_tokens)
         now, stood_still_s = self.now(), self.now() - self._progressed_at
         may_stand_still = self.is_paused or self._calls or not has_requests

@@ -3,13 +3,14 @@
 A remote call costs more than decoding a token of a small model, so calls are batched, not made for
 each sample. RemoteEngine sends all requests and aborts that arrived since the last `submit` in the
 next. One `submit` is in flight at a time: of two calls, the second may arrive first, and an abort
-would be lost. One `drain` is always in flight: it returns all finished completions and the engine's
-load. Requests are numbered, so that a late result does not end a newer request of the same sample.
+would be lost. One `poll_results` is always in flight: a long poll that returns all finished
+completions and the engine's load. Requests are numbered, so that a late result does not end a newer
+request of the same sample.
 
     RemoteEngine.generate, abort --submit([...], [...])--> GeneratorWorker --> Engine
-    RemoteEngine  <--drain() [completions], load--  GeneratorWorker
+    RemoteEngine  <--poll_results() [completions], load--  GeneratorWorker
 
-An engine is lost, permanently, when a submit, drain or health check fails, when it makes no
+An engine is lost, permanently, when a submit, poll or health check fails, when it makes no
 progress (engine_health.py), or when it reports that it died (its host may still be alive). Its
 requests are rerouted, other calls to it end, and publishes skip it. `reconnect` replaces it with a
 new engine of the same rank, on a restarted host.
@@ -231,13 +232,13 @@ class RemoteEngine:
     async def _take_results(self) -> None:
         now = asyncio.get_running_loop().time
         while not self.lost:
-            begun, limit_s = now(), self.health.drain_limit_s(self.last_load)
-            drain = self.handle.call_rank(self.rank, GeneratorRole.drain, timeout_s=limit_s)
-            results, self.last_load = await drain
+            begun, limit_s = now(), self.health.poll_limit_s(self.last_load)
+            poll = self.handle.call_rank(self.rank, GeneratorRole.poll_results, timeout_s=limit_s)
+            results, self.last_load = await poll
             for result in results:
                 self._settle(result)
             seconds, has_requests = now() - begun, bool(self.pending)
-            self.health.drained(self.last_load, seconds, has_requests=has_requests)
+            self.health.check_progress(self.last_load, seconds, has_requests=has_requests)
 
     def _settle(self, finished: RequestResult) -> None:
         number, uid, result = finished

@@ -83,7 +83,7 @@ class TrainedHandle(RoleHandle[Trained]):
         of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
         sent: list[Sequence[SnapshotRecord]] = []
         for rank, needed in enumerate(of_ranks):
-            if await self.call_rank(rank, TrainedRole.machine) == machine_id():
+            if await self.call_rank(rank, TrainedRole.machine_id) == machine_id():
                 sent.append([record for record, _ in needed])
             else:
                 sent.append([await self._send(rank, *pair) for pair in needed])
@@ -232,7 +232,7 @@ class RewardModel(RoleHandle[RewardModelRole]):
 
 class Roles:
     """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
-    calls to lost workers are made again after a repair. Engines have their own way to do that.
+    calls to lost workers are retried after a repair. Engines have their own way to do that.
     `batch_split`: how the ranks of the policy divide a batch."""
 
     def __init__(

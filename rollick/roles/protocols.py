@@ -25,9 +25,9 @@ from rollick.weights.channels.base import PublishOutcome
 from rollick.weights.manifest import WeightManifest
 from rollick.weights.plan import Channel, ProcessLocation, Route
 
-DRAIN_WAIT_S = 2.0
-"""`GeneratorRole.drain` returns without results after this long: the controller sees whether the
-engine answers, and how many tokens a long generation has."""
+POLL_TIMEOUT_S = 2.0
+"""`GeneratorRole.poll_results` returns without results after this long, so that the controller sees
+whether the engine answers, and how many tokens a long generation has."""
 
 
 class EngineDescription(NamedTuple):
@@ -48,7 +48,7 @@ class RequestResult(NamedTuple):
     result: Completion | RollickError
 
 
-class DrainedResults(NamedTuple):
+class PolledResults(NamedTuple):
     results: list[RequestResult]
     load: EngineLoad
 
@@ -69,22 +69,23 @@ class TrainedRole(Role, Protocol):
 
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...
-    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
-        """Copy the state of this rank into the memory at `path` of a machine. If that is another
-        one, into memory of this process: the record has its path."""
+    def write_snapshot(self, path: str, machine_id: str) -> SnapshotRecord:
+        """Write this rank's state to shared memory at `path` if `machine_id` is this machine,
+        otherwise to memory of this process. The record has the path used."""
         ...
 
     def read_snapshot_part(self, path: str, offset: int, size: int) -> Awaitable[SnapshotBytes]:
         """A part of a snapshot in memory of this process."""
         ...
 
-    def machine(self) -> Awaitable[str]: ...
+    def machine_id(self) -> Awaitable[str]: ...
     def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> Awaitable[str]:
         """Receive a part of a snapshot from another machine. Returns the path of its memory."""
         ...
 
     def restore_snapshots(self, records: Sequence[SnapshotRecord]) -> None:
-        """Take over the state of a snapshot of this rank, or of all ranks of another number."""
+        """Restore this rank's snapshot, or reshard the snapshots of all ranks if the number of
+        ranks changed."""
         ...
 
 
@@ -125,16 +126,22 @@ class GeneratorRole(Role, Protocol):
         """Also the health check: raises EngineLost if the engine died."""
         ...
 
-    async def submit(self, requests: Sequence[NumberedRequest], aborts: Sequence[int]) -> None:
-        """Start the requests; abort those of earlier calls with the numbers `aborts`."""
+    async def submit(
+        self, requests: Sequence[NumberedRequest], abort_numbers: Sequence[int]
+    ) -> None:
+        """Start the requests; abort those of earlier calls with these numbers."""
 
-    async def drain(self) -> DrainedResults: ...
+    async def poll_results(self) -> PolledResults: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def process_location(self) -> ProcessLocation: ...
     async def check_weights(self) -> None: ...
     async def receive(self, manifest: WeightManifest) -> None: ...
-    async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None: ...
+    async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
+        """Load the received weights. Returns whether the engine now uses the offered memory; None
+        for a partial update, which does not change this."""
+        ...
+
     async def commit_shared(self, version: PolicyVersion, keep_cache: bool = False) -> None: ...
     async def take_record(self) -> EngineRecord: ...
     async def close(self) -> None: ...

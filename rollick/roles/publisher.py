@@ -43,14 +43,21 @@ class Publisher:
         """Where each generator runs."""
 
     async def publish(
-        self, version: PolicyVersion, *, without: Set[int] = frozenset(), keep_cache: bool = False
+        self,
+        version: PolicyVersion,
+        *,
+        without: Set[int] = frozenset(),
+        keep_cache: bool = False,
+        in_background: bool = False,
     ) -> None:
         """Returns when every engine samples `version`; if one cannot verify it, no engine does.
         `without` are generators to leave out, such as lost ones. Publishing a version again is
         harmless. With `keep_cache`, running samples continue on their KV cache (see
-        Engine.update)."""
+        Engine.update). `in_background`: see RoleHandle.retry."""
         await self._policy.retry(
-            lambda: self._publish(version, without=without, keep_cache=keep_cache), others=True
+            lambda: self._publish(version, without=without, keep_cache=keep_cache),
+            others=True,
+            in_background=in_background,
         )
 
     async def _publish(

@@ -53,12 +53,12 @@ class RoleSnapshots:
         self.loaded_from: Path | None = None
         """The checkpoint that the role was loaded from: `restore` uses it until there is a
         snapshot. None: the role began as a new process builds it."""
-        self._slots = [self._new_slot(), self._new_slot()]
+        self._slots = [_Slot(self._new_memories()) for _ in range(2)]
         self._newest: _Slot | None = None
 
-    def _new_slot(self) -> _Slot:
+    def _new_memories(self) -> list[SnapshotMemory]:
         role, ranks = self.handle.role, range(self.handle.ranks)
-        return _Slot([SnapshotMemory.create(f"{role}-{rank}") for rank in ranks])
+        return [SnapshotMemory.create(f"{role}-{rank}") for rank in ranks]
 
     async def take(self) -> None:
         """Write a snapshot of the current state. Without memory for it, the run goes on without
@@ -66,8 +66,11 @@ class RoleSnapshots:
         if not self.is_enabled:
             return
         now = asyncio.get_running_loop().time
-        slot = self._free_slot()
+        slot = self._older
         async with slot.in_use:
+            if len(slot.memories) != self.handle.ranks:  # The policy continues with fewer ranks.
+                slot.close()
+                slot.memories, slot.records = self._new_memories(), []
             try:
                 async with self.handle.group.collective(self.handle.role):
                     # No training is under way: the snapshot contains these batches and no others.
@@ -83,14 +86,6 @@ class RoleSnapshots:
             slot.batches = contained + (self._newest.batches if self._newest else 0)
             self._newest, self.seconds = slot, now() - begun
             del self.later_batches[:contained]
-
-    def _free_slot(self) -> _Slot:
-        """The one without the newest snapshot, with memory for each rank: there may be fewer."""
-        index = next(i for i, slot in enumerate(self._slots) if slot is not self._newest)
-        if len(self._slots[index].memories) != self.handle.ranks:
-            self._slots[index].close()
-            self._slots[index] = self._new_slot()
-        return self._slots[index]
 
     async def restore(self) -> None:
         """Restore the state of the newest snapshot in new processes; `replay` does the rest."""
@@ -115,7 +110,7 @@ class RoleSnapshots:
 
     @property
     def _older(self) -> _Slot:
-        """The snapshot before the newest one, if it has records."""
+        """The snapshot before the newest one, if it has records; the next one replaces it."""
         return next(slot for slot in self._slots if slot is not self._newest)
 
     async def roll_back(self) -> int:

@@ -1,7 +1,7 @@
-"""Repairs lost workers, so that the calls to them can be made again.
+"""Repairs lost workers, so that calls to them can be retried.
 
     a call fails, a process ends, or its machine does not answer -> its hosts are replaced
-        -> trained roles get their snapshot, and the batches since -> the call is made again
+        -> trained roles get their snapshot, and the batches since -> the call is retried
 
 If there is no room for a rank of a sharded policy, the policy continues with fewer ranks.
 
@@ -44,9 +44,9 @@ LOG = logging.getLogger("rollick")
 T = TypeVar("T")
 
 PING_TIMEOUT_S = 10.0
-"""How long a role may take to answer when another role's call failed."""
-LOOK_S = 1.0
-"""How often to look whether this machine has room for messages to workers."""
+"""How long a role may take to answer a health check after another role's call failed."""
+SHORTAGE_CHECK_S = 1.0
+"""How often to check whether this machine has room for messages to workers."""
 SNAPSHOT_SHARE = 0.05
 """Largest share of the time that snapshots may take in a run that does not generate."""
 BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "teacher"})
@@ -54,7 +54,7 @@ BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "
 
 
 class WorkerRecovery:
-    """Makes the calls of handles again after each repair. Create it with `open`."""
+    """Repairs lost workers and retries the calls of handles. Create it with `open`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class WorkerRecovery:
     ) -> None:
         """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
-        self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _nothing
+        self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _do_nothing
         """Called for each new host, when its roles have their state."""
         self._direct = direct
         self._group = direct.group
@@ -86,14 +86,13 @@ class WorkerRecovery:
         """Why roles cannot be repaired, such as a lack of room or of their state. These errors end
         the run: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
-        self._replacing: set[int] = set()
-        """Hosts whose roles do not have their state yet, by index."""
-        self._taking: asyncio.Task[None] | None = None
-        self._taken_at = 0.0
+        """Held during a repair."""
+        self._snapshot_task: asyncio.Task[None] | None = None
+        self._snapshots_began_at = 0.0
 
     @asynccontextmanager
     async def open(self, *, snapshots: bool) -> AsyncGenerator[WorkerRecovery]:
-        """Watches all hosts but those of engines alone, until the block ends."""
+        """Watch all hosts but those with only engines, until the block ends."""
         async with AsyncExitStack() as stack:
             for handle in (self._direct.policy, self._direct.critic) if snapshots else ():
                 if handle.ranks:
@@ -107,12 +106,23 @@ class WorkerRecovery:
             yield self
 
     async def run(
-        self, role: RoleName, attempt: Callable[[], Awaitable[T]], *, others: bool = False
+        self,
+        role: RoleName,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        others: bool = False,
+        in_background: bool = False,
     ) -> T:
-        """Make a call to the role; make it again after each repair. See RoleHandle.retry."""
+        """Call the role, and retry after each repair. See RoleHandle.retry."""
         now, raised = asyncio.get_running_loop().time, 0
+        blocks_step = role in BLOCKS_STEP and not in_background
+        account = self.goodput.recovering if blocks_step else _no_account
         while True:
-            await self._until_restored(role)
+            # A call to a new process without its state would fail.
+            if not all(map(self._group.has_state, self._hosts_of(role))):
+                with account():
+                    async with self._lock:
+                        pass
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
             begun, before = now(), self._repaired(self._hosts_of(role))
@@ -125,32 +135,18 @@ class WorkerRecovery:
                 raised += not isinstance(error, WorkerLost)
                 if raised > 1:  # A new process raised too: its input is the cause.
                     raise
-                with self._account(role, lost_s=now() - begun):
+                with account(lost_s=now() - begun):
                     await self._repair(role, error, before)
-
-    async def _until_restored(self, role: RoleName) -> None:
-        """Wait while the role's processes are replaced: a call to a new one without its state would
-        return a wrong result, or be lost."""
-        while any(host.index in self._replacing for host in self._hosts_of(role)):
-            with self._account(role):
-                async with self._lock:
-                    pass
-
-    def _account(self, role: RoleName, *, lost_s: float = 0.0) -> AbstractContextManager[None]:
-        """Accounts for the time of a repair that a step waits for."""
-        if role in BLOCKS_STEP:
-            return self.goodput.recovering(lost_s=lost_s)
-        return nullcontext()
 
     def trained(self, role: RoleName, batch: Batch) -> None:
         """Keep a batch that the role was trained on: a repair may have to train on it again."""
         if role in self.snapshots and self.snapshots[role].is_enabled:
             self.snapshots[role].later_batches.append(batch)
 
-    async def take_snapshots(self) -> None:
+    async def take_snapshots(self, *, in_background: bool = False) -> None:
         """Write a snapshot of each trained role. A loss meanwhile is repaired."""
         for role, snapshots in self.snapshots.items():
-            await self.run(role, snapshots.take)
+            await self.run(role, snapshots.take, in_background=in_background)
 
     def cannot_roll_back(self) -> str:
         """Why the trained roles cannot go back to earlier snapshots; empty if they can."""
@@ -165,8 +161,9 @@ class WorkerRecovery:
         steps this undoes, with `step`, the one under way."""
         with self.goodput.recovering():
             await self.settle()
-            snapshots = self.snapshots.items()
-            undone = max([await self.run(role, taken.roll_back) for role, taken in snapshots])
+            undone = max(
+                [await self.run(role, each.roll_back) for role, each in self.snapshots.items()]
+            )
         self.goodput.undo_steps_after(step - undone)
         return undone
 
@@ -178,27 +175,30 @@ class WorkerRecovery:
         if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(each.seconds for each in self.snapshots.values())
-        if amortise and now - self._taken_at < took_s / SNAPSHOT_SHARE:
+        if amortise and now - self._snapshots_began_at < took_s / SNAPSHOT_SHARE:
             return
-        self._taken_at = now
-        if self._taking is None or self._taking.done():
-            self._taking = asyncio.create_task(self._take_or_warn(), name="snapshots")
+        self._snapshots_began_at = now
+        if self._snapshot_task is None or self._snapshot_task.done():
+            self._snapshot_task = asyncio.create_task(self._take_or_warn(), name="snapshots")
 
     async def settle(self) -> None:
-        """Waits until the snapshots in the background are written."""
-        if self._taking is not None:
-            await asyncio.wait({self._taking})
+        """Wait until the snapshots in the background are written."""
+        if self._snapshot_task is not None:
+            await asyncio.wait({self._snapshot_task})
 
     async def _take_or_warn(self) -> None:
         try:
-            await self.take_snapshots()
+            await self.take_snapshots(in_background=True)
         except RollickError as error:
             LOG.warning("a snapshot was not written: %s", error)
 
     def can_repair(self, host: HostSpec) -> bool:
         """Whether a loss of the host's process would not end the run."""
         role = main_role(host)
-        return role is not None and not self._refusal(role, self._hosts_of(role))
+        if role is None:
+            return False
+        is_under_way = self._lock.locked() and not self._group.has_state(host)
+        return is_under_way or not self._refusal(role, self._hosts_of(role))
 
     def repairs_of(self, host: HostSpec) -> int:
         return self._repairs[host.index]
@@ -206,7 +206,7 @@ class WorkerRecovery:
     async def repair_host(self, host: HostSpec, error: RollickError, *, repairs: int) -> None:
         """Replace the host, unless that was done since it had been replaced `repairs` times."""
         role = main_role(host)
-        assert role is not None, "engines alone are restarted by EngineRestarter"
+        assert role is not None, "EngineRestarter restarts hosts with only engines"
         others = [each for each in self._hosts_of(role) if each != host]
         await self._repair(role, error, {host.index: repairs} | self._repaired(others))
 
@@ -219,9 +219,10 @@ class WorkerRecovery:
                 return  # The next call to it raises.
             try:
                 await self.repair_host(host, error, repairs=repairs)
-            except RollickError as error:
+            except Exception as error:
+                # Task boundary. The next call to the host raises, or repairs it.
                 LOG.warning("%s is not replaced: %s", host, error)
-                return  # The next call to it raises.
+                return
 
     async def _watch_room(self) -> None:
         """Warn once if this machine lacks room for messages to workers."""
@@ -230,7 +231,7 @@ class WorkerRecovery:
                 self._faults.begin("controller", 0, kind="shared_memory", cause=shortage)
                 LOG.warning("%s; the run ends if it needs more: free some space", shortage)
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(SHORTAGE_CHECK_S)
 
     def _host(self, index: int) -> HostSpec | None:
         """None if the policy continues without it."""
@@ -261,8 +262,8 @@ class WorkerRecovery:
         async def ping(rank: int) -> WorkerLost | None:
             with suppress(WorkerError):
                 try:
-                    machine = TrainedRole.machine
-                    await self._direct.policy.call_rank(rank, machine, timeout_s=PING_TIMEOUT_S)
+                    method = TrainedRole.machine_id
+                    await self._direct.policy.call_rank(rank, method, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
                     if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
                         lost.failed_at = begun_at  # It hung in the call, not in this one.
@@ -276,8 +277,7 @@ class WorkerRecovery:
         """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
         that is not possible."""
         async with self._lock:
-            hosts = self._hosts_of(role)
-            if self._repaired(hosts) != before:
+            if self._repaired(self._hosts_of(role)) != before:
                 return
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
@@ -288,25 +288,31 @@ class WorkerRecovery:
                 failed_at=failure_time(error),
             )
             stateless: list[RoleName] = []
-            while not (refusal := self._refusal(role, hosts)):
+            # A failed attempt may have left the policy with fewer hosts.
+            while not (refusal := self._refusal(role, hosts := self._hosts_of(role))):
                 self._spent[role] += 1
                 LOG.warning("the %s gets a new process; reason: %s", role, error.message)
-                self._replacing = {host.index for host in hosts}
                 try:
-                    redone = await self._replace(hosts, fault)
+                    with self._group.restoring(hosts):
+                        redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
-                    error, stateless = failed, _trained_on(hosts)
+                    error, stateless = failed, _trained_roles(hosts)
                 except RollickError as failed:
                     fault.give_up(failed.message)
-                    self._fail([role, *_trained_on(hosts)], failed)
+                    self._fail([role, *_trained_roles(hosts)], failed)
+                    raise
+                except BaseException as failed:
+                    # For example, a signal ends the step. The next call, such as that of the last
+                    # save, repairs the role.
+                    fault.give_up(f"the repair was interrupted: {failed!r}")
+                    if isinstance(failed, asyncio.CancelledError):
+                        self._spent[role] -= 1
                     raise
                 else:
                     lost = self.goodput.claim_lost_time()
                     fault.mark_rejoined(redone_steps=redone, lost=lost)
                     LOG.warning("the %s works again", role)
                     return
-                finally:
-                    self._replacing = set()
             fault.give_up(refusal)
             self._fail(stateless, error)
             raise error
@@ -321,7 +327,7 @@ class WorkerRecovery:
             return self._failures[role].message
         if self._spent[role] >= self._restarts:
             return "the restarts are used up (cluster.restarts)"
-        for name in _trained_on(hosts):
+        for name in _trained_roles(hosts):
             if name not in self.snapshots:
                 return "there are no snapshots (checkpoint.snapshot)"
             if not self.snapshots[name].is_enabled:
@@ -335,17 +341,18 @@ class WorkerRecovery:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.mark_restarted()
-        for host in hosts:
-            self._repairs[host.index] += 1
-        snapshots = [self.snapshots[name] for name in _trained_on(hosts)]
-        for taken in snapshots:
-            await taken.restore()
-        redone = max((len(taken.later_batches) for taken in snapshots), default=0)
+        snapshots = [self.snapshots[name] for name in _trained_roles(hosts)]
+        for of_role in snapshots:
+            await of_role.restore()
+        redone = max((len(of_role.later_batches) for of_role in snapshots), default=0)
         with self.goodput.redoing(redone):
-            for taken in snapshots:
-                await taken.replay()
+            for of_role in snapshots:
+                await of_role.replay()
         for host in hosts:
             await self.on_replaced(host)
+        for host in hosts:
+            self._repairs[host.index] += 1
+        self._group.mark_restored(hosts)
         return redone
 
     def _continue_without(
@@ -386,7 +393,7 @@ def kept_ranks(placed: Sequence[int], *, unit: int) -> list[int]:
 
 
 def main_role(host: HostSpec) -> RoleName | None:
-    """The role that stands for the host in records; None for hosts of engines alone."""
+    """The role that stands for the host in records; None for hosts with only engines."""
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
@@ -395,11 +402,16 @@ def has_only_policy(host: HostSpec) -> bool:
     return "policy" in host.roles and {*host.roles} <= {"policy", "generators"}
 
 
-def _trained_on(hosts: Sequence[HostSpec]) -> list[RoleName]:
+def _trained_roles(hosts: Sequence[HostSpec]) -> list[RoleName]:
     """The roles on these hosts that have state."""
     names = {name for host in hosts for name in host.roles}
     trained: tuple[RoleName, ...] = ("policy", "critic")
     return [name for name in trained if name in names]
 
 
-async def _nothing(host: HostSpec) -> None: ...
+def _no_account(*, lost_s: float = 0.0) -> AbstractContextManager[None]:
+    """No step waits for the repair."""
+    return nullcontext()
+
+
+async def _do_nothing(host: HostSpec) -> None: ...

@@ -168,9 +168,9 @@ class FsdpStrategy:
         self.sharded_optimizer.resume(load_state(path, self.sharded_optimizer.state()))
 
     def state(self) -> TrainState:
-        """The state of the shards on this rank."""
-        self.wake()
-        tensors = {**self.optimizer.tensors(), "rng.cpu": torch.get_rng_state()}
+        """The state of the shards on this rank; also while asleep."""
+        tensors = self.optimizer.tensors() | self._offloaded.copies
+        tensors["rng.cpu"] = torch.get_rng_state()
         return TrainState(
             tensors, self.optimizer.steps, describe_shards(self.sharded_optimizer.state())
         )

@@ -1,10 +1,10 @@
-"""Estimates the memory of a trained or frozen model before it is loaded. Pure: no torch.
+"""Estimates the memory of a trained or frozen model before it is loaded. Does not import torch.
 
     weights       parameters x bytes of the compute dtype
     state         AdamW's two float32 moments; float32 masters where the weights are narrower
     gradients     as the weights, plus float32 sums where the weights are narrower
     activations   saved for the backward of each token of a micro-batch, layer by layer
-    head          two chunks of logits in float32
+    logits        two float32 arrays of a chunk of logits
     gathered      of a sharded model (fsdp): the embeddings and two layers, in full
 
 Ranks of strategy fsdp divide weights, state and gradients; those of `context` divide the tokens.
@@ -32,32 +32,33 @@ class Footprint:
     state: int = 0
     gradients: int = 0
     activations: int = 0
-    head: int = 0
+    logits: int = 0
     gathered: int = 0
 
     @property
-    def resting(self) -> int:
+    def idle(self) -> int:
         """Bytes while the model is idle."""
         return self.weights + self.state
 
     @property
     def scoring(self) -> int:
-        """Bytes while it computes log-probs: activations of one layer at a time, and the head."""
-        return self.resting + self.gathered + self.head
+        """Bytes while it computes log-probs. Does not count the activations, which exist for one
+        layer at a time."""
+        return self.idle + self.gathered + self.logits
 
     @property
     def training(self) -> int:
-        return self.training_without_tokens + self.activations + self.head
+        return self.training_without_tokens + self.activations + self.logits
 
     @property
     def training_without_tokens(self) -> int:
         """Bytes that training takes however short the samples are."""
-        return self.resting + self.gathered + self.gradients
+        return self.idle + self.gathered + self.gradients
 
 
 def frozen_footprint(shape: ModelShape, train: TrainConfig, *, itemsize: int) -> Footprint:
     """Footprint of a model that only computes log-probs."""
-    return Footprint(shape.parameters * itemsize, head=_head(shape, train, tokens=0))
+    return Footprint(shape.parameters * itemsize, logits=_logits(shape, train, tokens=0))
 
 
 def trained_footprint(
@@ -67,19 +68,19 @@ def trained_footprint(
     itemsize: int,
     tokens: int,
     lora: LoraConfig | None = None,
-    values: bool = False,
+    is_critic: bool = False,
     ranks: int = 1,
 ) -> Footprint:
-    """Footprint of a model trained on micro-batches of up to `tokens`; `values`: a critic.
-    `ranks`: processes that a model of strategy fsdp is divided between; the footprint of one."""
+    """Footprint of a model trained on micro-batches of up to `tokens`. `ranks`: number of fsdp
+    ranks; returns the footprint of one rank."""
     trained = shape.parameters
     adapters = 0
     if lora is not None:
         trained = adapters = shape.adapter_parameters(lora.rank, lora.targets)
-    elif values:
+    elif is_critic:
         trained -= 0 if shape.tied else shape.vocabulary * shape.hidden
     weights = shape.parameters if lora is not None else trained
-    modules = lora is not None or train.strategy != "local"
+    uses_model_forward = lora is not None or train.strategy != "local"
     float32_copy = FLOAT32 if itemsize < FLOAT32 else 0
     tokens = -(-tokens // train.parallel.context) if ranks > 1 else tokens
     layer = (weights - shape.embedding_parameters) // shape.layers
@@ -87,38 +88,42 @@ def trained_footprint(
         weights=(weights + adapters) * itemsize // ranks,
         state=trained * (2 * FLOAT32 + float32_copy) // ranks,
         gradients=trained * (itemsize + float32_copy) // ranks,
-        activations=_activations(shape, train, tokens, itemsize=itemsize, modules=modules),
-        head=0 if values else _head(shape, train, tokens=tokens),
+        activations=_activations(
+            shape, train, tokens, itemsize=itemsize, uses_model_forward=uses_model_forward
+        ),
+        logits=0 if is_critic else _logits(shape, train, tokens=tokens),
         gathered=(shape.embedding_parameters + 2 * layer) * itemsize if ranks > 1 else 0,
     )
 
 
 def _activations(
-    shape: ModelShape, train: TrainConfig, tokens: int, *, itemsize: int, modules: bool
+    shape: ModelShape, train: TrainConfig, tokens: int, *, itemsize: int, uses_model_forward: bool
 ) -> int:
     """Bytes saved for the backward of a micro-batch; with `recompute` the inputs of all layers, and
     one layer at a time."""
-    per_token = activations_per_token(shape, itemsize=itemsize, modules=modules)
+    per_token = activations_per_token(
+        shape, itemsize=itemsize, uses_model_forward=uses_model_forward
+    )
     if train.strategy != "local" and train.parallel.recompute:
         per_token = per_token // shape.layers + shape.layers * shape.hidden * itemsize
     return tokens * per_token
 
 
-def activations_per_token(shape: ModelShape, *, itemsize: int, modules: bool) -> int:
-    """Bytes saved for the backward of one token. `modules`: uses the model's own forward, even
-    where models/decoder/training.py supports the decoder."""
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if shape.kind in LLAMA_STYLE_MODELS and not modules:
+def activations_per_token(shape: ModelShape, *, itemsize: int, uses_model_forward: bool) -> int:
+    """Bytes saved for the backward of one token. `uses_model_forward`: the model's own forward,
+    even where models/decoder/training.py supports the decoder."""
+    query_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.kind in LLAMA_STYLE_MODELS and not uses_model_forward:
         # Inputs of norms and matmuls; query, key and value, query and key after RoPE, the output.
-        numbers = 4 * shape.hidden + 3 * (wide + narrow) + 3 * shape.inner
-        return shape.layers * (numbers * itemsize + (2 + shape.heads) * FLOAT32)
+        values_per_token = 4 * shape.hidden + 3 * (query_size + kv_size) + 3 * shape.inner
+        return shape.layers * (values_per_token * itemsize + (2 + shape.heads) * FLOAT32)
     norm = (FLOAT32 + 2 * itemsize) * shape.hidden
-    attention = 2 * (wide + narrow) * itemsize
-    network = 4 * max(1, shape.experts_used) * shape.inner * itemsize
-    return shape.layers * (2 * norm + attention + network)
+    attention = 2 * (query_size + kv_size) * itemsize
+    mlp = 4 * max(1, shape.experts_used) * shape.inner * itemsize
+    return shape.layers * (2 * norm + attention + mlp)
 
 
-def _head(shape: ModelShape, train: TrainConfig, *, tokens: int) -> int:
+def _logits(shape: ModelShape, train: TrainConfig, *, tokens: int) -> int:
     """Two float32 arrays of a chunk's size: the logits, and their log-probs or gradient."""
     rows = min(train.logprob_chunk_tokens, tokens or train.logprob_chunk_tokens)
     return 2 * rows * shape.vocabulary * FLOAT32

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollick.errors import CheckpointError
+from rollick.errors import CheckpointError, open_files_exhausted
 from rollick.models.loading.fingerprint import copy_and_fingerprint, fingerprint
 from rollick.trainer.strategy import Shard, TrainState
 from rollick.types import Fingerprint
@@ -125,14 +125,14 @@ class SnapshotWriter:
         header = _header(dict(pairs))
         mapped = self.mapped.get(path)
         if mapped is None or mapped.layout != header:
-            self._unmap(path)
+            self.unmap(path)
             mapped = self.mapped[path] = _map(path, header, dict(pairs))
         digest = self._copy(pairs, mapped)
         return SnapshotRecord(path, digest, state.steps, len(mapped.memory), state.shards)
 
     def close(self) -> None:
         for path in list(self.mapped):
-            self._unmap(path)
+            self.unmap(path)
 
     def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _MappedSnapshot) -> Fingerprint:
         if not any(tensor.is_cuda for _, tensor in pairs):
@@ -148,7 +148,8 @@ class SnapshotWriter:
         stream.synchronize()
         return digest
 
-    def _unmap(self, path: str) -> None:
+    def unmap(self, path: str) -> None:
+        """Drop the map of the memory at `path`, if there is one."""
         mapped = self.mapped.pop(path, None)
         if mapped is None:
             return
@@ -160,11 +161,12 @@ class SnapshotWriter:
 
 
 def read_snapshot(record: SnapshotRecord) -> TrainState:
-    """The state of a snapshot. Raises CheckpointError if it is gone or damaged."""
+    """The state of a snapshot. Raises CheckpointError if it is gone or damaged, and
+    OpenFilesExhausted if it cannot be opened."""
     try:
-        tensors = load_file(record.path)
+        tensors = load_tensors(record.path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
+        raise open_files_exhausted(error) or CheckpointError(
             f"the snapshot at {record.path} cannot be read: {error}",
             fix="resume from the newest checkpoint; snapshots need the controller's machine",
         ) from error
@@ -174,6 +176,16 @@ def read_snapshot(record: SnapshotRecord) -> TrainState:
             fix="check the machine's memory, and resume from the newest checkpoint",
         )
     return TrainState(tensors, record.steps, record.shards)
+
+
+def load_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises an OSError with the reason if it cannot be opened:
+    `load_file` reports every reason as a missing file."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        os.close(os.open(path, os.O_RDONLY))
+        raise
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
@@ -201,7 +213,7 @@ def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _MappedSnap
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise CheckpointError(
+        raise open_files_exhausted(error) or CheckpointError(
             f"no memory for a snapshot of {size / 1e9:.2f} GB at {path}: {error}",
             fix="free host memory, or set checkpoint.snapshot=false",
         ) from error

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rollick.algorithms.objective import Loss
 from rollick.config.schema import ModelConfig, Recipe
 from rollick.data.batch import Batch
-from rollick.errors import CheckpointError, ModelError
+from rollick.errors import CheckpointError, ModelError, open_files_exhausted
 from rollick.models.attention.varlen import VARLEN, unsupported_layer_types
 from rollick.models.decoder.batch_invariant import tile_linears, use_batch_invariant_kernels
 from rollick.models.decoder.training import hidden_states, prepare_decoder, run_decoder
@@ -31,7 +31,7 @@ from rollick.models.loading.rope import check_lengths, fix_rope
 from rollick.trainer.microbatch import PackedBatch, microbatches, pack
 from rollick.trainer.offload import OffloadedTensors
 from rollick.trainer.optimizer import MasterAdamW, TotalNorm, check_gradient_dtype
-from rollick.trainer.snapshot import SnapshotMemory
+from rollick.trainer.snapshot import SnapshotMemory, load_tensors
 from rollick.trainer.strategy import LossReport, OptimReport, TrainState
 
 
@@ -202,10 +202,10 @@ class TrainableModel:
 
     def load(self, path: Path) -> None:
         try:
-            saved = load_file(path / tensors_file(self.name))
+            saved = load_tensors(path / tensors_file(self.name))
             steps = int(json.loads((path / f"{self.name}.json").read_text())["steps"])
         except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-            raise CheckpointError(
+            raise open_files_exhausted(error) or CheckpointError(
                 f"the {self.name}'s state in {path} cannot be read: {error}",
                 fix="resume from an earlier checkpoint",
             ) from error

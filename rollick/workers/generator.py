@@ -1,4 +1,4 @@
-"""The generator: an inference engine on a host. Results wait until the controller drains them
+"""The generator: an inference engine on a host. Results wait until the controller polls them
 (roles/engines.py)."""
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rollick.infer.engine import (
 from rollick.models.loading.load import load_end_ids, load_tokenizer
 from rollick.roles.engines import aborted_completion
 from rollick.roles.protocols import (
-    DRAIN_WAIT_S,
-    DrainedResults,
+    POLL_TIMEOUT_S,
     EngineDescription,
     GeneratorRole,
     NumberedRequest,
+    PolledResults,
     RequestResult,
 )
 from rollick.roles.reports import EngineRecord
@@ -96,23 +96,25 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self._check_alive()
         return EngineDescription(self.engine.capabilities, self.engine.load())
 
-    async def submit(self, requests: Sequence[NumberedRequest], aborts: Sequence[int]) -> None:
+    async def submit(
+        self, requests: Sequence[NumberedRequest], abort_numbers: Sequence[int]
+    ) -> None:
         for number, request in requests:
             job = self.jobs[number] = _EngineJob(request)
             earlier = self.tasks.get(request.uid)
             self.tasks[request.uid] = asyncio.create_task(self._run(number, job, earlier))
-        await asyncio.gather(*(self._abort(number) for number in aborts))
+        await asyncio.gather(*(self._abort(number) for number in abort_numbers))
 
-    async def drain(self) -> DrainedResults:
-        """Return all finished results; waits up to DRAIN_WAIT_S for one. Raises EngineLost if
+    async def poll_results(self) -> PolledResults:
+        """Return all finished results; waits up to POLL_TIMEOUT_S for one. Raises EngineLost if
         there is none and the engine died."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.arrived.wait(), DRAIN_WAIT_S)
+            await asyncio.wait_for(self.arrived.wait(), POLL_TIMEOUT_S)
         ready, self.ready = self.ready, []
         self.arrived.clear()
         if not ready:
             self._check_alive()
-        return DrainedResults(ready, self.engine.load())
+        return PolledResults(ready, self.engine.load())
 
     async def pause(self) -> None:
         with self._record_loss():
@@ -144,8 +146,6 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
             await run_to_completion(asyncio.to_thread(self.receiver.receive, manifest))
 
     async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
-        """Load the received weights. Returns whether the engine now uses the offered memory; None
-        for a partial update, which does not change this."""
         weights = self.receiver.take(version)
         with self._record_loss():
             await self.engine.update(weights, version, weights.fingerprint, keep_cache=keep_cache)
@@ -173,7 +173,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
 
     async def _abort(self, number: int) -> None:
         job = self.jobs.get(number)
-        if job is None:  # Its result is ready, or drained.
+        if job is None:  # Its result is ready, or was returned.
             return
         job.is_aborted = True
         if job.has_started:

@@ -11,7 +11,7 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from rollick.cluster.machine import machine_id
+from rollick.cluster import machine
 from rollick.cluster.worker import HostContext
 from rollick.trainer.snapshot import (
     SnapshotBytes,
@@ -114,8 +114,8 @@ class TrainedWorker(StrategyWorker[Trainer]):
     def load(self, path: Path) -> None:
         self.strategy.load(path)
 
-    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
-        if machine != machine_id():
+    def write_snapshot(self, path: str, machine_id: str) -> SnapshotRecord:
+        if machine_id != machine.machine_id():
             path = self._memory(path).path
         return self.snapshots.write(path, self.strategy.state())
 
@@ -123,8 +123,8 @@ class TrainedWorker(StrategyWorker[Trainer]):
         memory = next(memory for memory in self.memories.values() if memory.path == path)
         return memory.read(offset, size)
 
-    async def machine(self) -> str:
-        return machine_id()
+    async def machine_id(self) -> str:
+        return machine.machine_id()
 
     async def receive_snapshot_part(self, name: str, offset: int, part: SnapshotBytes) -> str:
         memory = self._memory(name)
@@ -149,6 +149,7 @@ class TrainedWorker(StrategyWorker[Trainer]):
 
     def _close_memories(self) -> None:
         for memory in self.memories.values():
+            self.snapshots.unmap(memory.path)  # The next memory may get the same path.
             memory.close()
         self.memories.clear()
 

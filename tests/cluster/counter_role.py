@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollick.cluster.worker import HostContext
-from rollick.errors import WeightError
+from rollick.errors import OpenFilesExhausted, WeightError
 
 
 class Counter:
@@ -82,6 +82,9 @@ class Counter:
 
     def refuse(self) -> None:
         raise WeightError("the fingerprint is ab, not cd", fix="publish again")
+
+    def open_too_many_files(self) -> None:
+        raise OpenFilesExhausted("no more files can be opened", fix="ulimit -n 4096")
 
     def divide(self) -> float:
         return self.count / 0

@@ -65,7 +65,7 @@ def test_work_on_a_batch_is_measured_per_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "cpu_s", "gpu_s"), [("drain", 5, 20), ("train", 30, 120), ("save", 300, 1200)]
+    ("method", "cpu_s", "gpu_s"), [("poll_results", 5, 20), ("train", 30, 120), ("save", 300, 1200)]
 )
 def test_floors_depend_on_the_work_and_the_device(method: str, cpu_s: float, gpu_s: float) -> None:
     assert measured(0.01, method=method).limit("policy", method) == cpu_s
@@ -79,7 +79,10 @@ def test_a_lower_floor_makes_the_limits_of_its_method_earlier() -> None:
 
 
 def test_in_one_process_every_limit_is_the_ceiling() -> None:
-    assert measured(1.0, method="drain", measured=False).limit("policy", "drain") == CEILING_S
+    assert (
+        measured(1.0, method="poll_results", measured=False).limit("policy", "poll_results")
+        == CEILING_S
+    )
 
 
 class ScriptedTransport:

@@ -20,7 +20,7 @@ from rollick.cluster.group import WorkerGroup, open_group
 from rollick.cluster.worker import RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
-from rollick.errors import PlacementError, WeightError, WorkerError, WorkerHung
+from rollick.errors import PlacementError, WeightError, WorkerError, WorkerHung, WorkerOutOfFiles
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -159,6 +159,12 @@ async def test_errors_of_rollick_travel_as_they_are(group):
     assert type(caught.value) is WeightError
     assert caught.value.message == "the fingerprint is ab, not cd"
     assert caught.value.fix == "publish again"
+
+
+async def test_a_worker_without_free_file_descriptors_is_named(group):
+    with pytest.raises(WorkerOutOfFiles, match="no more files can be opened") as caught:
+        await group.call("policy", "open_too_many_files")
+    assert caught.value.fix == "ulimit -n 4096"
 
 
 @pytest.mark.parametrize("method", ["divide", "divide_async"])

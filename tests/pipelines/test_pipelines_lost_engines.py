@@ -281,9 +281,9 @@ async def test_a_generator_killed_on_ray_is_restarted(toy: Toy) -> None:
         assert processes[host.index].pid != dead
         trained = [uid.group for _ in range(3) for uid in await _uids(pipeline)]
         assert len(set(trained)) == 12
-        drained = await describe(pipeline, 1)
-        assert drained.load.version == state.version
-        assert drained.load.generated_tokens > 0
+        description = await describe(pipeline, 1)
+        assert description.load.version == state.version
+        assert description.load.generated_tokens > 0
         assert not pipeline.roles.generators.lost_ranks
         check_ledger(pipeline.source.rollout.ledger)
 
@@ -335,8 +335,8 @@ async def test_the_requests_of_a_generator_stopped_on_ray_run_elsewhere_within_t
         host = pipeline.roles.device_map.host_of("generators", 1)
         processes = group_of(pipeline).transport.processes  # type: ignore
         engine = pipeline.roles.generators.engines[1]
-        # Ten seconds; more only if drains were late by more than half a second before.
-        allowed_s = max(10.0, engine.health.drain_limit_s(engine.last_load) + 3)
+        # Ten seconds; more only if polls were late by more than half a second before.
+        allowed_s = max(10.0, engine.health.poll_limit_s(engine.last_load) + 3)
         stopped, stopped_at = processes[host.index].pid, time.time()
         os.kill(stopped, signal.SIGSTOP)
         trained = [uid for _ in range(4) for uid in await _uids(pipeline)]

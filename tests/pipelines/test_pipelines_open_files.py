@@ -77,11 +77,12 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     assert child.stdout == "(300, 300)\n"
 
 
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
 def test_a_machine_without_free_file_descriptors_is_named_and_the_run_can_be_retried(
-    toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch
+    toy: Callable[..., LoadedRecipe], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     async def exhaust(*args: Any, **options: Any) -> None:
-        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        raise kind(errno.ENFILE, os.strerror(errno.ENFILE))
 
     monkeypatch.setattr(run_module, "resolve", lambda *names: exhaust)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

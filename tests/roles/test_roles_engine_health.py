@@ -1,4 +1,4 @@
-"""When an engine counts as hung, decided from its drains."""
+"""When an engine counts as hung, decided from its polls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rollick.cluster.deadlines import FLOORS_S, Deadlines
 from rollick.errors import WorkerHung
 from rollick.roles.engine_health import EngineHealth
-from rollick.roles.protocols import DRAIN_WAIT_S
+from rollick.roles.protocols import POLL_TIMEOUT_S
 from rollick.types import EngineLoad
 
 CEILING_S = 1800.0
@@ -19,7 +19,7 @@ PROGRESS_FLOOR_S = FLOORS_S["progress"]
 
 @dataclass
 class Engine:
-    """The drains of an engine, one every DRAIN_WAIT_S."""
+    """The polls of an engine, one every POLL_TIMEOUT_S."""
 
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(CEILING_S))
     seconds: float = 0.0
@@ -32,93 +32,93 @@ class Engine:
     def load(self) -> EngineLoad:
         return EngineLoad(running=1, slots=4, generated_tokens=self.tokens)
 
-    def drain(self, *, tokens: int, late_s: float = 0.0, has_requests: bool = True) -> None:
+    def poll(self, *, tokens: int, late_s: float = 0.0, has_requests: bool = True) -> None:
         self.tokens += tokens
-        self.seconds += DRAIN_WAIT_S + late_s
-        self.health.drained(self.load, DRAIN_WAIT_S + late_s, has_requests=has_requests)
+        self.seconds += POLL_TIMEOUT_S + late_s
+        self.health.check_progress(self.load, POLL_TIMEOUT_S + late_s, has_requests=has_requests)
 
-    def drain_until_hung(self) -> float:
+    def poll_until_hung(self) -> float:
         begun = self.seconds
         with pytest.raises(WorkerHung, match="generators 0 generated no token for"):
-            self._drain_for(2 * CEILING_S)
+            self._poll_for(2 * CEILING_S)
         return self.seconds - begun
 
-    def _drain_for(self, seconds: float) -> None:
+    def _poll_for(self, seconds: float) -> None:
         end = self.seconds + seconds
         while self.seconds < end:
-            self.drain(tokens=0)
+            self.poll(tokens=0)
 
 
-def test_an_engine_that_does_not_answer_a_drain_is_detected_within_ten_seconds() -> None:
+def test_an_engine_that_does_not_answer_a_poll_is_detected_within_ten_seconds() -> None:
     engine = Engine()
-    engine.drain(tokens=3)
-    assert engine.health.drain_limit_s(engine.load) < 10 - DRAIN_WAIT_S
+    engine.poll(tokens=3)
+    assert engine.health.poll_limit_s(engine.load) < 10 - POLL_TIMEOUT_S
 
 
 def test_a_deadline_is_ten_times_the_slowest_answer() -> None:
     engine = Engine()
-    engine.drain(tokens=3, late_s=4.0)
-    assert engine.health.drain_limit_s(engine.load) == DRAIN_WAIT_S + 40.0
+    engine.poll(tokens=3, late_s=4.0)
+    assert engine.health.poll_limit_s(engine.load) == POLL_TIMEOUT_S + 40.0
 
 
 def test_an_engine_that_has_generated_nothing_may_compile_up_to_the_ceiling() -> None:
     engine = Engine()
-    engine.drain(tokens=0)
-    assert engine.health.drain_limit_s(engine.load) == DRAIN_WAIT_S + CEILING_S
-    assert engine.drain_until_hung() > CEILING_S
+    engine.poll(tokens=0)
+    assert engine.health.poll_limit_s(engine.load) == POLL_TIMEOUT_S + CEILING_S
+    assert engine.poll_until_hung() > CEILING_S
 
 
 def test_an_engine_that_responds_without_generating_is_hung() -> None:
     engine = Engine()
     for _ in range(3):
-        engine.drain(tokens=5)
-    assert PROGRESS_FLOOR_S < engine.drain_until_hung() <= PROGRESS_FLOOR_S + DRAIN_WAIT_S
+        engine.poll(tokens=5)
+    assert PROGRESS_FLOOR_S < engine.poll_until_hung() <= PROGRESS_FLOOR_S + POLL_TIMEOUT_S
 
 
 def test_a_hung_engine_failed_when_it_made_its_last_token() -> None:
     engine = Engine()
     for _ in range(3):
-        engine.drain(tokens=5)
+        engine.poll(tokens=5)
     with pytest.raises(WorkerHung) as hung:
-        engine._drain_for(2 * CEILING_S)
+        engine._poll_for(2 * CEILING_S)
     assert hung.value.failed_at == pytest.approx(time.time() - PROGRESS_FLOOR_S, abs=5)
 
 
 def test_an_engine_with_slow_steps_has_more_time_for_the_next() -> None:
     engine = Engine()
-    engine.drain(tokens=1)
+    engine.poll(tokens=1)
     for _ in range(19):
-        engine.drain(tokens=0)
-    engine.drain(tokens=1)
-    assert engine.drain_until_hung() > 10 * 20 * DRAIN_WAIT_S > PROGRESS_FLOOR_S
+        engine.poll(tokens=0)
+    engine.poll(tokens=1)
+    assert engine.poll_until_hung() > 10 * 20 * POLL_TIMEOUT_S > PROGRESS_FLOOR_S
 
 
 def test_an_engine_without_requests_is_idle() -> None:
     engine = Engine()
     for _ in range(3):
-        engine.drain(tokens=5)
+        engine.poll(tokens=5)
     for _ in range(1000):
-        engine.drain(tokens=0, has_requests=False)
-    engine.drain(tokens=0)
+        engine.poll(tokens=0, has_requests=False)
+    engine.poll(tokens=0)
 
 
 def test_a_paused_engine_makes_no_tokens_for_as_long_as_it_is_paused() -> None:
     engine = Engine()
     for _ in range(3):
-        engine.drain(tokens=5)
+        engine.poll(tokens=5)
     engine.health.is_paused = True
     for _ in range(1000):
-        engine.drain(tokens=0)
+        engine.poll(tokens=0)
     engine.health.is_paused = False
-    assert engine.drain_until_hung() > PROGRESS_FLOOR_S
+    assert engine.poll_until_hung() > PROGRESS_FLOOR_S
 
 
 def test_an_engine_makes_no_tokens_while_it_loads_weights() -> None:
     engine = Engine()
     for _ in range(3):
-        engine.drain(tokens=5)
+        engine.poll(tokens=5)
     with engine.health.expect_no_progress():
         for _ in range(1000):
-            engine.drain(tokens=0)
-    engine.drain(tokens=0)
-    assert engine.drain_until_hung() > PROGRESS_FLOOR_S
+            engine.poll(tokens=0)
+    engine.poll(tokens=0)
+    assert engine.poll_until_hung() > PROGRESS_FLOOR_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +13,22 @@ from typing import Any
 
 import pytest
 
-from rollick.cluster.devices import DeviceMap
+from rollick.cluster import machine
+from rollick.cluster.devices import DeviceMap, HostSpec
 from rollick.cluster.group import open_group
-from rollick.cluster.machine import machine_id
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
 from rollick.errors import CheckpointError, RollickError, WorkerError, WorkerLost
-from rollick.observe.faults import FaultLog
+from rollick.observe.faults import FaultLog, LostTime
 from rollick.observe.goodput import TimeAccount
 from rollick.roles import worker_recovery
 from rollick.roles.handles import Critic, Policy, Roles
+from rollick.roles.protocols import Role
 from rollick.roles.snapshots import RoleSnapshots
 from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.testing.batches import random_batch
-from rollick.trainer.snapshot import SnapshotRecord
+from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord
 from rollick.types import Fingerprint, RoleName
 
 BATCH = random_batch([5, 6])
@@ -44,19 +45,22 @@ class CountingLearner:
     has_memory: bool = True
     busy_s: float = 0.05
     restore_error: RollickError | None = None
+    is_lost: bool = False
 
     def train(self, batch: Any) -> None:
         time.sleep(self.busy_s)
         self.batches += 1
 
-    def write_snapshot(self, path: str, machine: str) -> SnapshotRecord:
+    def write_snapshot(self, path: str, machine_id: str) -> SnapshotRecord:
+        if self.is_lost:
+            raise WorkerLost("the process ended")
         if not self.has_memory:
             raise CheckpointError("no memory for a snapshot of 3.00 GB")
         self.written += 1
         return SnapshotRecord(path, Fingerprint(""), self.batches, 8)
 
-    async def machine(self) -> str:
-        return machine_id()
+    async def machine_id(self) -> str:
+        return machine.machine_id()
 
     def restore_snapshots(self, records: list[SnapshotRecord]) -> None:
         time.sleep(0.05)
@@ -102,21 +106,21 @@ def create(context: HostContext, rank: int, role: RoleName) -> CountingLearner:
     return LEARNERS[role]
 
 
-OpenRun = Callable[[], AbstractAsyncContextManager[Run]]
+OpenRun = Callable[..., AbstractAsyncContextManager[Run]]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> OpenRun:
     @asynccontextmanager
-    async def open_run() -> AsyncGenerator[Run]:
+    async def open_run(restarts: int = 3, policy: str = "cpu:0") -> AsyncGenerator[Run]:
         LEARNERS.clear()
-        devices = DeviceMap({"policy": parse_devices("cpu:0"), "critic": parse_devices("cpu:1")})
+        devices = DeviceMap({"policy": parse_devices(policy), "critic": parse_devices("cpu:2")})
         specs = [RoleSpec(role, f"{__name__}:create", (role,)) for role in TRAINED]
         cluster = ClusterConfig(backend="inline")
         async with open_group(devices, specs, cluster=cluster, threads=1) as group:
             faults, goodput = FaultLog(tmp_path), TimeAccount.open(tmp_path, resume=False)
             recovery = WorkerRecovery(
-                Roles(group), lambda _: specs, faults=faults, goodput=goodput, restarts=3
+                Roles(group), lambda _: specs, faults=faults, goodput=goodput, restarts=restarts
             )
             async with recovery.open(snapshots=True):
                 yield Run(LEARNERS, Roles(group, recovery), recovery, faults)
@@ -280,3 +284,154 @@ async def test_a_run_that_generates_takes_a_snapshot_after_each_step(opened: Ope
             run.recovery.finish_step()
             await run.recovery.settle()
         assert run.learners["policy"].written == 5
+
+
+@pytest.mark.parametrize("role", TRAINED)
+async def test_a_snapshot_that_waits_during_a_repair_contains_the_batches_that_it_counts(
+    opened: OpenRun, role: RoleName
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        for _ in range(4):
+            await run.handle(role).train(BATCH)
+        # As while a checkpoint is written from the memory of the next snapshot.
+        async with run.snapshots(role)._older.in_use:
+            taking = asyncio.create_task(run.recovery.take_snapshots())
+            await asyncio.sleep(0.01)
+            old = run.learners[role]
+            repairing = asyncio.create_task(run.repair(role))
+            while run.learners[role] is old or run.learners[role].batches == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await asyncio.gather(repairing, taking)
+        assert run.learners[role].batches == 4, "a batch was not trained on again"
+        async with run.snapshots(role).hold() as held:
+            assert held is not None
+            assert held[0][1].steps == 4
+
+
+async def test_a_memory_is_not_closed_while_a_checkpoint_is_written_from_it(
+    opened: OpenRun,
+) -> None:
+    async with opened() as run:
+        snapshots = run.snapshots("policy")
+        await snapshots.take()
+        async with snapshots.hold() as held:
+            assert held is not None
+            await snapshots.take()
+            held[0][0].truncate(8)
+            snapshots._older.memories.append(SnapshotMemory.create("of a rank that left"))
+            taking = asyncio.create_task(snapshots.take())
+            await asyncio.sleep(0.01)
+            assert len(held[0][0].read(0, 8)) == 8
+        await taking
+        assert len(snapshots._slots[0].memories) == 1
+
+
+async def test_a_call_of_an_earlier_attempt_does_not_reach_a_process_without_its_state(
+    opened: OpenRun,
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        old, is_new, reads = run.learners["policy"], asyncio.Event(), list[int]()
+
+        async def publish() -> None:  # Several calls, between which the policy may be replaced.
+            await is_new.wait()
+            reads.append(await run.roles.policy.call_rank(0, Role.peak_memory))
+
+        await run.handle("policy").train(BATCH)
+        publishing = asyncio.create_task(run.roles.policy.retry(publish, others=True))
+        await asyncio.sleep(0)
+        repairing = asyncio.create_task(run.repair("policy"))
+        while run.learners["policy"] is old:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        is_new.set()
+        await asyncio.gather(publishing, repairing)
+        assert reads == [1]
+
+
+@pytest.mark.parametrize("role", TRAINED)
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), RuntimeError("a bug")], ids=repr)
+async def test_a_call_after_an_interrupted_repair_repairs_the_role(
+    opened: OpenRun, role: RoleName, error: BaseException
+) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        await run.handle(role).train(BATCH)
+        old = run.learners[role]
+
+        async def interrupt(host: HostSpec) -> None:
+            run.recovery.on_replaced = worker_recovery._do_nothing
+            raise error
+
+        run.recovery.on_replaced = interrupt
+        repairing = asyncio.create_task(run.repair(role))
+        while run.learners[role] is old:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        reading = asyncio.create_task(run.handle(role).peak_memory(0))
+        with pytest.raises(type(error)):
+            await repairing
+        assert await reading == 1, "a process without its state was called"
+        assert "interrupted" in str(run.faults.faults[0].gave_up)
+
+
+async def test_a_repair_that_a_signal_interrupts_does_not_use_up_a_restart(
+    opened: OpenRun,
+) -> None:
+    async with opened(restarts=1) as run:
+        await run.recovery.take_snapshots()
+        await run.handle("policy").train(BATCH)
+        repairing = asyncio.create_task(run.repair("policy"))
+        await asyncio.sleep(0.01)
+        repairing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await repairing
+        assert await run.handle("policy").peak_memory(0) == 1
+
+
+async def test_a_repair_that_fails_with_fewer_ranks_is_made_again_with_these(
+    opened: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(policy="cpu:0-1") as run:
+        await run.recovery.take_snapshots()
+        replaced: list[list[int]] = []
+
+        async def replace(hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+            replaced.append([host.index for host in hosts])
+            return hosts[1:]  # There is no room for the second rank.
+
+        async def fail_once(host: HostSpec) -> None:
+            if len(replaced) == 1:
+                raise WorkerLost("the new process ended")
+
+        monkeypatch.setattr(run.roles.group.transport, "replace", replace)
+        run.recovery.on_replaced = fail_once
+        host = run.roles.device_map.host_of("policy", 1)
+        await run.recovery.repair_host(host, WorkerLost("policy 1 was lost"), repairs=0)
+        assert replaced == [[0, 1], [0]]
+        assert run.roles.policy.ranks == 1
+
+
+async def test_an_engine_of_a_host_that_is_replaced_may_wait_for_the_last_restart(
+    opened: OpenRun,
+) -> None:
+    async with opened(restarts=1) as run:
+        await run.recovery.take_snapshots()
+        host = run.roles.device_map.host_of("policy", 0)
+        repairing = asyncio.create_task(run.repair("policy"))
+        await asyncio.sleep(0.01)
+        assert run.recovery.can_repair(host)
+        await asyncio.gather(repairing, run.repair("policy"))
+        assert not run.recovery.can_repair(host)
+
+
+async def test_a_snapshot_in_the_background_books_no_time_for_a_repair(opened: OpenRun) -> None:
+    async with opened() as run:
+        await run.recovery.take_snapshots()
+        for learner in run.learners.values():
+            learner.is_lost = True
+        run.recovery.finish_step()
+        await run.recovery.settle()
+        assert run.learners["policy"].written == 1
+        booked = [run.recovery.goodput.claim_lost_time()]
+        booked += [LostTime(fault.recover_s, fault.redo_s) for fault in run.faults.faults]
+        assert not any(map(any, booked)), "the step did not wait"

@@ -41,5 +41,5 @@ def test_a_forward_keeps_about_the_predicted_memory(
     assert shape is not None
     model, train = {"path": str(folder), "dtype": dtype}, {"lora": lora, "share_prefix": False}
     measured = kept_per_token(LocalStrategy(recipe_of(folder, model=model, train=train)))
-    predicted = activations_per_token(shape, itemsize=itemsize, modules=lora is not None)
+    predicted = activations_per_token(shape, itemsize=itemsize, uses_model_forward=lora is not None)
     assert 0.9 < measured / predicted < 1.1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollick.errors import CheckpointError
+from rollick.errors import CheckpointError, OpenFilesExhausted
+from rollick.testing.batches import recipe_of
+from rollick.testing.tiny import save_tiny
+from rollick.trainer.local import LocalStrategy
+from rollick.trainer.parallel import checkpoint
+from rollick.trainer.parallel.checkpoint import save_states
 from rollick.trainer.snapshot import SnapshotMemory, SnapshotRecord, SnapshotWriter, read_snapshot
 from rollick.trainer.strategy import TrainState
 from rollick.types import Fingerprint
@@ -109,3 +116,35 @@ def test_without_room_for_it_a_snapshot_is_an_error_and_not_a_crash(memory: Snap
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert "no memory for a snapshot of 0.00 GB" in done.stdout
     assert "checkpoint.snapshot=false" in done.stdout
+
+
+@contextmanager
+def no_more_files() -> Generator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def calls_that_open_a_state(folder: Path) -> dict[str, Callable[[], object]]:
+    memory = SnapshotMemory.create("test")
+    state = TrainState(tensors(), 1)
+    record = SnapshotWriter().write(memory.path, state)
+    strategy = LocalStrategy(recipe_of(save_tiny(folder / "tiny")))
+    strategy.save(folder / "local")
+    save_states(folder / "sharded", [state])
+    return {
+        "write": lambda: SnapshotWriter().write(memory.path, state),
+        "read": lambda: read_snapshot(record),
+        "load": lambda: strategy.load(folder / "local"),
+        "metadata": lambda: checkpoint._metadata(folder / "sharded"),
+    }
+
+
+@pytest.mark.parametrize("call", ["write", "read", "load", "metadata"])
+def test_a_state_that_cannot_be_opened_for_lack_of_files_is_not_damaged(tmp_path: Path, call: str):
+    open_state = calls_that_open_a_state(tmp_path)[call]
+    with pytest.raises(OpenFilesExhausted), no_more_files():
+        open_state()

@@ -118,3 +118,25 @@ def test_files_written_from_the_snapshots_of_all_ranks_are_those_that_the_ranks_
     assert {"rng.0", "rng.1"} < written.keys()
     assert all(torch.equal(written[name], value) for name, value in expected.items())
     assert (by_controller / COUNTERS).read_text() == (by_ranks / COUNTERS).read_text()
+
+
+def sleep_and_write(recipe: Recipe) -> tuple[TrainState, TrainState, bool]:
+    """The states before and during a sleep, and whether the strategy still sleeps afterwards."""
+    strategy = FsdpStrategy(recipe)
+    strategy.forward_backward(own_part(strategy, random_batch(LENGTHS, seed=0))[0], loss_of)
+    strategy.step()
+    awake = strategy.state()
+    copied = {name: tensor.clone() for name, tensor in awake.tensors.items()}
+    # As `sleep` does on a GPU.
+    strategy._offloaded.move_to_host(strategy.optimizer.tensors())
+    asleep = through_memory(strategy.state())
+    return TrainState(copied, awake.steps, awake.shards), asleep, bool(strategy._offloaded)
+
+
+def test_a_snapshot_does_not_wake_a_sleeping_learner(ranks: RanksOf, tmp_path: Path) -> None:
+    recipe = make_recipe(save_tiny(tmp_path / "tiny"))
+    [(awake, asleep, still_sleeps)] = ranks(1).run(sleep_and_write, recipe)
+    assert still_sleeps
+    assert (asleep.steps, asleep.shards) == (awake.steps, awake.shards)
+    assert asleep.tensors.keys() == awake.tensors.keys()
+    assert all(torch.equal(asleep.tensors[name], value) for name, value in awake.tensors.items())

@@ -42,12 +42,12 @@ def make_fake(context: HostContext, rank: int, engine: FakeEngine) -> GeneratorW
 
 
 def count_calls(group: WorkerGroup) -> Calls:
-    """The methods that are called on the group from now on, but for the waiting drains."""
+    """The methods that are called on the group from now on, but for the waiting polls."""
     calls: Calls = []
     send: Callable[..., Awaitable[Any]] = group.call
 
     async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
-        if method != "drain":
+        if method != "poll_results":
             calls.append(method)
         return await send(role, method, *args, **options)
 
@@ -112,17 +112,17 @@ async def test_requests_of_one_iteration_are_sent_in_one_call() -> None:
 
 async def test_many_results_come_back_in_few_calls() -> None:
     async with remote(FakeEngine(slots=100)) as (engine, _):
-        drains = 0
+        polls = 0
         settle = engine.handle.group.call
 
         async def call(role: Any, method: str, *args: Any, **options: Any) -> Any:
-            nonlocal drains
-            drains += method == "drain"
+            nonlocal polls
+            polls += method == "poll_results"
             return await settle(role, method, *args, **options)
 
         engine.handle.group.call = call  # type: ignore[method-assign]
         await asyncio.gather(*(engine.generate(request(n)) for n in range(100)))
-        assert drains < 20
+        assert polls < 20
 
 
 async def test_a_request_that_was_not_sent_yet_is_aborted_without_a_call() -> None:
@@ -163,13 +163,13 @@ async def test_an_abort_is_never_lost_whenever_it_comes(turns: int) -> None:
 
 @asynccontextmanager
 async def held_back(group: WorkerGroup, method: str) -> AsyncGenerator[asyncio.Event]:
-    """Calls of the method arrive, or return if it is `drain`, only when the event is set. Other
-    calls pass them, as small ones do on Ray."""
+    """Calls of the method arrive, or return if it is `poll_results`, only when the event is set.
+    Other calls pass them, as small ones do on Ray."""
     gate = asyncio.Event()
     send: Callable[..., Awaitable[Any]] = group.call
 
     async def call(role: Any, called: str, *args: Any, **options: Any) -> Any:
-        if called == method and method != "drain":
+        if called == method and method != "poll_results":
             await gate.wait()
         result = await send(role, called, *args, **options)
         if called == method:
@@ -205,7 +205,7 @@ async def test_a_late_result_does_not_end_a_newer_request_of_the_same_sample() -
     newer = Request(SampleId(0, 0), np.array([8], np.int32), Sampling(max_tokens=8), stream=1)
     async with (
         remote(fake) as (engine, _),
-        held_back(engine.handle.group, "drain") as gate,
+        held_back(engine.handle.group, "poll_results") as gate,
     ):
         older = asyncio.create_task(engine.generate(request()))
         await until(lambda: len(fake.requests) == 1 and not fake._pending)
@@ -373,9 +373,9 @@ async def test_no_task_is_left_behind_when_the_engines_close() -> None:
     assert fake.closed
 
 
-async def test_a_drain_with_nothing_ready_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)
-    results, load = await GeneratorWorker(FakeEngine(slots=3)).drain()
+async def test_a_poll_with_nothing_ready_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "POLL_TIMEOUT_S", 0.01)
+    results, load = await GeneratorWorker(FakeEngine(slots=3)).poll_results()
     assert (results, load.slots) == ([], 3)
 
 
@@ -408,8 +408,8 @@ async def test_what_is_committed_is_what_was_verified() -> None:
 async def test_an_idle_connection_outlives_a_short_call_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 1.0)
-    monkeypatch.setattr(engine_health, "DRAIN_WAIT_S", 1.0)
+    monkeypatch.setattr(generator, "POLL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine_health, "POLL_TIMEOUT_S", 1.0)
     devices = DeviceMap({"generators": parse_devices("cpu")})
     specs = [RoleSpec("generators", f"{__name__}:make_fake", (FakeEngine(),))]
     short = ClusterConfig(backend="inline", call_timeout_s=0.2)
@@ -494,10 +494,10 @@ async def test_an_idle_engine_that_is_gone_does_not_respond(
         assert engine.lost
 
 
-async def test_an_idle_engine_that_is_gone_is_detected_by_the_next_drain(
+async def test_an_idle_engine_that_is_gone_is_detected_by_the_next_poll(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generator, "DRAIN_WAIT_S", 0.01)
+    monkeypatch.setattr(generator, "POLL_TIMEOUT_S", 0.01)
     fake = Mortal()
     async with remote(fake) as (engine, _):
         fake.alive = False

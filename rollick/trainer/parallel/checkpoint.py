@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rollick.config.schema import ModelConfig
-from rollick.errors import CheckpointError
+from rollick.errors import CheckpointError, RollickError, open_files_exhausted
 from rollick.models.attention.varlen import VARLEN
 from rollick.models.loading.load import empty_model, resolve_dtype, save_with_tokenizer, write_model
 from rollick.trainer.optimizer import check_same_model
@@ -207,8 +207,8 @@ def _metadata(path: Path) -> Mapping[str, Any]:
         raise _unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
+def _unreadable(path: Path, error: Exception) -> RollickError:
+    return open_files_exhausted(error) or CheckpointError(
         f"the learner's state in {path} cannot be read: {error}",
         fix="resume from an earlier checkpoint, saved with the same train.strategy",
     )
