@@ -147,6 +147,8 @@ class RunSupervisor:
         """The last crash, until the restarted run has made a step."""
         self._lost_before = LostTime()
         """What the run had lost before the last crash."""
+        self._resumed_from = 0
+        """Step of the checkpoint that the run was started from."""
         self._memory_kills_before = 0
         self._stopped_since: float | None = None
         self._was_stopped = False
@@ -187,6 +189,7 @@ class RunSupervisor:
         """Start the run and wait for its end. Returns its exit code; -N if signal N killed it."""
         self._memory_kills_before = count_memory_kills()
         self._stopped_since, self._was_stopped = None, False
+        self._resumed_from = (self._checkpoint_step() or 0) if resume else 0
         process = self._standby.take() if self._standby and resume else None
         process = process or start_run(self._command(resume))
         signals.on_stop = process.send_signal
@@ -215,6 +218,10 @@ class RunSupervisor:
     def _lost_since_crash(self) -> LostTime:
         return read_lost_time(self._folder).since(self._lost_before)
 
+    def _checkpoint_step(self) -> int | None:
+        store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
+        return store.newest_step()
+
     def _kill_if_stopped(self, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
         if not is_stopped(process.pid):
@@ -228,13 +235,13 @@ class RunSupervisor:
 
     def _look_for_progress(self, started_at: float) -> bool:
         """Whether the process has logged a step of its own. Then the last crash is repaired."""
-        metrics, resumed_from = self._folder / "metrics.jsonl", self._budget.last_step or 0
+        metrics = self._folder / "metrics.jsonl"
         if not metrics.exists() or metrics.stat().st_mtime < started_at:
             return False
-        if (last_logged_step(self._folder) or 0) <= resumed_from:
+        if (last_logged_step(self._folder) or 0) <= self._resumed_from:
             return False
         if self._fault is not None:
-            redone = max(0, self._fault.step - resumed_from)
+            redone = max(0, self._fault.step - self._resumed_from)
             self._fault.rejoined(redone_steps=redone, lost=self._lost_since_crash())
             self._fault = None
         return True
@@ -242,8 +249,7 @@ class RunSupervisor:
     def _plan_restart(self, code: int) -> float | None:
         """Record the crash and announce the restart. Returns its delay, or None if the budget is
         spent."""
-        store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
-        step, cause = store.newest_step(), self._describe_exit(code)
+        step, cause = self._checkpoint_step(), self._describe_exit(code)
         kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
         fault = self._faults.begin(
             "controller", 0, kind=kind, cause=cause, failed_at=self._failed_at

@@ -30,7 +30,7 @@ def command(resume):
     return [sys.executable, "-I", str(folder / "child.py"), "resume" if resume else "new"]
 standby = supervise.Standby(lambda: [*command(True), "wait"]) if "standby" in sys.argv else None
 runs = supervise.RunSupervisor(command, folder, restarts=int(sys.argv[2]), standby=standby)
-sys.exit(runs.run(resume=False))
+sys.exit(runs.run(resume="resume" in sys.argv))
 """
 
 CHILD = """
@@ -94,12 +94,13 @@ def start(
     restarts: int = 3,
     delay_s: float = 0.01,
     standby: bool = False,
+    resume: bool = False,
 ) -> Any:
     paths = [path for path in sys.path if path]
     (folder / "child.py").write_text(CHILD.replace("PATHS", repr(paths)))
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), str(delay_s)]
-    command += ["standby"] if standby else []
+    command += ["standby"] * standby + ["resume"] * resume
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -318,6 +319,20 @@ def test_a_standby_resumes_a_crashed_run_and_the_next_one_ends_with_it(tmp_path:
 def test_without_progress_there_is_no_standby(tmp_path: Path) -> None:
     assert supervise(tmp_path, {"signal": 9}, {"exit": 0}, standby=True)[0] == 0
     assert attempts(tmp_path) == ["new", "resume"]
+    assert not (tmp_path / "standby.txt").exists()
+
+
+def test_a_resumed_run_has_no_standby_before_its_first_step(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"save": 3, "log": [1, 2, 3], "exit": 75})[0] == 75
+    for name in ("attempts.txt", "ready.txt"):
+        (tmp_path / name).unlink()
+    # A resumed run writes the rows of the earlier steps again.
+    with start(tmp_path, {"log": [3], "wait": True}, standby=True, resume=True) as process:
+        wait_until((tmp_path / "ready.txt").exists)
+        time.sleep(2)  # Two looks.
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert attempts(tmp_path) == ["resume"]
     assert not (tmp_path / "standby.txt").exists()
 
 
