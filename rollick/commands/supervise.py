@@ -44,8 +44,8 @@ from rollick.children.process_tree import (
 from rollick.commands.standby import Standby, start_run
 from rollick.config.load import load_recipe
 from rollick.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, WorkerLost
-from rollick.observe.faults import Fault, FaultLog, LostTime
-from rollick.observe.goodput import read_goodput
+from rollick.observe.faults import Fault, FaultLog, LostTime, read_faults
+from rollick.observe.goodput import Goodput, read_goodput
 from rollick.run_folder import RunFolder, refuse_existing_run
 
 LOG = logging.getLogger("rollick")
@@ -145,8 +145,8 @@ class RunSupervisor:
         self._faults = FaultLog(folder, step=lambda: last_logged_step(folder) or 0)
         self._fault: Fault | None = None
         """The last crash, until the restarted run has made a step."""
-        self._lost_before = LostTime()
-        """What the run had lost before the last crash."""
+        self._time_before = Goodput()
+        """The run's time before the last crash."""
         self._resumed_from = 0
         """Step of the checkpoint that the run was started from."""
         self._memory_kills_before = 0
@@ -211,12 +211,26 @@ class RunSupervisor:
         if self._fault:
             cause = self._describe_exit(process.returncode)
             reason = f"the restarted run ended before a step: {cause}"
-            self._fault.give_up(reason, lost=self._lost_since_crash())
+            self._fault.give_up(reason, lost=self._time_lost_by(self._fault))
             self._fault = None
         return process.returncode
 
-    def _lost_since_crash(self) -> LostTime:
-        return read_lost_time(self._folder).since(self._lost_before)
+    def _time_lost_by(self, crash: Fault) -> LostTime:
+        """The time lost since the crash, without that of other faults."""
+        before, now = self._time_before, read_goodput(self._folder)
+        recover_s = now.seconds["recover"] - before.seconds["recover"]
+        redo_s = now.seconds["redo"] - before.seconds["redo"]
+        counted_from = before.last.at if before.last else 0.0
+        counted_to = now.last.at if now.last else 0.0
+        for fault in read_faults(self._folder):
+            repaired_at = fault.rejoined_at or 0.0
+            if fault.role == "controller" or not counted_from < repaired_at <= counted_to:
+                continue
+            if repaired_at > crash.failed_at:
+                recover_s, redo_s = recover_s - fault.recover_s, redo_s - fault.redo_s
+            else:  # The restarted run counted all time since the last row as redo.
+                redo_s -= min(fault.recover_s + fault.redo_s, repaired_at - counted_from)
+        return LostTime(max(0.0, recover_s), max(0.0, redo_s))
 
     def _checkpoint_step(self) -> int | None:
         store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
@@ -242,7 +256,7 @@ class RunSupervisor:
             return False
         if self._fault is not None:
             redone = max(0, self._fault.step - self._resumed_from)
-            self._fault.rejoined(redone_steps=redone, lost=self._lost_since_crash())
+            self._fault.rejoined(redone_steps=redone, lost=self._time_lost_by(self._fault))
             self._fault = None
         return True
 
@@ -261,7 +275,7 @@ class RunSupervisor:
             fault.give_up(reason)
             LOG.error("the run crashed: %s; giving up: %s", cause, reason)
             return None
-        self._fault, self._lost_before = fault, read_lost_time(self._folder)
+        self._fault, self._time_before = fault, read_goodput(self._folder)
         when = f"in {delay_s:g} s" if delay_s else "now"
         LOG.warning(
             "the run crashed: %s, after step %d; restart %d of %d %s, from %s",
@@ -328,11 +342,6 @@ def find_unused_shared_memory() -> list[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unused.append(folder)
     return unused
-
-
-def read_lost_time(folder: Path) -> LostTime:
-    seconds = read_goodput(folder).seconds
-    return LostTime(seconds["recover"], seconds["redo"])
 
 
 def last_logged_step(folder: Path) -> int | None:

@@ -74,6 +74,9 @@ if "save" in action:
 for row in action.get("time", []):
     with open("goodput.jsonl", "a") as file:
         file.write(json.dumps({"at": 0, **row}) + "\\n")
+for row in action.get("faults", []):
+    with open("faults.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\\n")
 for step in action.get("log", []):
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\\n")
@@ -170,6 +173,35 @@ def test_a_crash_costs_the_time_until_the_next_step_and_the_lost_steps(tmp_path:
     supervise(tmp_path, first, {"time": resumed, "log": [3, 4], "exit": 0})
     (fault,) = read_faults(tmp_path)
     assert (fault.recover_s, fault.redo_s, fault.redone_steps) == (5, 3 + 10, 1)
+
+
+def repaired(number: int, *, at: float, **lost_s: float) -> dict[str, Any]:
+    """A row of faults.jsonl: a learner that was repaired, and the time that this took."""
+    what = {"id": f"f-{number}", "role": "policy", "rank": 0, "kind": "killed", "cause": ""}
+    return {**what, "step": 1, "failed_at": at, "detected_at": at, "rejoined_at": at, **lost_s}
+
+
+def test_time_that_another_fault_cost_is_not_counted_for_the_crash_again(tmp_path: Path) -> None:
+    now = time.time()
+    first = {
+        "save": 1,
+        "log": [1],
+        "time": [{"at": now - 100, "step": 1, "seconds": {"train": 10, "recover": 4}}],
+        "faults": [
+            repaired(0, at=now - 110, recover_s=4),  # In the row of step 1.
+            repaired(1, at=now - 50, recover_s=20, redo_s=2),  # After it: in no row.
+        ],
+        "signal": 9,
+    }
+    opened = {"at": now + 900, "event": "opened", "seconds": {"redo": 100, "recover": 30}}
+    step = {"at": now + 1000, "step": 2, "seconds": {"train": 5, "recover": 7, "redo": 3}}
+    later = [
+        repaired(2, at=now + 950, recover_s=7, redo_s=3),
+        repaired(3, at=now + 1100, recover_s=9),  # Not in a row yet.
+    ]
+    supervise(tmp_path, first, {"time": [opened, step], "faults": later, "log": [2], "exit": 0})
+    [crash] = [fault for fault in read_faults(tmp_path) if fault.role == "controller"]
+    assert (crash.recover_s, crash.redo_s) == (30, 100 - 22)
 
 
 def test_crashes_before_a_step_have_a_cost_each(tmp_path: Path) -> None:
