@@ -46,6 +46,8 @@ class EngineRestarter(ABC):
     budget: int
     """Restarts left of engines with a dedicated host."""
     in_progress: int = field(default=0, init=False)
+    given_up: set[int] = field(default_factory=set[int], init=False)
+    """Ranks that are not restarted any more."""
 
     @abstractmethod
     async def rejoin(self, rank: int) -> None:
@@ -54,6 +56,11 @@ class EngineRestarter(ABC):
     @abstractmethod
     def on_given_up(self, rank: int) -> None:
         """Called when the engine is lost and is not restarted."""
+
+    def on_error(self, rank: int, error: Exception) -> None:
+        """Called when a bug ends the watch of an engine."""
+        LOG.error("%s %d is not restarted any more", self.group.role, rank, exc_info=error)
+        self.on_given_up(rank)
 
     @asynccontextmanager
     async def watch(self) -> AsyncGenerator[Self]:
@@ -70,11 +77,20 @@ class EngineRestarter(ABC):
         return self.in_progress > 0 or any(map(self._may_restart, range(self.group.ranks)))
 
     def _may_restart(self, rank: int) -> bool:
+        if rank in self.given_up:
+            return False
         if self.group.has_dedicated_host(rank):
             return self.budget > 0
         return self.recovery.can_repair(self._host(rank))
 
     async def _watch(self, rank: int) -> None:
+        try:
+            await self._restart_while_allowed(rank)
+        except Exception as error:  # Task boundary: nobody awaits this task.
+            self.given_up.add(rank)
+            self.on_error(rank, error)
+
+    async def _restart_while_allowed(self, rank: int) -> None:
         """Restart the engine each time it is lost, while the budget lasts."""
         fault: Fault | None = None
         while True:
@@ -90,6 +106,7 @@ class EngineRestarter(ABC):
             )
             if not self._may_restart(rank):
                 fault.give_up(f"the restarts are used up ({self.budget_setting})")
+                self.given_up.add(rank)
                 self.on_given_up(rank)
                 return
             self.in_progress += 1
