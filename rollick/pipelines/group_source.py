@@ -18,7 +18,7 @@ from rollick.data.prompts import PromptStream
 from rollick.observe.goodput import State, TimeAccount
 from rollick.pipelines.checkpoints import PipelineState
 from rollick.pipelines.domains import group_filter, training_sampling
-from rollick.pipelines.engine_restarts import GeneratorRestarter
+from rollick.pipelines.engine_restarts import RolloutRestarter
 from rollick.pipelines.open_run import OpenRun
 from rollick.rollout.deps import RolloutDeps, SavedRollout
 from rollick.rollout.event_loop import LagMeter
@@ -36,7 +36,7 @@ class GroupSource:
     prompts: PromptStream
     journal: Journal
     lag: LagMeter
-    restarter: GeneratorRestarter
+    restarter: RolloutRestarter
 
     async def take(self) -> list[Group]:
         """Wait for a batch of groups. All groups scored meanwhile, dropped ones too, affect the
@@ -84,7 +84,7 @@ async def open_group_source(
         async with (
             LagMeter.open(lambda: state.phase, warn=warn) as lag,
             _open_rollout(run, prompts, journal, restored) as rollout,
-            GeneratorRestarter(
+            RolloutRestarter(
                 group=run.roles.generators,
                 recovery=run.recovery,
                 faults=run.telemetry.faults,
