@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ SEEDS = (0, 1, 2)
 STUDENT_95 = 4.303
 """Of three values."""
 SHOW_EVERY_S = 10.0
+FAILED_SCORES = re.compile(r"rollout/domain/.+/failed_scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +234,18 @@ class ChaosRun:
         outcome.lost, outcome.doubled = count_samples(self.folder)
         rows = _metrics(self.folder)
         # A sample that could not be scored is masked: it is lost too.
-        outcome.lost += round(sum(r["rollout/failed_scores"] * r["rollout/samples"] for r in rows))
+        outcome.lost += sum(map(count_failed_scores, rows))
         scores = [row["eval/score"] for row in rows if "eval/score" in row]
         outcome.score = round(scores[-1], 4) if scores else None
         return outcome
+
+
+def count_failed_scores(row: dict[str, float]) -> int:
+    """From a row of metrics, which has the share of failed scores and the samples by domain."""
+    shares = {key: share for key, share in row.items() if FAILED_SCORES.fullmatch(key)}
+    return sum(
+        round(share * row[key.replace("failed_scores", "samples")]) for key, share in shares.items()
+    )
 
 
 def _command(pid: int) -> list[bytes]:
