@@ -64,10 +64,6 @@ class Ledger:
         self._record: Callable[[events.Event], None] = record or (lambda event: None)
 
     @property
-    def complete_count(self) -> int:
-        return len(self._table.completed) - self._table.taken
-
-    @property
     def deferred_count(self) -> int:
         return len(self._table.deferred)
 
