@@ -52,7 +52,8 @@ class GroupSource:
         for engine in self.restarter.group.engines:
             for number in numbers:
                 if fleet.engines[number] is engine:
-                    cause = f"decodes at {fleet.speeds.share(number):.0%} of the others' speed"
+                    speed = fleet.speeds.relative_speed(number)
+                    cause = f"decodes at {speed:.0%} of the median speed"
                     self.restarter.faults.begin("generators", engine.rank, kind="slow", cause=cause)
 
     def metrics(self) -> dict[str, float]:
@@ -61,7 +62,7 @@ class GroupSource:
             "controller/engine_restarts": float(self.restarter.restarts),
         }
         if len(self.rollout.fleet.engines) > 1:
-            engines["speed/slow_engines"] = float(len(self.rollout.fleet.speeds.slow))
+            engines["speed/slow_engines"] = float(len(self.rollout.fleet.speeds.slow_workers))
         return {**self.rollout.stats.metrics, **self.prompts.metrics(), **engines}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rollick.errors import EngineLost
 from rollick.infer.engine import InferenceClient
-from rollick.rollout.engine_speeds import EngineSpeeds
+from rollick.rollout.relative_speeds import RelativeSpeeds
 from rollick.rollout.request_queue import QueueOrder, RequestNeeds, RequestQueue
 from rollick.rollout.router import Router
 from rollick.rollout.unchecked import UncheckedSamples
@@ -47,7 +47,7 @@ class Fleet:
         engine or the last one ends."""
         self._activity = (False, False)
         self.router = Router(engine_queue=engine_queue)
-        self.speeds = EngineSpeeds()
+        self.speeds = RelativeSpeeds()
         self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
         self._order: QueueOrder = order
@@ -145,8 +145,8 @@ class Fleet:
         for number in self.engines:
             self.router.set_weight(number, self.speeds.weight(number))
         for number in newly_slow:
-            text = "engine %d decodes at %.0f%% of the others' speed; it gets less work"
-            LOG.warning(text, number, 100 * self.speeds.share(number))
+            text = "engine %d decodes at %.0f%% of the median speed; it gets less work"
+            LOG.warning(text, number, 100 * self.speeds.relative_speed(number))
         return newly_slow
 
     def end_sample(self, uid: SampleId) -> None:

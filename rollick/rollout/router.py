@@ -6,7 +6,7 @@
 An engine decodes `slots` sequences at once. A few more queue inside the engine, so that a free slot
 is refilled without a round trip; others wait here, for whichever engine is free first.
 
-An engine that decodes slower than the others has a *weight* below 1 (engine_speeds.py): it counts
+An engine that decodes slower than the others has a *weight* below 1 (relative_speeds.py): it counts
 as that much fuller, and fewer requests queue inside it.
 
 If the KV cache is smaller than what the slots can fill, a *limit* below the slots holds: it grows
