@@ -68,7 +68,7 @@ class PlannedFault:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did."""
+    """The result of a run."""
 
     exit_code: int
     wall_s: float
@@ -325,15 +325,15 @@ def summarise(runs: dict[str, list[Outcome]]) -> dict[str, Any]:
         "doubled": sum(outcome.doubled for outcome in every),
         "leftovers": sum(len(outcome.leftovers) for outcome in every),
     }
-    if ours := runs.get("recovery"):
-        figures |= {"ettr": ours[0].ettr, "score": ours[0].score}
-    if other := runs.get("restart_all"):
-        figures["ettr_restart_all"] = other[0].ettr
+    if recovery := runs.get("recovery"):
+        figures |= {"ettr": recovery[0].ettr, "score": recovery[0].score}
+    if restart_all := runs.get("restart_all"):
+        figures["ettr_restart_all"] = restart_all[0].ettr
     finals = [outcome.score for outcome in runs.get("without_faults", ())]
     scores = [score for score in finals if score is not None]
     if len(scores) == len(SEEDS):
-        half = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
-        interval = [round(mean(scores) - half, 4), round(mean(scores) + half, 4)]
+        half_width = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
+        interval = [round(mean(scores) - half_width, 4), round(mean(scores) + half_width, 4)]
         figures["score_without_faults"] = {"seeds": scores, "interval": interval}
     return figures | {
         "runs": {name: [asdict(o) for o in outcomes] for name, outcomes in runs.items()}

@@ -51,12 +51,12 @@ from rollick.run_folder import RunFolder, refuse_existing_run
 LOG = logging.getLogger("rollick")
 
 FINAL_CODES = (0, EXIT_MISTAKE, EXIT_INTERRUPTED)
-"""Exit codes after which a restart is useless or unwanted."""
+"""Exit codes after which the run is not restarted."""
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 KILL_TIMEOUT_S = 60.0
 """How long killed processes may take to end; a GPU driver can hold one for a while."""
-LOOK_S = 1.0
-"""How often to look whether the run is stopped, or a restarted one has made a step."""
+CHECK_EVERY_S = 1.0
+"""How often to check whether the run is stopped, or a restarted one has made a step."""
 STOPPED_S = 1.0
 """A run that a signal has stopped (SIGSTOP) for this long is killed."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -121,14 +121,14 @@ class Signals:
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Whether a stop was requested within the time."""
         deadline = time.monotonic() + timeout_s
-        while not self.stop_requested and (left := deadline - time.monotonic()) > 0:
-            self.wait(left)
+        while not self.stop_requested and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
         return self.stop_requested
 
 
 class RunSupervisor:
-    """Runs `command(resume)` until it ends for good. Nothing else may start children of this
-    process meanwhile: all that did not exist when `run` was called are killed."""
+    """Runs `command(resume)` until it needs no restart. Nothing else may start children of this
+    process meanwhile: those that did not exist when `run` was called are killed."""
 
     def __init__(
         self,
@@ -199,15 +199,15 @@ class RunSupervisor:
         if self._fault:
             self._fault.restarted()
         while process.poll() is None:
-            signals.wait(LOOK_S)
+            signals.wait(CHECK_EVERY_S)
             reap_orphans(process.pid)
-            if self._look_for_progress(started_at) and self._standby:
+            if self._check_progress(started_at) and self._standby:
                 self._standby.start()
             self._kill_if_stopped(process)
         if not self._was_stopped:
             self._failed_at = time.time()
         signals.on_stop = lambda number: None
-        self._look_for_progress(started_at)
+        self._check_progress(started_at)
         if self._fault:
             cause = self._describe_exit(process.returncode)
             reason = f"the restarted run ended before a step: {cause}"
@@ -247,7 +247,7 @@ class RunSupervisor:
             self._failed_at = time.time() - (now - self._stopped_since)
             process.kill()
 
-    def _look_for_progress(self, started_at: float) -> bool:
+    def _check_progress(self, started_at: float) -> bool:
         """Whether the process has logged a step of its own. Then the last crash is repaired."""
         metrics = self._folder / "metrics.jsonl"
         if not metrics.exists() or metrics.stat().st_mtime < started_at:
@@ -291,23 +291,23 @@ class RunSupervisor:
         return describe_signal(-code, memory_kills_before=self._memory_kills_before)
 
     def _end_processes(self) -> None:
-        """Kill what the run left: Ray, workers, rewards, environments, sandboxes. Free its shared
-        memory."""
+        """Kill the remaining processes of the run: Ray, workers, rewards, environments,
+        sandboxes. Free its shared memory."""
 
         def find() -> set[ProcessId]:
             reap_orphans()
-            found = find_descendants() - self._children_before
+            processes = find_descendants() - self._children_before
             # Read later: a process that the standby has just started is in both.
-            return found - self._standby.processes() if self._standby else found
+            return processes - self._standby.processes() if self._standby else processes
 
-        left = kill_processes(find, timeout_s=KILL_TIMEOUT_S)
+        survivors = kill_processes(find, timeout_s=KILL_TIMEOUT_S)
         for folder in find_unused_shared_memory():
             shutil.rmtree(folder, ignore_errors=True)
         if sys.stdout.isatty():
             sys.stdout.write(SHOW_CURSOR)  # The live view of a killed run had hidden it.
             sys.stdout.flush()
-        if left:
-            pids = ", ".join(str(process.pid) for process in left)
+        if survivors:
+            pids = ", ".join(str(process.pid) for process in survivors)
             raise WorkerLost(
                 f"processes {pids} of the run did not end within {KILL_TIMEOUT_S:g} s of SIGKILL",
                 fix="wait until they are gone, then resume the run with --resume",

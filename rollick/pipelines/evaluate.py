@@ -77,8 +77,8 @@ def wilson(mean: float, count: int) -> Estimate:
         return Estimate(nan, 0.0, 1.0)
     scale = 1 + Z95**2 / count
     centre = (mean + Z95**2 / (2 * count)) / scale
-    half = Z95 / scale * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    half_width = Z95 / scale * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
+    return Estimate(mean, max(0.0, centre - half_width), min(1.0, centre + half_width))
 
 
 def summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: float) -> EvalReport:
@@ -100,8 +100,8 @@ def _summarise(groups: Sequence[Group], pass_k: Sequence[int], threshold: float)
     passes = [[m.score.value >= threshold for m in g.members if m.score.ok] for g in groups]
     pass_at: dict[int, Estimate] = {}
     for k in pass_k:
-        chances = [pass_at_k(len(group), sum(group), k) for group in passes if len(group) >= k]
-        pass_at[k] = wilson(_mean(chances), len(chances))
+        values = [pass_at_k(len(group), sum(group), k) for group in passes if len(group) >= k]
+        pass_at[k] = wilson(_mean(values), len(values))
     return DomainResult(
         prompts=len(groups),
         samples=len(members),

@@ -110,8 +110,8 @@ class Pipeline(ABC, Generic[R]):
         if recipe.needs("old"):
             batch = replace(batch, old_logprobs_N=await roles.policy.logprobs(batch))
         if recipe.needs("reference"):
-            own = roles.policy.reference_logprobs
-            reference = own if recipe.policy_is_reference else roles.reference.logprobs
+            of_policy = roles.policy.reference_logprobs
+            reference = of_policy if recipe.policy_is_reference else roles.reference.logprobs
             batch = replace(batch, reference_logprobs_N=await reference(batch))
         if recipe.needs("teacher"):
             batch = replace(batch, teacher_logprobs_N=await roles.teacher.logprobs(batch))
@@ -167,8 +167,8 @@ class RunLoop(Generic[R]):
         except RollickError:
             # For example, every group of a solved task has zero variance. An error of the save
             # must not hide this one.
-            is_good = not self.pipeline.guard.has_bad_steps
-            if is_good and self.state.step and self.state.phase in INTERRUPTIBLE:
+            is_healthy = not self.pipeline.guard.has_bad_steps
+            if is_healthy and self.state.step and self.state.phase in INTERRUPTIBLE:
                 self.pipeline.undo_failed_step()
                 with suppress(RollickError):
                     await self._save(self.telemetry.log.last)
@@ -185,7 +185,9 @@ class RunLoop(Generic[R]):
             began = time.time()
             report = await state.until_stopped(self.pipeline.step(), timeout_s=self._time_left())
             if report is None:
-                if not state.stop.is_set():  # The samples of a cut step would delay a validation.
+                if (
+                    not state.stop.is_set()
+                ):  # An interrupted step's samples would delay a validation.
                     self._end_for_time_limit()
                 break
             state.step += 1

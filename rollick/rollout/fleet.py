@@ -37,7 +37,7 @@ class Fleet:
         checks: bool = True,
     ) -> None:
         """`launch(uid, engine)` starts a submitted sample. `engine_queue`: see Router. `checks`:
-        whether samples are noted for `check_engines`."""
+        whether samples are recorded for `check_engines`."""
         self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
         self.may_gain_engine: Callable[[], bool] = lambda: False
@@ -122,8 +122,8 @@ class Fleet:
         self.dispatch()
 
     def completed(self, number: int, request: Request, completion: Completion) -> None:
-        """A request ended with tokens: notes that its sample is unchecked, and counts its time for
-        the speed of its engine."""
+        """Record a request that ended with tokens: its sample is unchecked, and its time counts
+        for the speed of its engine."""
         self.unchecked.record(number, request.uid)
         earlier = request.continue_from
         # The first token is that of the prefill.
@@ -198,5 +198,5 @@ class Fleet:
     def engine(self, number: int) -> InferenceClient:
         """The engine with this number; raises EngineLost if it was removed."""
         if number not in self.engines:
-            raise EngineLost(f"engine {number} is gone")
+            raise EngineLost(f"engine {number} left the fleet")
         return self.engines[number]
