@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,7 @@ SEEDS = (0, 1, 2)
 STUDENT_95 = 4.303
 """Of three values."""
 SHOW_EVERY_S = 10.0
+FAILED_SCORES = re.compile(r"rollout/domain/.+/failed_scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class PlannedFault:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did."""
+    """The result of a run."""
 
     exit_code: int
     wall_s: float
@@ -232,10 +234,18 @@ class ChaosRun:
         outcome.lost, outcome.doubled = count_samples(self.folder)
         rows = _metrics(self.folder)
         # A sample that could not be scored is masked: it is lost too.
-        outcome.lost += round(sum(r["rollout/failed_scores"] * r["rollout/samples"] for r in rows))
+        outcome.lost += sum(map(count_failed_scores, rows))
         scores = [row["eval/score"] for row in rows if "eval/score" in row]
         outcome.score = round(scores[-1], 4) if scores else None
         return outcome
+
+
+def count_failed_scores(row: dict[str, float]) -> int:
+    """From a row of metrics, which has the share of failed scores and the samples by domain."""
+    shares = {key: share for key, share in row.items() if FAILED_SCORES.fullmatch(key)}
+    return sum(
+        round(share * row[key.replace("failed_scores", "samples")]) for key, share in shares.items()
+    )
 
 
 def _command(pid: int) -> list[bytes]:
@@ -315,15 +325,15 @@ def summarise(runs: dict[str, list[Outcome]]) -> dict[str, Any]:
         "doubled": sum(outcome.doubled for outcome in every),
         "leftovers": sum(len(outcome.leftovers) for outcome in every),
     }
-    if ours := runs.get("recovery"):
-        figures |= {"ettr": ours[0].ettr, "score": ours[0].score}
-    if other := runs.get("restart_all"):
-        figures["ettr_restart_all"] = other[0].ettr
+    if recovery := runs.get("recovery"):
+        figures |= {"ettr": recovery[0].ettr, "score": recovery[0].score}
+    if restart_all := runs.get("restart_all"):
+        figures["ettr_restart_all"] = restart_all[0].ettr
     finals = [outcome.score for outcome in runs.get("without_faults", ())]
     scores = [score for score in finals if score is not None]
     if len(scores) == len(SEEDS):
-        half = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
-        interval = [round(mean(scores) - half, 4), round(mean(scores) + half, 4)]
+        half_width = STUDENT_95 * stdev(scores) / len(scores) ** 0.5
+        interval = [round(mean(scores) - half_width, 4), round(mean(scores) + half_width, 4)]
         figures["score_without_faults"] = {"seeds": scores, "interval": interval}
     return figures | {
         "runs": {name: [asdict(o) for o in outcomes] for name, outcomes in runs.items()}

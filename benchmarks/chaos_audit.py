@@ -30,7 +30,7 @@ END_S = 10.0
 
 
 def effective_events(events: tuple[Event, ...]) -> list[Event]:
-    """The events up to the last checkpoint, without those that a restart made void."""
+    """The events up to the last checkpoint, without those that a restart undid."""
     effective: list[Event] = []
     marks = {0: 0}
     for event in events:

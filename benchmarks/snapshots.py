@@ -90,7 +90,7 @@ async def measure_cost_on_cpu(folder: Path, *, steps: int) -> dict[str, Any]:
             assert held is not None, "the snapshot contains all training"
         return {
             "model": "SmolLM2-135M",
-            "gb": round(held[1].bytes / 1e9, 3),
+            "gb": round(sum(record.bytes for _, record in held) / 1e9, 3),
             "step_s": round(median(step_s), 3),
             "snapshot_s": round(median(snapshot_s), 3),
             "share": round(median(snapshot_s) / median(step_s), 4),

@@ -18,7 +18,8 @@ from typing import ClassVar, Self
 EXIT_MISTAKE = 2
 """Something must be changed first; a retry fails in the same way."""
 EXIT_RETRY = 69
-"""EX_UNAVAILABLE: a worker or the cluster was lost; the same command with --resume may succeed."""
+"""EX_UNAVAILABLE: a worker, the cluster or a server (judge, sandbox, environment) is lost, or open
+files, memory or disk are exhausted; the same command with --resume may succeed."""
 EXIT_INTERRUPTED = 75
 """EX_TEMPFAIL: a signal stopped the command. A run saves first; --resume continues it."""
 

@@ -184,3 +184,27 @@ def test_a_score_of_zero_is_a_score(chaos: Any) -> None:
     assert chaos.summarise(runs)["score_without_faults"]["seeds"] == [0.0, 0.1, 0.2]
     runs["without_faults"][0].score = None
     assert "score_without_faults" not in chaos.summarise(runs)
+
+
+def test_failed_scores_are_counted_over_all_samples_that_ended_not_over_the_batch(
+    chaos: Any,
+) -> None:
+    row = {
+        "rollout/samples": 8,
+        "rollout/failed_scores": 3 / 40,
+        "rollout/domain/turns/samples": 30,
+        "rollout/domain/turns/failed_scores": 2 / 30,
+        "rollout/domain/answers/samples": 10,
+        "rollout/domain/answers/failed_scores": 1 / 10,
+    }
+    assert chaos.count_failed_scores(row) == 3
+
+
+def test_the_failed_scores_of_a_run_are_lost_samples(chaos: Any, start_run: StartRun) -> None:
+    run = start_run(restart_all=False, elapsed_s=100, faults=[])
+    run.folder.mkdir()
+    row = {"step": 1, "rollout/samples": 8, "rollout/failed_scores": 1 / 40}
+    domain = {"rollout/domain/turns/samples": 40, "rollout/domain/turns/failed_scores": 1 / 40}
+    (run.folder / "metrics.jsonl").write_text(json.dumps(row | domain) + "\n")
+    [ended] = chaos.watch([run], until_s=100)
+    assert ended.lost == 1

@@ -53,8 +53,9 @@ def train(
 ) -> None:
     """Run a recipe. A signal saves a checkpoint and exits with code 75; --resume continues.
 
-    Exit codes: 2, a mistake to fix first; 69, a worker or the cluster was lost: try again with
-    --resume, which --restarts does by itself; 75, stopped by a signal; 1, a bug.
+    Exit codes: 2, a mistake to fix first; 69, a worker, the cluster or a server (judge, sandbox,
+    environment) is lost, or open files, memory or disk are exhausted: try again with --resume,
+    which --restarts does by itself; 75, stopped by a signal; 1, a bug.
     """
     if restarts:
         from rollick.commands.supervise import supervise_train

@@ -44,14 +44,14 @@ from rollick.children.process_tree import (
 from rollick.commands.standby import Standby, start_run
 from rollick.config.load import load_recipe
 from rollick.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, WorkerLost
-from rollick.observe.faults import Fault, FaultLog, LostTime
-from rollick.observe.goodput import read_goodput
+from rollick.observe.faults import Fault, FaultLog, LostTime, read_faults
+from rollick.observe.goodput import Goodput, read_goodput
 from rollick.run_folder import RunFolder, refuse_existing_run
 
 LOG = logging.getLogger("rollick")
 
 FINAL_CODES = (0, EXIT_MISTAKE, EXIT_INTERRUPTED)
-"""Exit codes after which a restart is useless or unwanted."""
+"""Exit codes after which the run is not restarted."""
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
 KILL_TIMEOUT_S = 60.0
 """How long killed processes may take to end; a GPU driver can hold one for a while."""
@@ -121,14 +121,14 @@ class Signals:
     def wait_for_stop(self, timeout_s: float) -> bool:
         """Whether a stop was requested within the time."""
         deadline = time.monotonic() + timeout_s
-        while not self.stop_requested and (remaining_s := deadline - time.monotonic()) > 0:
-            self.wait(remaining_s)
+        while not self.stop_requested and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
         return self.stop_requested
 
 
 class RunSupervisor:
-    """Runs `command(resume)` and restarts it after crashes. Nothing else may start children of this
-    process meanwhile: all that did not exist when `run` was called are killed."""
+    """Runs `command(resume)` until it needs no restart. Nothing else may start children of this
+    process meanwhile: those that did not exist when `run` was called are killed."""
 
     def __init__(
         self,
@@ -145,8 +145,10 @@ class RunSupervisor:
         self._faults = FaultLog(folder, step=lambda: last_logged_step(folder) or 0)
         self._fault: Fault | None = None
         """The last crash, until the restarted run has made a step."""
-        self._lost_before = LostTime()
-        """The time that the run had lost before the last crash."""
+        self._time_before = Goodput()
+        """The run's time before the last crash."""
+        self._resumed_from = 0
+        """Step of the checkpoint that the run was started from."""
         self._memory_kills_before = 0
         self._stopped_since: float | None = None
         self._was_stopped = False
@@ -187,6 +189,7 @@ class RunSupervisor:
         """Start the run and wait for its end. Returns its exit code; -N if signal N killed it."""
         self._memory_kills_before = count_memory_kills()
         self._stopped_since, self._was_stopped = None, False
+        self._resumed_from = (self._checkpoint_step() or 0) if resume else 0
         process = self._standby.take() if self._standby and resume else None
         process = process or start_run(self._command(resume))
         signals.on_stop = process.send_signal
@@ -208,12 +211,30 @@ class RunSupervisor:
         if self._fault:
             cause = self._describe_exit(process.returncode)
             reason = f"the restarted run ended before a step: {cause}"
-            self._fault.give_up(reason, lost=self._lost_since_crash())
+            self._fault.give_up(reason, lost=self._time_lost_by(self._fault))
             self._fault = None
         return process.returncode
 
-    def _lost_since_crash(self) -> LostTime:
-        return read_lost_time(self._folder).since(self._lost_before)
+    def _time_lost_by(self, crash: Fault) -> LostTime:
+        """The time lost since the crash, without that of other faults."""
+        before, now = self._time_before, read_goodput(self._folder)
+        recover_s = now.seconds["recover"] - before.seconds["recover"]
+        redo_s = now.seconds["redo"] - before.seconds["redo"]
+        counted_from = before.last.at if before.last else 0.0
+        counted_to = now.last.at if now.last else 0.0
+        for fault in read_faults(self._folder):
+            repaired_at = fault.rejoined_at or 0.0
+            if fault.role == "controller" or not counted_from < repaired_at <= counted_to:
+                continue
+            if repaired_at > crash.failed_at:
+                recover_s, redo_s = recover_s - fault.recover_s, redo_s - fault.redo_s
+            else:  # The restarted run counted all time since the last row as redo.
+                redo_s -= min(fault.recover_s + fault.redo_s, repaired_at - counted_from)
+        return LostTime(max(0.0, recover_s), max(0.0, redo_s))
+
+    def _checkpoint_step(self) -> int | None:
+        store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
+        return store.newest_step()
 
     def _kill_if_stopped(self, process: subprocess.Popen[bytes]) -> None:
         now = time.monotonic()
@@ -227,15 +248,15 @@ class RunSupervisor:
             process.kill()
 
     def _check_progress(self, started_at: float) -> bool:
-        """Whether the process has logged a new step. If so, ends the last fault."""
-        metrics, resumed_from = self._folder / "metrics.jsonl", self._budget.last_step or 0
+        """Whether the process has logged a step of its own. Then the last crash is repaired."""
+        metrics = self._folder / "metrics.jsonl"
         if not metrics.exists() or metrics.stat().st_mtime < started_at:
             return False
-        if (last_logged_step(self._folder) or 0) <= resumed_from:
+        if (last_logged_step(self._folder) or 0) <= self._resumed_from:
             return False
         if self._fault is not None:
-            redone_steps = max(0, self._fault.step - resumed_from)
-            lost = self._lost_since_crash()
+            redone_steps = max(0, self._fault.step - self._resumed_from)
+            lost = self._time_lost_by(self._fault)
             self._fault.mark_rejoined(redone_steps=redone_steps, lost=lost)
             self._fault = None
         return True
@@ -243,8 +264,7 @@ class RunSupervisor:
     def _plan_restart(self, code: int) -> float | None:
         """Record the crash and announce the restart. Returns its delay, or None if the budget is
         spent."""
-        store = CheckpointStore(self._folder / "checkpoints", keep_last=1, keep_best=0)
-        step, cause = store.newest_step(), self._describe_exit(code)
+        step, cause = self._checkpoint_step(), self._describe_exit(code)
         kind = "hung" if self._was_stopped else "killed" if code < 0 else "raised"
         fault = self._faults.begin(
             "controller", 0, kind=kind, cause=cause, failed_at=self._failed_at
@@ -256,7 +276,7 @@ class RunSupervisor:
             fault.give_up(reason)
             LOG.error("the run crashed: %s; giving up: %s", cause, reason)
             return None
-        self._fault, self._lost_before = fault, read_lost_time(self._folder)
+        self._fault, self._time_before = fault, read_goodput(self._folder)
         when = f"in {delay_s:g} s" if delay_s else "now"
         LOG.warning(
             "the run crashed: %s, after step %d; restart %d of %d %s, from %s",
@@ -323,11 +343,6 @@ def find_unused_shared_memory() -> list[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unused.append(folder)
     return unused
-
-
-def read_lost_time(folder: Path) -> LostTime:
-    seconds = read_goodput(folder).seconds
-    return LostTime(seconds["recover"], seconds["redo"])
 
 
 def last_logged_step(folder: Path) -> int | None:

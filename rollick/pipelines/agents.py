@@ -88,7 +88,7 @@ class Agents:
             segments = (_prompt_segment(prompt, self.gateway.codec, sampling),)
             failure = result.failure or "it sent no request to the model"
             result = _ScriptResult("", failure, result.timed_out)
-        sample = _join(segments, uid, prompt, result.output)
+        sample = _join_segments(segments, uid, prompt, result.output)
         if not result.failure:
             return sample
         status = ScoreStatus.TIMEOUT if result.timed_out else ScoreStatus.FAILED
@@ -128,7 +128,9 @@ class Agents:
         return _ScriptResult(out.decode(errors="replace").strip()[:MAX_OUTPUT_CHARACTERS])
 
 
-def _join(segments: tuple[Segment, ...], uid: SampleId, prompt: Prompt, text: str) -> Sample:
+def _join_segments(
+    segments: tuple[Segment, ...], uid: SampleId, prompt: Prompt, text: str
+) -> Sample:
     """The segments, in order, as one sample with the stop reason of the last."""
     ends = np.cumsum([len(segment.token_ids) for segment in segments])
     return Sample(
@@ -148,6 +150,6 @@ def _join(segments: tuple[Segment, ...], uid: SampleId, prompt: Prompt, text: st
 def _prompt_segment(prompt: Prompt, codec: ChatCodec, sampling: Sampling) -> Segment:
     """The prompt without a response, for an agent that sent no request."""
     ids = codec.encode_prompt(prompt.turns)
-    versions, none = np.full(len(ids), NOT_SAMPLED, np.int32), np.zeros(len(ids), np.bool_)
+    versions, loss_mask = np.full(len(ids), NOT_SAMPLED, np.int32), np.zeros(len(ids), np.bool_)
     logprobs = np.zeros(len(ids), np.float32)
-    return Segment(ids, logprobs, versions, none, sampling, StopReason.STOP, text="", turns=0)
+    return Segment(ids, logprobs, versions, loss_mask, sampling, StopReason.STOP, text="", turns=0)

@@ -26,7 +26,7 @@ from rollick.infer.cancellation import cancel_tasks
 from rollick.observe.faults import Fault, FaultLog
 from rollick.pipelines.phases import Residency
 from rollick.pipelines.state import RunState
-from rollick.roles.engines import EngineGroup
+from rollick.roles.engines import EngineGroup, RemoteEngine
 from rollick.roles.publisher import Publisher
 from rollick.roles.worker_recovery import WorkerRecovery
 from rollick.rollout.scheduler import Rollout
@@ -46,6 +46,8 @@ class EngineRestarter(ABC):
     budget: int
     """Restarts left of engines with a dedicated host."""
     in_progress: int = field(default=0, init=False)
+    given_up: set[int] = field(default_factory=set[int], init=False)
+    """Ranks that are not restarted any more."""
 
     @abstractmethod
     async def rejoin(self, rank: int) -> None:
@@ -54,6 +56,11 @@ class EngineRestarter(ABC):
     @abstractmethod
     def on_given_up(self, rank: int) -> None:
         """Called when the engine is lost and is not restarted."""
+
+    def on_error(self, rank: int, error: Exception) -> None:
+        """Called when a bug ends the watch of an engine."""
+        LOG.error("%s %d is not restarted any more", self.group.role, rank, exc_info=error)
+        self.on_given_up(rank)
 
     @asynccontextmanager
     async def watch(self) -> AsyncGenerator[Self]:
@@ -70,11 +77,20 @@ class EngineRestarter(ABC):
         return self.in_progress > 0 or any(map(self._may_restart, range(self.group.ranks)))
 
     def _may_restart(self, rank: int) -> bool:
+        if rank in self.given_up:
+            return False
         if self.group.has_dedicated_host(rank):
             return self.budget > 0
         return self.recovery.can_repair(self._host(rank))
 
     async def _watch(self, rank: int) -> None:
+        try:
+            await self._restart_while_allowed(rank)
+        except Exception as error:  # Task boundary: nobody awaits this task.
+            self.given_up.add(rank)
+            self.on_error(rank, error)
+
+    async def _restart_while_allowed(self, rank: int) -> None:
         """Restart the engine each time it is lost, while the budget lasts."""
         fault: Fault | None = None
         while True:
@@ -90,6 +106,7 @@ class EngineRestarter(ABC):
             )
             if not self._may_restart(rank):
                 fault.give_up(f"the restarts are used up ({self.budget_setting})")
+                self.given_up.add(rank)
                 self.on_given_up(rank)
                 return
             self.in_progress += 1
@@ -118,24 +135,17 @@ class EngineRestarter(ABC):
 
 @dataclass(slots=True)
 class GeneratorRestarter(EngineRestarter):
-    budget_setting = "rollout.engine_restarts"
+    """Gives a new engine the current weights. Without a rollout, engines only validate."""
+
+    budget_setting = "cluster.restarts"
     publisher: Publisher
     state: RunState
-    rollout: Rollout
     residency: Residency
-    restarts: int = 0
+    restarts: int = field(default=0, init=False)
     """Engines that were restarted successfully."""
 
     def __post_init__(self) -> None:
-        self.rollout.fleet.may_gain_engine = self.may_gain_engine
         self.publisher.may_gain_engine = self.may_gain_engine
-
-    async def _watch(self, rank: int) -> None:
-        try:
-            await EngineRestarter._watch(self, rank)
-        except Exception as error:
-            # Task boundary: an error here ends the run and is reported as its cause.
-            self.rollout.fail(error)
 
     async def rejoin(self, rank: int) -> None:
         self.publisher.forget(rank)
@@ -150,9 +160,33 @@ class GeneratorRestarter(EngineRestarter):
                 engine.mark_lost(error)
                 raise
             await self.residency.restore_generator(rank)
-            self.rollout.fleet.add(engine)
+            self.on_rejoined(engine)
         self.restarts += 1
         LOG.warning("generator %d was restarted with version %d", rank, version)
+
+    def on_rejoined(self, engine: RemoteEngine) -> None:
+        """Called when the new engine has the current weights."""
+
+    def on_given_up(self, rank: int) -> None:
+        """A validation without engines raises."""
+
+
+@dataclass(slots=True)
+class RolloutRestarter(GeneratorRestarter):
+    """Restarts the engines of a rollout."""
+
+    budget_setting = "rollout.engine_restarts"
+    rollout: Rollout
+
+    def __post_init__(self) -> None:
+        GeneratorRestarter.__post_init__(self)
+        self.rollout.fleet.may_gain_engine = self.may_gain_engine
+
+    def on_rejoined(self, engine: RemoteEngine) -> None:
+        self.rollout.fleet.add(engine)
+
+    def on_error(self, rank: int, error: Exception) -> None:
+        self.rollout.fail(error)
 
     def on_given_up(self, rank: int) -> None:
         """End the run if the budget is spent, every engine is lost, and none is being restarted."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 from rollick.errors import EngineLost
 from rollick.pipelines.domains import validation_sampling
 from rollick.pipelines.open_run import OpenRun
+from rollick.roles.engines import RemoteEngine
 from rollick.rollout.sample_prompts import open_prompt_sampling
 from rollick.types import Group, Prompt
 
@@ -76,8 +77,8 @@ def wilson(mean: float, count: int) -> Estimate:
         return Estimate(nan, 0.0, 1.0)
     scale = 1 + Z95**2 / count
     centre = (mean + Z95**2 / (2 * count)) / scale
-    half = Z95 / scale * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    half_width = Z95 / scale * sqrt(mean * (1 - mean) / count + Z95**2 / (4 * count**2))
+    return Estimate(mean, max(0.0, centre - half_width), min(1.0, centre + half_width))
 
 
 def summarise(groups: Sequence[Group], *, pass_k: Sequence[int], threshold: float) -> EvalReport:
@@ -99,8 +100,8 @@ def _summarise(groups: Sequence[Group], pass_k: Sequence[int], threshold: float)
     passes = [[m.score.value >= threshold for m in g.members if m.score.ok] for g in groups]
     pass_at: dict[int, Estimate] = {}
     for k in pass_k:
-        chances = [pass_at_k(len(group), sum(group), k) for group in passes if len(group) >= k]
-        pass_at[k] = wilson(_mean(chances), len(chances))
+        values = [pass_at_k(len(group), sum(group), k) for group in passes if len(group) >= k]
+        pass_at[k] = wilson(_mean(values), len(values))
     return DomainResult(
         prompts=len(groups),
         samples=len(members),
@@ -147,21 +148,34 @@ def _metrics(prefix: str, result: DomainResult) -> dict[str, float]:
 async def evaluate_prompts(run: OpenRun, prompts: Sequence[Prompt]) -> EvalReport:
     """Sample and score the prompts. If all engines are lost meanwhile, it begins again when one was
     restarted."""
-    while True:
+    failure = EngineLost("all engines are lost", fix="check the log for why they died")
+    while engines := await _wait_for_engines(run):
         try:
-            return await _evaluate(run, prompts)
-        except EngineLost:
-            limit_s = run.recipe.cluster.place_timeout_s
-            if not await run.roles.generators.wait_for_engine(limit_s):
-                raise
+            return await _evaluate(run, prompts, engines)
+        except EngineLost as error:
+            failure = error
+    raise failure
 
 
-async def _evaluate(run: OpenRun, prompts: Sequence[Prompt]) -> EvalReport:
+async def _wait_for_engines(run: OpenRun) -> list[RemoteEngine]:
+    """The engines with the current weights; empty if there is none within the time limit."""
+    generators, limit_s = run.roles.generators, run.recipe.cluster.place_timeout_s
+    while await generators.wait_for_engine(limit_s):
+        # Held until a restarted engine, which is alive before that, has the current weights.
+        async with run.state.weights_lock:
+            if alive := generators.alive:
+                return alive
+    return []
+
+
+async def _evaluate(
+    run: OpenRun, prompts: Sequence[Prompt], engines: Sequence[RemoteEngine]
+) -> EvalReport:
     recipe, scoring = run.recipe, run.scoring
     config, sampling = recipe.evaluate, validation_sampling(recipe)
     async with open_prompt_sampling(
         prompts,
-        run.roles.generators.alive,
+        engines,
         samples=config.samples,
         episode=run.episodes.build(sampling, scoring.held_out, purpose="eval"),
         score=scoring.score_held_out,

@@ -18,7 +18,7 @@ from rollick.data.prompts import PromptStream
 from rollick.observe.goodput import State, TimeAccount
 from rollick.pipelines.checkpoints import PipelineState
 from rollick.pipelines.domains import group_filter, training_sampling
-from rollick.pipelines.engine_restarts import GeneratorRestarter
+from rollick.pipelines.engine_restarts import RolloutRestarter
 from rollick.pipelines.open_run import OpenRun
 from rollick.rollout.deps import RolloutDeps, SavedRollout
 from rollick.rollout.event_loop import LagMeter
@@ -36,7 +36,7 @@ class GroupSource:
     prompts: PromptStream
     journal: Journal
     lag: LagMeter
-    restarter: GeneratorRestarter
+    restarter: RolloutRestarter
 
     async def take(self) -> list[Group]:
         """Wait for a batch of groups. All groups scored meanwhile, dropped ones too, affect the
@@ -52,7 +52,8 @@ class GroupSource:
         for engine in self.restarter.group.engines:
             for number in numbers:
                 if fleet.engines[number] is engine:
-                    cause = f"decodes at {fleet.speeds.share(number):.0%} of the others' speed"
+                    speed = fleet.speeds.relative_speed(number)
+                    cause = f"decodes at {speed:.0%} of the median speed"
                     self.restarter.faults.begin("generators", engine.rank, kind="slow", cause=cause)
 
     def metrics(self) -> dict[str, float]:
@@ -61,7 +62,7 @@ class GroupSource:
             "controller/engine_restarts": float(self.restarter.restarts),
         }
         if len(self.rollout.fleet.engines) > 1:
-            engines["speed/slow_engines"] = float(len(self.rollout.fleet.speeds.slow))
+            engines["speed/slow_engines"] = float(len(self.rollout.fleet.speeds.slow_workers))
         return {**self.rollout.stats.metrics, **self.prompts.metrics(), **engines}
 
 
@@ -84,7 +85,7 @@ async def open_group_source(
         async with (
             LagMeter.open(lambda: state.phase, warn=warn) as lag,
             _open_rollout(run, prompts, journal, restored) as rollout,
-            GeneratorRestarter(
+            RolloutRestarter(
                 group=run.roles.generators,
                 recovery=run.recovery,
                 faults=run.telemetry.faults,

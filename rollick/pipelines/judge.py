@@ -54,13 +54,14 @@ class JudgeRestarter(EngineRestarter):
     async def generate(self, request: Request) -> Completion:
         """On the engine with the fewest requests; again if that engine is lost."""
         while True:
-            self.changed.clear()
             try:
                 return await self.group.sample(request)
             except EngineLost:
-                if not self.group.alive and not self.may_gain_engine():
-                    raise
-                await self.changed.wait()
+                while not self.group.alive:
+                    if not self.may_gain_engine():
+                        raise
+                    self.changed.clear()
+                    await self.changed.wait()
 
     @contextmanager
     def activity(self, label: str, *, limit_s: float = 0.0) -> Generator[None]:

@@ -31,7 +31,7 @@ from rollick.pipelines.phases import phase
 from rollick.pipelines.state import INTERRUPTIBLE, HeldOutScore, RunResult
 from rollick.pipelines.step_guard import StepGuard
 from rollick.roles.handles import Policy
-from rollick.rollout.engine_speeds import MIN_TOKENS, EngineSpeeds
+from rollick.rollout.relative_speeds import MIN_TOKENS, RelativeSpeeds
 from rollick.types import Prompt
 
 LOG = logging.getLogger("rollick")
@@ -48,7 +48,7 @@ class RankSpeeds:
     adapts: bool
     """Whether slow ranks get less work. Not in deterministic mode: the division of a batch decides
     how its sums are rounded."""
-    speeds: EngineSpeeds = field(default_factory=EngineSpeeds)
+    speeds: RelativeSpeeds = field(default_factory=RelativeSpeeds)
 
     def __post_init__(self) -> None:
         for rank in range(self.policy.ranks):
@@ -62,8 +62,7 @@ class RankSpeeds:
             # The same work on each rank counts like the same number of tokens.
             self.speeds.observe(rank, tokens=MIN_TOKENS, seconds=seconds)
         for rank in self.speeds.end_step():
-            share = self.speeds.share(rank)
-            cause = f"computes at {share:.0%} of the others' speed"
+            cause = f"computes at {self.speeds.relative_speed(rank):.0%} of the median speed"
             self.faults.begin("policy", rank, kind="slow", cause=cause)
             work = "; it gets less work" if self.adapts else ""
             LOG.warning("rank %d of the policy %s%s", rank, cause, work)
@@ -73,7 +72,7 @@ class RankSpeeds:
     def metrics(self) -> dict[str, float]:
         if self.policy.ranks < 2:
             return {}
-        return {"speed/slow_ranks": float(len(self.speeds.slow))}
+        return {"speed/slow_ranks": float(len(self.speeds.slow_workers))}
 
 
 class Pipeline(ABC, Generic[R]):
@@ -90,7 +89,7 @@ class Pipeline(ABC, Generic[R]):
         self.publisher = run.publisher
         dumps, faults = run.state.folder.dumps, run.telemetry.faults
         self.guard = StepGuard(run.recipe, dumps, faults, run.recovery)
-        self.guard.recall(run.telemetry.log.history)
+        self.guard.restore_history(run.telemetry.log.history)
         adapts = not run.recipe.run.deterministic
         self.ranks = RankSpeeds(run.roles.policy, faults, adapts)
 
@@ -111,8 +110,8 @@ class Pipeline(ABC, Generic[R]):
         if recipe.needs("old"):
             batch = replace(batch, old_logprobs_N=await roles.policy.logprobs(batch))
         if recipe.needs("reference"):
-            own = roles.policy.reference_logprobs
-            reference = own if recipe.policy_is_reference else roles.reference.logprobs
+            of_policy = roles.policy.reference_logprobs
+            reference = of_policy if recipe.policy_is_reference else roles.reference.logprobs
             batch = replace(batch, reference_logprobs_N=await reference(batch))
         if recipe.needs("teacher"):
             batch = replace(batch, teacher_logprobs_N=await roles.teacher.logprobs(batch))
@@ -168,8 +167,8 @@ class RunLoop(Generic[R]):
         except RollickError:
             # For example, every group of a solved task has zero variance. An error of the save
             # must not hide this one.
-            is_good = not self.pipeline.guard.is_troubled
-            if is_good and self.state.step and self.state.phase in INTERRUPTIBLE:
+            is_healthy = not self.pipeline.guard.has_bad_steps
+            if is_healthy and self.state.step and self.state.phase in INTERRUPTIBLE:
                 self.pipeline.undo_failed_step()
                 with suppress(RollickError):
                     await self._save(self.telemetry.log.last)
@@ -186,7 +185,9 @@ class RunLoop(Generic[R]):
             began = time.time()
             report = await state.until_stopped(self.pipeline.step(), timeout_s=self._time_left())
             if report is None:
-                if not state.stop.is_set():  # The samples of a cut step would delay a validation.
+                if (
+                    not state.stop.is_set()
+                ):  # An interrupted step's samples would delay a validation.
                     self._end_for_time_limit()
                 break
             state.step += 1
@@ -194,13 +195,13 @@ class RunLoop(Generic[R]):
             measured = self.pipeline.measure(report)
             await self.pipeline.ranks.measure()
             self.checkpoints.recovery.finish_step(
-                amortise=not self.pipeline.generates, hold=self.pipeline.guard.is_troubled
+                amortise=not self.pipeline.generates, hold=self.pipeline.guard.has_bad_steps
             )
             if self._time_left(after_s=time.time() - began) == 0:
                 self._end_for_time_limit()
             metrics = await self._record(measured)
             await self.pipeline.write_outputs(report)
-            if self._checkpoint_is_due() and not self.pipeline.guard.is_troubled:
+            if self._checkpoint_is_due() and not self.pipeline.guard.has_bad_steps:
                 try:
                     await self._save(metrics, in_background=True)
                 except CheckpointError as error:  # For example, a full disk.

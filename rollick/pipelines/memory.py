@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("rollick")
 
 GB = 1e9
-TRAINS: Mapping[RoleName, str] = {"policy": "train", "critic": "train_critic"}
+TRAINING_PHASES: Mapping[RoleName, str] = {"policy": "train", "critic": "train_critic"}
 """The phase in which a role is trained; other phases only run its forward pass."""
 
 Shapes = Mapping[str, ModelShape]
@@ -78,7 +78,7 @@ class PhaseMemory:
     host: HostSpec
     phase: str
     bytes: dict[RoleName, int]
-    """At the most."""
+    """Upper bounds."""
     least: int = 0
     snapshots: int = 0
     """Bytes of the controller's memory for the snapshots of this process."""
@@ -149,7 +149,7 @@ def describe_memory(rows: Sequence[PhaseMemory]) -> str:
         least, most = _gb(row.least), _gb(row.total)
         key = (most if least == most else f"{least} to {most}", parts or "-")
         tables.setdefault(row.host.index, {}).setdefault(key, []).append(row.phase)
-    lines = [("memory", "phase", "GB", "of which, at the most")]
+    lines = [("memory", "phase", "GB", "of which, at most")]
     for table in {str(table): table for table in tables.values()}.values():
         hosts = numbers_to_ranges([host for host, other in tables.items() if other == table])
         for (size, parts), phases in table.items():
@@ -181,20 +181,20 @@ def _bounds(
     if rank.role == "judge" and (judge := recipe.judge) is not None:  # It never sleeps.
         parameters = shapes[judge.path].parameters
         return _engine_bounds(judge, shapes, host, parameters, judge.slots * judge.max_length)
-    lends = rank.role == "policy" and _shares_weights(recipe, host)
+    is_shared = rank.role == "policy" and _shares_weights(recipe, host)
     footprint = _footprint(recipe, shapes, host, rank.role)
     idle = footprint.idle
     if rank in plan.sleeps:
-        asleep = footprint.weights if lends else 0
+        asleep = footprint.weights if is_shared else 0
         return Bounds(asleep, asleep)
     if rank.role not in plan.phase.uses:
         return Bounds(idle, idle)
-    if TRAINS.get(rank.role) == plan.phase.name:
+    if TRAINING_PHASES.get(rank.role) == plan.phase.name:
         return Bounds(footprint.training_without_tokens, footprint.training)
     if plan.phase.name != "publish":
         return Bounds(idle, footprint.scoring)
     # The learner holds one more copy while it publishes to other processes of its machine.
-    publishing = idle + (0 if lends else footprint.weights)
+    publishing = idle + (0 if is_shared else footprint.weights)
     return Bounds(publishing, publishing)
 
 
@@ -226,7 +226,7 @@ def _snapshot_bytes(recipe: Recipe, shapes: Shapes, host: HostSpec) -> int:
     if recipe.cluster.backend == "inline" or not recipe.checkpoint.snapshot:
         return 0
     size = 0
-    for role in TRAINS:
+    for role in TRAINING_PHASES:
         if role in host.roles:
             footprint = _footprint(recipe, shapes, host, role)
             # A float32 parameter is its own master.
@@ -312,12 +312,12 @@ class MemoryWatch:
         if self.rows:
             LOG.info("%s", describe_memory(self.rows))
         # The role that was built first on a host measures its process.
-        first = [
+        role_ranks = [
             min(host.role_ranks, key=lambda r: BUILD_ORDER.index(r.role))
             for host in roles.device_map.hosts()
         ]
         # Inline, all roles share one process.
-        self._role_ranks = first[:1] if recipe.cluster.backend == "inline" else first
+        self._role_ranks = role_ranks[:1] if recipe.cluster.backend == "inline" else role_ranks
 
     async def metrics(self) -> dict[str, float]:
         """Predicted and measured peaks so far, in GB; skips lost generators."""

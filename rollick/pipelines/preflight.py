@@ -54,8 +54,8 @@ def check_machine(loaded: LoadedRecipe) -> list[Problem]:
     context = Context(loaded.recipe, loaded.source, loaded.base_dir)
     packages = list(check_packages(context))
     hub = [*_check_models(context), *_check_datasets(context)]
-    found = [*hub, *packages, *_check_gpus(context), *_check_folder(context)]
-    return list(dict.fromkeys(found))
+    problems = [*hub, *packages, *_check_gpus(context), *_check_folder(context)]
+    return list(dict.fromkeys(problems))
 
 
 def check_rows(
@@ -85,16 +85,15 @@ def check_memory(loaded: LoadedRecipe, rows: Sequence[PhaseMemory]) -> list[Prob
                 needs.append((f"{host.device} needs", least, gpus.get(host.device.index)))
     fix = "use a smaller model, train.lora, or more devices with train.strategy=fsdp"
     if bounds.snapshots:
-        without = f"checkpoint.snapshot=false, which saves {bounds.snapshots / GB:.3g} GB"
-        fix = f"{fix}; or {without}"
+        fix += f"; or checkpoint.snapshot=false, which saves {bounds.snapshots / GB:.3g} GB"
     return [
         context.problem(
             "model.path",
-            f"{who} at least {least / GB:.3g} GB, and there are {there / GB:.3g} GB",
+            f"{subject} at least {least / GB:.3g} GB, and there are {available / GB:.3g} GB",
             fix,
         )
-        for who, least, there in needs
-        if there is not None and least > there
+        for subject, least, available in needs
+        if available is not None and least > available
     ]
 
 
@@ -148,9 +147,9 @@ def _check_gpus(context: Context) -> Problems:
     missing = [index for index in needed if index >= count] if is_inline else needed[count:]
     for role, text in recipe.devices.model_dump().items():
         devices = parse_devices(text) if text is not None else ()
-        lacking = [d.index for d in devices if d.kind == "cuda" and d.index in missing]
-        if lacking:
-            yield context.problem(("devices", role), *_describe_missing_gpus(lacking, count))
+        missing_here = [d.index for d in devices if d.kind == "cuda" and d.index in missing]
+        if missing_here:
+            yield context.problem(("devices", role), *_describe_missing_gpus(missing_here, count))
 
 
 def _describe_missing_gpus(missing: Sequence[int], count: int) -> tuple[str, str]:
@@ -159,8 +158,8 @@ def _describe_missing_gpus(missing: Sequence[int], count: int) -> tuple[str, str
         return f"{names}: the installed torch is built for CPUs only", "use cpu, or another torch"
     if count == 0:
         return f"{names}: this machine has no GPU", "use cpu"
-    have = "GPU 0" if count == 1 else f"GPUs 0-{count - 1}"
-    return f"{names}: this machine has {have} only", f"use {have.split()[1]}, or cpu"
+    existing = "GPU 0" if count == 1 else f"GPUs 0-{count - 1}"
+    return f"{names}: this machine has {existing} only", f"use {existing.split()[1]}, or cpu"
 
 
 def _check_folder(context: Context) -> Problems:

@@ -1,6 +1,6 @@
 """Ends a run that can no longer end itself: its event loop is blocked, or a stop takes too long.
 
-    signal ──> RunGuard (a thread) ──> asyncio            the usual way: the run saves and stops
+    signal ──> RunGuard (a thread) ──> asyncio            normally: the run saves and stops
                   │ stop_grace_s after the signal          exit 75: the last checkpoint counts
                   │ Ray on this machine is stopped, or     exit 69: --resume continues
                   │ a call of Ray blocks the event loop
@@ -39,12 +39,12 @@ LOG = logging.getLogger("rollick")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RAY_PROGRAMS = ("raylet", "gcs_server")
 RAY_FOLDER = f"{os.sep}ray{os.sep}"
-LOOK_S = 1.0
-"""How often the guard looks for a reason to end the run."""
+CHECK_EVERY_S = 1.0
+"""How often the guard checks whether the run is stuck."""
 STOPPED_S = 10.0
 """How long a process of Ray may be stopped before the run ends."""
 KILL_TIMEOUT_S = 10.0
-PREPARED: set[ProcessId] = set()
+PREPARED_PROCESSES: set[ProcessId] = set()
 """Processes that were started ahead for the run (standby.py), and belong to it."""
 
 
@@ -61,7 +61,9 @@ class RunGuard:
     signalled_at: float | None = None
     loop_seen_at: float = 0.0
     stopped_since: float | None = None
-    _earlier: set[ProcessId] = field(default_factory=lambda: find_descendants() - PREPARED)
+    _earlier: set[ProcessId] = field(
+        default_factory=lambda: find_descendants() - PREPARED_PROCESSES
+    )
     """Processes that do not belong to the run."""
 
     def end_if_stuck(self) -> None:
@@ -133,7 +135,7 @@ def guard_run(
     finally:
         ended.set()
         current = signal.set_wakeup_fd(-1)
-        # Another one was set meanwhile, or none, because the last handler was removed: it stays.
+        # Keep another descriptor that was set meanwhile, or -1 if the last handler was removed.
         restored = asyncio_fd if current == writer else current
         signal.set_wakeup_fd(restored, warn_on_full_buffer=False)
         os.write(writer, b"\0")
@@ -149,13 +151,13 @@ def _watch(
     loop: asyncio.AbstractEventLoop,
     ended: threading.Event,
 ) -> None:
-    def see_loop() -> None:
+    def record_loop_time() -> None:
         guard.loop_seen_at = guard.clock()
 
     poll = select.poll()  # Not select(), which cannot wait for descriptors above 1023.
     poll.register(reader, select.POLLIN)
     while not ended.is_set():
-        if poll.poll(1000 * LOOK_S):
+        if poll.poll(1000 * CHECK_EVERY_S):
             numbers = os.read(reader, 4096)  # Python writes each signal's number as a byte.
             if guard.signalled_at is None and any(number in STOP_SIGNALS for number in numbers):
                 guard.signalled_at = guard.clock()
@@ -164,7 +166,7 @@ def _watch(
                     os.write(asyncio_fd, numbers)
             continue
         with suppress(RuntimeError):  # The loop is closed.
-            loop.call_soon_threadsafe(see_loop)
+            loop.call_soon_threadsafe(record_loop_time)
         guard.end_if_stuck()
 
 
@@ -172,11 +174,11 @@ def _ray_call_of_main_thread() -> str | None:
     """The call of rollick that is inside Ray on the main thread; None if it is not in Ray."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage] (documented)
     frame = frames.get(threading.main_thread().ident or 0)
-    inside = False
+    is_in_ray = False
     while frame is not None:
         path = frame.f_code.co_filename
-        if inside and f"{os.sep}rollick{os.sep}" in path:
+        if is_in_ray and f"{os.sep}rollick{os.sep}" in path:
             return f"{Path(path).name}:{frame.f_lineno}"
-        inside = inside or RAY_FOLDER in path
+        is_in_ray = is_in_ray or RAY_FOLDER in path
         frame = frame.f_back
-    return "Ray" if inside else None
+    return "Ray" if is_in_ray else None

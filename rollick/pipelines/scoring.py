@@ -105,8 +105,8 @@ async def open_scoring(
                 judge = await stack.enter_async_context(opening)
             in_process: dict[str, InProcessReward] = {}
             if roles.reward_model.ranks:
-                opened = RewardModelClient.open(roles.reward_model, recipe)
-                in_process["model"] = (await stack.enter_async_context(opened)).score
+                opening = RewardModelClient.open(roles.reward_model, recipe)
+                in_process["model"] = (await stack.enter_async_context(opening)).score
             opening = RewardPool.open(
                 _reward_functions(recipe, objects, without=in_process),
                 processes=recipe.rewards.processes,
@@ -125,5 +125,7 @@ def _reward_functions(
 ) -> dict[str, RewardFn | str]:
     """The rewards of all domains by name: user functions, or names to import."""
     names = sorted({reward.name for reward in recipe.all_rewards} - set(without))
-    own = {name: objects.rewards.get(name.removeprefix("object:")) for name in names if ":" in name}
-    return {name: own.get(name) or name for name in names}
+    functions = {
+        name: objects.rewards.get(name.removeprefix("object:")) for name in names if ":" in name
+    }
+    return {name: functions.get(name) or name for name in names}

@@ -1,8 +1,7 @@
-"""Prepares this process for a run that it may have to continue: imports, Ray, worker processes.
+"""Prepares this process to resume a run: imports, Ray, worker processes.
 
 The supervisor keeps such a process (commands/supervise.py). When the run crashes, the prepared one
-resumes it: what is left is to build the models and to restore the checkpoint. No device memory is
-used before.
+builds the models, restores the checkpoint and resumes it. It uses no device memory before.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from rollick.cluster.machine import raise_open_files_limit
 from rollick.config.load import LoadedRecipe
 from rollick.config.names import resolve
 from rollick.pipelines.open_run import role_specs, worker_environment, worker_threads
-from rollick.pipelines.run_guard import PREPARED
+from rollick.pipelines.run_guard import PREPARED_PROCESSES
 
 
 def prepare_run(loaded: LoadedRecipe) -> None:
@@ -31,4 +30,4 @@ def prepare_run(loaded: LoadedRecipe) -> None:
     modules = modules_of(role_specs(loaded, device_map, None))
     plan = WorkerPlan(worker_threads(recipe), worker_environment(recipe), modules)
     prepare_workers([host.device.kind for host in device_map.hosts()], recipe.cluster, plan)
-    PREPARED.update(find_descendants() - earlier)
+    PREPARED_PROCESSES.update(find_descendants() - earlier)

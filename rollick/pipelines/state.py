@@ -55,7 +55,7 @@ class HeldOutScore:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run left. `str(result)` describes it in a few lines."""
+    """The result of a run. `str(result)` describes it in a few lines."""
 
     folder: Path
     step: int
@@ -84,10 +84,10 @@ class RunResult:
         """The validation with the highest pass@1; of equals the one with the highest score, then
         the newer one."""
 
-        def rank(one: HeldOutScore) -> tuple[float, float, int]:
-            return one.pass_at_1, one.score, one.step
+        def sort_key(held_out: HeldOutScore) -> tuple[float, float, int]:
+            return held_out.pass_at_1, held_out.score, held_out.step
 
-        return max(self.held_out, key=rank, default=None)
+        return max(self.held_out, key=sort_key, default=None)
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: step {self.step}"]
@@ -107,9 +107,9 @@ class RunResult:
         shown = {"best": best, "last": self.held_out[-1]}
         if self.held_out[0].step == 0:
             shown = {"before": self.held_out[0], **shown}
-        rows = {"score": {name: one.score for name, one in shown.items()}}
-        if any(one.score != one.pass_at_1 for one in shown.values()):
-            rows["pass@1"] = {name: one.pass_at_1 for name, one in shown.items()}
+        rows = {"score": {name: each.score for name, each in shown.items()}}
+        if any(each.score != each.pass_at_1 for each in shown.values()):
+            rows["pass@1"] = {name: each.pass_at_1 for name, each in shown.items()}
         return [
             f"  {f'held-out {label}':<17}"
             + " → ".join(
@@ -122,8 +122,8 @@ class RunResult:
 class RunInterrupted(SystemExit):
     """A signal stopped the run, which saved first. Ends a script or a sweep with exit code 75.
 
-    It is no Exception, so that a sweep which goes on after a failed run ends too. Catch it to go
-    on; `result` is the run so far, and `resume=True` continues it.
+    It is not an Exception, so that it also ends a sweep that continues after failed runs. Catch it
+    to continue; `result` is the run so far, and `resume=True` continues it.
     """
 
     def __init__(self, result: RunResult) -> None:
@@ -161,19 +161,19 @@ class RunState:
         """
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self.stop.wait())
-        cut = False
+        was_interrupted = False
         try:
             first = asyncio.FIRST_COMPLETED
             await asyncio.wait({task, stopped}, timeout=timeout_s, return_when=first)
             if not task.done() and self.phase in INTERRUPTIBLE:
-                cut = task.cancel()
+                was_interrupted = task.cancel()
             await asyncio.wait({task})
         finally:
             stopped.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-        return None if cut and task.cancelled() else task.result()
+        return None if was_interrupted and task.cancelled() else task.result()
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Guards a run against steps that break the model: not finite, exploding, or of a collapsed policy.
 
-    check(report, batch) after each training -> N troubled steps in a row -> roll back, at most
-    train.rollbacks times -> go on with new batches; else the run ends with an error
+    check(report, batch) after each training -> N bad steps in a row -> roll back, at most
+    train.rollbacks times -> continue with new batches; else the run ends with an error
 
-While steps are troubled, no snapshot is taken. The first troubled step was computed with the
-weights of the newest snapshot, which may be broken already: a rollback restores the one before it.
+While steps are bad, no snapshot is taken. The first bad step was computed with the weights of the
+newest snapshot, which may be broken already: a rollback restores the one before it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from rollick.types import RoleName
 
 LOG = logging.getLogger("rollick")
 
-MIN_SIGNAL = 1e-6
-"""Smallest advantage that is a reason to learn."""
-MIN_TROUBLED_AT_END = 2
-"""A run whose last steps, at least so many in a row, were troubled ends with an error."""
+MIN_ADVANTAGE = 1e-6
+"""A smaller advantage gives no gradient worth comparing."""
+MIN_BAD_STEPS_AT_END = 2
+"""A run that ends with so many bad steps in a row ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _TroubledStep:
+class _BadStep:
     number: int
     batch: Batch
     trouble: str
+    """What is wrong with it."""
     detected_at: float
 
 
@@ -54,57 +55,57 @@ class StepGuard:
         self._faults = faults
         self._recovery = recovery
         self._health: dict[RoleName, StepHealth] = {"policy": StepHealth(), "critic": StepHealth()}
-        self._troubled: dict[RoleName, list[_TroubledStep]] = {"policy": [], "critic": []}
-        """Each role's latest steps in a row that were troubled."""
-        self._calm: Counter[RoleName] = Counter()
-        """Steps since each role's last troubled one."""
+        self._bad_steps: dict[RoleName, list[_BadStep]] = {"policy": [], "critic": []}
+        """The consecutive bad steps of each role, up to the newest step."""
+        self._healthy_steps: Counter[RoleName] = Counter()
+        """Steps since each role's last bad one."""
 
-    def recall(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Learn from a resumed run's earlier steps what is usual; `rows`: their metrics."""
+    def restore_history(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Restore the usual values from the metrics of a resumed run's earlier steps."""
         self._health["policy"].examine_rows(rows)
 
     @property
-    def is_troubled(self) -> bool:
-        return any(self._troubled.values())
+    def has_bad_steps(self) -> bool:
+        return any(self._bad_steps.values())
 
     def check(
         self, report: TrainReport | CriticReport, batch: Batch, *, role: RoleName = "policy"
     ) -> None:
-        """Record whether the step was troubled. Raises if there were too many in a row, and they
-        cannot be undone."""
+        """Record the step if it is bad. Raises if there are too many in a row, and they cannot be
+        undone."""
         signals = _signals(report, batch)
         if signals is None:
             return
         trouble = self._health[role].examine(signals)
-        troubled = self._troubled[role]
+        bad_steps = self._bad_steps[role]
         if not trouble:
-            self._calm[role] += 1
-            if signals.is_evidence or self._calm[role] >= self._train.max_skipped_steps:
-                troubled.clear()
+            self._healthy_steps[role] += 1
+            if signals.is_evidence or self._healthy_steps[role] >= self._train.max_skipped_steps:
+                bad_steps.clear()
             return
-        self._calm[role] = 0
-        cause = f"{trouble}, in {len(troubled) + 1} steps in a row"
+        self._healthy_steps[role] = 0
+        cause = f"{trouble} (bad step {len(bad_steps) + 1} in a row)"
         if not signals.changed:
             cause += ": nothing was trained"
         kind = "exploded" if signals.changed else "not_finite"
         fault = self._faults.begin(role, 0, kind=kind, cause=cause)
         fault.mark_rejoined()
-        troubled.append(_TroubledStep(fault.step + 1, batch, trouble, fault.detected_at))
+        bad_steps.append(_BadStep(fault.step + 1, batch, trouble, fault.detected_at))
         LOG.warning("a step of the %s went wrong: %s", role, cause)
-        if len(troubled) >= self._train.max_skipped_steps and (why := self._cannot_roll_back()):
+        if len(bad_steps) >= self._train.max_skipped_steps and (why := self._cannot_roll_back()):
             raise self._error(role, why)
 
     async def roll_back_if_due(self, step: int) -> bool:
-        """Undo the steps if too many in a row were troubled. Returns whether that was done: then
-        the weights must be published, and what the old ones generated must be dropped."""
+        """Undo the steps if too many in a row are bad. Returns whether it rolled back. The caller
+        must then publish the weights and drop samples of the undone versions."""
         limit = self._train.max_skipped_steps
         roles: Sequence[RoleName] = [
-            r for r, steps in self._troubled.items() if len(steps) >= limit
+            r for r, steps in self._bad_steps.items() if len(steps) >= limit
         ]
         if not roles:
             return False
-        cause, path = self._describe(roles[0]), self._quarantine()
-        first = self._troubled[roles[0]][0]
+        cause, path = self._describe(roles[0]), self._dump_batches()
+        first = self._bad_steps[roles[0]][0]
         fault = self._faults.begin(
             roles[0], 0, kind="rolled_back", cause=cause, failed_at=first.detected_at
         )
@@ -115,42 +116,42 @@ class StepGuard:
             "%s: rolled back by %d steps at step %d (%d of %d rollbacks); the batches are in %s",
             *(cause, undone, step, self.rollbacks, self._train.rollbacks, path),
         )
-        for troubled in self._troubled.values():
-            troubled.clear()
+        for bad_steps in self._bad_steps.values():
+            bad_steps.clear()
         return True
 
     def check_end(self) -> None:
         """Raises if the run would end with a model that its last steps broke."""
-        for role, troubled in self._troubled.items():
-            if len(troubled) >= min(MIN_TROUBLED_AT_END, self._train.max_skipped_steps):
-                raise self._error(role, "the run is over")
+        for role, bad_steps in self._bad_steps.items():
+            if len(bad_steps) >= min(MIN_BAD_STEPS_AT_END, self._train.max_skipped_steps):
+                raise self._error(role, "the run has ended")
 
     def _cannot_roll_back(self) -> str:
         """Why the steps cannot be undone; empty if they can."""
         if self.rollbacks >= self._train.rollbacks:
-            return f"the run may roll back {self._train.rollbacks} times (train.rollbacks)"
+            return f"it already rolled back {self.rollbacks} times, the limit (train.rollbacks)"
         return self._recovery.cannot_roll_back()
 
     def _error(self, role: RoleName, why: str) -> RollickError:
-        path, section = self._quarantine(), "critic" if role == "critic" else "train"
+        path, section = self._dump_batches(), "critic" if role == "critic" else "train"
         return RollickError(
             f"{self._describe(role)}; they cannot be undone: {why}",
-            fix=f"the batches are in {path}; lower {section}.optimizer.lr or look at their scores, "
-            "and resume from a checkpoint of a step before",
+            fix=f"lower {section}.optimizer.lr and resume from an earlier checkpoint; the batches "
+            f"are in {path}",
         )
 
     def _describe(self, role: RoleName) -> str:
-        troubled = self._troubled[role]
-        steps = f"{len(troubled)} steps in a row"
-        if all("not finite" in step.trouble for step in troubled):
+        bad_steps = self._bad_steps[role]
+        steps = f"{len(bad_steps)} steps in a row"
+        if all("not finite" in step.trouble for step in bad_steps):
             return f"{steps} had a non-finite gradient in the {role}"
-        return f"{steps} broke the {role}: {troubled[-1].trouble}"
+        return f"{steps} broke the {role}: {bad_steps[-1].trouble}"
 
-    def _quarantine(self) -> Path:
-        """Write the batches of the troubled steps; returns their folder."""
+    def _dump_batches(self) -> Path:
+        """Write the batches of the bad steps. Returns their folder."""
         path = self._dumps / "troubled_steps"
-        for role, troubled in self._troubled.items():
-            for step in troubled:
+        for role, bad_steps in self._bad_steps.items():
+            for step in bad_steps:
                 folder = path / f"{role}-{step.number:06d}"
                 folder.mkdir(parents=True, exist_ok=True)
                 save_batch(folder / "batch", step.batch)
@@ -167,7 +168,7 @@ def _signals(report: TrainReport | CriticReport, batch: Batch) -> StepSignals | 
     return StepSignals(
         report.grad_norm,
         report.loss,
-        has_signal=bool(np.any(np.abs(batch.advantages_N) > MIN_SIGNAL)),
+        has_signal=bool(np.any(np.abs(batch.advantages_N) > MIN_ADVANTAGE)),
         changed=report.changed,
         entropy=means.get("entropy"),
         mismatch_kl=means.get("mismatch_kl"),

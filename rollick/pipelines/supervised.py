@@ -23,6 +23,7 @@ from rollick.data.batch import Batch
 from rollick.data.collate import Example, examples_to_batch
 from rollick.data.prompt_rows import AnswerKind
 from rollick.pipelines.checkpoints import PipelineState
+from rollick.pipelines.engine_restarts import GeneratorRestarter
 from rollick.pipelines.loop import Pipeline, RunLoop
 from rollick.pipelines.open_run import OpenRun, open_run
 from rollick.pipelines.phases import phase
@@ -46,7 +47,8 @@ class SupervisedPipeline(Pipeline[TrainReport]):
     async def step(self) -> TrainReport:
         batch = await self.draw()
         batch = await self.annotate(batch)
-        return await self.train(batch)
+        async with self.state.weights_lock:
+            return await self.train(batch)
 
     async def draw(self) -> Batch:
         """The next batch: the answers of `train.batch_size` prompts, a group for each prompt."""
@@ -77,10 +79,10 @@ class SupervisedPipeline(Pipeline[TrainReport]):
         return report
 
     async def prepare_validation(self) -> None:
-        """Send the current weights to the engines."""
-        async with self.phases.enter("publish"):
+        """Send the current weights to the engines. One that is being restarted gets them later."""
+        async with self.phases.enter("publish"), self.state.weights_lock:
             self.state.version = PolicyVersion(self.state.step)
-            await self.publisher.publish(self.state.version)
+            await self.publisher.publish_to_alive(self.state.version)
 
     def measure(self, report: TrainReport) -> dict[str, float]:
         return report.metrics()
@@ -98,4 +100,13 @@ async def run_supervised(
         if resume and (checkpoint := run.checkpoints.latest()):
             restored = await run.checkpoints.restore(checkpoint)
             pipeline.prompts.restore(restored.values["prompts"])
-        return await RunLoop(run, pipeline).run()
+        async with GeneratorRestarter(
+            group=run.roles.generators,
+            recovery=run.recovery,
+            faults=run.telemetry.faults,
+            budget=run.recipe.cluster.restarts,
+            publisher=run.publisher,
+            state=run.state,
+            residency=run.phases.residency,
+        ).watch():
+            return await RunLoop(run, pipeline).run()

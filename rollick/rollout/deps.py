@@ -27,15 +27,15 @@ class RolloutDeps:
     score: Callable[[Sample], Awaitable[Score]]
     stuck_after_s: float
     score_limit_s: float = 0.0
-    """Time limit of one reward. A wait for samples being scored counts as stuck that much later."""
+    """Time limit of one reward. Added to `stuck_after_s` while samples are being scored."""
     drop_reason: Callable[[Group], str | None] | None = None
     """Returns why a group is not trained on, or None to keep it."""
     on_group_scored: Callable[[Group], None] | None = None
     """Called once for each group: when scored, or without members if a staleness rule drops it."""
     on_progress: Callable[[int, int], None] | None = None
-    """Called with (scored samples of groups that were not dropped, samples per step)."""
+    """Called with (scored samples that are not yet in a batch, samples per step)."""
     record_event: Callable[[Event], None] | None = None
-    """Called with every ledger event that is written to its log."""
+    """Called with each ledger event that is logged."""
     record_span: RecordSpan | None = None
     find_prompt: Callable[[str], Prompt] | None = None
     """Returns a prompt by its uid, to start the groups of `SavedRollout.started` again."""
@@ -52,14 +52,15 @@ class SavedRollout:
     groups: Iterable[Group] = ()
     """What `Rollout.untrained` returned."""
     started: Iterable[tuple[int, str]] = ()
-    """(group id, prompt uid) of groups that were started after the checkpoint, by the log."""
+    """(group id, prompt uid) of groups that were started after the checkpoint, according to the
+    event log."""
 
 
 def make_ledger(deps: RolloutDeps) -> Ledger:
     config, rule = deps.config, StalenessRule(deps.config.staleness_rule)
-    groups, staleness = config.groups_per_step, config.max_staleness
+    groups_per_step, max_staleness = config.groups_per_step, config.max_staleness
     return Ledger(
-        StalenessPolicy(groups, staleness, rule, config.surplus_groups),
+        StalenessPolicy(groups_per_step, max_staleness, rule, config.surplus_groups),
         config.group_size,
         spares=config.spare_samples,
         drops_allowed=config.drops_allowed,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rollick.errors import EngineLost
 from rollick.infer.engine import InferenceClient
-from rollick.rollout.engine_speeds import EngineSpeeds
+from rollick.rollout.relative_speeds import RelativeSpeeds
 from rollick.rollout.request_queue import QueueOrder, RequestNeeds, RequestQueue
 from rollick.rollout.router import Router
 from rollick.rollout.unchecked import UncheckedSamples
@@ -37,7 +37,7 @@ class Fleet:
         checks: bool = True,
     ) -> None:
         """`launch(uid, engine)` starts a submitted sample. `engine_queue`: see Router. `checks`:
-        whether samples are noted for `check_engines`."""
+        whether samples are recorded for `check_engines`."""
         self.engines: dict[int, InferenceClient] = {}
         self.is_open = False
         self.may_gain_engine: Callable[[], bool] = lambda: False
@@ -47,7 +47,7 @@ class Fleet:
         engine or the last one ends."""
         self._activity = (False, False)
         self.router = Router(engine_queue=engine_queue)
-        self.speeds = EngineSpeeds()
+        self.speeds = RelativeSpeeds()
         self.unchecked = UncheckedSamples()
         self.queue = RequestQueue()
         self._order: QueueOrder = order
@@ -122,8 +122,8 @@ class Fleet:
         self.dispatch()
 
     def completed(self, number: int, request: Request, completion: Completion) -> None:
-        """A request ended with tokens: notes that its sample is unchecked, and counts its time for
-        the speed of its engine."""
+        """Record a request that ended with tokens: its sample is unchecked, and its time counts
+        for the speed of its engine."""
         self.unchecked.record(number, request.uid)
         earlier = request.continue_from
         # The first token is that of the prefill.
@@ -145,8 +145,8 @@ class Fleet:
         for number in self.engines:
             self.router.set_weight(number, self.speeds.weight(number))
         for number in newly_slow:
-            text = "engine %d decodes at %.0f%% of the others' speed; it gets less work"
-            LOG.warning(text, number, 100 * self.speeds.share(number))
+            text = "engine %d decodes at %.0f%% of the median speed; it gets less work"
+            LOG.warning(text, number, 100 * self.speeds.relative_speed(number))
         return newly_slow
 
     def end_sample(self, uid: SampleId) -> None:
@@ -198,5 +198,5 @@ class Fleet:
     def engine(self, number: int) -> InferenceClient:
         """The engine with this number; raises EngineLost if it was removed."""
         if number not in self.engines:
-            raise EngineLost(f"engine {number} is gone")
+            raise EngineLost(f"engine {number} left the fleet")
         return self.engines[number]

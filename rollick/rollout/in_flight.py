@@ -95,8 +95,8 @@ class InFlightSample:
         self._completion = completion
 
     def needs_of(self, request: Request) -> RequestNeeds:
-        """What a request needs. Its KV cache is where the last one was, unless that was aborted:
-        then its tokens are prefilled again on any engine with room."""
+        """What a request needs. Its KV cache is on the engine of the last one, unless that was
+        aborted: then its tokens are prefilled again on any engine with room."""
         tokens = len(request.token_ids) + self._samples.predict(self.prompt)
         session = str(self.uid) if request.continue_from is None else None
         return RequestNeeds(self._samples.ledger.deadline(self.uid.group), tokens, session)
@@ -250,12 +250,12 @@ class InFlightSamples:
             self._fleet.submit(uid, RequestNeeds(self.ledger.deadline(uid.group), tokens, str(uid)))
 
     def end(self, sample: InFlightSample) -> None:
-        """Its task ends; the fleet releases what it still holds."""
+        """The task of the sample ends: release what it holds on the fleet."""
         if self._samples.get(sample.uid) is sample:
             del self._samples[sample.uid]
         self._fleet.end_sample(sample.uid)
         if sample.is_deferred:
-            self._stopping -= Counter([sample.uid.group])  # drops groups at 0
+            self._stopping -= Counter([sample.uid.group])  # Removes groups at 0.
 
     def cancel(self, uids: Iterable[SampleId]) -> None:
         """Remove these from the queue, or cancel their tasks."""
@@ -292,7 +292,7 @@ class InFlightSamples:
         return on_engines
 
     async def abort_deferred(self, samples: Iterable[InFlightSample]) -> None:
-        """Aborts these on their engines and waits for their tasks; then cancels what is left."""
+        """Aborts these on their engines and waits for their tasks; then cancels the others."""
         tasks = {sample.uid: sample.task for sample in samples if sample.task is not None}
         engine_of = {uid: n for uid, n in self._fleet.engine_of.items() if uid in tasks}
         await self._abort(engine_of, list(tasks.values()))

@@ -1,8 +1,8 @@
-"""Predicts how many tokens a sample will have, from earlier samples. Pure.
+"""Predicts how many tokens a sample will have, from earlier samples.
 
-Lengths are taken as log-normal. A domain has a location m and a variance v of the logarithm; v is
-split into w, the spread of the samples of one prompt, and b = v - w, the spread of the prompts. A
-prompt whose n samples have the mean log-length p is expected at
+Lengths are assumed to be log-normal. A domain has a location m and a variance v of the logarithm;
+v is split into w, the spread of the samples of one prompt, and b = v - w, the spread of the
+prompts. A prompt whose n samples have the mean log-length p is expected at
 
     m + s (p - m)    with s = n b / (n b + w)    and a remaining variance of w + (1 - s) b
 
@@ -78,22 +78,22 @@ class LengthPredictor:
 
     def update(self, prompt_uid: str, domain: str, tokens: int) -> None:
         value = log(max(1, tokens))
-        known = self._prompts.get(prompt_uid)
+        prompt = self._prompts.get(prompt_uid)
         if domain not in self._domains:
             self._domains[domain] = _Domain(samples=1, mean=log(self._initial))
-        self._domains[domain].add(value, known)
-        earlier, mean = known or (0, value)
+        self._domains[domain].add(value, prompt)
+        earlier, mean = prompt or (0, value)
         samples = min(earlier + 1, PROMPT_MEMORY)
         self._prompts[prompt_uid] = _Prompt(samples, round(mean + (value - mean) / samples, DIGITS))
         self._prompts.move_to_end(prompt_uid)
         self._evict()
 
     def predict(self, prompt_uid: str, domain: str) -> float:
-        known = self._domains.get(domain)
-        if known is None:
+        moments = self._domains.get(domain)
+        if moments is None:
             return self._initial
-        within, between = known.spreads()
-        location, prompt = known.mean, self._prompts.get(prompt_uid)
+        within, between = moments.spreads()
+        location, prompt = moments.mean, self._prompts.get(prompt_uid)
         if prompt is not None and between > 0:
             trust = prompt.samples * between / (prompt.samples * between + within)
             location += trust * (prompt.mean - location)
@@ -103,7 +103,7 @@ class LengthPredictor:
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON."""
         return {
-            "domains": {name: list(astuple(known)) for name, known in self._domains.items()},
+            "domains": {name: list(astuple(moments)) for name, moments in self._domains.items()},
             "prompts": list(self._prompts),
             "samples": [prompt.samples for prompt in self._prompts.values()],
             "means": [prompt.mean for prompt in self._prompts.values()],

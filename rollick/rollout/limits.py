@@ -1,4 +1,4 @@
-"""The conditions under which a rollout stops with an error. Pure."""
+"""The conditions under which a rollout stops with an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollick.types import Group, PolicyVersion, SampleId
 def check_step(
     window: StepWindow, config: RolloutConfig, step: int, *, has_batch: bool, exhausted: bool
 ) -> None:
-    """Raises if too many scores of a step failed, or if no batch can ever come (`exhausted`)."""
+    """Raises if too many scores of a step failed, or if no batch can follow (`exhausted`)."""
     full_step = config.groups_per_step * config.group_size
     # Failed scores are counted when the step ends; earlier only if a full step's all failed.
     is_counted = has_batch or exhausted or window.failed == window.scored >= full_step
@@ -70,8 +70,8 @@ def _no_signal_error(window: StepWindow) -> NoSignalError:
         f"mean score {window.mean_score:.3g} (dropped: {reasons})",
         fix="near 0 the task is too hard or the reward never fires: try easier prompts, a larger "
         "rollout.group_size or a higher temperature; near its maximum the task is learned; if all "
-        "answers are equal, the policy may be dead: lower train.optimizer.lr, and resume from an "
-        "earlier checkpoint",
+        "answers are equal, the policy may have collapsed: lower train.optimizer.lr, and resume "
+        "from an earlier checkpoint",
     )
 
 

@@ -1,4 +1,4 @@
-"""The queue of requests: which of them goes to an engine next. Pure.
+"""The queue of requests: which of them goes to an engine next.
 
 A request is one generation of a sample, so a sample has at most one request here. The order is
 
@@ -8,8 +8,8 @@ A request is one generation of a sample, so a sample has at most one request her
     length     with order "longest", the longest first, so that it does not end the step alone
     id
 
-A removed request stays in the heap until it comes up; the heap is rebuilt when more than half of
-its entries were removed. So a call costs O(log requests), amortised.
+A removed request stays in the heap until it reaches the top; the heap is rebuilt when more than
+half of its entries were removed. So a call costs O(log requests), amortised.
 """
 
 from __future__ import annotations

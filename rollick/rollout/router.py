@@ -1,4 +1,4 @@
-"""The router: which engine a request goes to, and how many an engine is sent. Pure.
+"""The router: which engine a request goes to, and how many an engine is sent.
 
     choose(uid) -> engine    reserves the tokens that the request is expected to hold there
     release(uid, load)       gives them back; a load snapshot also adapts the engine's limit
@@ -6,7 +6,7 @@
 An engine decodes `slots` sequences at once. A few more queue inside the engine, so that a free slot
 is refilled without a round trip; others wait here, for whichever engine is free first.
 
-An engine that decodes slower than the others has a *weight* below 1 (engine_speeds.py): it counts
+An engine that decodes slower than the others has a *weight* below 1 (relative_speeds.py): it counts
 as that much fuller, and fewer requests queue inside it.
 
 If the KV cache is smaller than what the slots can fill, a *limit* below the slots holds: it grows
@@ -14,7 +14,7 @@ with each request that ends while the cache has room, and shrinks when the cache
 engine decodes whatever it is sent, up to its slots, so it is sent no more than its limit.
 
 The least loaded engine is on top of a heap. A change of an engine pushes a new entry; the old one
-is dropped when it comes up, so each event costs O(log engines), amortised.
+is dropped when it reaches the top, so each event costs O(log engines), amortised.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ GROWTH = 0.125
 """How much a limit grows for each request that ends: by an eighth in the time of one generation,
 since a further request fills its part of the cache only when it is long."""
 SHRINK = 0.75
-NEARLY_USED = 0.75
+MIN_LIMIT_USE = 0.75
 """A limit grows only if this share of it was used: an idle engine does not test its limit."""
-MEAN_OVER = 256
+MEAN_WINDOW = 256
 """Requests over which the mean length is taken."""
-OUTLIER = 8.0
-"""A request counts in the mean as at most this many mean ones."""
-DRIFT = 1.25
+MAX_MEAN_LENGTHS = 8.0
+"""A request counts in the mean as at most this many mean lengths."""
+MAX_DRIFT = 1.25
 """All engines' loads are recomputed when the mean length has changed by this factor."""
 
 
@@ -66,32 +66,32 @@ class _EngineState:
     """Our requests on the engine, with the tokens reserved for each."""
     tokens: int = 0
     """The sum of `held`."""
-    others: int = 0
+    num_others: int = 0
     """Requests of the last snapshot that are not ours."""
     ended: int = 0
     """Our requests that ended since the last snapshot."""
     ended_tokens: int = 0
     peak: int = 0
     """The most requests held at once since the last snapshot."""
-    grown: float = 0.0
-    """How far the limit grew before `was_full`."""
+    grown_limit: float = 0.0
+    """The limit to which it grew before `was_full`."""
     was_full: bool = False
     """Whether the cache has ever been nearly full."""
-    shrunk: bool = False
+    just_shrunk: bool = False
     """Whether nothing has ended since the limit shrank."""
-    alive: bool = True
+    is_active: bool = True
     entry: int = -1
     """Number of its current heap entry; older entries are outdated."""
 
     @property
-    def whole_limit(self) -> float:
-        """The limit as a whole number (or infinite)."""
+    def integer_limit(self) -> float:
+        """The limit rounded down, or infinite."""
         return self.limit if self.limit == inf else int(self.limit)
 
     @property
     def would_queue(self) -> bool:
         """Whether one request more would wait inside the engine."""
-        return len(self.held) >= self.whole_limit
+        return len(self.held) >= self.integer_limit
 
     def start_limit(self, mean: float) -> None:
         """Until the cache has been nearly full once, the limit is the slots, or the requests of
@@ -99,18 +99,18 @@ class _EngineState:
         if not self.was_full:
             load = self.load
             cached = load.kv_capacity / mean if load.kv_capacity and mean else inf
-            self.limit = max(1.0, min(float(load.slots) or inf, cached), self.grown)
+            self.limit = max(1.0, min(float(load.slots) or inf, cached), self.grown_limit)
 
-    def room(self, engine_queue: float) -> float:
+    def capacity(self, engine_queue: float) -> float:
         """How many of our requests it may hold. A stale snapshot must not block it."""
         slots, extra = self.load.slots, engine_queue * self.weight
-        return slots + int(extra * slots) if slots and self.limit >= slots else self.whole_limit
+        return slots + int(extra * slots) if slots and self.limit >= slots else self.integer_limit
 
-    def fill(self, mean: float) -> float:
+    def fill_ratio(self, mean: float) -> float:
         """Expected KV tokens relative to the capacity of an engine with its weight; requests of
         others count as mean ones."""
         load = self.load
-        expected = max(self.tokens + self.others * mean, load.kv_tokens - self.ended_tokens)
+        expected = max(self.tokens + self.num_others * mean, load.kv_tokens - self.ended_tokens)
         return expected / (self.weight * (load.kv_capacity or max(1, load.slots) * mean))
 
 
@@ -133,20 +133,20 @@ class Router:
         self._margin = margin
         self._remembered = remembered
         self._mean = mean_tokens
-        self._seen = MEAN_OVER if mean_tokens else 0
+        self._num_requests = MEAN_WINDOW if mean_tokens else 0
         self._loads_mean = mean_tokens or 1.0
-        """The mean length with which the loads in the heap were computed (see DRIFT)."""
+        """The mean length with which the loads in the heap were computed (see MAX_DRIFT)."""
         self._engines: dict[int, _EngineState] = {}
         self._engine_of: dict[SampleId, _EngineState] = {}
-        self._sessions: OrderedDict[str, _EngineState] = OrderedDict()
-        self._homes: OrderedDict[int, _EngineState] = OrderedDict()
+        self._engine_of_session: OrderedDict[str, _EngineState] = OrderedDict()
+        self._engine_of_group: OrderedDict[int, _EngineState] = OrderedDict()
         self._heap: list[tuple[bool, float, int, int, _EngineState]] = []
         self._entries = count()
 
     def add(self, engine: int, load: EngineLoad) -> None:
         if engine in self._engines:
             raise RouterError(f"engine {engine} was added already")
-        state = _EngineState(engine, load, others=load.running + load.waiting)
+        state = _EngineState(engine, load, num_others=load.running + load.waiting)
         state.start_limit(self._mean)
         self._engines[engine] = state
         self._rank(state)
@@ -156,7 +156,7 @@ class Router:
         state = self._engines.pop(engine, None)
         if state is None:
             return frozenset()
-        state.alive = False
+        state.is_active = False
         for uid in state.held:
             del self._engine_of[uid]
         return frozenset(state.held)
@@ -164,8 +164,8 @@ class Router:
     def choose(self, uid: SampleId, *, session: str | None, tokens: int) -> int | None:
         """Reserve `tokens` (prompt and predicted) on an engine; None if all are full. In this
         order: the engine that has the session's cache while it has room, the group's engine while
-        it is hardly fuller than another, an engine with a free slot, any with room in its queue; of
-        several the least full, of equals the first."""
+        it is at most `margin` fuller than another, an engine with a free slot, any with room in
+        its queue; of several the least full, of equals the first."""
         if uid in self._engine_of:
             raise RouterError(f"{uid} is on engine {self._engine_of[uid].number} already")
         state = self._choose_engine(uid.group, session)
@@ -175,12 +175,13 @@ class Router:
         state.held[uid] = tokens = max(1, tokens)
         state.tokens += tokens
         state.peak = max(state.peak, len(state.held))
-        self._learn(tokens)
+        self._update_mean(tokens)
         self._rank(state)
         if session is not None:
-            self._keep(self._sessions, session, state)
-        home = self._homes.get(uid.group)
-        self._keep(self._homes, uid.group, home if home and home.alive else state)
+            self._remember(self._engine_of_session, session, state)
+        first = self._engine_of_group.get(uid.group)
+        first = first if first and first.is_active else state
+        self._remember(self._engine_of_group, uid.group, first)
         return state.number
 
     def release(self, uid: SampleId, *, tokens: int, load: EngineLoad | None = None) -> None:
@@ -192,7 +193,7 @@ class Router:
         state.ended += 1
         state.ended_tokens += tokens
         if load is not None:
-            self._correct(state, load)
+            self._update_load(state, load)
         self._rank(state)
 
     def set_weight(self, engine: int, weight: float) -> None:
@@ -203,10 +204,10 @@ class Router:
             self._rank(state)
 
     def end_session(self, session: str) -> None:
-        self._sessions.pop(session, None)
+        self._engine_of_session.pop(session, None)
 
     def end_group(self, group: int) -> None:
-        self._homes.pop(group, None)
+        self._engine_of_group.pop(group, None)
 
     @property
     def has_room(self) -> bool:
@@ -214,45 +215,45 @@ class Router:
         return self._least() is not None
 
     def in_flight(self, engine: int) -> int:
-        """How many of our requests an engine holds; 0 if it is not there."""
+        """How many of our requests an engine holds; 0 if it was removed."""
         return len(self._engines[engine].held) if engine in self._engines else 0
 
     def limit(self, engine: int) -> float:
         """Requests that an engine is to decode at once, a whole number of at least 1; infinite
-        while nothing is known of its size, 0 if it is not there."""
-        return self._engines[engine].whole_limit if engine in self._engines else 0
+        while nothing is known of its size, 0 if it was removed."""
+        return self._engines[engine].integer_limit if engine in self._engines else 0
 
-    def _correct(self, state: _EngineState, load: EngineLoad) -> None:
+    def _update_load(self, state: _EngineState, load: EngineLoad) -> None:
         old, state.load = state.load, load
         if old.kv_capacity and load.kv_capacity:
             self._adapt(state, old)
         else:
-            state.grown, state.was_full = 0.0, False
+            state.grown_limit, state.was_full = 0.0, False
             state.start_limit(self._mean)
-        state.others = max(0, load.running + load.waiting - len(state.held))
+        state.num_others = max(0, load.running + load.waiting - len(state.held))
         state.ended = state.ended_tokens = 0
         state.peak = len(state.held)
 
     def _choose_engine(self, group: int, session: str | None) -> _EngineState | None:
-        sticky = None if session is None else self._sessions.get(session)
-        if sticky is not None and self._has_room(sticky):
-            return sticky
-        least, home = self._least(), self._homes.get(group)
-        if least is None or home is None or not self._has_room(home):
+        session_engine = None if session is None else self._engine_of_session.get(session)
+        if session_engine is not None and self._has_room(session_engine):
+            return session_engine
+        least, group_engine = self._least(), self._engine_of_group.get(group)
+        if least is None or group_engine is None or not self._has_room(group_engine):
             return least
-        if home.would_queue and not least.would_queue:
+        if group_engine.would_queue and not least.would_queue:
             return least
-        difference = home.fill(self._loads_mean) - least.fill(self._loads_mean)
-        return home if difference <= self._margin else least
+        difference = group_engine.fill_ratio(self._loads_mean) - least.fill_ratio(self._loads_mean)
+        return group_engine if difference <= self._margin else least
 
     def _has_room(self, state: _EngineState) -> bool:
-        return state.alive and len(state.held) < state.room(self._engine_queue)
+        return state.is_active and len(state.held) < state.capacity(self._engine_queue)
 
     def _least(self) -> _EngineState | None:
         heap = self._heap
         while heap:
             *_, entry, state = heap[0]
-            if state.alive and entry == state.entry:
+            if state.is_active and entry == state.entry:
                 return state
             heappop(heap)
         return None
@@ -262,18 +263,19 @@ class Router:
         state.entry = next(self._entries)
         if not self._has_room(state):
             return
-        fill = state.fill(self._loads_mean)
+        fill = state.fill_ratio(self._loads_mean)
         heappush(self._heap, (state.would_queue, fill, state.number, state.entry, state))
-        # Old entries of loaded engines never come up: remove them before they are many.
+        # Old entries of loaded engines never reach the top: remove them before they are many.
         if len(self._heap) > 64 + 4 * len(self._engines):
-            self._heap = [item for item in self._heap if item[4].alive and item[3] == item[4].entry]
+            self._heap = [e for e in self._heap if e[4].is_active and e[3] == e[4].entry]
             heapify(self._heap)
 
-    def _learn(self, tokens: int) -> None:
-        self._seen = min(self._seen + 1, MEAN_OVER)
-        counted = min(tokens, OUTLIER * self._mean) if self._mean else tokens
-        self._mean += (counted - self._mean) / self._seen
-        if self._loads_mean / DRIFT <= self._mean <= self._loads_mean * DRIFT and self._seen > 1:
+    def _update_mean(self, tokens: int) -> None:
+        self._num_requests = min(self._num_requests + 1, MEAN_WINDOW)
+        counted = min(tokens, MAX_MEAN_LENGTHS * self._mean) if self._mean else tokens
+        self._mean += (counted - self._mean) / self._num_requests
+        least, most = self._loads_mean / MAX_DRIFT, self._loads_mean * MAX_DRIFT
+        if least <= self._mean <= most and self._num_requests > 1:
             return
         self._loads_mean = self._mean
         for state in self._engines.values():
@@ -284,20 +286,22 @@ class Router:
         load, max_limit = state.load, state.load.slots or inf
         fill = load.kv_tokens / load.kv_capacity
         preempted = load.preempted > old.preempted
-        state.shrunk = state.shrunk and not state.ended
+        state.just_shrunk = state.just_shrunk and not state.ended
         # A smaller limit takes effect only when requests have ended: until then it is kept.
-        is_effective = len(state.held) <= state.room(self._engine_queue)
+        is_effective = len(state.held) <= state.capacity(self._engine_queue)
         if preempted or fill > HIGH_CACHE:
-            if is_effective and (preempted or not state.shrunk):
+            if is_effective and (preempted or not state.just_shrunk):
                 state.limit = max(1.0, min(state.limit, max_limit) * SHRINK)
-                state.was_full = state.shrunk = True
-        elif fill < LOW_CACHE and state.ended and state.peak >= NEARLY_USED * state.whole_limit:
-            state.grown = state.limit = state.limit + GROWTH * state.ended
-        state.grown = min(state.grown, max_limit)
+                state.was_full = state.just_shrunk = True
+        elif fill < LOW_CACHE and state.ended and state.peak >= MIN_LIMIT_USE * state.integer_limit:
+            state.grown_limit = state.limit = state.limit + GROWTH * state.ended
+        state.grown_limit = min(state.grown_limit, max_limit)
         state.limit = min(state.limit, max_limit)
 
-    def _keep(self, kept: OrderedDict[_Key, _EngineState], key: _Key, state: _EngineState) -> None:
-        kept[key] = state
-        kept.move_to_end(key)
-        if len(kept) > self._remembered:
-            kept.popitem(last=False)
+    def _remember(
+        self, engines: OrderedDict[_Key, _EngineState], key: _Key, state: _EngineState
+    ) -> None:
+        engines[key] = state
+        engines.move_to_end(key)
+        if len(engines) > self._remembered:
+            engines.popitem(last=False)

@@ -180,7 +180,7 @@ class Rollout:
     def reset_step_counters(self) -> None:
         """Reset what can stop a run (drops, failed scores) and drop groups that a lost server left
         without scores, so that a checkpoint saved after such a stop can be resumed."""
-        self._remove(self.ledger.drop_groups(self._scored.unavailable(), "unavailable"))
+        self._remove(self.ledger.drop_groups(self._scored.find_unavailable(), "unavailable"))
         self.ledger.reset_drops()
         self._window = StepWindow()
 
@@ -246,7 +246,7 @@ class Rollout:
         self._samples.submit(group.unfinished(), group.prompt)
 
     def _next_prompt(self) -> Prompt:
-        """The next prompt; in a resumed run first those of the groups started before."""
+        """The next prompt; in a resumed run, first those of groups started after the checkpoint."""
         uid, find = self.ledger.next_prompt_uid, self._deps.find_prompt
         return self._deps.next_prompt() if uid is None or find is None else find(uid)
 
@@ -276,7 +276,7 @@ class Rollout:
         except asyncio.CancelledError:
             if not in_flight.is_cancelled:
                 raise
-        except Exception as error:  # The boundary of a task: take() raises the first error.
+        except Exception as error:  # Task boundary: take() raises the first error.
             self.fail(error)
         finally:
             self._samples.end(in_flight)
@@ -305,7 +305,7 @@ class Rollout:
             deps.on_group_scored(group)
         reason = deps.drop_reason(group) if deps.drop_reason else None
         if reason is None:
-            self._scored.keep(group)
+            self._scored.complete(group)
             self._cancel(self.ledger.complete(uid))
         else:
             self._scored.remove(uid)
@@ -353,7 +353,7 @@ class Rollout:
         self._window.deferred_tokens += in_flight.tokens
         try:
             self._admit()
-        except Exception as error:  # The boundary of a task, as in _run.
+        except Exception as error:  # Task boundary, as in _run.
             self.fail(error)
 
     def _cancel(self, uids: Sequence[SampleId]) -> None:

@@ -54,13 +54,13 @@ class ScoredGroups:
         """The group with its members so far, ordered by id."""
         return self._complete.get(uid) or self._open[uid].group()
 
-    def keep(self, group: Group) -> None:
+    def complete(self, group: Group) -> None:
         """Mark an open group as complete and store its final members."""
         del self._open[group.uid]
         self._complete[group.uid] = group
 
-    def unavailable(self) -> list[int]:
-        """The groups with a sample that was not scored because a server did not answer."""
+    def find_unavailable(self) -> list[int]:
+        """Ids of the groups with a sample that was not scored because a server did not answer."""
         groups = [*self._complete.values(), *(each.group() for each in self._open.values())]
         missing = ScoreStatus.UNAVAILABLE
         return [g.uid for g in groups if any(m.score.status is missing for m in g.members)]

@@ -81,11 +81,11 @@ class StepWindow:
         self.reward_seconds += reward_s
         self._answers[f"{stable_hash(sample.text.strip()):x}"] += 1
         self._repeated += repeated_share(sample.text[-REPETITION_CHARACTERS:])
-        of_domain = self.domain_sums[sample.prompt.domain]
-        of_domain["scored"] += 1
-        of_domain["tokens"] += sample.response_length
-        of_domain["truncated"] += sample.truncated
-        of_domain["failed"] += not score.ok
+        domain_sums = self.domain_sums[sample.prompt.domain]
+        domain_sums["scored"] += 1
+        domain_sums["tokens"] += sample.response_length
+        domain_sums["truncated"] += sample.truncated
+        domain_sums["failed"] += not score.ok
         if score.ok:
             self._scores[sample.prompt.domain].append(score.value)
             for name, value in score.parts.items():
@@ -180,7 +180,7 @@ class StepWindow:
             "rollout/kept_cache_tokens": sum(m.sample.kept_cache_tokens for m in members),
             "rollout/long_groups": len(long),
             "rollout/long_length": _mean(list(compress(lengths, is_long))),
-            "rollout/other_length": _mean(list(compress(lengths, [not one for one in is_long]))),
+            "rollout/other_length": _mean(list(compress(lengths, [not flag for flag in is_long]))),
         }
 
     def _domain_metrics(self, batch: Sequence[Group]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from rollick.infer.engine import InferenceClient, SupportsWeightCheck
 from rollick.types import SampleId
 
 DAMAGED = "damaged_engine"
-"""Why groups are dropped that have tokens of an engine with damaged weights."""
+"""Drop reason of groups with tokens of an engine whose weights are damaged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,8 @@ class _Engine:
 
 
 class UncheckedSamples:
-    """Keeps engines that have left the fleet: a result of theirs may arrive later."""
+    """Unchecked samples by engine. Engines that left the fleet are kept: their results may arrive
+    later."""
 
     def __init__(self) -> None:
         self._engines: dict[int, _Engine] = {}

@@ -1,10 +1,10 @@
 """Failures of a run of days or weeks, on two assumptions about their repair. No process, no device.
 
     restart all   every failure ends the run, which restarts from its newest checkpoint
-    rebuild part  a lost engine is replaced while the others go on; a lost learner is rebuilt from
-                  the snapshot on its host; only if that host is lost too, the run restarts
+    rebuild part  a lost engine is replaced while the others continue; a lost learner is rebuilt
+                  from the snapshot on its host; only if that host is lost too, the run restarts
 
-Failures are a Poisson process over all devices. A failure during a repair begins the repair again.
+Failures are a Poisson process over all devices. A failure during a repair restarts the repair.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SimulatedRun:
     run: LongRun
     random: Random = field(compare=False)
     progress_s: float = 0.0
-    """That survived."""
+    """Progress that was not lost."""
     save_s: float = 0.0
     recover_s: float = 0.0
     redo_s: float = 0.0

@@ -1,4 +1,4 @@
-"""The jobs of a simulated engine and its prefix cache, in numbers of tokens. Pure."""
+"""The jobs of a simulated engine and its prefix cache, in numbers of tokens."""
 
 from __future__ import annotations
 

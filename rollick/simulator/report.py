@@ -1,4 +1,4 @@
-"""The report of a simulated run: step time, utilisation, causes of idle time, bias. Pure.
+"""The report of a simulated run: step time, utilisation, causes of idle time, bias.
 
 The trainer's idle time is attributed to the sample that it waited for last: to the stages of that
 sample (generating, in an environment, being scored) while the trainer waited. The engines' idle

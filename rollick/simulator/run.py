@@ -59,14 +59,14 @@ STUCK_AFTER_S = 1e7
 """Virtual seconds without any event before a run counts as stuck."""
 
 TRAINING_PARTS = 20
-"""Parts of a training step, each with the slowdown at its begin."""
+"""Parts of a training step, each with the slowdown at its beginning."""
 
 SYNCHRONOUS_SHARE = 0.7
 """Share of a synchronous step that is rollout, if the scenario does not give training costs."""
 
 
 def simulate(scenario: Scenario, timeline: SlotTimeline | None = None) -> Report:
-    """Fills the timeline, if given, which observe/report.py draws."""
+    """Run the simulation. Fills `timeline`, which observe/report.py draws."""
     return run_virtual(Simulation(scenario, timeline).run())
 
 
@@ -83,8 +83,8 @@ def set_rollout_share(scenario: Scenario, share: float) -> Scenario:
     devices = {"train_token_s": 0.0, "train_base_s": 0.0, "transfer_s": 0.0, "publish_s": 0.0}
     report = simulate(make_synchronous(scenario).change(devices=devices))
     train_s = report.seconds * (1 - share) / share
-    each = train_s * scenario.devices.count / report.tokens
-    return scenario.change(devices={"train_token_s": each, "train_base_s": 0.0})
+    token_s = train_s * scenario.devices.count / report.tokens
+    return scenario.change(devices={"train_token_s": token_s, "train_base_s": 0.0})
 
 
 def add_training_cost(scenario: Scenario) -> Scenario:
@@ -102,7 +102,7 @@ class Simulation:
         self.waits = WaitAttribution()
         self.trained: list[SampleId] = []
         self.ended_groups: list[int] = []
-        """Those that were trained or dropped."""
+        """Groups that were trained on or dropped."""
         self.timeline = timeline
         self.snapshots: list[PhaseSnapshot] = []
         self.engines: list[SimulatedEngine] = []
@@ -123,7 +123,7 @@ class Simulation:
                 await self._step()
             if recorder is not None:
                 recorder.cancel()
-            # Started and not trained on, so they count in the bias.
+            # They were started and not trained on, so they count in the bias.
             self.ended_groups += (group.uid for group in self.rollout.ledger.deferred_groups())
         size = scenario.rollout.group_size + scenario.rollout.spare_samples
         started = [SampleId(group, n) for group in self.ended_groups for n in range(size)]
@@ -201,7 +201,7 @@ class Simulation:
             context += len(completion.token_ids)
             parts.append(completion.versions)
         assert completion is not None
-        sample = _sample(uid, prompt, completion, np.concatenate(parts))
+        sample = _make_sample(uid, prompt, completion, np.concatenate(parts))
         if not kept:
             return sample
         flags = np.zeros(context, np.bool_)
@@ -232,8 +232,8 @@ class Simulation:
         self._snapshot("done", groups=groups)
 
     async def _train(self, groups: Sequence[Group]) -> None:
-        """Takes its time by the tokens, those of prompts included. Engines that share cores or
-        memory with the trainer are slower meanwhile, and slow it down."""
+        """Wait as long as training on all tokens takes, prompts included. Engines that share cores
+        or memory with the trainer are slower meanwhile, and slow it down."""
         devices, contention = self.scenario.devices, self.scenario.devices.contention
         tokens = sum(sample.length for group in groups for sample in group.samples)
         seconds = devices.train_base_s + devices.train_token_s / devices.trainers * tokens
@@ -242,8 +242,8 @@ class Simulation:
             engine.slow_down(contention)
         parts, busy_s = TRAINING_PARTS if slowed_engines else 1, 0.0
         for _ in range(parts):
-            computing = any(engine.load().running for engine in slowed_engines)
-            part_s = seconds / parts * (contention if computing else 1.0)
+            are_computing = any(engine.load().running for engine in slowed_engines)
+            part_s = seconds / parts * (contention if are_computing else 1.0)
             busy_s += part_s
             await asyncio.sleep(part_s)
         self.trainer_busy_s += busy_s
@@ -322,7 +322,7 @@ class Simulation:
             await asyncio.sleep(self.timeline.every_s)
 
 
-def _sample(uid: SampleId, prompt: Prompt, last: Completion, versions: IntArray) -> Sample:
+def _make_sample(uid: SampleId, prompt: Prompt, last: Completion, versions: IntArray) -> Sample:
     length = len(versions)
     return Sample(
         uid=uid,

@@ -1,4 +1,4 @@
-"""The cost model of engine steps and training steps, and its fits to measured steps. Pure."""
+"""The cost model of engine steps and training steps, and its fits to measured steps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def command(resume):
     return [sys.executable, "-I", str(folder / "child.py"), "resume" if resume else "new"]
 standby = supervise.Standby(lambda: [*command(True), "wait"]) if "standby" in sys.argv else None
 runs = supervise.RunSupervisor(command, folder, restarts=int(sys.argv[2]), standby=standby)
-sys.exit(runs.run(resume=False))
+sys.exit(runs.run(resume="resume" in sys.argv))
 """
 
 CHILD = """
@@ -74,6 +74,9 @@ if "save" in action:
 for row in action.get("time", []):
     with open("goodput.jsonl", "a") as file:
         file.write(json.dumps({"at": 0, **row}) + "\\n")
+for row in action.get("faults", []):
+    with open("faults.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\\n")
 for step in action.get("log", []):
     with open("metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\\n")
@@ -94,12 +97,13 @@ def start(
     restarts: int = 3,
     delay_s: float = 0.01,
     standby: bool = False,
+    resume: bool = False,
 ) -> Any:
     paths = [path for path in sys.path if path]
     (folder / "child.py").write_text(CHILD.replace("PATHS", repr(paths)))
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-c", SUPERVISOR, str(folder), str(restarts), str(delay_s)]
-    command += ["standby"] if standby else []
+    command += ["standby"] * standby + ["resume"] * resume
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -169,6 +173,35 @@ def test_a_crash_costs_the_time_until_the_next_step_and_the_lost_steps(tmp_path:
     supervise(tmp_path, first, {"time": resumed, "log": [3, 4], "exit": 0})
     (fault,) = read_faults(tmp_path)
     assert (fault.recover_s, fault.redo_s, fault.redone_steps) == (5, 3 + 10, 1)
+
+
+def repaired(number: int, *, at: float, **lost_s: float) -> dict[str, Any]:
+    """A row of faults.jsonl: a learner that was repaired, and the time that this took."""
+    what = {"id": f"f-{number}", "role": "policy", "rank": 0, "kind": "killed", "cause": ""}
+    return {**what, "step": 1, "failed_at": at, "detected_at": at, "rejoined_at": at, **lost_s}
+
+
+def test_time_that_another_fault_cost_is_not_counted_for_the_crash_again(tmp_path: Path) -> None:
+    now = time.time()
+    first = {
+        "save": 1,
+        "log": [1],
+        "time": [{"at": now - 100, "step": 1, "seconds": {"train": 10, "recover": 4}}],
+        "faults": [
+            repaired(0, at=now - 110, recover_s=4),  # In the row of step 1.
+            repaired(1, at=now - 50, recover_s=20, redo_s=2),  # After it: in no row.
+        ],
+        "signal": 9,
+    }
+    opened = {"at": now + 900, "event": "opened", "seconds": {"redo": 100, "recover": 30}}
+    step = {"at": now + 1000, "step": 2, "seconds": {"train": 5, "recover": 7, "redo": 3}}
+    later = [
+        repaired(2, at=now + 950, recover_s=7, redo_s=3),
+        repaired(3, at=now + 1100, recover_s=9),  # Not in a row yet.
+    ]
+    supervise(tmp_path, first, {"time": [opened, step], "faults": later, "log": [2], "exit": 0})
+    [crash] = [fault for fault in read_faults(tmp_path) if fault.role == "controller"]
+    assert (crash.recover_s, crash.redo_s) == (30, 100 - 22)
 
 
 def test_crashes_before_a_step_have_a_cost_each(tmp_path: Path) -> None:
@@ -318,6 +351,20 @@ def test_a_standby_resumes_a_crashed_run_and_the_next_one_ends_with_it(tmp_path:
 def test_without_progress_there_is_no_standby(tmp_path: Path) -> None:
     assert supervise(tmp_path, {"signal": 9}, {"exit": 0}, standby=True)[0] == 0
     assert attempts(tmp_path) == ["new", "resume"]
+    assert not (tmp_path / "standby.txt").exists()
+
+
+def test_a_resumed_run_has_no_standby_before_its_first_step(tmp_path: Path) -> None:
+    assert supervise(tmp_path, {"save": 3, "log": [1, 2, 3], "exit": 75})[0] == 75
+    for name in ("attempts.txt", "ready.txt"):
+        (tmp_path / name).unlink()
+    # A resumed run writes the rows of the earlier steps again.
+    with start(tmp_path, {"log": [3], "wait": True}, standby=True, resume=True) as process:
+        wait_until((tmp_path / "ready.txt").exists)
+        time.sleep(2)  # Two looks.
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert attempts(tmp_path) == ["resume"]
     assert not (tmp_path / "standby.txt").exists()
 
 

@@ -7,6 +7,7 @@ the two differ: the test would notice the mistake. Those that a room tests anywa
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import subprocess
 import sys
@@ -263,10 +264,16 @@ async def test_validation_is_greedy_unless_its_own_settings_differ(
         return Score(1.0)
 
     scoring = SimpleNamespace(score_held_out=score, held_out=recipe.data.domains, rewards=None)
+
+    async def always_alive(timeout_s: float) -> bool:
+        return True
+
     view = SimpleNamespace(count_samples=lambda *counts: None)
+    generators = SimpleNamespace(alive=[engine], wait_for_engine=always_alive)
     run: Any = SimpleNamespace(
         recipe=recipe,
-        roles=SimpleNamespace(generators=SimpleNamespace(alive=[engine])),
+        roles=SimpleNamespace(generators=generators),
+        state=SimpleNamespace(weights_lock=asyncio.Lock()),
         episodes=Episodes(cast("Any", FakeCodec()), None, None, max_length=64, seed=0),
         scoring=scoring,
         telemetry=SimpleNamespace(view=view),

@@ -4,18 +4,26 @@ import asyncio
 import json
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import combinations
 from math import isnan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from fakes import FakeCodec, FakeEngine
 
 from rollick.commands import evaluate
 from rollick.commands.evaluate import evaluate_model
 from rollick.config.load import LoadedRecipe
-from rollick.errors import ConfigError, RollickError
-from rollick.pipelines.evaluate import pass_at_k, summarise, wilson
+from rollick.errors import ConfigError, EngineLost, RollickError
+from rollick.pipelines.episodes import Episodes
+from rollick.pipelines.evaluate import evaluate_prompts, pass_at_k, summarise, wilson
 from rollick.pipelines.run import wait_for
+from rollick.testing.batches import recipe_of
 from rollick.testing.fakes import group, prompt
+from rollick.types import Score
 
 
 @pytest.mark.parametrize("k", range(1, 6))
@@ -147,3 +155,60 @@ def test_a_signal_stops_an_evaluation(
     monkeypatch.setattr(evaluate, "evaluate_prompts", never)
     with pytest.raises(RollickError, match="a signal stopped the evaluation"):
         wait_for(evaluate_model(toy(), checkpoint=None))
+
+
+class FakeGenerators:
+    """Engines of which some may be lost; `gained` are those that join while it waits for one."""
+
+    def __init__(self, *engines: FakeEngine, gained: tuple[FakeEngine, ...] = ()) -> None:
+        self.engines, self.gained = list(engines), gained
+
+    @property
+    def alive(self) -> list[FakeEngine]:
+        return [engine for engine in self.engines if not engine.lost]
+
+    async def wait_for_engine(self, timeout_s: float) -> bool:
+        if not self.alive:
+            self.engines.extend(self.gained)
+        return bool(self.alive)
+
+
+def run_with(generators: FakeGenerators) -> Any:
+    """An open run with these engines; every sample has the score 1."""
+    recipe = recipe_of(Path("m"))
+
+    async def score(sample: Any) -> Score:
+        return Score(1.0)
+
+    return SimpleNamespace(
+        recipe=recipe,
+        roles=SimpleNamespace(generators=generators),
+        state=SimpleNamespace(weights_lock=asyncio.Lock()),
+        episodes=Episodes(cast("Any", FakeCodec()), None, None, max_length=64, seed=0),
+        scoring=SimpleNamespace(score_held_out=score, held_out=recipe.data.domains, rewards=None),
+        telemetry=SimpleNamespace(view=SimpleNamespace(count_samples=lambda *counts: None)),
+        status=SimpleNamespace(follow=lambda rollout, rewards: nullcontext()),
+    )
+
+
+async def test_a_validation_waits_until_a_restarted_engine_has_the_weights() -> None:
+    restarted, other = FakeEngine(), FakeEngine(version=3)
+    run = run_with(FakeGenerators(restarted))
+    async with run.state.weights_lock:
+        validation = asyncio.create_task(evaluate_prompts(run, [prompt(domain="none")]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not restarted.requests
+        restarted.lose()  # Its publish failed, and another took its place.
+        run.roles.generators.engines.append(other)
+    assert [group.start_version for group in (await validation).groups] == [3]
+
+
+async def test_a_validation_that_starts_without_an_engine_waits_for_one() -> None:
+    run = run_with(FakeGenerators(gained=(FakeEngine(),)))
+    assert len((await evaluate_prompts(run, [prompt(domain="none")])).groups) == 1
+
+
+async def test_a_validation_without_engines_is_an_error_that_a_retry_may_solve() -> None:
+    with pytest.raises(EngineLost, match="all engines are lost"):
+        await evaluate_prompts(run_with(FakeGenerators()), [prompt(domain="none")])

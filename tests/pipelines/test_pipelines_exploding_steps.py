@@ -48,7 +48,7 @@ def test_a_learning_rate_of_a_thousand_ends_the_run_with_an_error(toy: Toy, stal
 
 
 def test_a_collapsed_policy_without_signal_ends_the_run_with_a_hint(toy: Toy) -> None:
-    with pytest.raises(NoSignalError, match="the policy may be dead"):
+    with pytest.raises(NoSignalError, match="the policy may have collapsed"):
         run_recipe(toy("train.optimizer.lr=1e3", steps=20))
 
 

@@ -320,7 +320,7 @@ async def test_a_slow_generator_is_named_in_the_faults_and_the_metrics(
         assert pipeline.measure(report)["speed/slow_engines"] == 1
         [fault] = read_faults(pipeline.state.folder.path)
         assert (fault.role, fault.rank, fault.kind) == ("generators", 1, "slow")
-    assert caplog.text.count("engine 1 decodes at 40% of the others' speed") == 1
+    assert caplog.text.count("engine 1 decodes at 40% of the median speed") == 1
 
 
 @pytest.mark.slow

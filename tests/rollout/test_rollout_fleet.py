@@ -103,7 +103,7 @@ async def test_an_engine_that_leaves_gets_nothing_more_and_its_number_is_not_use
     )
     launches.fleet.remove(0, reason="it burned")
     assert len(caplog.records) == 1
-    with pytest.raises(EngineLost, match="engine 0 is gone"):
+    with pytest.raises(EngineLost, match="engine 0 left the fleet"):
         launches.fleet.engine(0)
     for index, _ in launches.launched:
         launches.fleet.release(uid(index), tokens=0)

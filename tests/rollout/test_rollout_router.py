@@ -637,7 +637,7 @@ def test_memory_of_a_choice_does_not_grow_with_the_number_of_choices():
         made.release(SampleId(group - 6, 0), tokens=10)
         made.end_group(group - 6)
         send(made, group)
-    assert len(made._heap) + len(made._homes) < 100
+    assert len(made._heap) + len(made._engine_of_group) < 100
 
 
 @pytest.mark.slow

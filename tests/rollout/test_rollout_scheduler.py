@@ -11,7 +11,7 @@ from itertools import count
 
 import pytest
 from fakes import FakeCodec, FakeEngine
-from ledger_audit import audit, check_ledger, ledger_counts
+from ledger_audit import audit, check_ledger, count_complete, ledger_counts
 
 from rollick.config.schema import RolloutConfig
 from rollick.episodes.single_turn import single_turn
@@ -783,7 +783,7 @@ async def test_a_resumed_run_without_its_finished_samples_is_refused():
 async def test_a_run_cannot_be_resumed_with_less_staleness_than_its_samples_have():
     engine = FakeEngine()
     async with opened([engine], max_staleness=1) as rollout:
-        await until(lambda: rollout.ledger.complete_count == 4)
+        await until(lambda: count_complete(rollout.ledger) == 4)
         await train(rollout, await rollout.take(), [engine])
         state, saved = rollout.state(), rollout.untrained()
     with pytest.raises(CheckpointError, match=r"1 versions old.*resume with rollout.max_staleness"):

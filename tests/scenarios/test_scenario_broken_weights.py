@@ -172,6 +172,6 @@ def test_what_a_broken_policy_has_generated_is_dropped(
 def test_a_learning_rate_of_a_thousand_ends_the_run_after_its_rollbacks(
     run: Run, tmp_path: Path
 ) -> None:
-    with pytest.raises(RollickError, match=r"may roll back 2 times \(train.rollbacks\)"):
+    with pytest.raises(RollickError, match=r"rolled back 2 times, the limit \(train.rollbacks\)"):
         run("huge", *FIXED, "train.optimizer.lr=1e3", "train.max_skipped_steps=2", steps=60)
     assert len(faults_of(tmp_path / "huge", "rolled_back")) == 2

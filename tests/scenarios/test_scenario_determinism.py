@@ -13,7 +13,7 @@ from conftest import DROPS, Run, learner_state, toy
 
 from rollick import RunResult, run_recipe
 from rollick.config.load import dump_recipe
-from rollick.rollout.engine_speeds import EngineSpeeds
+from rollick.rollout.relative_speeds import RelativeSpeeds
 
 DETERMINISTIC = "run.deterministic=true"
 CLOCKED = ("time/", "speed/", "controller/event_loop_lag", "memory/")
@@ -38,7 +38,7 @@ def test_less_work_for_a_slow_engine_does_not_change_the_weights(
 ) -> None:
     options = (DETERMINISTIC, "devices.generators=cpu:1-2", "infer.slots=4")
     even = run_toy(*options, name="even", steps=3)
-    monkeypatch.setattr(EngineSpeeds, "weight", lambda self, engine: 0.2 if engine else 1.0)
+    monkeypatch.setattr(RelativeSpeeds, "weight", lambda self, worker: 0.2 if worker else 1.0)
     uneven = run_toy(*options, name="uneven", steps=3)
     assert learner_state(even) == learner_state(uneven)
 

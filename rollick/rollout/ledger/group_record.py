@@ -63,8 +63,8 @@ class GroupRecord:
     """Whether it was complete before it was deferred: its scores are reported only once."""
 
     def unfinished(self) -> tuple[SampleId, ...]:
-        open_ = (index for index, state in enumerate(self.samples) if state not in ENDED)
-        return tuple(SampleId(self.uid, index) for index in open_)
+        states = enumerate(self.samples)
+        return tuple(SampleId(self.uid, index) for index, state in states if state not in ENDED)
 
     def to_json(self) -> dict[str, Any]:
         """What a resumed run needs of a group. A taken batch is complete again."""

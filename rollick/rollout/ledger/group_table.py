@@ -53,7 +53,7 @@ class GroupTable:
 
     def complete(self, group: GroupRecord) -> tuple[SampleId, ...]:
         """Cancels and returns its unfinished samples."""
-        _move(group, GroupState.OPEN, GroupState.COMPLETE)
+        _change_state(group, GroupState.OPEN, GroupState.COMPLETE)
         self.completed[group.uid] = None
         self.counts.add(group, complete=1)
         unfinished = group.unfinished()
@@ -64,7 +64,7 @@ class GroupTable:
         return unfinished
 
     def take(self, group: GroupRecord) -> None:
-        _move(group, GroupState.COMPLETE, GroupState.TAKEN)
+        _change_state(group, GroupState.COMPLETE, GroupState.TAKEN)
         self.taken += 1
         self.counts.add(group, active=-1, complete=-1)
 
@@ -87,7 +87,7 @@ class GroupTable:
     def defer(self, group: GroupRecord) -> tuple[SampleId, ...]:
         """Set all its samples except cancelled spares to WAITING; returns the unfinished ones."""
         was_complete = group.state is GroupState.COMPLETE
-        _move(group, group.state if was_complete else GroupState.OPEN, GroupState.DEFERRED)
+        _change_state(group, group.state if was_complete else GroupState.OPEN, GroupState.DEFERRED)
         self.counts.add(group, active=-1, complete=-was_complete)
         unfinished = group.unfinished()
         for index, state in enumerate(group.samples):
@@ -104,7 +104,7 @@ class GroupTable:
         self._check_version_order(version)
         uid = next(iter(self.deferred))
         group = self.active[uid] = self.deferred.pop(uid)
-        _move(group, GroupState.DEFERRED, GroupState.OPEN)
+        _change_state(group, GroupState.DEFERRED, GroupState.OPEN)
         group.start_version = version
         self.counts.add(group, active=1)
         return uid
@@ -149,7 +149,7 @@ class GroupTable:
         return len(group.samples) - group.samples.count(SampleState.CANCELLED)
 
 
-def _move(group: GroupRecord, old: GroupState, new: GroupState) -> None:
+def _change_state(group: GroupRecord, old: GroupState, new: GroupState) -> None:
     if group.state is not old:
         raise LedgerError(f"group {group.uid} is {group.state}, so it cannot become {new}")
     group.state = new

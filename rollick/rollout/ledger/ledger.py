@@ -64,10 +64,6 @@ class Ledger:
         self._record: Callable[[events.Event], None] = record or (lambda event: None)
 
     @property
-    def complete_count(self) -> int:
-        return len(self._table.completed) - self._table.taken
-
-    @property
     def deferred_count(self) -> int:
         return len(self._table.deferred)
 
@@ -127,7 +123,7 @@ class Ledger:
         uid = -1 - table.submitted if self._count_down else table.submitted
         if self._to_replay and self._to_replay[0] != (uid, prompt.uid):
             raise LedgerError(
-                f"prompt {prompt.uid} cannot start as group {uid}: before the kill it was prompt "
+                f"prompt {prompt.uid} cannot start as group {uid}: before the crash it was prompt "
                 f"{self.next_prompt_uid}"
             )
         table.add(GroupRecord(uid, prompt, version, [SampleState.WAITING] * size))

@@ -1,13 +1,13 @@
-"""The ledger's log: every transition on disk, so that a kill neither loses nor repeats a group.
+"""The ledger's log: every transition on disk, so that a crash neither loses nor repeats a group.
 
     Ledger -> Journal --once in each iteration of the event loop--> ledger.jsonl
-    kill, resume:  read_log -> started_since -> Ledger.restore(state, started=...)
+    resume:  read_log -> started_since -> Ledger.restore(state, started=...)
 
 Flushed bytes belong to the operating system and survive a kill -9. A checkpoint mark makes the
 flush wait for the disk, so that a checkpoint never contains events that the log lacks.
 
 The mark is appended at the moment when the ledger's state is copied for the checkpoint. A run that
-resumes from a checkpoint appends `RunRestored` first: the events after that mark are then void,
+resumes from a checkpoint appends `RunRestored` first: the events after that mark no longer count,
 except that a group keeps its prompt. Step 0 is the beginning of the log.
 """
 
@@ -102,13 +102,13 @@ class Journal:
         except OSError as error:
             raise DiskError(
                 f"the ledger's log {self.path} cannot be written: {error.strerror}; "
-                f"{len(self._buffer)} bytes wait",
+                f"{len(self._buffer)} bytes are buffered",
                 fix="free disk space; nothing is lost while the run continues",
             ) from error
 
     def mark_checkpoint(self, step: int, *, started: int) -> None:
         """Called when the ledger's state is copied for a checkpoint. Returns when the mark is on
-        the disk; without it there must be no checkpoint, so it raises."""
+        the disk; raises if it cannot be written, since a checkpoint needs it."""
         self.append(CheckpointMarked(step, started))
         self.write()
 

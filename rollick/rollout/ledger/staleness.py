@@ -1,4 +1,4 @@
-"""The staleness rules: which complete groups form the batch of a version. Pure.
+"""The staleness rules: which complete groups form the batch of a version.
 
 With C = ceil(max_staleness), B groups a step and v the version at the start of the step:
 
@@ -17,10 +17,11 @@ With C = ceil(max_staleness), B groups a step and v the version at the start of 
                         wait until B are deferred, then restart together, as a *long round* that
                         the batches wait for. Every prompt is trained on; only the order is biased.
 
-A long round begins when B groups are deferred and the round before is over. Its groups get the next
-slots, before any new prompt. Until all of them are in a batch there is no surplus, and the batch of
-version v contains each of them that started again at <= v - C: so none is deferred twice. With
-max_staleness 0 a round is one batch, of these groups alone; above 0, other groups run beside them.
+A long round begins when B groups are deferred and the round before has ended. Its groups get the
+next slots, before any new prompt. Until all of them are in a batch there is no surplus, and the
+batch of version v contains each of them that started again at <= v - C: so none is deferred twice.
+With max_staleness 0 a round is one batch, of these groups alone; above 0, other groups run beside
+them.
 """
 
 from __future__ import annotations

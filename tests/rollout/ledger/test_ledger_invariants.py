@@ -14,7 +14,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_audit import audit, check_ledger, ledger_counts
+from ledger_audit import audit, check_ledger, count_complete, ledger_counts
 
 from rollick.rollout.ledger.events import CheckpointMarked, RunRestored
 from rollick.rollout.ledger.group_record import GroupState, SampleState
@@ -223,7 +223,7 @@ class History:
         count = 1 if with_what % 4 == 0 else None
         live = {group.uid: group for group in ledger.active_groups()}
         under_way = {uid: group.unfinished() for uid, group in live.items()}
-        complete = ledger.complete_count
+        complete = count_complete(ledger)
         taken = ledger.take(version, count)
         if taken is None:
             coming = (

@@ -12,7 +12,7 @@ from fakes import FakeCodec, step_time
 from rollick.config.schema import RolloutConfig
 from rollick.episodes.single_turn import single_turn
 from rollick.rollout.deps import RolloutDeps
-from rollick.rollout.engine_speeds import MIN_WEIGHT, SLOW_STEPS, EngineSpeeds
+from rollick.rollout.relative_speeds import MIN_WEIGHT, SLOW_STEPS, RelativeSpeeds
 from rollick.rollout.router import Router
 from rollick.rollout.scheduler import Rollout
 from rollick.simulator.engine import SimulatedEngine
@@ -21,14 +21,14 @@ from rollick.testing.fakes import prompt
 from rollick.types import EngineLoad, PolicyVersion, Sample, SampleId, Sampling, Score
 
 
-def speeds_of(engines: int) -> EngineSpeeds:
-    speeds = EngineSpeeds()
+def speeds_of(engines: int) -> RelativeSpeeds:
+    speeds = RelativeSpeeds()
     for engine in range(engines):
         speeds.add(engine)
     return speeds
 
 
-def step(speeds: EngineSpeeds, *tokens_per_s: float, tokens: int = 100) -> list[int]:
+def step(speeds: RelativeSpeeds, *tokens_per_s: float, tokens: int = 100) -> list[int]:
     for engine, rate in enumerate(tokens_per_s):
         speeds.observe(engine, tokens=tokens, seconds=tokens / rate)
     return speeds.end_step()
@@ -38,7 +38,7 @@ def test_an_engine_at_half_speed_is_named_once() -> None:
     speeds = speeds_of(4)
     named = [step(speeds, 100, 50, 104, 97) for _ in range(20)]
     assert named == [[]] * (SLOW_STEPS - 1) + [[1]] + [[]] * (20 - SLOW_STEPS)
-    assert speeds.slow == [1]
+    assert speeds.slow_workers == [1]
     assert speeds.weight(1) == pytest.approx(0.5)
     assert [speeds.weight(engine) for engine in (0, 2, 3)] == [1, 1, 1]
 
@@ -53,7 +53,7 @@ def test_one_slow_step_names_no_engine() -> None:
     speeds = speeds_of(3)
     named = [step(speeds, 100, 20 if number == 7 else 100, 100) for number in range(20)]
     assert not any(named)
-    assert speeds.slow == []
+    assert speeds.slow_workers == []
 
 
 def test_an_engine_that_is_a_bit_slower_gets_full_work() -> None:
@@ -152,4 +152,4 @@ def test_an_engine_that_becomes_twice_as_slow_is_named_and_gets_less_work(
     assert requests[4] == {0: 8, 1: 8, 2: 8}
     assert requests[-1][2] <= 6
     assert sum(requests[-1].values()) == 24
-    assert caplog.text.count("engine 2 decodes at 50% of the others' speed") == 1
+    assert caplog.text.count("engine 2 decodes at 50% of the median speed") == 1
