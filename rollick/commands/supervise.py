@@ -220,8 +220,8 @@ class RunSupervisor:
         before, now = self._time_before, read_goodput(self._folder)
         recover_s = now.seconds["recover"] - before.seconds["recover"]
         redo_s = now.seconds["redo"] - before.seconds["redo"]
-        counted_from = before.last.at if before.last else 0.0
-        counted_to = now.last.at if now.last else 0.0
+        counted_from = before.last_row.at if before.last_row else 0.0
+        counted_to = now.last_row.at if now.last_row else 0.0
         for fault in read_faults(self._folder):
             repaired_at = fault.rejoined_at or 0.0
             if fault.role == "controller" or not counted_from < repaired_at <= counted_to:
