@@ -149,7 +149,7 @@ def describe_memory(rows: Sequence[PhaseMemory]) -> str:
         least, most = _gb(row.least), _gb(row.total)
         key = (most if least == most else f"{least} to {most}", parts or "-")
         tables.setdefault(row.host.index, {}).setdefault(key, []).append(row.phase)
-    lines = [("memory", "phase", "GB", "of which, at most")]
+    lines = [("memory", "phase", "GB", "of which, at the most")]
     for table in {str(table): table for table in tables.values()}.values():
         hosts = numbers_to_ranges([host for host, other in tables.items() if other == table])
         for (size, parts), phases in table.items():

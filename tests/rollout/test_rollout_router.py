@@ -26,7 +26,7 @@ def push(made, engine, load):
     """A load snapshot that comes alone, without the end of a request."""
     state = made._engines.get(engine)
     if state is not None:
-        made._correct(state, load)
+        made._update_load(state, load)
         made._rank(state)
 
 
