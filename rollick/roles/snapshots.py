@@ -70,11 +70,12 @@ class RoleSnapshots:
         async with slot.in_use:
             if len(slot.memories) != self.handle.ranks:  # The policy continues with fewer ranks.
                 slot.close()
-                slot.memories, slot.records = self._new_memories(), []
+                slot.memories = self._new_memories()
             try:
                 async with self.handle.group.collective(self.handle.role):
                     # No training is under way: the snapshot contains these batches and no others.
                     begun, contained = now(), len(self.later_batches)
+                    slot.records = []  # A write that fails leaves a part of both snapshots.
                     records = await self.handle.write_snapshots(slot.memories)
                 slot.records = await self.handle.fetch_snapshots(records, slot.memories)
             except CheckpointError as error:

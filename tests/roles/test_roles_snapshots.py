@@ -206,6 +206,20 @@ async def test_a_damaged_snapshot_does_not_become_a_checkpoint(opened: OpenRun) 
             assert held is None
 
 
+async def test_a_snapshot_that_was_overwritten_in_part_is_not_rolled_back_to(
+    opened: OpenRun,
+) -> None:
+    async with opened() as run:
+        snapshots = run.snapshots("policy")
+        await snapshots.take()
+        await snapshots.take()
+        assert snapshots.can_roll_back
+        LEARNERS["policy"].is_lost = True
+        with pytest.raises(WorkerLost):
+            await snapshots.take()
+        assert not snapshots.can_roll_back
+
+
 async def test_a_call_to_another_role_does_not_wait_for_a_repair(opened: OpenRun) -> None:
     async with opened() as run:
         await run.recovery.take_snapshots()
