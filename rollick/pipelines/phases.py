@@ -93,7 +93,7 @@ class Residency:
                 if rank.rank < self.roles.device_map.ranks(rank.role):
                     raise
             except (WorkerError, EngineLost):
-                if rank.role != "generators" or not generators.has_dedicated_host(rank.rank):
+                if rank.role != "generators":
                     raise
                 await generators.engines[rank.rank].health_check()
                 if rank.rank not in generators.lost_ranks:

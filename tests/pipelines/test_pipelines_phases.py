@@ -1,12 +1,16 @@
-"""Which ranks sleep in a phase."""
+"""Which ranks are paused and sleep in a phase."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 from rollick.cluster.devices import DeviceMap, Phase, PhasePlan, RoleRank
 from rollick.cluster.group import open_group
 from rollick.cluster.worker import HostContext, RoleSpec
 from rollick.config.devices import parse_devices
 from rollick.config.schema import ClusterConfig
+from rollick.errors import WorkerLost
 from rollick.pipelines.phases import Residency
 from rollick.roles.handles import Roles
 
@@ -47,3 +51,26 @@ async def test_a_policy_with_fewer_ranks_sleeps_and_wakes_with_these() -> None:
         assert not RANKS[0].is_asleep
         await residency.enter("generate")
         assert RANKS[0].is_asleep
+
+
+class LostGenerators:
+    """One engine, in a process with the policy, that has just been killed."""
+
+    lost_ranks: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.engines = [self]
+
+    async def pause(self, rank: int) -> None:
+        raise WorkerLost("host 0 was lost")
+
+    async def health_check(self) -> None:
+        self.lost_ranks = frozenset({0})
+
+
+async def test_an_engine_that_died_with_the_policy_does_not_end_the_phase_that_pauses_it() -> None:
+    """The policy's next call repairs the host, and `restore_generator` pauses the new engine."""
+    roles: Any = SimpleNamespace(generators=LostGenerators())
+    residency = Residency(roles, {"train": PhasePlan(Phase("train", ("policy",)), pauses=(0,))})
+    await residency.enter("train")
+    assert residency.paused == {0}
