@@ -3,19 +3,19 @@
     limit = MULTIPLE x the slowest of the last RECENT calls of the same kind,
             at least a floor, at most the ceiling (cluster.call_timeout_s)
 
-A deadline that ends a working call is worse than one that is late: a worker is killed, and its work
-is done again. So every choice here is on the late side.
+A deadline that is too early kills a working process, whose work is then repeated. A late one is
+better, so every choice here errs on the late side.
 
 - A kind of call (role and method) has the ceiling until one has succeeded, and again after a host
   of the role was built: the first call compiles kernels, warms caches and reads files.
-- MULTIPLE is 10: a machine that is suddenly shared with other jobs is that much slower.
+- MULTIPLE is 10: a machine that other jobs begin to share can become that much slower.
 - Work on a batch is measured per token, so that a larger batch has a later deadline.
-- The floors cover what no earlier call shows. An engine's answer to `poll_results` or `describe`
-  needs only its event loop: after 5 s its process does not run. Computation may be delayed by page
-  faults or by a neighbour's start: 30 s. A long prefill is one step; most calls of an engine, and
-  the learner that sends it weights, wait for its end: 300 s. (Polls find an engine that hangs in
-  such a call.) Network disks stall for minutes: 300 s too. On a GPU, kernels are compiled and
-  graphs captured whenever a new shape comes up: four times as long.
+- The floors cover delays that earlier calls do not show. An engine's answer to `poll_results` or
+  `describe` needs only its event loop: after 5 s its process does not run. Page faults or the start
+  of another process may delay a computation: 30 s. A long prefill is one step; most calls of an
+  engine, and the learner that sends it weights, wait for its end: 300 s. (Polls find an engine that
+  hangs in such a call.) Network disks stall for minutes: 300 s too. On a GPU, each new shape compiles
+  kernels and captures graphs: four times as long.
 - In one process (backend inline) nothing could be killed, and a computation blocks all calls: the
   ceiling.
 """
@@ -61,7 +61,7 @@ class Deadlines:
         self._measured = measured
         self._factor = GPU_FACTOR if on_gpu else 1.0
         self._seconds: dict[tuple[str, str], deque[float]] = {}
-        """Of the last calls; for work on a batch, per token."""
+        """Durations of the last calls; per token for work on a batch."""
 
     def limit(self, role: str, method: str, *, size: int = 1) -> float:
         """Seconds that the next call may take. `size`: tokens of its batch, 1 if it has none."""
@@ -77,6 +77,6 @@ class Deadlines:
         recent.append(seconds / max(1, size))
 
     def forget(self, role: str) -> None:
-        """A new process has this role: its first calls have the ceiling."""
-        kept = {kind: recent for kind, recent in self._seconds.items() if kind[0] != role}
-        self._seconds = kept
+        """Limit the role's next calls by the ceiling, because its process is new."""
+        others = {kind: recent for kind, recent in self._seconds.items() if kind[0] != role}
+        self._seconds = others

@@ -1,4 +1,4 @@
-"""The device of each role, and the roles that pause or sleep in each phase. Pure: no torch.
+"""The device of each role, and the roles that pause or sleep in each phase.
 
 Owns the device map (one host process for each distinct device) and the residency plan. Starts
 nothing: group.py opens the hosts, and the pipeline applies the plan.
@@ -53,7 +53,7 @@ class DeviceMap:
 
     roles: Mapping[RoleName, tuple[Device, ...]]
     earlier: tuple[Device, ...] = ()
-    """Devices that the map had before a role lost ranks. Hosts keep their index."""
+    """Devices that were in use before a role lost ranks, so that hosts keep their index."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> DeviceMap:
@@ -66,8 +66,8 @@ class DeviceMap:
             if role != "policy":
                 roles[role] = parse_devices(devices.of(role) or devices.policy)
         if recipe.reward_model is not None and recipe.uses_reward_model:
-            own = devices.reward_model
-            roles["reward_model"] = parse_devices(own) if own else policy[:1]
+            text = devices.reward_model
+            roles["reward_model"] = parse_devices(text) if text else policy[:1]
         if recipe.judge is not None and recipe.uses_judge:
             roles["judge"] = parse_devices(devices.judge) if devices.judge else policy[:1]
         return cls(roles)
@@ -76,8 +76,8 @@ class DeviceMap:
         """One host for each distinct device, in the order of the devices."""
         hosts: list[HostSpec] = []
         for index, device in enumerate(self._devices):
-            here: list[RoleName] = [role for role in ROLES if device in self.roles.get(role, ())]
-            ranks: dict[RoleName, int] = {role: self.roles[role].index(device) for role in here}
+            names: list[RoleName] = [role for role in ROLES if device in self.roles.get(role, ())]
+            ranks: dict[RoleName, int] = {role: self.roles[role].index(device) for role in names}
             hosts.append(HostSpec(index, device, ranks))
         return tuple(host for host in hosts if host.roles)
 
@@ -87,7 +87,7 @@ class DeviceMap:
         return sorted(used.union(self.earlier))
 
     def with_ranks(self, role: RoleName, ranks: Sequence[int]) -> DeviceMap:
-        """The map in which the role has only these of its ranks, with new numbers."""
+        """The map after the role keeps only these ranks, renumbered from 0."""
         devices = tuple(self.roles[role][rank] for rank in ranks)
         return DeviceMap({**self.roles, role: devices}, tuple(self._devices))
 
@@ -120,7 +120,7 @@ class Phase:
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
     """What to do before a phase begins: pause these generator ranks and put these role ranks to
-    sleep; resume and wake all others. So a plan does not depend on the previous phase: phases may
+    sleep; resume and wake all others. A plan does not depend on the previous phase, so phases may
     be skipped or reordered."""
 
     phase: Phase
@@ -189,9 +189,9 @@ def plan_residency(
 
 def _paused_generators(device_map: DeviceMap, phase: Phase) -> tuple[int, ...]:
     working = set(phase.uses).difference(("generators", *SCORING))
-    busy = {device for role in working for device in device_map.roles.get(role, ())}
+    busy_devices = {device for role in working for device in device_map.roles.get(role, ())}
     generators = device_map.roles.get("generators", ())
-    return tuple(rank for rank, device in enumerate(generators) if device in busy)
+    return tuple(rank for rank, device in enumerate(generators) if device in busy_devices)
 
 
 def _sleepers(
@@ -246,27 +246,27 @@ def _describe_hosts(device_map: DeviceMap) -> list[tuple[str, ...]]:
     return rows
 
 
-def _describe_ranks(recipe: Recipe, ranks: int) -> str:
+def _describe_ranks(recipe: Recipe, num_ranks: int) -> str:
     parallel = recipe.train.parallel
     axes = {
-        "samples": ("data", parallel.data_of(ranks)),
+        "samples": ("data", parallel.data_of(num_ranks)),
         "the matrices of layers": ("tensor", parallel.tensor),
         "the tokens of a micro-batch": ("context", parallel.context),
         "experts, with separate samples": ("expert", parallel.expert),
     }
-    divided = [f"{what} ({axis} {count})" for what, (axis, count) in axes.items() if count > 1]
-    return f"{ranks} ranks divide {'; '.join(divided)}" if divided else "1 rank, not sharded"
+    divided = [f"{work} ({axis} {count})" for work, (axis, count) in axes.items() if count > 1]
+    return f"{num_ranks} ranks divide {'; '.join(divided)}" if divided else "1 rank, not sharded"
 
 
 def _describe_weights(device_map: DeviceMap, *, adapters: bool) -> str:
     role_ranks = [RoleRank("generators", rank) for rank in range(device_map.ranks("generators"))]
     sharing = [role_rank for role_rank in role_ranks if device_map.shares_weights(role_rank.rank)]
     copying = [role_rank for role_rank in role_ranks if role_rank not in sharing]
-    own, sent = "the policy's own", "a copy, sent at each publish"
+    shared, copied = "the policy's own", "a copy, sent at each publish"
     if adapters:
-        own = "the policy's own, except weights with merged adapters"
-        sent = "a copy; adapters are sent at each publish"
-    parts = ((sharing, own), (copying, sent))
+        shared = "the policy's own, except weights with merged adapters"
+        copied = "a copy; adapters are sent at each publish"
+    parts = ((sharing, shared), (copying, copied))
     return "; ".join(f"{_join_ranks(group)}: {weights}" for group, weights in parts if group)
 
 
@@ -274,21 +274,21 @@ def _describe_timeline(
     device_map: DeviceMap, plans: Sequence[PhasePlan], max_staleness: float
 ) -> str:
     if all(plan.phase.name != "generate" for plan in plans):
-        return "turns: the policy trains; generators, if any, only validate"
+        return "the policy trains; generators, if any, only validate"
     if max_staleness == 0:
-        return "turns: generate, then train; every sample is drawn by the newest policy"
+        return "sequential: generate, then train; the newest policy samples everything"
     training = next(plan for plan in plans if plan.phase.name == "train")
     ranks = range(device_map.ranks("generators"))
-    free = [RoleRank("generators", rank) for rank in ranks if rank not in training.pauses]
-    late = f"at most {max_staleness:g} versions old"
-    if not free:
-        turns = "turns: the generators pause while the policy trains on their device"
-        return f"{turns}; unfinished samples are carried over ({late})"
-    late = f"samples are {late}"
+    running = [RoleRank("generators", rank) for rank in ranks if rank not in training.pauses]
+    age = f"at most {max_staleness:g} versions old"
+    if not running:
+        pauses = "sequential: the generators pause while the policy trains on their device"
+        return f"{pauses}; unfinished samples are carried over ({age})"
+    age = f"samples are {age}"
     if training.pauses:
-        free_ranks = _join_ranks(free)
-        return f"part overlap: {free_ranks} continue while the policy trains, others pause; {late}"
-    return f"overlap: generation continues while the policy trains; {late}"
+        names = _join_ranks(running)
+        return f"partial overlap: {names} continue while the policy trains, others pause; {age}"
+    return f"overlap: generation continues while the policy trains; {age}"
 
 
 def numbers_to_ranges(numbers: Sequence[int]) -> str:
@@ -303,7 +303,7 @@ def _join_ranks(role_ranks: Iterable[RoleRank]) -> str:
     ranks: dict[RoleName, list[int]] = {}
     for role, rank in role_ranks:
         ranks.setdefault(role, []).append(rank)
-    return _join(f"{role} {numbers_to_ranges(sorted(of_role))}" for role, of_role in ranks.items())
+    return _join(f"{role} {numbers_to_ranges(sorted(numbers))}" for role, numbers in ranks.items())
 
 
 def _join(items: Iterable[object]) -> str:

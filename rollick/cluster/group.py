@@ -37,19 +37,19 @@ class Transport(Protocol):
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None: ...
 
     async def replace(self, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
-        """Replace hosts by new, empty ones; the old ones end. Returns those for which there was no
-        room in time."""
+        """End these hosts and start empty ones in their place. Returns those for which there was
+        no room in time."""
         ...
 
     def remove(self, hosts: Sequence[HostSpec]) -> None:
-        """End hosts that are not needed any more."""
+        """End hosts that are no longer needed."""
 
     def share(self, args: tuple[Any, ...]) -> Any:
-        """Prepare arguments that are sent to several ranks, so that they are copied once."""
+        """Prepare arguments for several ranks, so that they are copied once."""
         ...
 
     async def send(self, host: HostSpec, call: Call, args: Any) -> Any:
-        """Run the call with these arguments, or with what `share` made of them. Cancellation also
+        """Run the call with these arguments, or with the result of `share`. Cancellation also
         cancels a coroutine on the host; a synchronous method keeps running there."""
         ...
 
@@ -58,11 +58,11 @@ class Transport(Protocol):
         ...
 
     def process_ids(self) -> Mapping[int, int]:
-        """Processes of hosts on this machine, by the index of the host; without this process."""
+        """Process ids of the hosts on this machine, by host index; excludes this process."""
         ...
 
     def describe_shortage(self) -> str:
-        """What this machine lacks for messages to the hosts; empty if nothing."""
+        """Why this machine may have no room for messages to the hosts; empty if it has room."""
         ...
 
     async def close(self) -> None:
@@ -133,29 +133,29 @@ class WorkerGroup:
         self.deadlines = deadlines
         self.transport = transport
         self._hosts: dict[RoleRank, HostSpec] = {}
-        self._use(device_map)
+        self._set_device_map(device_map)
         self._roles: Sequence[RoleSpec] = ()
         self._collective_locks: dict[RoleName, asyncio.Lock] = {}
         self._in_flight: defaultdict[RoleRank, set[_CallDeadline]] = defaultdict(set)
         self._without_state: set[int] = set()
-        """Hosts by index; see `restoring`."""
+        """Indices of hosts that are being restored; see `restoring`."""
         self.is_closed = False
         self._batch_bytes = 0
 
-    def _use(self, device_map: DeviceMap) -> None:
+    def _set_device_map(self, device_map: DeviceMap) -> None:
         self.device_map = device_map
-        self._hosts = {each: host for host in device_map.hosts() for each in host.role_ranks}
+        self._hosts = {rank: host for host in device_map.hosts() for rank in host.role_ranks}
 
     def take_batch_bytes(self) -> int:
         """Bytes of the batches sent to ranks, and of the arrays they returned, since the last
         call."""
-        moved, self._batch_bytes = self._batch_bytes, 0
-        return moved
+        num_bytes, self._batch_bytes = self._batch_bytes, 0
+        return num_bytes
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
         missing = set(self.device_map.roles) - {role.role for role in roles}
         if missing:
-            raise WorkerError(f"no RoleSpec says how to build {', '.join(sorted(missing))}")
+            raise WorkerError(f"no RoleSpec for {', '.join(sorted(missing))}")
         await self.build_hosts(self.device_map.hosts(), roles)
 
     def has_dedicated_host(self, role: RoleName, rank: int) -> bool:
@@ -170,26 +170,25 @@ class WorkerGroup:
         if not self.has_dedicated_host(role, rank):
             raise WorkerError(f"{host} cannot be restarted: it has other roles than {role}")
         if await self.transport.replace([host]):
-            raise self.no_room([host])
+            raise self.no_room_error([host])
         await self.build_hosts([host], self._roles)
 
     async def build_hosts(self, hosts: Sequence[HostSpec], roles: Sequence[RoleSpec]) -> None:
-        """Build the roles of new hosts, by these specs from now on."""
+        """Build the roles of new hosts. Later restarts use these specs too."""
         self._roles = roles
         await _gather([self._build_host(host, roles) for host in hosts])
 
     def shrink(self, role: RoleName, ranks: Sequence[int]) -> None:
-        """Continue with these ranks of a role, which get new numbers. Ends hosts without a role."""
+        """Keep only these ranks of a role, and renumber them. Ends hosts without a role."""
         before = self.device_map.hosts()
-        self._use(self.device_map.with_ranks(role, ranks))
+        self._set_device_map(self.device_map.with_ranks(role, ranks))
         kept = {host.index for host in self.device_map.hosts()}
         self.transport.remove([host for host in before if host.index not in kept])
 
     @contextmanager
     def restoring(self, hosts: Sequence[HostSpec]) -> Generator[None]:
-        """Replace these hosts in the block, and restore the state of their roles. Until
-        `mark_restored`, also if the block fails, only calls of the block reach them: all others
-        raise WorkerLost."""
+        """The block replaces these hosts and restores their roles. Until `mark_restored`, also if
+        the block fails, calls from outside the block raise WorkerLost."""
         self._without_state |= {host.index for host in hosts}
         token = _RESTORES_HOSTS.set(True)
         try:
@@ -198,14 +197,14 @@ class WorkerGroup:
             _RESTORES_HOSTS.reset(token)
 
     def mark_restored(self, hosts: Sequence[HostSpec]) -> None:
-        """Other calls may reach these hosts again."""
+        """Allow calls from outside the block of `restoring` again."""
         self._without_state -= {host.index for host in hosts}
 
     def has_state(self, host: HostSpec) -> bool:
-        """Whether the roles of the host have their state, as far as is known."""
+        """False while the state of the host's roles is lost or being restored."""
         return host.index not in self._without_state
 
-    def no_room(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
+    def no_room_error(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
         names = ", ".join(map(str, hosts))
         return ClusterUnavailable(
             f"no machine of the cluster has room for {names}",
@@ -213,13 +212,13 @@ class WorkerGroup:
         )
 
     def worker_processes(self) -> dict[str, int]:
-        """Process ids on this machine, by role and rank; none if the workers run in this one."""
+        """Process ids on this machine, by role and rank; empty for workers in this process."""
         pids, hosts = self.transport.process_ids(), self.device_map.hosts()
         return {
-            str(each): pids[host.index]
+            str(role_rank): pids[host.index]
             for host in hosts
             if host.index in pids
-            for each in host.role_ranks
+            for role_rank in host.role_ranks
         }
 
     async def _build_host(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
@@ -282,11 +281,11 @@ class WorkerGroup:
         call: Call,
         rank: int,
         args: tuple[Any, ...],
-        sent: Any,
+        payload: Any,
         *,
         limit_s: float | None = None,
     ) -> Any:
-        """`sent`: the arguments, or what `share` made of them."""
+        """`payload`: the arguments, or the result of `share`."""
         if self.is_closed:
             raise WorkerError(f"{call.method!r} was called on a closed group of workers")
         role_rank = RoleRank(call.role, rank)
@@ -294,26 +293,26 @@ class WorkerGroup:
         if not self.has_state(host) and not _RESTORES_HOSTS.get():
             raise WorkerLost(f"{role_rank} on {host} was lost, and its state is not restored yet")
         batches = [arg for arg in args if isinstance(arg, (Batch, BatchShare))]
-        measured, size = limit_s is None, max(1, sum(batch.tokens for batch in batches))
+        is_measured, size = limit_s is None, max(1, sum(batch.tokens for batch in batches))
         if limit_s is None:
             limit_s = self.deadlines.limit(call.role, call.method, size=size)
         now = asyncio.get_running_loop().time
-        begun = now()
+        started_at = now()
         deadline = _CallDeadline(limit_s)
         try:
             async with deadline.timeout:
                 with deadline.track_in(self._in_flight[role_rank]):
-                    result = await self.transport.send(host, call, sent)
+                    result = await self.transport.send(host, call, payload)
         except TimeoutError:
             if not deadline.timeout.expired():
                 raise
-            waited = f"{now() - begun:.3g} s" if deadline.abandoned else f"{limit_s:g} s"
+            waited = f"{now() - started_at:.3g} s" if deadline.abandoned else f"{limit_s:g} s"
             message = f"{role_rank} on {host} did not finish {call.method!r} within {waited}"
             fix = "raise cluster.call_timeout_s if the work really takes that long"
-            failed_at = time.time() - (now() - begun)
+            failed_at = time.time() - (now() - started_at)
             raise WorkerHung(message, fix=fix, failed_at=failed_at) from None
-        if measured:
-            self.deadlines.observe(call.role, call.method, now() - begun, size=size)
+        if is_measured:
+            self.deadlines.observe(call.role, call.method, now() - started_at, size=size)
         self._batch_bytes += sum(batch.nbytes for batch in batches) + _array_bytes(result)
         return result
 
@@ -325,8 +324,8 @@ class WorkerGroup:
 
 @dataclass(slots=True, eq=False)
 class _CallDeadline:
-    """The deadline of a call in flight. If the event loop was blocked when it passed, the reply may
-    wait to be read: the call ends GRACE_S later."""
+    """The deadline of a call in flight. When it passes, the call gets GRACE_S more: its reply may
+    be unread because the event loop was blocked."""
 
     limit_s: float
     timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
@@ -334,7 +333,7 @@ class _CallDeadline:
 
     @contextmanager
     def track_in(self, in_flight: set[_CallDeadline]) -> Generator[None]:
-        """Start the timer; `in_flight` has this deadline while the block runs."""
+        """Start the timer; `in_flight` contains this deadline while the block runs."""
         timer = asyncio.get_running_loop().call_later(self.limit_s, self._end, GRACE_S)
         in_flight.add(self)
         try:
@@ -383,7 +382,7 @@ async def open_group(
         await group.build(roles)
         yield group
     except BaseException:
-        # The first failure is the root cause; a close that fails after it must not hide it.
+        # A failed close must not hide the first error, which is the cause.
         with suppress(RollickError):
             await group.close()
         raise
@@ -405,7 +404,7 @@ async def _gather(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def _array_bytes(result: Any) -> int:
-    """Of the arrays that a call returned."""
+    """Bytes of the arrays in a call's result."""
     if isinstance(result, np.ndarray):
         return result.nbytes
     return sum(map(_array_bytes, result)) if isinstance(result, tuple) else 0

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, memory, open files. Reads files, asks nvidia-smi; no torch."""
+"""Resources of this machine: GPUs, memory, open files. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def machine_id() -> str:
 
 
 def raise_open_files_limit() -> None:
-    """Raise this process's limit of open files as far as it may; worker processes inherit it."""
+    """Raise this process's limit of open files as far as allowed; worker processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def torch_supports_cuda() -> bool:
@@ -67,10 +67,10 @@ def query_gpu_memory() -> list[int]:
         return []
     command = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
-        return [int(line) << 20 for line in answer.stdout.splitlines() if line.strip()]
+        return [int(line) << 20 for line in output.stdout.splitlines() if line.strip()]
     return []
 
 

@@ -1,14 +1,14 @@
-"""Detects that a machine of the cluster does not answer: it is off, hangs, or its network is cut.
+"""Detects machines of the cluster that do not answer: off, hanging, or cut off from the network.
 
 Ray needs a minute for that, and until then it sends new workers there. So an idle process on each
-machine with workers, except the controller's own, is called every BEAT_S.
+machine with workers, except the controller's, gets a heartbeat call every BEAT_S.
 
     no answer within SILENT_S -> every call to the machine's workers ends with NodeLost, and
                                  replacements go to other machines, until it answers again
 
-A cut of less than SILENT_S changes nothing: Ray and TCP send again what was lost.
+A network outage shorter than SILENT_S changes nothing: Ray and TCP resend what was lost.
 
-    free resources of the machines that answer -> plan_placement -> one for each host with room
+    free resources of the machines that answer -> plan_placement -> a machine for each host
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rollick.errors import NodeLost
 BEAT_S = 2.0
 SILENT_S = 20.0
 ANSWER_S = 5.0
-"""How long a machine may take to answer when one of its workers was lost."""
+"""How long a machine may take to answer after one of its workers was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A machine of the cluster that answers, and what is free there."""
+    """A machine of the cluster that answers, and its free resources."""
 
     id: str
     cpus: float = 0.0
@@ -51,8 +51,8 @@ class Sentinel:
 
 class NodeWatch:
     def __init__(self) -> None:
-        self.own: str = ray.get_runtime_context().get_node_id()
-        """The controller's machine. If it is lost, so is the controller."""
+        self.controller_node: str = ray.get_runtime_context().get_node_id()
+        """The controller's machine, which is not watched: if it is lost, so is the controller."""
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._sentinels: dict[str, Any] = {}
         self._silent: set[str] = set()
@@ -62,7 +62,7 @@ class NodeWatch:
         """Deadlines of the calls in flight to workers of a machine."""
 
     def watch(self, node: str) -> None:
-        if node != self.own and node not in self._beats:
+        if node != self.controller_node and node not in self._beats:
             self._sentinels[node] = _create_sentinel(node)
             self._beats[node] = asyncio.create_task(self._beat(node), name=f"node {node[:8]}")
 
@@ -137,7 +137,7 @@ class NodeWatch:
             await asyncio.sleep(BEAT_S)
 
     async def _restart_sentinel(self, node: str) -> bool:
-        """It may have died alone. Returns whether the new one answers."""
+        """The sentinel may have died without its machine. Returns whether a new one answers."""
         ray.kill(self._sentinels[node])
         self._sentinels[node] = _create_sentinel(node)
         with suppress(TimeoutError, RayError):
@@ -147,7 +147,7 @@ class NodeWatch:
         return False
 
     def _mark_silent(self, node: str) -> None:
-        """Also ends the calls in flight to its workers."""
+        """Mark the machine as silent, and end the calls in flight to its workers."""
         self._silent.add(node)
         now = asyncio.get_running_loop().time()
         for limit in self._calls[node]:
@@ -162,11 +162,11 @@ def plan_placement(
     cpus: float,
     before: Mapping[int, str],
 ) -> dict[int, str]:
-    """The node of each host, by the host's index; hosts without room are left out.
+    """Choose a node for each host. Returns node ids by host index, without hosts that fit nowhere.
 
-    A host returns to its node (`before`) if that answers: what its old process used is free there,
-    even if the cluster does not know it yet. The others go, in order, to the node with the most
-    room, so that the loss of one machine costs little.
+    A host returns to its node (`before`) if that answers: the resources of its old process are free
+    there, even if the cluster does not know it yet. Each other host goes to the node with the most
+    free resources, so that the loss of one machine costs little.
     """
     free = {node.id: [node.gpus, node.cpus] for node in nodes}
     placed = {host.index: before[host.index] for host in hosts if before.get(host.index) in free}
@@ -174,25 +174,25 @@ def plan_placement(
         if host.index in placed:
             continue
         needs = [float(host.device.kind == "cuda"), cpus]
-        fitting = [name for name, has in free.items() if has[0] >= needs[0] and has[1] >= needs[1]]
+        fitting = [id for id, left in free.items() if left[0] >= needs[0] and left[1] >= needs[1]]
         if not fitting:
             continue
-        # A host without a GPU leaves the GPUs to others.
+        # A host without a GPU prefers the node with the fewest GPUs.
         sign = 1 if needs[0] else -1
-        best = max(fitting, key=lambda name: (sign * free[name][0], free[name][1]))
+        best = max(fitting, key=lambda id: (sign * free[id][0], free[id][1]))
         placed[host.index] = best
-        free[best] = [has - need for has, need in zip(free[best], needs, strict=True)]
+        free[best] = [left - need for left, need in zip(free[best], needs, strict=True)]
     return placed
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """Ray's option that places an actor on a machine, or nowhere."""
+    """The scheduling strategy that allows an actor only on this node."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _create_sentinel(node: str) -> Any:
-    kind: Any = ray.remote(Sentinel)
-    return kind.options(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(node)).remote()
+    actor: Any = ray.remote(Sentinel)
+    return actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=on_node(node)).remote()
 
 
 def _read_nodes() -> tuple[Iterable[str], dict[str, dict[str, float]]]:

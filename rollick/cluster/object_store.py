@@ -1,9 +1,9 @@
-"""The file in which Ray keeps messages, and room for it.
+"""Reserves space for the file in which Ray keeps messages.
 
 Ray creates it in /dev/shm, or in /tmp if that is small; the kernel allocates its pages when they
 are first written. If other files have filled the file system by then, the kernel kills Ray
-(SIGBUS), and Ray ends the controller with exit code 1 and without a message. So room for the usual
-messages is reserved when a run starts, and more before a large one is sent.
+(SIGBUS), and Ray ends the controller with exit code 1 and without a message. So space for the usual
+messages is reserved when a run starts, and more before a large message is sent.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ LOW_BYTES = 64 << 20
 @dataclass(slots=True)
 class ObjectStore:
     path: str
-    """In /proc: Ray has removed the name of the file. Empty if this process did not start Ray."""
+    """Link in /proc, because Ray has unlinked the file. Empty if this process did not start Ray."""
     folder: str
     reserved: int = 0
-    """Ray fills the file from its beginning; so many bytes of it are allocated."""
+    """Number of allocated bytes at the beginning of the file, which Ray fills first."""
 
     @classmethod
     def open(cls) -> ObjectStore:
-        """The file of the Ray that this process has started, with RESERVED_BYTES if possible."""
-        store = _find()
+        """Find the file of the Ray that this process started, and reserve RESERVED_BYTES of it."""
+        store = _find_object_store()
         store.reserve(RESERVED_BYTES)
         return store
 
     def reserve(self, size: int) -> bool:
-        """Allocate the first bytes of the file, if it is in memory: on a disk that cannot allocate,
-        the C library writes to the file instead. False if there is no room for them."""
+        """Allocate the first `size` bytes of the file, if it is in memory: on a disk that cannot
+        allocate, the C library writes to the file instead. False if there is no space for them."""
         if self.folder != SHARED_MEMORY:
             return True
         with suppress(FileNotFoundError, PermissionError):  # No file, or Ray has ended.
@@ -65,11 +65,11 @@ class ObjectStore:
     def describe_shortage(self) -> str:
         """Why the file may not be able to grow; empty if it can."""
         try:
-            file, disk = os.stat(self.path), os.statvfs(self.path)
+            file_stats, disk = os.stat(self.path), os.statvfs(self.path)
         except OSError:
             return ""
         free = disk.f_bavail * disk.f_frsize
-        if free >= min(LOW_BYTES, file.st_size - 512 * file.st_blocks):
+        if free >= min(LOW_BYTES, file_stats.st_size - 512 * file_stats.st_blocks):
             return ""
         return (
             f"{self.folder} has {free / 1e6:.0f} MB free; Ray keeps messages to workers there, and "
@@ -77,7 +77,7 @@ class ObjectStore:
         )
 
     def check_room(self, args: Sequence[Any]) -> None:
-        """Reserve room for large arguments of a call. Raises ClusterUnavailable without it."""
+        """Reserve space for large arguments of a call. Raises ClusterUnavailable on failure."""
         needed = COPIES * sum(getattr(argument, "nbytes", 0) for argument in args)
         if needed > self.reserved and not self.reserve(needed):
             raise ClusterUnavailable(
@@ -87,7 +87,7 @@ class ObjectStore:
             )
 
 
-def _find() -> ObjectStore:
+def _find_object_store() -> ObjectStore:
     for process in find_descendants():
         if read_name(process.pid) != RAYLET:
             continue

@@ -1,4 +1,4 @@
-"""Hosts as Ray actors. Ray's errors become ones that name a host.
+"""Hosts as Ray actors. Ray's errors become errors that name a host.
 
 open: ray.init (or join) -> one actor per host -> all answered within place_timeout_s
 replace: a spare (spares.py) or a new actor takes the place of a lost one
@@ -47,16 +47,16 @@ MAX_CALLS_PER_HOST = 10_000
 """Concurrent calls per host; far more than an engine has samples in flight."""
 
 LOOK_S = 1.0
-"""How often to look for hosts that a signal has stopped."""
+"""How often to check for hosts that a signal has stopped."""
 
 PASSED_ON = ("ONEDNN_MAX_CPU_ISA",)
-"""Variables of the controller that change numbers, so every worker must have the same."""
+"""Environment variables that change numerical results: workers get the controller's values."""
 
 PLACE_AGAIN_S = 0.5
-"""How often to look for room for a lost host."""
+"""How often to check for resources for a lost host."""
 
 SPARE_DELAY_S = 5.0
-"""How long after a restart a new spare is started, so that it does not slow the restart down."""
+"""Delay between a restart and its new spare, which would slow the restart down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class HostProcess(NamedTuple):
     pid: int
     machine: str
     node: str
-    """Ray's name of the machine."""
+    """Ray's id of the machine."""
 
 
 class HostActor:
-    """A Host inside a Ray actor; it has none until `place`."""
+    """A Ray actor that contains a Host, created by `place`."""
 
     def __init__(self) -> None:
         # Ctrl-C is for the controller: it saves and then closes the workers.
@@ -88,34 +88,34 @@ class HostActor:
     async def preload(self, modules: Sequence[str]) -> HostProcess:
         for module in modules:
             importlib.import_module(module)
-        return _this_process()
+        return _current_process()
 
     async def place(self, spec: HostSpec, threads: int) -> HostProcess:
         """Create the host. A reply means that the actor is placed."""
         # A worker sees only its own GPU, as number 0.
         device = "cuda:0" if spec.device.kind == "cuda" else "cpu"
         self._host = Host(spec, device=device, threads=threads)
-        return _this_process()
+        return _current_process()
 
     async def stay(self) -> None:
         """Never returns: the call fails when this process ends."""
         await asyncio.Event().wait()
 
     async def build(self, roles: Sequence[RoleSpec]) -> Reply:
-        return await _reply_of(self._host.build(roles))
+        return await _make_reply(self._host.build(roles))
 
     async def call(self, call: Call, args: tuple[Any, ...]) -> Reply:
-        return await _reply_of(self._host.call(call, args))
+        return await _make_reply(self._host.call(call, args))
 
     async def close(self) -> Reply:
-        return await _reply_of(self._host.close())
+        return await _make_reply(self._host.close())
 
 
-def _this_process() -> HostProcess:
+def _current_process() -> HostProcess:
     return HostProcess(os.getpid(), machine_id(), ray.get_runtime_context().get_node_id())
 
 
-async def _reply_of(work: Awaitable[Any]) -> Reply:
+async def _make_reply(work: Awaitable[Any]) -> Reply:
     try:
         return Reply(await work)
     except RollickError as error:
@@ -132,7 +132,7 @@ class RayTransport:
         self._actors: dict[int, Any] = {}
         self._owns_ray = owns_ray
         self.processes: dict[int, HostProcess] = {}
-        """By the index of the host."""
+        """By host index."""
         self._stopped: dict[int, float] = {}
         """Hosts that were killed because a signal had stopped them, and when they last ran."""
         self._watch: asyncio.Task[None] | None = None
@@ -181,7 +181,7 @@ class RayTransport:
         return missing
 
     def _refill_later(self) -> None:
-        """Replace used spares. Only on CPUs: a spare on a GPU would reserve one."""
+        """Replace used spares later. Only on CPUs: a spare on a GPU would reserve the GPU."""
         count = self._cluster.spare_workers
         asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._refill, count)
 
@@ -222,20 +222,20 @@ class RayTransport:
                 for placed, host in enumerate(hosts):
                     self._record_placement(host, await replies[placed])
         except TimeoutError:
-            late = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
+            unplaced = f"{len(hosts) - placed} of {len(hosts)} workers were not placed"
             within = f"within {cluster.place_timeout_s:g} s; required: {_required(hosts, cluster)}"
             free = f"free: {_amounts(ray.available_resources())}"
             fix = "free these resources, use fewer devices, or raise cluster.place_timeout_s"
-            raise ClusterUnavailable(f"{late} {within}; {free}", fix=fix) from None
+            raise ClusterUnavailable(f"{unplaced} {within}; {free}", fix=fix) from None
         except RayError as error:
             raise ClusterUnavailable(f"a worker could not start: {error}") from None
 
     async def _kill_stopped(self) -> None:
-        """Kill hosts of this machine that a signal has stopped (SIGSTOP) for LOOK_S. They would
-        answer nothing until a deadline."""
+        """Kill hosts of this machine that were stopped (SIGSTOP) for LOOK_S: calls to them would
+        wait for their deadlines."""
         last_ran: dict[int, float] = {}
-        """When the hosts that were stopped at the last look had run."""
-        looked_at = time.time()
+        """When the hosts that were stopped at the last check had last run."""
+        checked_at = time.time()
         while True:
             await asyncio.sleep(LOOK_S)
             stopped = {i: pid for i, pid in self.process_ids().items() if is_stopped(pid)}
@@ -243,16 +243,16 @@ class RayTransport:
                 self._stopped[index] = last_ran[index]
                 with suppress(ProcessLookupError):
                     os.kill(stopped[index], signal.SIGKILL)
-            last_ran = {index: last_ran.get(index, looked_at) for index in stopped}
-            looked_at = time.time()
+            last_ran = {index: last_ran.get(index, checked_at) for index in stopped}
+            checked_at = time.time()
 
     def process_ids(self) -> Mapping[int, int]:
-        here = machine_id()
-        return {i: each.pid for i, each in self.processes.items() if each.machine == here}
+        machine = machine_id()
+        return {i: p.pid for i, p in self.processes.items() if p.machine == machine}
 
     async def wait_lost(self, host: HostSpec) -> WorkerLost:
         try:
-            return await self._reply(host, "stay", self._actors[host.index].stay.remote())
+            return await self._await_reply(host, "stay", self._actors[host.index].stay.remote())
         except WorkerError as error:
             return error if isinstance(error, WorkerLost) else WorkerLost(error.message)
 
@@ -264,8 +264,8 @@ class RayTransport:
         return process.node if process else None
 
     async def build(self, host: HostSpec, roles: Sequence[RoleSpec]) -> None:
-        here = [role for role in roles if role.role in host.roles]
-        await self._reply(host, "build", self._actors[host.index].build.remote(here))
+        specs = [spec for spec in roles if spec.role in host.roles]
+        await self._await_reply(host, "build", self._actors[host.index].build.remote(specs))
 
     def share(self, args: tuple[Any, ...]) -> Any:
         self._object_store.check_room(args)
@@ -275,9 +275,9 @@ class RayTransport:
         actor = self._actors[host.index]
         if isinstance(args, tuple):
             self._object_store.check_room(args)
-        return await self._reply(host, call.method, actor.call.remote(call, args))
+        return await self._await_reply(host, call.method, actor.call.remote(call, args))
 
-    async def _reply(self, host: HostSpec, method: str, ref: Any) -> Any:
+    async def _await_reply(self, host: HostSpec, method: str, ref: Any) -> Any:
         node = self._node_of(host)
         try:
             async with self._nodes.fail_if_silent(node):
@@ -285,12 +285,12 @@ class RayTransport:
         except NodeLost:
             raise self._nodes.lost_error(node, f"{host} was lost in {method!r}: ") from None
         except asyncio.CancelledError:
-            # No caller waits any more; without this the call would stay in the host's event loop.
+            # The caller is gone; without this the call would stay in the host's event loop.
             ray.cancel(ref)
             raise
         except RayActorError as error:
             if host.index in self._stopped:
-                message = f"{host} was stopped by a signal in {method!r}, and killed for that"
+                message = f"{host} was stopped by a signal in {method!r}, so it was killed"
                 fix, last_ran = "find out what sends SIGSTOP", self._stopped[host.index]
                 raise WorkerHung(message, fix=fix, failed_at=last_ran) from None
             if not await self._nodes.answers(node):
@@ -304,7 +304,7 @@ class RayTransport:
         return reply.value
 
     async def close(self) -> None:
-        """Close hosts within a deadline, then kill them. Skips hosts that are gone."""
+        """Close the hosts within a deadline, then kill them. Ignores hosts that are lost."""
         error: RollickError | None = None
         try:
             refs = [actor.close.remote() for actor in self._actors.values()]
@@ -333,14 +333,14 @@ class RayTransport:
 
 
 def worker_environment(*, threads: int, env: Mapping[str, str]) -> dict[str, str]:
-    passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    count = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    return {**passed, **count, **env}
+    inherited = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    openmp = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    return {**inherited, **openmp, **env}
 
 
 def prepare_workers(kinds: Sequence[str], cluster: ClusterConfig, plan: WorkerPlan) -> None:
-    """Start Ray, and a spare for each host of a later run of this process, which owns them then.
-    Waits until they have imported. `kinds`: the device of each."""
+    """Start Ray and spares for a later run in this process, which then owns both. Waits until the
+    spares have imported their modules. `kinds`: the kind of device of each spare."""
     start_ray(None)
     spares = _new_spares(cluster, plan)
     for kind in set(kinds):
@@ -357,7 +357,7 @@ def _new_spares(cluster: ClusterConfig, plan: WorkerPlan) -> SpareWorkers:
 def _create_actor(
     kind: str, node: str | None = None, *, cluster: ClusterConfig, variables: Mapping[str, str]
 ) -> Any:
-    """An actor without a host, on a kind of device; on the machine `node`, if it is given."""
+    """Create an actor without a host on a kind of device, on machine `node` if that is not None."""
     actor: Any = ray.remote(HostActor)
     return actor.options(
         num_cpus=cluster.cpus_per_worker,
@@ -371,7 +371,7 @@ def _create_actor(
 
 
 def check_totals(hosts: Sequence[HostSpec], cluster: ClusterConfig) -> None:
-    """Raise now if the workers cannot fit: a local Ray never gains resources."""
+    """Raise PlacementError if the workers cannot fit: a local Ray never gains resources."""
     total = ray.cluster_resources()
     gpus = sum(host.device.kind == "cuda" for host in hosts)
     cpus = cluster.cpus_per_worker * len(hosts)

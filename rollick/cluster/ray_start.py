@@ -29,7 +29,7 @@ RAY_SETTINGS = {
 }
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long a given cluster may take to accept a connection."""
+"""How long a cluster may take to accept a connection."""
 
 
 def start_ray(address: str | None) -> bool:
@@ -41,7 +41,7 @@ def start_ray(address: str | None) -> bool:
         check_address(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Must run on the main thread: Ray's processes die with the thread that started them.
-    with _keep_signal_handlers(), _environment(RAY_SETTINGS), _own_process_groups():
+    with _keep_signal_handlers(), _set_environment(RAY_SETTINGS), _new_process_groups():
         try:
             ray.init(
                 address=address or "local",
@@ -90,15 +90,15 @@ def _keep_signal_handlers() -> Generator[None]:
 
 
 @contextmanager
-def _own_process_groups() -> Generator[None]:
-    """Processes started in the block lead process groups of their own; workers are in the raylet's.
+def _new_process_groups() -> Generator[None]:
+    """Start processes of the block in new process groups; workers join the raylet's group.
 
     A supervisor or a terminal signals the controller's group: the controller saves, and needs its
     workers for that. Ray has no option for this.
     """
     original = subprocess.Popen.__init__
-    grouped: Any = partialmethod(original, process_group=0)
-    subprocess.Popen.__init__ = grouped
+    in_new_group: Any = partialmethod(original, process_group=0)
+    subprocess.Popen.__init__ = in_new_group
     try:
         yield
     finally:
@@ -106,8 +106,8 @@ def _own_process_groups() -> Generator[None]:
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Generator[None]:
-    """Set variables for processes started in the block; keeps those the user set."""
+def _set_environment(settings: Mapping[str, str]) -> Generator[None]:
+    """Set variables for processes started in the block, except those that are already set."""
     added = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ |= added
     try:

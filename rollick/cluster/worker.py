@@ -39,15 +39,15 @@ BUILD_ORDER: tuple[RoleName, ...] = (
     "judge",
     "generators",
 )
-"""Generators come last: they may share the parameters of what is there already."""
+"""Generators come last: they may share the parameters of a model that is already built."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long a role may take to close; then the others are closed without waiting for it."""
+"""How long a role may take to close; then the next role is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """How to make a role: `target` names a function, called as fn(context, rank, *args)."""
+    """How to build a role: `target` names a function, called as fn(context, rank, *args)."""
 
     role: RoleName
     target: str
@@ -56,7 +56,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostContext:
-    """What a role may know of its host. `roles` holds those built before it."""
+    """What a role may know of its host. `roles` contains the roles built before it."""
 
     spec: HostSpec
     roles: Mapping[RoleName, Any]
@@ -90,32 +90,32 @@ class Host:
         self._running_roles: dict[RoleName, _RunningRole] = {}
 
     async def build(self, roles: Sequence[RoleSpec]) -> None:
-        """Make the roles that the spec puts here. If one fails, those before it are closed."""
-        by_name = {role.role: role for role in roles}
+        """Build the host's roles. If one fails, the roles built before it are closed."""
+        specs = {spec.role: spec for spec in roles}
         try:
             for name in BUILD_ORDER:
                 if name in self.spec.roles:
-                    await self._build_one(by_name[name])
+                    await self._build_role(specs[name])
         except BaseException:
-            # Raise the error of the build; an error of the close must not hide it.
+            # A failed close must not hide the error of the build.
             with suppress(RollickError):
                 await self.close()
             raise
 
-    async def _build_one(self, role: RoleSpec) -> None:
-        role_rank = RoleRank(role.role, self.spec.roles[role.role])
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"{role.role}-{role_rank.rank}")
+    async def _build_role(self, spec: RoleSpec) -> None:
+        role_rank = RoleRank(spec.role, self.spec.roles[spec.role])
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"{spec.role}-{role_rank.rank}")
         built: dict[RoleName, Any] = {name: each.role for name, each in self._running_roles.items()}
         context = HostContext(self.spec, built, self._device, self._threads)
-        module, _, function = role.target.partition(":")
+        module, _, function = spec.target.partition(":")
         try:
-            with self._wrap_errors(role_rank, role.target):
+            with self._wrap_errors(role_rank, spec.target):
                 target = getattr(importlib.import_module(module), function)
-                instance = await _run(thread, target, context, role_rank.rank, *role.args)
+                instance = await _run(thread, target, context, role_rank.rank, *spec.args)
         except RollickError:
             thread.shutdown(wait=False)
             raise
-        self._running_roles[role.role] = _RunningRole(role_rank, instance, thread)
+        self._running_roles[spec.role] = _RunningRole(role_rank, instance, thread)
 
     async def call(self, call: Call, args: tuple[Any, ...]) -> Any:
         """Run the method and return its result. Plain methods of one role run one after another;
@@ -125,18 +125,18 @@ class Host:
             raise WorkerError(f"{self.spec} has no {call.role}", fix="add it to the device map")
         method = getattr(running.role, call.method, None)
         if not callable(method):
-            missing = f"{type(running.role).__name__} has no method {call.method!r}"
-            raise WorkerError(f"{running.role_rank} on {self.spec}: {missing}")
+            problem = f"{type(running.role).__name__} has no method {call.method!r}"
+            raise WorkerError(f"{running.role_rank} on {self.spec}: {problem}")
         with self._wrap_errors(running.role_rank, call.method):
             return await _run(running.thread, method, *args)
 
     async def close(self) -> None:
-        """Close the roles, last built first; all of them, then raise what the first one raised."""
+        """Close all roles, last built first, then raise the first error."""
         errors: list[RollickError] = []
         while self._running_roles:
             _, running = self._running_roles.popitem()
             try:
-                await self._close_one(running)
+                await self._close_role(running)
             except RollickError as error:
                 errors.append(error)
             finally:
@@ -144,7 +144,7 @@ class Host:
         if errors:
             raise errors[0]
 
-    async def _close_one(self, running: _RunningRole) -> None:
+    async def _close_role(self, running: _RunningRole) -> None:
         close = getattr(running.role, "close", None)
         if close is None:
             return
@@ -153,14 +153,14 @@ class Host:
                 with self._wrap_errors(running.role_rank, "close"):
                     await _run(running.thread, close)
         except TimeoutError:
-            who = f"{running.role_rank} on {self.spec}"
-            raise WorkerError(f"{who} did not close within {CLOSE_TIMEOUT_S:g} s") from None
+            name = f"{running.role_rank} on {self.spec}"
+            raise WorkerError(f"{name} did not close within {CLOSE_TIMEOUT_S:g} s") from None
 
     @contextmanager
     def _wrap_errors(self, role_rank: RoleRank, method: str) -> Generator[None]:
-        """Errors of rollick pass as they are, except that open files are exhausted in this process;
-        all others become a WorkerError with the traceback as text, because the exception itself may
-        not be picklable."""
+        """RollickErrors pass unchanged, but OpenFilesExhausted becomes WorkerOutOfFiles. All other
+        errors become a WorkerError with the traceback as text, because the exception itself may not
+        be picklable."""
         try:
             yield
         except OpenFilesExhausted as error:
@@ -169,9 +169,9 @@ class Host:
         except RollickError:
             raise
         except Exception as error:
-            text = "".join(traceback.format_exception(error)).rstrip()
-            what = f"raised {type(error).__name__} in {method!r}: {error}"
-            message = f"{role_rank} on {self.spec} {what}\nTraceback of the worker:\n{text}"
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            cause = f"raised {type(error).__name__} in {method!r}: {error}"
+            message = f"{role_rank} on {self.spec} {cause}\nTraceback of the worker:\n{trace}"
             if is_out_of_memory(error):
                 fix = "free memory of its device, or make its batches smaller"
                 raise WorkerOutOfMemory(message, fix=fix) from error

@@ -365,7 +365,7 @@ class WorkerRecovery:
         ]
         kept = kept_ranks(placed, unit=self._replica_ranks)
         if not kept or not all(map(has_only_policy, missing)):
-            raise self._group.no_room(missing)
+            raise self._group.no_room_error(missing)
         ranks = self._group.device_map.ranks("policy")
         self._group.shrink("policy", kept)
         text = "the policy continues with %d ranks instead of %d: no machine has room for %s"

@@ -1,4 +1,4 @@
-"""The critic: predicts per-token values and trains on the returns."""
+"""The critic worker: predicts a value per token, and trains on the returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CriticWorker(TrainedWorker[LocalCritic], CriticRole):
         self.recipe = recipe
         self._loss = _bind_loss(recipe)
         self._value_components = [
-            number for number, part in enumerate(recipe.algorithms) if "values" in part.needs
+            index for index, each in enumerate(recipe.algorithms) if "values" in each.needs
         ]
 
     def values(self, batch: Batch) -> TokenValues:

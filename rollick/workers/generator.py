@@ -43,18 +43,18 @@ from rollick.workers.learner import LearnerWorker
 from rollick.workers.model_worker import MeteredWorker, builds_worker
 
 MAX_RECORDS = 4096
-"""Steps and answers that a recording generator keeps; it drops the oldest first."""
+"""Steps and completions that a recording generator keeps; it drops the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
 class _EngineJob:
-    """A request from its submit to its result."""
+    """A request between its submit and its result."""
 
     request: Request
     has_started: bool = False
     """Whether the engine has the request, so that it can abort it."""
     is_aborted: bool = False
-    aborting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    abort_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class GeneratorWorker(MeteredWorker, GeneratorRole):
@@ -64,9 +64,9 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.engine = engine
         self.shares = shares
         self.lost: EngineLost | None = None
-        """The error that lost the engine; the engine is not used afterwards."""
+        """Why the engine is lost; it is not used afterwards."""
         self.ready: list[RequestResult] = []
-        self.arrived = asyncio.Event()
+        self.has_results = asyncio.Event()
         self.jobs: dict[int, _EngineJob] = {}
         self.tasks: dict[SampleId, asyncio.Task[None]] = {}
         """The task of each sample's latest request."""
@@ -74,11 +74,11 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.merges = Capability.MERGE_ADAPTERS in engine.capabilities
         initial = engine.fingerprint if isinstance(engine, SupportsAdapterMerging) else None
         self.receiver = PublishReceiver(rank=rank, adopts=adopts, initial_fingerprint=initial)
-        self.receiving = asyncio.Lock()
+        self.receive_lock = asyncio.Lock()
         self.checked_tokens = 0
         """Tokens that the engine had generated when its weights were last checked."""
         self.answers: deque[tuple[SampleId, float]] = deque(maxlen=0)
-        """The requests that the engine completed, and the seconds that each took."""
+        """The completed requests, and the seconds that each took."""
 
     def record(self) -> None:
         """Start recording for `take_record`. Not every engine records steps."""
@@ -101,17 +101,17 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
     ) -> None:
         for number, request in requests:
             job = self.jobs[number] = _EngineJob(request)
-            earlier = self.tasks.get(request.uid)
-            self.tasks[request.uid] = asyncio.create_task(self._run(number, job, earlier))
+            previous = self.tasks.get(request.uid)
+            self.tasks[request.uid] = asyncio.create_task(self._run(number, job, previous))
         await asyncio.gather(*(self._abort(number) for number in abort_numbers))
 
     async def poll_results(self) -> PolledResults:
         """Return all finished results; waits up to POLL_TIMEOUT_S for one. Raises EngineLost if
         there is none and the engine died."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.arrived.wait(), POLL_TIMEOUT_S)
+            await asyncio.wait_for(self.has_results.wait(), POLL_TIMEOUT_S)
         ready, self.ready = self.ready, []
-        self.arrived.clear()
+        self.has_results.clear()
         if not ready:
             self._check_alive()
         return PolledResults(ready, self.engine.load())
@@ -128,7 +128,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         return process_location(shares_weights=self.shares, merges_adapters=self.merges)
 
     async def check_weights(self) -> None:
-        """Raises EngineCorrupt if the engine's weights have changed since their last update. Costs
+        """Raises EngineCorrupt if the engine's weights have changed since their last update. Does
         nothing if the engine has generated nothing since the last check."""
         self._check_alive()
         tokens = self.engine.load().generated_tokens
@@ -139,10 +139,10 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         self.checked_tokens = tokens
 
     async def receive(self, manifest: WeightManifest) -> None:
-        # Before the weights are replaced, or a corruption would never be detected.
+        # After the weights are replaced, a corruption can no longer be detected.
         await self.check_weights()
-        async with self.receiving:
-            # A thread cannot be cancelled: hold the lock until it ends.
+        async with self.receive_lock:
+            # A thread cannot be cancelled, so hold the lock until it ends.
             await run_to_completion(asyncio.to_thread(self.receiver.receive, manifest))
 
     async def commit(self, version: PolicyVersion, keep_cache: bool = False) -> bool | None:
@@ -173,23 +173,23 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
 
     async def _abort(self, number: int) -> None:
         job = self.jobs.get(number)
-        if job is None:  # Its result is ready, or was returned.
+        if job is None:  # Its result is ready or already returned.
             return
         job.is_aborted = True
         if job.has_started:
-            async with job.aborting:
+            async with job.abort_lock:
                 with self._record_loss():
                     await self.engine.abort(job.request.uid)
 
-    async def _run(self, number: int, job: _EngineJob, earlier: asyncio.Task[None] | None) -> None:
-        """The task of a request. Waits for the sample's earlier request, which was aborted: an
-        engine refuses two requests of one sample."""
+    async def _run(self, number: int, job: _EngineJob, previous: asyncio.Task[None] | None) -> None:
+        """Run a request. Waits for the sample's previous request, which was aborted: an engine
+        refuses two requests of one sample."""
         request = job.request
         try:
-            if earlier is not None:
-                await earlier
+            if previous is not None:
+                await previous
             result = await self._generate(job)
-            async with job.aborting:  # The abort must not reach the sample's next request.
+            async with job.abort_lock:  # The abort must not reach the sample's next request.
                 pass
         finally:
             del self.jobs[number]
@@ -198,7 +198,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         if isinstance(result, Completion):
             self.answers.append((request.uid, result.seconds))
         self.ready.append(RequestResult(number, request.uid, result))
-        self.arrived.set()
+        self.has_results.set()
 
     async def _generate(self, job: _EngineJob) -> Completion | RollickError:
         if job.is_aborted:
@@ -210,7 +210,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
         except RollickError as error:
             return error
         except Exception as error:
-            # Worker boundary: the caller must get a result, whatever the engine raised.
+            # The caller must get a result for every error that the engine raises.
             return EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
     def _check_alive(self) -> None:
@@ -231,7 +231,7 @@ class GeneratorWorker(MeteredWorker, GeneratorRole):
 
 @builds_worker
 def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
-    """The engine shares the parameters of a learner on the same host."""
+    """Build the engine, which shares the parameters of a learner on the same host if it can."""
     learner = context.roles.get("policy")
     shared = learner.strategy.module if isinstance(learner, LearnerWorker) else None
     engine = resolve("engines", recipe.infer.engine).create(
@@ -242,8 +242,8 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
         shared=shared,
         stops=_stop_rules(recipe.model),
     )
-    sharing = shared is not None and Capability.SHARED_WEIGHTS in engine.capabilities
-    worker = GeneratorWorker(engine, rank=rank, shares=sharing)
+    shares = shared is not None and Capability.SHARED_WEIGHTS in engine.capabilities
+    worker = GeneratorWorker(engine, rank=rank, shares=shares)
     if isinstance(recipe, RlRecipe) and recipe.observe.engine_steps:
         worker.record()
     return worker
@@ -251,7 +251,7 @@ def create(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
 
 @builds_worker
 def create_judge(context: HostContext, rank: int, recipe: Recipe) -> GeneratorWorker:
-    """The judge's weights never change."""
+    """Build the judge's engine, whose weights never change."""
     judge = recipe.judge
     assert judge is not None
     infer = InferConfig(slots=judge.slots, max_length=judge.max_length)

@@ -1,4 +1,4 @@
-"""The learner: trains on batches, and provides log-probs and weights."""
+"""The learner: trains on batches, computes log-probs, and sends weights."""
 
 from __future__ import annotations
 
@@ -134,16 +134,16 @@ def train_on(
     forward_backward: Callable[[Batch], LossReport],
     step: Callable[[], OptimReport],
 ) -> TrainReport:
-    """Make an optimizer step for each part of a batch. Returns their merged report."""
-    begun, optimizer_s = time.perf_counter(), 0.0
+    """Take an optimizer step for each part of a batch. Returns the merged report."""
+    started_at, optimizer_s = time.perf_counter(), 0.0
     losses: list[LossReport] = []
     steps: list[OptimReport] = []
     for part in parts:
         losses.append(forward_backward(part))
-        stepped = time.perf_counter()
+        step_began = time.perf_counter()
         steps.append(step())
-        optimizer_s += time.perf_counter() - stepped
-    seconds = time.perf_counter() - begun
+        optimizer_s += time.perf_counter() - step_began
+    seconds = time.perf_counter() - started_at
     total = LossReport.of(losses)
     return TrainReport(
         loss=total.loss / len(losses),

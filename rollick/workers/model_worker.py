@@ -1,4 +1,4 @@
-"""What all workers share: sleeping, snapshots, and the peak memory of their process."""
+"""Base classes of the workers: sleep, snapshots, and the peak memory of their process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STATUS = Path("/proc/self/status")
 
 
 class Meter:
-    """Measures peak memory from its construction on. On a GPU: torch's peak allocation. On the CPU:
+    """Measures peak memory since its construction. On a GPU: torch's peak allocation. On the CPU:
     the peak growth of resident memory, including libraries that were imported later."""
 
     def __init__(self) -> None:
         with suppress(OSError):
-            # Linux: reset the peak to the current resident memory. Elsewhere an old peak may hide
-            # a lower new one.
+            # Linux: reset the peak to the current resident memory. Elsewhere, a higher old
+            # peak hides a new one.
             Path("/proc/self/clear_refs").write_text("5", "ascii")
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
@@ -58,12 +58,12 @@ def resident_bytes(*, peak: bool = False) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-class _Sleeps(Protocol):
+class _CanSleep(Protocol):
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
 
 
-Sleeper = TypeVar("Sleeper", bound=_Sleeps)
+Sleeper = TypeVar("Sleeper", bound=_CanSleep)
 
 
 class MeteredWorker:
@@ -88,14 +88,14 @@ class StrategyWorker(MeteredWorker, Generic[Sleeper]):
         self.strategy.wake()
 
 
-class _Trains(_Sleeps, Protocol):
+class _CanTrain(_CanSleep, Protocol):
     def state(self) -> TrainState: ...
     def restore(self, state: TrainState) -> None: ...
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...
 
 
-Trainer = TypeVar("Trainer", bound=_Trains)
+Trainer = TypeVar("Trainer", bound=_CanTrain)
 
 
 class TrainedWorker(StrategyWorker[Trainer]):
@@ -138,7 +138,7 @@ class TrainedWorker(StrategyWorker[Trainer]):
         else:
             assert isinstance(self.strategy, IsSharded), "only a sharded role has several ranks"
             self.strategy.restore_all(states)
-        # Their tensors map the memories, which the kernel frees only without a map.
+        # The tensors map the memories, which the kernel frees only when nothing maps them.
         del states
         self._close_memories()
 
@@ -165,10 +165,10 @@ Worker = TypeVar("Worker", bound=MeteredWorker)
 def builds_worker(
     build: Callable[Concatenate[HostContext, int, Arguments], Worker],
 ) -> Callable[Concatenate[HostContext, int, Arguments], Worker]:
-    """Sets the number of torch's threads before the build, and measures memory from its start."""
+    """Set the number of torch's threads before the build, and measure memory from its start."""
 
     @wraps(build)
-    def measured(
+    def build_measured(
         context: HostContext, rank: int, *args: Arguments.args, **options: Arguments.kwargs
     ) -> Worker:
         meter = Meter()
@@ -177,4 +177,4 @@ def builds_worker(
         worker.meter = meter
         return worker
 
-    return measured
+    return build_measured

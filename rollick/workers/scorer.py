@@ -70,15 +70,15 @@ def create_teacher(context: HostContext, rank: int, recipe: Recipe) -> ScorerWor
 def common_vocabulary(policy: ModelConfig, teacher: ModelConfig) -> int:
     """The policy's vocabulary size. Raises if the teacher has other tokens or ids. A larger model
     of a family may pad its vocabulary matrix; only the policy's tokens are used."""
-    ours, theirs = _token_ids(policy), _token_ids(teacher)
-    tokens = ours.keys() | theirs.keys()
-    differ = sorted(token for token in tokens if ours.get(token) != theirs.get(token))
-    if differ:
-        token = differ[0]
+    policy_ids, teacher_ids = _token_ids(policy), _token_ids(teacher)
+    tokens = policy_ids.keys() | teacher_ids.keys()
+    differing = sorted(token for token in tokens if policy_ids.get(token) != teacher_ids.get(token))
+    if differing:
+        token = differing[0]
         raise ConfigError(
             f"the teacher {teacher.path!r} has other tokens than the policy {policy.path!r}: "
-            f"{len(differ)} differ, such as {token!r} ({ours.get(token)} in the policy, "
-            f"{theirs.get(token)} in the teacher)",
+            f"{len(differing)} differ, such as {token!r} ({policy_ids.get(token)} in the policy, "
+            f"{teacher_ids.get(token)} in the teacher)",
             fix="use a teacher with the policy's tokenizer, such as a larger one of its family",
         )
     size, teacher_size = _vocabulary_size(policy), _vocabulary_size(teacher)

@@ -239,7 +239,7 @@ def test_the_description_shows_hosts_phases_and_timeline():
         "publish   policy, generators  generators 0  reference 0",
         "",
         "weights   generators 0: the policy's own; generators 1: a copy, sent at each publish",
-        "timeline  turns: generate, then train; every sample is drawn by the newest policy",
+        "timeline  sequential: generate, then train; the newest policy samples everything",
     ]
 
 
@@ -290,17 +290,17 @@ def test_the_description_lists_what_ranks_divide_and_the_sizes_that_the_model_al
 @pytest.mark.parametrize(
     ("sections", "timeline"),
     [
-        ({"rollout": {"max_staleness": 1}}, "turns: the generators pause"),
+        ({"rollout": {"max_staleness": 1}}, "sequential: the generators pause"),
         (
             {"rollout": {"max_staleness": 1}, "devices": {"policy": "0", "generators": "1-2"}},
             "overlap: generation continues while the policy trains; samples are at most 1",
         ),
         (
             {"rollout": {"max_staleness": 1.5}, "devices": {"policy": "0", "generators": "0-1"}},
-            "part overlap: generators 1 continue while the policy trains, others pause",
+            "partial overlap: generators 1 continue while the policy trains, others pause",
         ),
-        ({"devices": {"policy": "0", "generators": "1"}}, "turns: generate, then train"),
-        ({"pipeline": "sft"}, "turns: the policy trains"),
+        ({"devices": {"policy": "0", "generators": "1"}}, "sequential: generate, then train"),
+        ({"pipeline": "sft"}, "the policy trains; generators"),
     ],
 )
 def test_the_timeline_shows_whether_generation_overlaps_training(sections, timeline):
