@@ -14,8 +14,8 @@ better, so every choice here errs on the late side.
   `describe` needs only its event loop: after 5 s its process does not run. Page faults or the start
   of another process may delay a computation: 30 s. A long prefill is one step; most calls of an
   engine, and the learner that sends it weights, wait for its end: 300 s. (Polls find an engine that
-  hangs in such a call.) Network disks stall for minutes: 300 s too. On a GPU, each new shape compiles
-  kernels and captures graphs: four times as long.
+  hangs in such a call.) Network disks stall for minutes: 300 s too. On a GPU, every new shape costs
+  kernel compilation and graph capture: four times as long.
 - In one process (backend inline) nothing could be killed, and a computation blocks all calls: the
   ceiling.
 """

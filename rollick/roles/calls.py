@@ -50,9 +50,9 @@ class RoleHandle(Generic[W]):
         others: bool = False,
         in_background: bool = False,
     ) -> T:
-        """Make the call, and retry it if a lost worker was repaired. `others`: it calls other roles
-        too, so a failure may not be that of this role. `in_background`: no step waits for it, so
-        the repair does not count as time that the run lost."""
+        """Make the call, and retry it after a lost worker was repaired. `others`: the call also
+        reaches other roles, which may be the ones that failed. `in_background`: no step waits for
+        the call, so the time of a repair does not count as lost."""
         if self.recovery is None:
             return await attempt()
         return await self.recovery.run(
@@ -98,7 +98,7 @@ class RoleHandle(Generic[W]):
     async def scatter(
         self, method: Callable[[W, A, *Ts], Awaitable[T] | T], parts: Sequence[A | None], *args: *Ts
     ) -> list[T | None]:
-        """Call rank i with part i; a rank whose part is None is not called, its result is None."""
+        """Call rank i with part i. A rank whose part is None is skipped, and its result is None."""
         return await self.group.scatter(self.role, method.__name__, parts, *args)
 
     async def scatter_collective(
@@ -132,5 +132,5 @@ AnyHandle = RoleHandle[Any]
 
 
 def _part(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Rows of a batch; not a copy if they are all."""
+    """The rows of a batch; the batch itself, not a copy, if these are all its rows."""
     return batch if len(rows) == batch.rows else batch.take(rows)

@@ -2,10 +2,10 @@
 
 A remote call costs more than decoding a token of a small model, so calls are batched, not made for
 each sample. RemoteEngine sends all requests and aborts that arrived since the last `submit` in the
-next. One `submit` is in flight at a time: of two calls, the second may arrive first, and an abort
-would be lost. One `poll_results` is always in flight: a long poll that returns all finished
-completions and the engine's load. Requests are numbered, so that a late result does not end a newer
-request of the same sample.
+next. One `submit` is in flight at a time: two could arrive in the wrong order, and an abort that
+arrives before its request would be lost. One `poll_results` is always in flight: a long poll that
+returns all finished completions and the engine's load. Requests are numbered, so that a late result
+does not end a newer request of the same sample.
 
     RemoteEngine.generate, abort --submit([...], [...])--> GeneratorWorker --> Engine
     RemoteEngine  <--poll_results() [completions], load--  GeneratorWorker
@@ -59,29 +59,29 @@ from rollick.weights.plan import ProcessLocation
 T = TypeVar("T")
 
 RECORD_TIMEOUT_S = 10.0
-"""An engine that does not send its record within this time has none."""
+"""Time for an engine to send its record; the record is empty if it does not."""
 CLOSE_TIMEOUT_S = 20.0
 """Time for a lost engine to close before its host is restarted."""
 
 
 @dataclass(slots=True, eq=False)
 class _Outbox:
-    """What the next `submit` sends."""
+    """The contents of the next `submit`."""
 
     requests: dict[int, Request] = field(default_factory=dict[int, Request])
     aborts: list[int] = field(default_factory=list[int])
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the call has returned or failed."""
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the `submit` has returned or failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
+class _PendingRequest:
     number: int
     future: asyncio.Future[Completion]
 
 
 _NUMBERS = count()
-"""Of the requests to all engines."""
+"""Unique numbers for the requests to all engines."""
 
 
 class RemoteEngine:
@@ -96,14 +96,14 @@ class RemoteEngine:
         self.capabilities, self.last_load = description
         now = asyncio.get_running_loop().time
         self.health = EngineHealth(handle.role, rank, handle.group.deadlines, now)
-        self.pending: dict[SampleId, _Pending] = {}
+        self.pending: dict[SampleId, _PendingRequest] = {}
         self.outbox = _Outbox()
         self.has_outgoing = asyncio.Event()
         self.failure: RollickError | None = None
         self.fault: FaultKind = "killed"
-        """Kind of its failure."""
+        """Kind of the failure."""
         self.failed_at: float | None = None
-        """When it ended or last showed life, if that is known."""
+        """When the engine ended or last answered, if known."""
         self.host_answers = False
         """Whether the engine itself reported its loss, so that its host can close it."""
         self.lost_event = asyncio.Event()
@@ -120,14 +120,14 @@ class RemoteEngine:
         self._check_connected()
         if request.uid in self.pending:
             raise EngineError(f"sample {request.uid} is already being generated")
-        pending = _Pending(next(_NUMBERS), asyncio.get_running_loop().create_future())
+        pending = _PendingRequest(next(_NUMBERS), asyncio.get_running_loop().create_future())
         self.pending[request.uid] = pending
         self.outbox.requests[pending.number] = request
         self.has_outgoing.set()
         try:
             return await pending.future
         except asyncio.CancelledError:
-            # If the connection failed, there is nothing to abort; raise the cancellation.
+            # After a lost connection there is nothing to abort; raise the cancellation.
             with suppress(RollickError):
                 await self.abort(request.uid)
             raise
@@ -135,18 +135,18 @@ class RemoteEngine:
             self.pending.pop(request.uid, None)
 
     async def abort(self, uid: SampleId) -> None:
-        """Returns when the engine has got the abort."""
+        """Returns when the engine has received the abort."""
         self._check_connected()
         pending, outbox = self.pending.get(uid), self.outbox
         if pending is None:
             return
         unsent = outbox.requests.pop(pending.number, None)
         if unsent is not None:
-            self._settle(RequestResult(pending.number, uid, aborted_completion(unsent)))
+            self._deliver_result(RequestResult(pending.number, uid, aborted_completion(unsent)))
             return
         outbox.aborts.append(pending.number)
         self.has_outgoing.set()
-        await outbox.arrived.wait()
+        await outbox.submitted.wait()
         self._check_connected()
 
     def load(self) -> EngineLoad:
@@ -188,7 +188,7 @@ class RemoteEngine:
         """Fail all pending and later requests with the error. Only the first failure is kept."""
         self.failure = self.failure or error
         self.lost_event.set()
-        self.outbox.arrived.set()
+        self.outbox.submitted.set()
         for pending in self.pending.values():
             if not pending.future.done():
                 pending.future.set_exception(self.failure.copy())
@@ -204,15 +204,15 @@ class RemoteEngine:
         reason, fix = f"{type(error).__name__}: {error}", ""
         if isinstance(error, RollickError):
             reason, fix = error.message, error.fix
-        kind = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
-        self.fail(kind(f"{self.name} is lost: {reason}", fix=fix))
+        error_class = EngineCorrupt if isinstance(error, EngineCorrupt) else EngineLost
+        self.fail(error_class(f"{self.name} is lost: {reason}", fix=fix))
         self.handle.group.abandon(self.handle.role, self.rank)
 
     async def _run(self, loop: Callable[[], Awaitable[None]]) -> None:
         try:
             await loop()
         except Exception as error:
-            # Nobody awaits this background task, so pass the error to the pending requests.
+            # This background task is not awaited, so pass the error to the pending requests.
             self.mark_lost(error)
 
     async def _send_requests(self) -> None:
@@ -227,7 +227,7 @@ class RemoteEngine:
                     submit = GeneratorRole.submit
                     await self.handle.call_rank(self.rank, submit, requests, outbox.aborts)
             finally:
-                outbox.arrived.set()
+                outbox.submitted.set()
 
     async def _take_results(self) -> None:
         now = asyncio.get_running_loop().time
@@ -236,11 +236,11 @@ class RemoteEngine:
             poll = self.handle.call_rank(self.rank, GeneratorRole.poll_results, timeout_s=limit_s)
             results, self.last_load = await poll
             for result in results:
-                self._settle(result)
+                self._deliver_result(result)
             seconds, has_requests = now() - begun, bool(self.pending)
             self.health.check_progress(self.last_load, seconds, has_requests=has_requests)
 
-    def _settle(self, finished: RequestResult) -> None:
+    def _deliver_result(self, finished: RequestResult) -> None:
         number, uid, result = finished
         if isinstance(result, EngineLost):
             self.mark_lost(result)
@@ -268,8 +268,8 @@ class EngineGroup(RoleHandle[GeneratorRole]):
 
     @asynccontextmanager
     async def connect(self) -> AsyncGenerator[Self]:
-        described = await self.call_all(GeneratorRole.describe)
-        self.engines = [RemoteEngine(self, rank, one) for rank, one in enumerate(described)]
+        descriptions = await self.call_all(GeneratorRole.describe)
+        self.engines = [RemoteEngine(self, rank, each) for rank, each in enumerate(descriptions)]
         try:
             yield self
         finally:
@@ -302,14 +302,14 @@ class EngineGroup(RoleHandle[GeneratorRole]):
 
     async def restart(self, rank: int) -> None:
         """Restart the rank on a new host. Closes the old engine first if its host answers, so that
-        none of its processes keeps the device; a host that does not is killed at once."""
+        none of its processes keeps the device."""
         if self.engines[rank].host_answers:
             with suppress(RollickError):
                 await self.call_rank(rank, GeneratorRole.close, timeout_s=CLOSE_TIMEOUT_S)
         await self.group.restart(self.role, rank)
 
     async def reconnect(self, rank: int) -> RemoteEngine:
-        """Connect to the engine of a restarted host, in place of the lost one."""
+        """Replace a lost engine by the new engine of its restarted host."""
         description = await self.call_rank(rank, GeneratorRole.describe)
         old, self.engines[rank] = (self.engines[rank], RemoteEngine(self, rank, description))
         await old.disconnect()
@@ -317,7 +317,7 @@ class EngineGroup(RoleHandle[GeneratorRole]):
         return self.engines[rank]
 
     async def wait_for_engine(self, timeout_s: float) -> bool:
-        """Waits until an engine is alive; returns False after `timeout_s`."""
+        """Wait until an engine is alive. Returns False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.alive:
@@ -368,7 +368,7 @@ class Generators(EngineGroup):
     async def commit_shared(
         self, ranks: Collection[int], version: PolicyVersion, *, keep_cache: bool
     ) -> None:
-        """Set the new version on the ranks whose engines share the learner's parameters."""
+        """Set the new version on ranks whose engines share the learner's parameters."""
         versions = self._values_by_rank(ranks, version)
         with self._expect_no_progress(ranks):
             await self.scatter(GeneratorRole.commit_shared, versions, keep_cache)

@@ -70,30 +70,30 @@ class TrainedHandle(RoleHandle[Trained]):
     async def fetch_snapshots(
         self, records: Sequence[SnapshotRecord | None], memories: Sequence[SnapshotMemory]
     ) -> list[SnapshotRecord]:
-        """Copy what the ranks wrote on other machines into the controller's memory."""
+        """Copy snapshots on other machines into the controller's memory."""
         pairs = list(zip(records, memories, strict=True))
         return [await self._fetch(rank, *pair) for rank, pair in enumerate(pairs)]
 
     async def restore_snapshots(
         self, records: Sequence[SnapshotRecord], memories: Sequence[SnapshotMemory]
     ) -> None:
-        """Each rank takes over the state of its snapshot. If the snapshots are of another number of
-        ranks, each rank reads its shards from all of them."""
+        """Restore the state of each rank from its snapshot. If the number of ranks has changed,
+        each rank reads its shards from all snapshots."""
         pairs = list(zip(records, memories, strict=True))
-        of_ranks = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
-        sent: list[Sequence[SnapshotRecord]] = []
-        for rank, needed in enumerate(of_ranks):
+        by_rank = [[pair] for pair in pairs] if len(pairs) == self.ranks else [pairs] * self.ranks
+        records_by_rank: list[Sequence[SnapshotRecord]] = []
+        for rank, needed in enumerate(by_rank):
             if await self.call_rank(rank, TrainedRole.machine_id) == machine_id():
-                sent.append([record for record, _ in needed])
+                records_by_rank.append([record for record, _ in needed])
             else:
-                sent.append([await self._send(rank, *pair) for pair in needed])
-        await self.scatter(TrainedRole.restore_snapshots, sent)
+                records_by_rank.append([await self._send(rank, *pair) for pair in needed])
+        await self.scatter(TrainedRole.restore_snapshots, records_by_rank)
 
     async def _fetch(
         self, rank: int, record: SnapshotRecord | None, memory: SnapshotMemory
     ) -> SnapshotRecord:
         """Copy a rank's snapshot into the controller's memory, unless the rank maps it. Raises
-        CheckpointError without room for it."""
+        CheckpointError if that has no room."""
         assert record is not None, "every rank writes a snapshot"
         if record.path == memory.path:
             return record
@@ -113,7 +113,7 @@ class TrainedHandle(RoleHandle[Trained]):
     async def _send(
         self, rank: int, record: SnapshotRecord, memory: SnapshotMemory
     ) -> SnapshotRecord:
-        """Send a rank a snapshot that it cannot map. Returns its record."""
+        """Send a snapshot to a rank that cannot map it. Returns the record of the copy."""
         path = ""
         for offset in range(0, record.bytes, PART_BYTES):
             part = await asyncio.to_thread(memory.read, offset, PART_BYTES)
@@ -232,7 +232,7 @@ class RewardModel(RoleHandle[RewardModelRole]):
 
 class Roles:
     """The handles of all roles of a run; each attribute has the name of its role. With `recovery`,
-    calls to lost workers are retried after a repair. Engines have their own way to do that.
+    calls to lost workers are retried after a repair; EngineRestarter restarts lost engines.
     `batch_split`: how the ranks of the policy divide a batch."""
 
     def __init__(
@@ -253,7 +253,7 @@ class Roles:
 
     @property
     def device_map(self) -> DeviceMap:
-        """It changes when a sharded policy continues with fewer ranks."""
+        """The device map, which changes when a sharded policy continues with fewer ranks."""
         return self.group.device_map
 
     def handle(self, role: RoleName) -> AnyHandle:

@@ -51,9 +51,8 @@ class Publisher:
         in_background: bool = False,
     ) -> None:
         """Returns when every engine samples `version`; if one cannot verify it, no engine does.
-        `without` are generators to leave out, such as lost ones. Publishing a version again is
-        harmless. With `keep_cache`, running samples continue on their KV cache (see
-        Engine.update). `in_background`: see RoleHandle.retry."""
+        `without`: generators to leave out, such as lost ones. A version may be published
+        again. With `keep_cache`, running samples continue on their KV cache (see Engine.update). `in_background`: see RoleHandle.retry."""
         await self._policy.retry(
             lambda: self._publish(version, without=without, keep_cache=keep_cache),
             others=True,
@@ -66,31 +65,31 @@ class Publisher:
         plan = await self.plan(without=without)
         routes = plan.routes()
         if routes:
-            await self._copy(routes, version, keep_cache)
+            await self._copy_weights(routes, version, keep_cache)
         if ranks := plan.shared_ranks:
             await self._generators.commit_shared(ranks, version, keep_cache=keep_cache)
 
     async def publish_to_alive(self, version: PolicyVersion, *, keep_cache: bool = False) -> None:
-        """Publish to the engines that are not lost; one that is lost meanwhile is left out."""
+        """Publish to the engines that are not lost, also if one is lost meanwhile."""
         generators = self._generators
         lost = generators.lost_ranks
         try:
             await self.publish(version, without=lost, keep_cache=keep_cache)
         except (WorkerError, EngineLost, WeightError):
-            # A transfer between machines also fails at the policy, maybe first. If all engines pass
-            # a health check, the failure is not that of a lost engine.
+            # A lost engine can also fail the transfer at the policy, maybe first. If all engines
+            # pass a health check, the failure has another cause.
             await generators.health_check()
-            known, lost = lost, generators.lost_ranks
+            lost_before, lost = lost, generators.lost_ranks
             none_left = len(lost) == generators.ranks
-            if lost == known or (none_left and not self.may_gain_engine()):
+            if lost == lost_before or (none_left and not self.may_gain_engine()):
                 raise
             await self.publish(version, without=lost, keep_cache=keep_cache)
         if lost:
-            named = ", ".join(str(rank) for rank in sorted(lost))
-            LOG.warning("version %d was published without the lost generators %s", version, named)
+            ranks = ", ".join(str(rank) for rank in sorted(lost))
+            LOG.warning("version %d was published without the lost generators %s", version, ranks)
 
     async def plan(self, *, without: Set[int] = frozenset()) -> PublishPlan:
-        """The channels of all generators but `without`. Their locations are cached."""
+        """Choose the channels of all generators except `without`. Caches their locations."""
         ranks = [rank for rank in range(self._generators.ranks) if rank not in without]
         if not ranks:
             return PublishPlan({})
@@ -114,11 +113,11 @@ class Publisher:
         """Drop the cached location of a policy whose hosts were restarted."""
         self._policy_location = None
 
-    async def _copy(
+    async def _copy_weights(
         self, routes: Sequence[Route], version: PolicyVersion, keep_cache: bool
     ) -> None:
         try:
-            await self._copy_once(routes, version, keep_cache)
+            await self._send_and_commit(routes, version, keep_cache)
         except WeightError as error:
             full = [route.as_full() for route in routes]
             if full == list(routes):
@@ -128,9 +127,9 @@ class Publisher:
                 LOG.warning(message, version, error.message)
             # For example, a receiver lacks the version that the delta is relative to, or the model
             # that the adapters belong to. Full weights need neither.
-            await self._copy_once(full, version, keep_cache)
+            await self._send_and_commit(full, version, keep_cache)
 
-    async def _copy_once(
+    async def _send_and_commit(
         self, routes: Sequence[Route], version: PolicyVersion, keep_cache: bool
     ) -> None:
         committed: bool | None = False
@@ -142,16 +141,16 @@ class Publisher:
             ranks = [rank for route in routes for rank in route.ranks]
             results = await self._generators.commit_weights(ranks, version, keep_cache=keep_cache)
         except BaseException:
-            # Report the first error: a policy that died has nothing to release.
+            # An error here must not hide the first one: a dead policy has nothing to release.
             with suppress(RollickError):
                 await self._policy.release_weights(PublishOutcome(committed))
             raise
-        # None if only a part of the weights was sent: the engine then uses the memory as before.
+        # None if only some weights were sent: the engine then keeps using the same memory.
         pairs = zip(ranks, results, strict=True)
-        held = {rank: result for rank, result in pairs if result is not None}
-        # A lost engine never samples again: the memory that it used is free.
+        adopted = {rank: result for rank, result in pairs if result is not None}
+        # A lost engine never samples again, so its memory is free.
         lost = dict.fromkeys(self._generators.lost_ranks, False)
-        await self._policy.release_weights(PublishOutcome(True, adopted=lost | held))
+        await self._policy.release_weights(PublishOutcome(True, adopted=lost | adopted))
 
     async def _transfer(self, route: Route, version: PolicyVersion) -> None:
         manifest = await self._policy.offer_weights(version, route)
@@ -161,5 +160,5 @@ class Publisher:
                 tasks.create_task(self._policy.send_weights(route.channel))
                 tasks.create_task(self._generators.receive_weights(route.ranks, manifest))
         except BaseExceptionGroup as failures:
-            # The error of a worker that died, not those of the workers it was connected to.
+            # Prefer the error of a worker that died to those of workers connected to it.
             raise min(failures.exceptions, key=lambda e: isinstance(e, WeightError)) from None

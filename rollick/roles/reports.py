@@ -29,16 +29,16 @@ class TrainReport:
         return self.skipped_steps < self.optimizer_steps
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name; observe/metrics.py documents the names."""
+        """Metrics by name; for the names see observe/metrics.py."""
         metrics: dict[str, float] = {}
-        if square := self.means.get("ratio_squared"):
-            # Of the ratios r = pi / mu: mean(r)^2 / mean(r^2); 1 on-policy.
-            metrics["train/effective_sample_size"] = self.means["ratio"] ** 2 / square
+        if mean_square := self.means.get("ratio_squared"):
+            # mean(r)^2 / mean(r^2) for the ratios r = pi / mu; 1 on-policy.
+            metrics["train/effective_sample_size"] = self.means["ratio"] ** 2 / mean_square
         maxima = {f"train/max/{name}": value for name, value in self.maxima.items()}
         return metrics | self.common_metrics("train") | maxima
 
     def common_metrics(self, role: str) -> dict[str, float]:
-        """The metrics that the policy (`train`) and the critic have."""
+        """The metrics of both the policy (`role` is `train`) and the critic."""
         return {
             f"{role}/loss": self.loss,
             f"{role}/grad_norm": self.grad_norm,
