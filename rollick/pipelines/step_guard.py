@@ -130,7 +130,7 @@ class StepGuard:
         """Why the steps cannot be undone; empty if they can."""
         if self.rollbacks >= self._train.rollbacks:
             return f"it already rolled back {self.rollbacks} times, the limit (train.rollbacks)"
-        return self._recovery.cannot_roll_back()
+        return self._recovery.rollback_obstacle()
 
     def _error(self, role: RoleName, why: str) -> RollickError:
         path, section = self._dump_batches(), "critic" if role == "critic" else "train"

@@ -52,7 +52,8 @@ class Publisher:
     ) -> None:
         """Returns when every engine samples `version`; if one cannot verify it, no engine does.
         `without`: generators to leave out, such as lost ones. A version may be published
-        again. With `keep_cache`, running samples continue on their KV cache (see Engine.update). `in_background`: see RoleHandle.retry."""
+        again. With `keep_cache`, running samples continue on their KV cache (see Engine.update).
+        `in_background`: see RoleHandle.retry."""
         await self._policy.retry(
             lambda: self._publish(version, without=without, keep_cache=keep_cache),
             others=True,

@@ -44,13 +44,13 @@ LOG = logging.getLogger("rollick")
 T = TypeVar("T")
 
 PING_TIMEOUT_S = 10.0
-"""How long a role may take to answer a health check after another role's call failed."""
+"""How long a health check may take after a failed call."""
 SHORTAGE_CHECK_S = 1.0
 """How often to check whether this machine has room for messages to workers."""
 SNAPSHOT_SHARE = 0.05
 """Largest share of the time that snapshots may take in a run that does not generate."""
 BLOCKS_STEP: frozenset[RoleName] = frozenset({"policy", "critic", "reference", "teacher"})
-"""Roles whose calls a step waits for; the others are called while it generates."""
+"""Roles whose calls a step waits for. Other roles are called during generation."""
 
 
 class WorkerRecovery:
@@ -69,22 +69,22 @@ class WorkerRecovery:
         """`direct`: handles without recovery."""
         self.snapshots: dict[RoleName, RoleSnapshots] = {}
         self.on_replaced: Callable[[HostSpec], Awaitable[None]] = _do_nothing
-        """Called for each new host, when its roles have their state."""
+        """Called for each new host after the state of its roles is restored."""
         self._direct = direct
         self._group = direct.group
         self._replica_ranks = replica_ranks
-        """Ranks of a sharded policy that share a micro-batch: it can only lose all of them."""
+        """Ranks of a sharded policy that share a micro-batch; the policy can only lose them all."""
         self._make_specs = make_specs
         self._faults = faults
         self.goodput = goodput
-        self._restarts = restarts
-        self._spent: Counter[RoleName] = Counter()
+        self._max_restarts = restarts
+        self._restarts_used: Counter[RoleName] = Counter()
         """Restarts of each role since the last finished step."""
         self._repairs: Counter[int] = Counter()
-        """How often each host was replaced, by index."""
+        """Number of replacements of each host, by index."""
         self._failures: dict[RoleName, RollickError] = {}
-        """Why roles cannot be repaired, such as a lack of room or of their state. These errors end
-        the run: a new process without its state must not be called."""
+        """Why roles cannot be repaired, for example because there is no room. Calls to them raise
+        these errors: a new process without its state must not be called."""
         self._lock = asyncio.Lock()
         """Held during a repair."""
         self._snapshot_task: asyncio.Task[None] | None = None
@@ -100,7 +100,7 @@ class WorkerRecovery:
                     self.snapshots[handle.role] = role_snapshots
             watched = [host for host in self._group.device_map.hosts() if main_role(host)]
             tasks = [asyncio.create_task(self._watch(h.index), name=str(h)) for h in watched]
-            tasks.append(asyncio.create_task(self._watch_room(), name="room for messages"))
+            tasks.append(asyncio.create_task(self._warn_of_shortage(), name="room for messages"))
             stack.push_async_callback(cancel_tasks, tasks)
             stack.push_async_callback(self.settle)
             yield self
@@ -114,41 +114,41 @@ class WorkerRecovery:
         in_background: bool = False,
     ) -> T:
         """Call the role, and retry after each repair. See RoleHandle.retry."""
-        now, raised = asyncio.get_running_loop().time, 0
+        now, num_errors = asyncio.get_running_loop().time, 0
         blocks_step = role in BLOCKS_STEP and not in_background
         account = self.goodput.recovering if blocks_step else _no_account
         while True:
-            # A call to a new process without its state would fail.
+            # Wait for a repair: a call to a new process without its state would fail.
             if not all(map(self._group.has_state, self._hosts_of(role))):
                 with account():
                     async with self._lock:
                         pass
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
-            begun, before = now(), self._repaired(self._hosts_of(role))
+            begun, before = now(), self._count_repairs(self._hosts_of(role))
             try:
                 return await attempt()
             except WorkerError as error:
-                if self._group.is_closed or (others and await self._answers(role)):
+                if self._group.is_closed or (others and await self._responds(role)):
                     raise
                 error = await self._root_cause(role, error, begun_at=time.time() - (now() - begun))
-                raised += not isinstance(error, WorkerLost)
-                if raised > 1:  # A new process raised too: its input is the cause.
+                num_errors += not isinstance(error, WorkerLost)
+                if num_errors > 1:  # A new process raised too, so its input is the cause.
                     raise
                 with account(lost_s=now() - begun):
                     await self._repair(role, error, before)
 
     def trained(self, role: RoleName, batch: Batch) -> None:
-        """Keep a batch that the role was trained on: a repair may have to train on it again."""
+        """Keep a batch that the role was trained on, so that a repair can train on it again."""
         if role in self.snapshots and self.snapshots[role].is_enabled:
             self.snapshots[role].later_batches.append(batch)
 
     async def take_snapshots(self, *, in_background: bool = False) -> None:
-        """Write a snapshot of each trained role. A loss meanwhile is repaired."""
+        """Write a snapshot of each trained role. Repairs roles that are lost meanwhile."""
         for role, snapshots in self.snapshots.items():
             await self.run(role, snapshots.take, in_background=in_background)
 
-    def cannot_roll_back(self) -> str:
+    def rollback_obstacle(self) -> str:
         """Why the trained roles cannot go back to earlier snapshots; empty if they can."""
         if not self.snapshots:
             return "there are no snapshots (checkpoint.snapshot, cluster.backend=ray)"
@@ -158,7 +158,7 @@ class WorkerRecovery:
 
     async def roll_back(self, step: int) -> int:
         """Restore the trained roles from the snapshots before the newest ones. Returns how many
-        steps this undoes, with `step`, the one under way."""
+        steps this undoes, including the current one, `step`."""
         with self.goodput.recovering():
             await self.settle()
             undone = max(
@@ -168,10 +168,10 @@ class WorkerRecovery:
         return undone
 
     def finish_step(self, *, amortise: bool = False, hold: bool = False) -> None:
-        """Refill the budget of repairs, and take snapshots in the background. With `amortise`, only
-        if they take at most SNAPSHOT_SHARE of the time: a step that does not generate waits for
-        them. With `hold`, take none and keep the existing ones."""
-        self._spent.clear()
+        """Reset the budget of repairs, and take snapshots in the background. `amortise`: only if
+        they take at most SNAPSHOT_SHARE of the time, because a step that does not generate waits
+        for them. `hold`: take none, and keep the existing ones."""
+        self._restarts_used.clear()
         if not self.snapshots or hold:
             return
         now, took_s = time.monotonic(), sum(each.seconds for each in self.snapshots.values())
@@ -182,7 +182,7 @@ class WorkerRecovery:
             self._snapshot_task = asyncio.create_task(self._take_or_warn(), name="snapshots")
 
     async def settle(self) -> None:
-        """Wait until the snapshots in the background are written."""
+        """Wait for the snapshots that are being written."""
         if self._snapshot_task is not None:
             await asyncio.wait({self._snapshot_task})
 
@@ -193,7 +193,7 @@ class WorkerRecovery:
             LOG.warning("a snapshot was not written: %s", error)
 
     def can_repair(self, host: HostSpec) -> bool:
-        """Whether a loss of the host's process would not end the run."""
+        """Whether the run would survive the loss of the host's process."""
         role = main_role(host)
         if role is None:
             return False
@@ -204,14 +204,14 @@ class WorkerRecovery:
         return self._repairs[host.index]
 
     async def repair_host(self, host: HostSpec, error: RollickError, *, repairs: int) -> None:
-        """Replace the host, unless that was done since it had been replaced `repairs` times."""
+        """Replace the host, unless it was already replaced more than `repairs` times."""
         role = main_role(host)
         assert role is not None, "EngineRestarter restarts hosts with only engines"
         others = [each for each in self._hosts_of(role) if each != host]
-        await self._repair(role, error, {host.index: repairs} | self._repaired(others))
+        await self._repair(role, error, {host.index: repairs} | self._count_repairs(others))
 
     async def _watch(self, index: int) -> None:
-        """Repair the host as soon as its process ends, not only when it is called next."""
+        """Repair the host as soon as its process ends, without waiting for the next call."""
         while (host := self._host(index)) and main_role(host):
             repairs = self.repairs_of(host)
             error = await self._group.transport.wait_lost(host)
@@ -220,11 +220,11 @@ class WorkerRecovery:
             try:
                 await self.repair_host(host, error, repairs=repairs)
             except Exception as error:
-                # Task boundary. The next call to the host raises, or repairs it.
-                LOG.warning("%s is not replaced: %s", host, error)
+                # This task is not awaited; the next call to the host repairs it or raises.
+                LOG.warning("%s was not replaced: %s", host, error)
                 return
 
-    async def _watch_room(self) -> None:
+    async def _warn_of_shortage(self) -> None:
         """Warn once if this machine lacks room for messages to workers."""
         while True:
             if shortage := self._group.transport.describe_shortage():
@@ -234,11 +234,11 @@ class WorkerRecovery:
             await asyncio.sleep(SHORTAGE_CHECK_S)
 
     def _host(self, index: int) -> HostSpec | None:
-        """None if the policy continues without it."""
+        """The host with this index; None if the policy continues without it."""
         hosts = self._group.device_map.hosts()
         return next((host for host in hosts if host.index == index), None)
 
-    async def _answers(self, role: RoleName) -> bool:
+    async def _responds(self, role: RoleName) -> bool:
         handle = self._direct.handle(role)
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
@@ -251,8 +251,8 @@ class WorkerRecovery:
     async def _root_cause(
         self, role: RoleName, error: WorkerError, *, begun_at: float
     ) -> WorkerError:
-        """The loss of a rank, if the error is that of another one which was connected to it. The
-        failed call began at `begun_at`."""
+        """Find the lost rank behind an error of a rank that was connected to it. Returns `error` if
+        no rank is lost. `begun_at`: when the failed call began."""
         if role != "policy" or isinstance(error, WorkerLost):
             return error
 
@@ -266,18 +266,18 @@ class WorkerRecovery:
                     await self._direct.policy.call_rank(rank, method, timeout_s=PING_TIMEOUT_S)
                 except WorkerLost as lost:
                     if isinstance(lost, WorkerHung) and now() - pinged >= PING_TIMEOUT_S:
-                        lost.failed_at = begun_at  # It hung in the call, not in this one.
+                        lost.failed_at = begun_at  # It hung in the failed call, not in the ping.
                     return lost
             return None
 
-        answers = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
-        return next((lost for lost in answers if lost), error)
+        losses = await asyncio.gather(*map(ping, range(self._direct.policy.ranks)))
+        return next((lost for lost in losses if lost), error)
 
     async def _repair(self, role: RoleName, error: RollickError, before: Mapping[int, int]) -> None:
-        """Replace the hosts of the role, unless one of them was since `before`. Raises the error if
-        that is not possible."""
+        """Replace the hosts of the role, unless their replacement counts differ from `before`.
+        Raises the error if that is not possible."""
         async with self._lock:
-            if self._repaired(self._hosts_of(role)) != before:
+            if self._count_repairs(self._hosts_of(role)) != before:
                 return
             if (failure := self._failures.get(role)) is not None:
                 raise failure.copy()
@@ -287,34 +287,34 @@ class WorkerRecovery:
                 cause=error.message,
                 failed_at=failure_time(error),
             )
-            stateless: list[RoleName] = []
+            lost_roles: list[RoleName] = []
             # A failed attempt may have left the policy with fewer hosts.
             while not (refusal := self._refusal(role, hosts := self._hosts_of(role))):
-                self._spent[role] += 1
-                LOG.warning("the %s gets a new process; reason: %s", role, error.message)
+                self._restarts_used[role] += 1
+                LOG.warning("starting a new process for the %s; reason: %s", role, error.message)
                 try:
                     with self._group.restoring(hosts):
                         redone = await self._replace(hosts, fault)
                 except WorkerError as failed:
-                    error, stateless = failed, _trained_roles(hosts)
+                    error, lost_roles = failed, _trained_roles(hosts)
                 except RollickError as failed:
                     fault.give_up(failed.message)
                     self._fail([role, *_trained_roles(hosts)], failed)
                     raise
                 except BaseException as failed:
-                    # For example, a signal ends the step. The next call, such as that of the last
-                    # save, repairs the role.
+                    # For example, a signal ends the step. The next call, such as the last save,
+                    # repairs the role.
                     fault.give_up(f"the repair was interrupted: {failed!r}")
                     if isinstance(failed, asyncio.CancelledError):
-                        self._spent[role] -= 1
+                        self._restarts_used[role] -= 1
                     raise
                 else:
                     lost = self.goodput.claim_lost_time()
                     fault.mark_rejoined(redone_steps=redone, lost=lost)
-                    LOG.warning("the %s works again", role)
+                    LOG.warning("the %s has recovered", role)
                     return
             fault.give_up(refusal)
-            self._fail(stateless, error)
+            self._fail(lost_roles, error)
             raise error
 
     def _fail(self, roles: Iterable[RoleName], failure: RollickError) -> None:
@@ -322,10 +322,10 @@ class WorkerRecovery:
             self._failures[role] = failure
 
     def _refusal(self, role: RoleName, hosts: Sequence[HostSpec]) -> str:
-        """Why a loss of these hosts cannot be repaired; empty if it can."""
+        """Why the loss of these hosts cannot be repaired; empty if it can."""
         if role in self._failures:
             return self._failures[role].message
-        if self._spent[role] >= self._restarts:
+        if self._restarts_used[role] >= self._max_restarts:
             return "the restarts are used up (cluster.restarts)"
         for name in _trained_roles(hosts):
             if name not in self.snapshots:
@@ -335,19 +335,19 @@ class WorkerRecovery:
         return ""
 
     async def _replace(self, hosts: Sequence[HostSpec], fault: Fault) -> int:
-        """Returns how many steps were trained on again."""
+        """Replace the hosts and restore their roles. Returns the number of repeated steps."""
         missing = await self._group.transport.replace(hosts)
         if missing:
             hosts = self._continue_without(missing, hosts)
         await self._group.build_hosts(hosts, self._make_specs(self._group.device_map))
         fault.mark_restarted()
         snapshots = [self.snapshots[name] for name in _trained_roles(hosts)]
-        for of_role in snapshots:
-            await of_role.restore()
-        redone = max((len(of_role.later_batches) for of_role in snapshots), default=0)
+        for each in snapshots:
+            await each.restore()
+        redone = max((len(each.later_batches) for each in snapshots), default=0)
         with self.goodput.redoing(redone):
-            for of_role in snapshots:
-                await of_role.replay()
+            for each in snapshots:
+                await each.replay()
         for host in hosts:
             await self.on_replaced(host)
         for host in hosts:
@@ -358,8 +358,8 @@ class WorkerRecovery:
     def _continue_without(
         self, missing: Sequence[HostSpec], hosts: Sequence[HostSpec]
     ) -> list[HostSpec]:
-        """Leave out the policy's ranks on hosts for which there is no room. Returns the hosts that
-        remain. Raises ClusterUnavailable if the policy cannot train without them."""
+        """Continue without the policy's ranks on `missing`, for which there is no room. Returns the
+        remaining hosts. Raises ClusterUnavailable if the policy cannot train without them."""
         placed = [
             host.roles["policy"] for host in hosts if has_only_policy(host) and host not in missing
         ]
@@ -368,32 +368,32 @@ class WorkerRecovery:
             raise self._group.no_room_error(missing)
         ranks = self._group.device_map.ranks("policy")
         self._group.shrink("policy", kept)
-        text = "the policy continues with %d ranks instead of %d: no machine has room for %s"
-        LOG.warning(text, len(kept), ranks, ", ".join(map(str, missing)))
-        left = {host.index for host in hosts if host not in missing}
-        return [host for host in self._group.device_map.hosts() if host.index in left]
+        message = "the policy continues with %d ranks instead of %d: no machine has room for %s"
+        LOG.warning(message, len(kept), ranks, ", ".join(map(str, missing)))
+        remaining = {host.index for host in hosts if host not in missing}
+        return [host for host in self._group.device_map.hosts() if host.index in remaining]
 
-    def _repaired(self, hosts: Sequence[HostSpec]) -> dict[int, int]:
+    def _count_repairs(self, hosts: Sequence[HostSpec]) -> dict[int, int]:
         return {host.index: self._repairs[host.index] for host in hosts}
 
     def _hosts_of(self, role: RoleName) -> list[HostSpec]:
         """The hosts that must be replaced together if the role is lost."""
-        every = self._group.device_map.hosts()
-        hosts = [host for host in every if role in host.roles]
+        all_hosts = self._group.device_map.hosts()
+        hosts = [host for host in all_hosts if role in host.roles]
         is_sharded = self._group.device_map.ranks("policy") > 1
         if is_sharded and any("policy" in host.roles for host in hosts):
-            return [host for host in every if host in hosts or "policy" in host.roles]
+            return [host for host in all_hosts if host in hosts or "policy" in host.roles]
         return hosts
 
 
 def kept_ranks(placed: Sequence[int], *, unit: int) -> list[int]:
-    """The ranks with which a sharded policy continues: as many of those that were placed as make
-    complete replicas of `unit` ranks. Empty if there is not one."""
+    """The ranks with which a sharded policy continues: as many placed ranks as make complete
+    replicas of `unit` ranks. Empty if there is no complete replica."""
     return sorted(placed)[: len(placed) // unit * unit]
 
 
 def main_role(host: HostSpec) -> RoleName | None:
-    """The role that stands for the host in records; None for hosts with only engines."""
+    """The role that represents the host in records; None for hosts with only engines."""
     return next((name for name in host.roles if name not in ("generators", "judge")), None)
 
 
@@ -410,7 +410,7 @@ def _trained_roles(hosts: Sequence[HostSpec]) -> list[RoleName]:
 
 
 def _no_account(*, lost_s: float = 0.0) -> AbstractContextManager[None]:
-    """No step waits for the repair."""
+    """For repairs that no step waits for."""
     return nullcontext()
 
 

@@ -250,7 +250,7 @@ async def test_without_memory_for_snapshots_the_run_warns_and_continues(
         assert run.learners[role].written == 1
         async with run.snapshots(role).hold() as held:
             assert held is None, "a checkpoint must not be written from an old snapshot"
-        assert run.recovery.cannot_roll_back() == "there is no snapshot from before them"
+        assert run.recovery.rollback_obstacle() == "there is no snapshot from before them"
 
 
 async def test_without_memory_for_snapshots_the_loss_of_the_role_ends_the_run(
@@ -338,7 +338,7 @@ async def test_a_memory_is_not_closed_while_a_checkpoint_is_written_from_it(
             await asyncio.sleep(0.01)
             assert len(held[0][0].read(0, 8)) == 8
         await taking
-        assert len(snapshots._slots[0].memories) == 1
+        assert len(snapshots._buffers[0].memories) == 1
 
 
 async def test_a_call_of_an_earlier_attempt_does_not_reach_a_process_without_its_state(
