@@ -201,7 +201,7 @@ class WorkerGroup:
         self._without_state -= {host.index for host in hosts}
 
     def has_state(self, host: HostSpec) -> bool:
-        """False while the state of the host's roles is lost or being restored."""
+        """Whether the host's roles have their state: False from `restoring` to `mark_restored`."""
         return host.index not in self._without_state
 
     def no_room_error(self, hosts: Sequence[HostSpec]) -> ClusterUnavailable:
@@ -382,7 +382,7 @@ async def open_group(
         await group.build(roles)
         yield group
     except BaseException:
-        # A failed close must not hide the first error, which is the cause.
+        # A failed close must not hide the first error.
         with suppress(RollickError):
             await group.close()
         raise

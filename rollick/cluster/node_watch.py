@@ -8,7 +8,7 @@ machine with workers, except the controller's, gets a heartbeat call every BEAT_
 
 A network outage shorter than SILENT_S changes nothing: Ray and TCP resend what was lost.
 
-    free resources of the machines that answer -> plan_placement -> a machine for each host
+    free resources of the machines that answer -> plan_placement -> node ids by host
 """
 
 from __future__ import annotations
