@@ -141,7 +141,7 @@ def test_pass_at_1_is_reported_even_if_only_other_k_are_configured() -> None:
 def test_a_recipe_that_never_generates_cannot_evaluate(toy: Callable[..., LoadedRecipe]) -> None:
     domain = {"source": "rollick.testing.toys:letter_rows", "completion": "answer"}
     loaded = toy(pipeline="sft", data={"domains": {"letters": domain}})
-    with pytest.raises(ConfigError, match=r"nothing to evaluate with.*data\.validation"):
+    with pytest.raises(ConfigError, match=r"generates only to validate.*data\.validation"):
         wait_for(evaluate_model(loaded, checkpoint=None))
 
 
