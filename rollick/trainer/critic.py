@@ -43,8 +43,8 @@ class ValueModel(nn.Module):
 
 
 class LocalCritic(TrainableModel):
-    """Computes values and trains on one device. Its state includes no random state: a critic does not
-    sample, and may share the learner's process."""
+    """Computes values and trains on one device. Its state includes no random state: a critic does
+    not sample, and may share the learner's process."""
 
     def __init__(self, recipe: RlRecipe, *, device: str = "cpu") -> None:
         # Only the decoder is kept: the output head is freed with the rest.

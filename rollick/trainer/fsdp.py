@@ -49,7 +49,7 @@ from rollick.trainer.parallel.rank_forward import RankForward, share_pack
 from rollick.trainer.parallel.shard import (
     Precision,
     ShardedOptimizer,
-    build_meta_model,
+    build_model,
     gather_full_tensors,
     load_on_first_rank,
     load_shards,
@@ -84,9 +84,7 @@ class FsdpStrategy:
         self.precision = Precision(dtype or torch.float32, compute)
         self.offload = parallel.offload
         train, grid, precision, offload = recipe.train, self.grid, self.precision, self.offload
-        model, experts = build_meta_model(
-            recipe.model, grid, parallel=parallel, master=precision.master
-        )
+        model, experts = build_model(recipe.model, grid, parallel=parallel, master=precision.master)
         self.model = model.eval()
         config: Any = model.config
         self.cost = RowCost.of(config.get_text_config())
@@ -97,8 +95,8 @@ class FsdpStrategy:
         source = load_on_first_rank(recipe.model, grid, max_length=recipe.infer.max_length)
         load_shards(model, source, device=device, offload=offload)
         fix_rope(model, recipe.infer.max_length)
-        # The first forward moves shards to other memory (padded or pinned), so it must run before the
-        # optimizer references them.
+        # The first forward moves shards to other memory (padded or pinned), so it must run before
+        # the optimizer references them.
         self._forward_only(empty_batch())
         self.sharded_optimizer = ShardedOptimizer(model, recipe, grid=grid, device=device)
         self._offloaded = OffloadedTensors()
@@ -125,9 +123,9 @@ class FsdpStrategy:
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
         check_gradient_dtype(self.precision.compute)
         accumulator = LossAccumulator()
-        microbatch_samples = self._microbatches(batch)
-        balance = self._expert_balance(batch, microbatch_samples)
-        for samples in microbatch_samples:
+        plan = self._microbatches(batch)
+        balance = self._expert_balance(batch, plan)
+        for samples in plan:
             microbatch = batch.take(samples)
             output, packed = self._forward(microbatch)
             total = output.logprobs_T.sum()
@@ -233,8 +231,8 @@ class FsdpStrategy:
 
     @torch.no_grad()
     def _forward_only(self, microbatch: Batch) -> tuple[ForwardOutput, PackedBatch]:
-        """A forward without gradients. Reshards afterwards: the next forward would otherwise use the
-        gathered parameters even after an update."""
+        """Reshards after the forward: the next one would otherwise use the gathered parameters even
+        after an update."""
         result = self._forward(microbatch)
         assert isinstance(self.forward, FSDPModule)
         self.forward.reshard()
@@ -244,7 +242,7 @@ class FsdpStrategy:
         """The samples of each micro-batch of this rank's replica. All ranks have equally many; the
         last ones may be empty."""
         train = self.recipe.train
-        planned = microbatches(
+        plan = microbatches(
             batch,
             # A pack is divided over the ranks of `context`.
             tokens=train.tokens_per_microbatch * self.grid.shape.context,
@@ -252,16 +250,12 @@ class FsdpStrategy:
             share_prefix=train.share_prefix,
             keep_groups=self.recipe.compares_pairs,
         )
-        num_microbatches = torch.tensor(len(planned), device=self.device)
+        count = torch.tensor(len(plan), device=self.device)
         if self.grid.shape.replicas > 1:
-            dist.all_reduce(
-                num_microbatches, dist.ReduceOp.MAX, group=self.grid.replicas.get_group()
-            )
-        return planned + [[] for _ in range(int(num_microbatches) - len(planned))]
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replicas.get_group())
+        return plan + [[] for _ in range(int(count) - len(plan))]
 
-    def _expert_balance(
-        self, batch: Batch, microbatch_samples: list[list[int]]
-    ) -> ExpertBalance | None:
+    def _expert_balance(self, batch: Batch, plan: list[list[int]]) -> ExpertBalance | None:
         """The load-balancing loss over the rows of all ranks, with their counts if there are
         several micro-batches."""
         coefficient = self.recipe.train.expert_balance
@@ -270,8 +264,8 @@ class FsdpStrategy:
         sum_counts = partial(all_sum, group=self.grid.shards.get_group())
         sum_loss = partial(all_sum, group=self.grid.contexts.get_group())
         counts_LE: Tensor | None = None
-        if len(microbatch_samples) > 1:
-            for samples in microbatch_samples:
+        if len(plan) > 1:
+            for samples in plan:
                 routing = self._forward_only(batch.take(samples))[0].routing
                 assert routing is not None
                 counts_LE = routing.counts_LE + (0 if counts_LE is None else counts_LE)

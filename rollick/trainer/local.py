@@ -63,14 +63,12 @@ class LocalStrategy(TrainableModel):
         self.adapters: Adapters | None = None
         if trainable and recipe.train.lora is not None:
             self.adapters = add_adapters(module, recipe.train.lora, seed=recipe.run.seed)
-        trained_parameters = (
-            module.named_parameters() if self.adapters is None else self.adapters.parameters()
-        )
+        trained = module.named_parameters() if self.adapters is None else self.adapters.parameters()
         super().__init__(
             module,
             recipe,
             device=device,
-            optimizer=policy_optimizer(trained_parameters, recipe) if trainable else None,
+            optimizer=policy_optimizer(trained, recipe) if trainable else None,
             name="learner",
             batch_invariant=recipe.infer.zero_mismatch,
         )
@@ -80,7 +78,7 @@ class LocalStrategy(TrainableModel):
     def logprobs(self, batch: Batch) -> FloatArray:
         logprobs_N = np.zeros(batch.tokens, dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
-            logprobs_T, _ = self._compute_logprobs(packed, self._compute_hidden(packed))
+            logprobs_T, _ = self._compute_logprobs(packed, self._trained_hidden(packed))
             indices_T = token_indices(batch, samples)[packed.indices_T]
             logprobs_N[indices_T] = logprobs_T.float().cpu().numpy()
         return logprobs_N
@@ -102,7 +100,7 @@ class LocalStrategy(TrainableModel):
         logprobs_NK = np.zeros((batch.tokens, k), dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
             ids_TK, top_TK = top_logprobs(
-                self._compute_hidden(packed),
+                self._trained_hidden(packed),
                 temperature_T=packed.temperature_T,
                 k=k,
                 **self._head_options(),
@@ -130,8 +128,8 @@ class LocalStrategy(TrainableModel):
         return accumulator.report()
 
     def weights(self) -> WeightStream:
-        """The live parameters under their public names, tied ones once. With adapters, merged weights
-        are copies."""
+        """The live parameters under their public names, tied ones once. Weights that are merged
+        with an adapter are copies."""
         if self.adapters is not None:
             return self.adapters.merged()
         return ((name, value.detach()) for name, value in self.module.named_parameters())
@@ -178,7 +176,7 @@ class LocalStrategy(TrainableModel):
         if len(self.microbatches(batch)) > 1:
             for _, _, packed in self.packed_batches(batch):
                 with torch.no_grad(), self.router_log.recording():
-                    self._compute_hidden(packed)
+                    self._trained_hidden(packed)
                 counts = self.router_log.of_rows(packed.rows_T).counts_LE
                 counts_LE = counts if counts_LE is None else counts_LE + counts
         rows = len(trained_tokens(batch)[0])
@@ -186,7 +184,7 @@ class LocalStrategy(TrainableModel):
 
     def _forward(self, microbatch: Batch, packed: PackedBatch) -> ForwardOutput:
         with nullcontext() if self.router_log is None else self.router_log.recording():
-            hidden_TD = self._compute_hidden(packed)
+            hidden_TD = self._trained_hidden(packed)
         routing = None if self.router_log is None else self.router_log.of_rows(packed.rows_T)
         logprobs_T, entropy_T = self._compute_logprobs(packed, hidden_TD)
         student_TK = None
@@ -200,17 +198,15 @@ class LocalStrategy(TrainableModel):
             )
         return ForwardOutput(logprobs_T, entropy_T, student_TK, routing)
 
-    def _compute_hidden(self, packed: PackedBatch) -> Tensor:
+    def _trained_hidden(self, packed: PackedBatch) -> Tensor:
         """The hidden states that predict the trained tokens."""
         return self.hidden(packed).index_select(0, packed.rows_T)
 
     def _compute_logprobs(self, packed: PackedBatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy) of the trained tokens."""
         targets_T, temperature_T = packed.targets_T, packed.temperature_T
-        options = self._head_options()
-        return token_logprobs(
-            hidden_TD, targets_T=targets_T, temperature_T=temperature_T, **options
-        )
+        head = self._head_options()
+        return token_logprobs(hidden_TD, targets_T=targets_T, temperature_T=temperature_T, **head)
 
     def _head_options(self) -> dict[str, Any]:
         """Arguments that all functions of models/head/logprobs.py take."""

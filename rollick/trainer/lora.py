@@ -50,7 +50,7 @@ class Adapters:
             yield Adapter(f"{name}.weight", a_RI.detach(), b_OR.detach())
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights. Each one with an adapter is merged when the iterator reaches it; the
+        """The policy's weights. One with an adapter is merged when the iterator reaches it; the
         others are the live parameters."""
         adapters = {adapter.name: adapter for adapter in self.each()}
         for name, weight in self.base():
@@ -121,6 +121,6 @@ def _target_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
         available = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"train.lora.targets: {type(module).__name__} has no linear layer {unmatched[0]!r}",
-            fix=f"use one of: {', '.join(ends)}",
+            fix=f"use one of: {', '.join(available)}",
         )
     return sorted(set[str]().union(*matches.values()) if targets else linear)

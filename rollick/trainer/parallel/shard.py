@@ -62,7 +62,7 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.master)
 
 
-def build_meta_model(
+def build_model(
     config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
 ) -> tuple[nn.Module, list[nn.Module]]:
     """The module on the meta device, sharded over `expert` and `tensor`, and the experts' modules
