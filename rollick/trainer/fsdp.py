@@ -198,8 +198,8 @@ class FsdpStrategy:
         self._offloaded.restore_from_host()
 
     def time_fixed_work(self) -> float:
-        """Seconds for some matrix products on this rank alone. Ranks wait for each other in every
-        layer, so all of them take as long as the slowest."""
+        """Measure the seconds of some matrix products on this rank alone. Training calls cannot
+        show a slow rank, because ranks wait for each other in every layer."""
         is_cuda = self.device.startswith("cuda")
         size = TIMED_SIZE["cuda" if is_cuda else "cpu"]
         matrix = torch.full((size, size), 1 / size, device=self.device)

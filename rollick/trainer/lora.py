@@ -43,8 +43,8 @@ class Adapters:
             if is_adapter(name):
                 yield name.replace(f".{ADAPTER_NAME}.", "."), parameter
 
-    def each(self) -> Iterator[Adapter]:
-        """The live tensors of each adapter."""
+    def live_adapters(self) -> Iterator[Adapter]:
+        """The adapters of all layers, as live tensors."""
         for name, layer in self.layers.items():
             a_RI, b_OR = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
             yield Adapter(f"{name}.weight", a_RI.detach(), b_OR.detach())
@@ -52,7 +52,7 @@ class Adapters:
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights. One with an adapter is merged when the iterator reaches it; the
         others are the live parameters."""
-        adapters = {adapter.name: adapter for adapter in self.each()}
+        adapters = {adapter.name: adapter for adapter in self.live_adapters()}
         for name, weight in self.base():
             adapter = adapters.get(name)
             yield name, weight if adapter is None else adapter.merged(weight, scale=self.scale)

@@ -65,8 +65,8 @@ class Precision:
 def build_model(
     config: ModelConfig, grid: Grid, *, parallel: ParallelConfig, master: torch.dtype
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The module on the meta device, sharded over `expert` and `tensor`, and the experts' modules
-    if they are sharded."""
+    """Build the model on the meta device, sharded over `expert` and `tensor`. Also returns the
+    modules of sharded experts."""
     check_packable(config)
     model: Any = empty_model(config, attention=VARLEN).to(master)
     if master is torch.float64:
@@ -79,9 +79,9 @@ def build_model(
             partial(_divide_gradient, ranks=grid.shape.tensor)
         )
     if parallel.recompute:
-        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        run_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         for layer in layers_of(model):
-            layer.forward = partial(recomputed, layer.forward)
+            layer.forward = partial(run_checkpointed, layer.forward)
     return model, experts
 
 
@@ -104,8 +104,8 @@ def shard(
     offload: bool,
 ) -> None:
     """Shard the parameters of the model, in place; `root` is the module to call."""
-    pinned = grid.mesh.device_type == "cuda"
-    offload_policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    pin_memory = grid.mesh.device_type == "cuda"
+    offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
 
     shard_module = partial(fully_shard, mp_policy=precision.policy, offload_policy=offload_policy)
     for module in experts:
@@ -128,8 +128,8 @@ def shard(
 
 
 def load_on_first_rank(config: ModelConfig, grid: Grid, *, max_length: int) -> nn.Module | None:
-    """The complete model on the first rank, None on others. If it cannot be loaded, all ranks
-    raise: the others would wait for its parameters."""
+    """Load the complete model on the first rank; returns None on others. If the load fails, all
+    ranks raise: the others would otherwise wait for its parameters."""
     model: nn.Module | None = None
     load_error: list[RollickError | None] = [None]
     if grid.rank == 0:

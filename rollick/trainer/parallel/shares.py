@@ -43,7 +43,7 @@ class RowCost:
 
     @classmethod
     def of(cls, config: Any) -> RowCost:
-        """From the sizes in a model's own configuration."""
+        """The cost for a model, from the sizes in its transformers config."""
         hidden_size, heads = int(config.hidden_size), int(config.num_attention_heads)
         head_dim = int(getattr(config, "head_dim", None) or hidden_size // heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -97,7 +97,7 @@ class BatchSplit:
         for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
                 replica.append(part if len(rows) == part.rows else part.take(rows))
-        shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
+        shares = [BatchShare(tuple(parts)) for parts in replicas]
         return [shares[rank // self.ranks_per_replica] for rank in range(ranks)]
 
     def plan(self, batch: Batch, *, ranks: int) -> SplitPlan:
@@ -170,10 +170,10 @@ def _assign(units: Sequence[tuple[float, list[int]]], speeds: Sequence[float]) -
     """Greedy: the most expensive unit first, each to the rank that would finish it first."""
     assigned: list[list[int]] = [[] for _ in speeds]
     loads = [0.0 for _ in speeds]
-    for cost, unit in sorted(units, key=lambda each: (-each[0], each[1])):
+    for cost, samples in sorted(units, key=lambda unit: (-unit[0], unit[1])):
         finish_times = [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)]
         rank = finish_times.index(min(finish_times))
-        assigned[rank] += unit
+        assigned[rank] += samples
         loads[rank] += cost
     return [sorted(rank_samples) for rank_samples in assigned]
 
