@@ -43,8 +43,8 @@ class ValueModel(nn.Module):
 
 
 class LocalCritic(TrainableModel):
-    """Computes values and is trained, on one device. Its state has no random state: a critic
-    samples nothing, and may share the learner's process."""
+    """Computes values and trains on one device. Its state includes no random state: a critic does
+    not sample, and may share the learner's process."""
 
     def __init__(self, recipe: RlRecipe, *, device: str = "cpu") -> None:
         # Only the decoder is kept: the output head is freed with the rest.
@@ -52,8 +52,8 @@ class LocalCritic(TrainableModel):
             recipe.critic.model or recipe.model, device=device, max_length=recipe.infer.max_length
         )
         decoder: nn.Module = language_model.base_model
-        size = int(language_model.config.get_text_config().hidden_size)
-        self.head = _value_head(size, seed=recipe.run.seed).to(device)
+        hidden_size = int(language_model.config.get_text_config().hidden_size)
+        self.head = _create_value_head(hidden_size, seed=recipe.run.seed).to(device)
         module = ValueModel(decoder, self.head)
         optimizer = MasterAdamW(
             module.named_parameters(),
@@ -73,44 +73,44 @@ class LocalCritic(TrainableModel):
         for samples, _, packed in self.packed_batches(batch):
             hidden_ND = self.hidden(packed)
             indices_T = token_indices(batch, samples)[packed.indices_T]
-            values_N[indices_T] = self._values(hidden_ND, packed.rows_T).float().cpu()
-            last_B[samples] = self._values(hidden_ND, packed.last_rows_B).float().cpu()
+            values_N[indices_T] = self._compute_values(hidden_ND, packed.rows_T).float().cpu()
+            last_B[samples] = self._compute_values(hidden_ND, packed.last_rows_B).float().cpu()
         return TokenValues(values_N, last_B)
 
     def forward_backward(self, batch: Batch, loss: ValueLossFn) -> LossReport:
-        def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
-            values_T = self._values(self.hidden(packed), packed.rows_T)
-            return loss(_value_inputs(part, packed, values_T)), len(values_T)
+        def evaluate(microbatch: Batch, packed: PackedBatch) -> tuple[Loss, int]:
+            values_T = self._compute_values(self.hidden(packed), packed.rows_T)
+            return loss(_value_inputs(microbatch, packed, values_T)), len(values_T)
 
         return self.accumulate_gradients(batch, evaluate)
 
-    def _values(self, hidden_ND: Tensor, rows: Tensor) -> Tensor:
+    def _compute_values(self, hidden_ND: Tensor, rows: Tensor) -> Tensor:
         return self.head(hidden_ND.index_select(0, rows).to(self.head.weight.dtype))[:, 0]
 
 
-def _value_head(size: int, *, seed: int) -> nn.Linear:
-    """Depends on the seed alone, and does not change the random state of the process."""
+def _create_value_head(hidden_size: int, *, seed: int) -> nn.Linear:
+    """Its weights depend only on the seed. Does not change the random state of the process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stable_hash(seed, "critic"))
-        head = nn.Linear(size, 1, dtype=torch.float32)
-        nn.init.normal_(head.weight, std=INITIAL_STD / size**0.5)
+        head = nn.Linear(hidden_size, 1, dtype=torch.float32)
+        nn.init.normal_(head.weight, std=INITIAL_STD / hidden_size**0.5)
         nn.init.zeros_(head.bias)
     return head
 
 
-def _value_inputs(part: Batch, packed: PackedBatch, values_T: Tensor) -> ValueInputs:
-    if part.values_N is None or part.returns_N is None:
+def _value_inputs(microbatch: Batch, packed: PackedBatch, values_T: Tensor) -> ValueInputs:
+    if microbatch.values_N is None or microbatch.returns_N is None:
         raise ConfigError(
-            "a critic is trained on old values and returns, and the batch has none",
-            fix="annotate the batch and assign its credit before training on it",
+            "the batch has no values and returns, which the critic's loss needs",
+            fix="annotate the batch with values, and assign credit, before the update",
         )
 
-    def of_trained(values_N: FloatArray) -> Tensor:
+    def select_trained(values_N: FloatArray) -> Tensor:
         return torch.as_tensor(values_N[packed.indices_T]).to(values_T)
 
     return ValueInputs(
         values_T=values_T,
-        old_T=of_trained(part.values_N),
-        returns_T=of_trained(part.returns_N),
-        weights_T=of_trained(part.weights_N),
+        old_T=select_trained(microbatch.values_N),
+        returns_T=select_trained(microbatch.returns_N),
+        weights_T=select_trained(microbatch.weights_N),
     )

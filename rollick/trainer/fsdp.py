@@ -1,15 +1,14 @@
-"""The sharded strategy: the parameters of a model over many ranks, on torch's device meshes.
+"""The sharded strategy: a model sharded over many ranks, with FSDP2 on torch's device meshes.
 
-All ranks make the same calls together, each with its own rows of a batch (parallel/shares.py);
-ranks of one replica have the same ones. Losses and metrics are those of all rows, as in local.py.
-parallel/mesh.py describes the grid of ranks, parallel/rank_forward.py what a rank computes of a
-pack.
+All ranks make the same calls, each with its own samples of a batch (parallel/shares.py); ranks of
+one replica get the same samples. Losses and metrics cover all samples, as in local.py. See
+parallel/mesh.py for the grid of ranks, and parallel/rank_forward.py for a rank's share of a pack.
 
     this rank's Batch -> micro-batches -> PackedBatch -> this rank's rows of the pack
-          -> hidden states -> log-probs of its part of the trained tokens -> gathered over the ranks
-          of the pack -> loss, the same on each of them -> backward
+          -> hidden states -> log-probs of its share of the trained tokens -> gathered over the
+          ranks of the pack -> the same loss on each of them -> backward
 
-A rank with fewer micro-batches than another computes empty ones, because the collectives of a layer
+A rank with fewer micro-batches than another runs empty ones, because the collectives of a layer
 need all ranks. Weights in a batch are global, so gradients are summed and never averaged.
 
 Legend: N tokens of a batch, T trained ones of a pack, L layers, E experts.
@@ -50,7 +49,7 @@ from rollick.trainer.parallel.rank_forward import RankForward, share_pack
 from rollick.trainer.parallel.shard import (
     Precision,
     ShardedOptimizer,
-    build_tree,
+    build_model,
     gather_full_tensors,
     load_on_first_rank,
     load_shards,
@@ -63,12 +62,12 @@ from rollick.trainer.trainable_model import LossAccumulator, token_indices
 from rollick.types import FloatArray
 
 TIMED_SIZE, TIMED_PRODUCTS = {"cpu": 256, "cuda": 2048}, 24
-"""Size of the square matrices that `time_fixed_work` multiplies, by kind of device, and how often.
-It takes milliseconds."""
+"""Size of the square matrices that `time_fixed_work` multiplies, by device type, and the number of
+products. It takes milliseconds."""
 
 
 class FsdpStrategy:
-    """Trains a model that is sharded over the ranks of torch's process group. `dtype` replaces the
+    """Trains a model that is sharded over the ranks of torch's process group. `dtype` overrides the
     recipe's, for parameters and computation."""
 
     def __init__(
@@ -85,21 +84,21 @@ class FsdpStrategy:
         self.precision = Precision(dtype or torch.float32, compute)
         self.offload = parallel.offload
         train, grid, precision, offload = recipe.train, self.grid, self.precision, self.offload
-        tree, experts = build_tree(recipe.model, grid, parallel=parallel, master=precision.master)
-        self.model = tree.eval()
-        config: Any = tree.config
+        model, experts = build_model(recipe.model, grid, parallel=parallel, master=precision.master)
+        self.model = model.eval()
+        config: Any = model.config
         self.cost = RowCost.of(config.get_text_config())
         self.forward = RankForward(
-            tree, grid, chunk=train.logprob_chunk_tokens, routers=train.expert_balance > 0
+            model, grid, chunk=train.logprob_chunk_tokens, routers=train.expert_balance > 0
         )
-        shard(self.forward, tree, experts, grid=grid, precision=precision, offload=offload)
+        shard(self.forward, model, experts, grid=grid, precision=precision, offload=offload)
         source = load_on_first_rank(recipe.model, grid, max_length=recipe.infer.max_length)
-        load_shards(tree, source, device=device, offload=offload)
-        fix_rope(tree, recipe.infer.max_length)
-        # The first forward moves shards to other memory (padded or pinned); the optimizer must hold
-        # the final one.
+        load_shards(model, source, device=device, offload=offload)
+        fix_rope(model, recipe.infer.max_length)
+        # The first forward moves shards to other memory (padded or pinned), so it must run before
+        # the optimizer references them.
         self._forward_only(empty_batch())
-        self.sharded_optimizer = ShardedOptimizer(tree, recipe, grid=grid, device=device)
+        self.sharded_optimizer = ShardedOptimizer(model, recipe, grid=grid, device=device)
         self._offloaded = OffloadedTensors()
 
     @property
@@ -124,28 +123,30 @@ class FsdpStrategy:
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
         check_gradient_dtype(self.precision.compute)
         accumulator = LossAccumulator()
-        parts = self._microbatches(batch)
-        balance = self._expert_balance(batch, parts)
-        for samples in parts:
-            part = batch.take(samples)
-            output, packed = self._forward(part)
+        plan = self._microbatches(batch)
+        balance = self._expert_balance(batch, plan)
+        for samples in plan:
+            microbatch = batch.take(samples)
+            output, packed = self._forward(microbatch)
             total = output.logprobs_T.sum()
             if samples:
-                total = add_token_loss(part, packed, output, loss=loss, accumulator=accumulator)
+                total = add_token_loss(
+                    microbatch, packed, output, loss=loss, accumulator=accumulator
+                )
             if balance is not None:
                 total = total + balance.add(output.routing, accumulator)
             total.backward()
-        return self._summed_report(accumulator)
+        return self._sum_reports(accumulator)
 
     def step(self) -> OptimReport:
         return self.sharded_optimizer.step()
 
     def weights(self) -> ShardedWeights:
-        """Full parameters under their public names, one at a time: copies. A collective: all ranks
-        must iterate in order."""
+        """Copies of the full parameters under their public names, one at a time. A collective: all
+        ranks must iterate in order."""
         dtype, named = self.precision.compute, self.sharded_optimizer.parameters.items()
-        empty = partial(torch.empty, dtype=dtype, device="meta")
-        shapes = [(name, empty(value.shape)) for name, value in named]
+        empty_tensor = partial(torch.empty, dtype=dtype, device="meta")
+        shapes = [(name, empty_tensor(value.shape)) for name, value in named]
         return ShardedWeights(shapes, gather_full_tensors(named, dtype))
 
     def export(self, path: Path) -> None:
@@ -168,7 +169,7 @@ class FsdpStrategy:
         self.sharded_optimizer.resume(load_state(path, self.sharded_optimizer.state()))
 
     def state(self) -> TrainState:
-        """The state of the shards on this rank; also while asleep."""
+        """The state of the shards on this rank. Can be called while asleep."""
         tensors = self.optimizer.tensors() | self._offloaded.copies
         tensors["rng.cpu"] = torch.get_rng_state()
         return TrainState(
@@ -197,63 +198,64 @@ class FsdpStrategy:
         self._offloaded.restore_from_host()
 
     def time_fixed_work(self) -> float:
-        """Seconds for some matrix products on this rank alone. Ranks wait for each other in every
-        layer, so all of them take as long as the slowest."""
+        """Measure the seconds of some matrix products on this rank alone. Training calls cannot
+        show a slow rank, because ranks wait for each other in every layer."""
         is_cuda = self.device.startswith("cuda")
         size = TIMED_SIZE["cuda" if is_cuda else "cpu"]
         matrix = torch.full((size, size), 1 / size, device=self.device)
-        product = matrix @ matrix  # Loads the kernel.
+        product = matrix @ matrix  # Loads the kernel before the timing starts.
         if is_cuda:
             torch.cuda.synchronize(self.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(TIMED_PRODUCTS):
             product = matrix @ product
         if is_cuda:
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
-    def _forward(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
-        check_lengths(self.model, part.lengths_B.tolist())
+    def _forward(self, microbatch: Batch) -> tuple[ForwardOutput, PackedBatch]:
+        check_lengths(self.model, microbatch.lengths_B.tolist())
         packed = pack(
-            part,
+            microbatch,
             device=self.device,
             deterministic=False,
             share_prefix=self.recipe.train.share_prefix,
             min_rows=self.grid.shape.context,
         )
-        share = share_pack(packed, part, grid=self.grid, cost=self.cost)
+        share = share_pack(packed, microbatch, grid=self.grid, cost=self.cost)
         logprobs_T, entropy_T, student_TK, counts_LE, sums_LE = self.forward(
-            share, part.entropy_weights_N is not None
+            share, microbatch.entropy_weights_N is not None
         )
         routing = None if counts_LE is None else Routing(counts_LE, sums_LE)
         return ForwardOutput(logprobs_T, entropy_T, student_TK, routing), packed
 
     @torch.no_grad()
-    def _forward_only(self, part: Batch) -> tuple[ForwardOutput, PackedBatch]:
-        """Reshards, or the next forward would use the gathered parameters even after an update."""
-        result = self._forward(part)
+    def _forward_only(self, microbatch: Batch) -> tuple[ForwardOutput, PackedBatch]:
+        """Reshards after the forward: the next one would otherwise use the gathered parameters even
+        after an update."""
+        result = self._forward(microbatch)
         assert isinstance(self.forward, FSDPModule)
         self.forward.reshard()
         return result
 
     def _microbatches(self, batch: Batch) -> list[list[int]]:
-        """The micro-batches of this rank's replica. Every rank has the same number: the last ones
-        may be empty."""
+        """The samples of each micro-batch of this rank's replica. All ranks have equally many; the
+        last ones may be empty."""
         train = self.recipe.train
-        parts = microbatches(
+        plan = microbatches(
             batch,
-            # A pack is divided over the ranks of `context`: each holds a part of it.
+            # A pack is divided over the ranks of `context`.
             tokens=train.tokens_per_microbatch * self.grid.shape.context,
             by_uid=False,
             share_prefix=train.share_prefix,
             keep_groups=self.recipe.compares_pairs,
         )
-        count = torch.tensor(len(parts), device=self.device)
+        count = torch.tensor(len(plan), device=self.device)
         if self.grid.shape.replicas > 1:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.grid.replicas.get_group())
-        return parts + [[] for _ in range(int(count) - len(parts))]
+        return plan + [[] for _ in range(int(count) - len(plan))]
 
-    def _expert_balance(self, batch: Batch, parts: list[list[int]]) -> ExpertBalance | None:
+    def _expert_balance(self, batch: Batch, plan: list[list[int]]) -> ExpertBalance | None:
         """The load-balancing loss over the rows of all ranks, with their counts if there are
         several micro-batches."""
         coefficient = self.recipe.train.expert_balance
@@ -262,8 +264,8 @@ class FsdpStrategy:
         sum_counts = partial(all_sum, group=self.grid.shards.get_group())
         sum_loss = partial(all_sum, group=self.grid.contexts.get_group())
         counts_LE: Tensor | None = None
-        if len(parts) > 1:
-            for samples in parts:
+        if len(plan) > 1:
+            for samples in plan:
                 routing = self._forward_only(batch.take(samples))[0].routing
                 assert routing is not None
                 counts_LE = routing.counts_LE + (0 if counts_LE is None else counts_LE)
@@ -274,13 +276,13 @@ class FsdpStrategy:
             all_sum(rows, self.grid.replicas.get_group())
         return ExpertBalance(coefficient, int(rows), counts_LE, sum_counts, sum_loss)
 
-    def _summed_report(self, accumulator: LossAccumulator) -> LossReport:
-        """The report of all replicas; the ranks of one replica have equal reports."""
-        own = accumulator.report()
+    def _sum_reports(self, accumulator: LossAccumulator) -> LossReport:
+        """The report over all replicas; the ranks of one replica have equal reports."""
+        report = accumulator.report()
         if self.grid.shape.replicas == 1:
-            return own
+            return report
         reports: list[Any] = [None] * self.grid.shape.replicas
-        dist.all_gather_object(reports, own, group=self.grid.replicas.get_group())
+        dist.all_gather_object(reports, report, group=self.grid.replicas.get_group())
         return LossReport.of(reports)
 
 

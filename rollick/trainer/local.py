@@ -1,8 +1,7 @@
 """The reference strategy: the complete model in one process, on one device.
 
-A TrainableModel with its language-model head: log-probs of tokens, and the gradient of a loss
-over them, for all parameters or for adapters (lora.py). Other strategies are tested against this
-one.
+A TrainableModel with a language-model head: computes log-probs of tokens and the gradient of a loss
+over them, for all parameters or for adapters (lora.py). Other strategies are tested against it.
 
     Batch -> microbatches -> PackedBatch -> hidden states -> log-probs -> loss -> backward
 
@@ -43,8 +42,8 @@ from rollick.types import FloatArray
 class LocalStrategy(TrainableModel):
     """Trains a model that fits on one device; if not trainable, it only computes log-probs.
 
-    `model` replaces the policy's (for a teacher); `vocabulary` restricts its tokens to the first
-    ones.
+    `model` overrides the policy's (for a teacher); `vocabulary` restricts its output to the first
+    `vocabulary` tokens.
     """
 
     def __init__(
@@ -79,17 +78,17 @@ class LocalStrategy(TrainableModel):
     def logprobs(self, batch: Batch) -> FloatArray:
         logprobs_N = np.zeros(batch.tokens, dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
-            logprobs_T, _ = self._logprobs(packed, self._hidden(packed))
+            logprobs_T, _ = self._compute_logprobs(packed, self._trained_hidden(packed))
             indices_T = token_indices(batch, samples)[packed.indices_T]
             logprobs_N[indices_T] = logprobs_T.float().cpu().numpy()
         return logprobs_N
 
     def reference_logprobs(self, batch: Batch) -> FloatArray:
-        """As `logprobs`, of the model without its adapters: the one that the run began with."""
+        """As `logprobs`, with the adapters disabled: those of the base model."""
         if self.adapters is None:
             raise ConfigError(
-                "a policy without adapters does not keep the model that the run began with",
-                fix="give the reference a model of its own, or set train.lora",
+                "the policy has no adapters, so it cannot compute log-probs of its base model",
+                fix="load the reference as a separate model, or set train.lora",
             )
         with self.adapters.wrapped.disable_adapter():
             return self.logprobs(batch)
@@ -101,7 +100,10 @@ class LocalStrategy(TrainableModel):
         logprobs_NK = np.zeros((batch.tokens, k), dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
             ids_TK, top_TK = top_logprobs(
-                self._hidden(packed), temperature_T=packed.temperature_T, k=k, **self._head()
+                self._trained_hidden(packed),
+                temperature_T=packed.temperature_T,
+                k=k,
+                **self._head_options(),
             )
             indices_T = token_indices(batch, samples)[packed.indices_T]
             ids_NK[indices_T] = ids_TK.cpu().numpy()
@@ -114,9 +116,11 @@ class LocalStrategy(TrainableModel):
         accumulator = LossAccumulator()
         with nullcontext() if self.adapters is None else self.adapters.dropout():
             balance = self._expert_balance(batch)
-            for _, part, packed in self.packed_batches(batch):
-                output = self._forward(part, packed)
-                total = add_token_loss(part, packed, output, loss=loss, accumulator=accumulator)
+            for _, microbatch, packed in self.packed_batches(batch):
+                output = self._forward(microbatch, packed)
+                total = add_token_loss(
+                    microbatch, packed, output, loss=loss, accumulator=accumulator
+                )
                 if balance is not None:
                     total = total + balance.add(output.routing, accumulator)
                 total.backward()
@@ -124,8 +128,8 @@ class LocalStrategy(TrainableModel):
         return accumulator.report()
 
     def weights(self) -> WeightStream:
-        """The live parameters under their public names, tied ones once. A weight with an adapter
-        is a sum of both, which is not live."""
+        """The live parameters under their public names, tied ones once. Weights that are merged
+        with an adapter are copies."""
         if self.adapters is not None:
             return self.adapters.merged()
         return ((name, value.detach()) for name, value in self.module.named_parameters())
@@ -143,7 +147,7 @@ class LocalStrategy(TrainableModel):
         """Write the adapters alone, as PEFT loads them, with the tokenizer."""
         if self.adapters is None:
             raise ConfigError(
-                "there is no adapter to write: the run trained all parameters",
+                "there is no adapter to write: all parameters were trained",
                 fix="export the complete model, or train with train.lora",
             )
         self.adapters.export(path)
@@ -172,40 +176,40 @@ class LocalStrategy(TrainableModel):
         if len(self.microbatches(batch)) > 1:
             for _, _, packed in self.packed_batches(batch):
                 with torch.no_grad(), self.router_log.recording():
-                    self._hidden(packed)
+                    self._trained_hidden(packed)
                 counts = self.router_log.of_rows(packed.rows_T).counts_LE
                 counts_LE = counts if counts_LE is None else counts_LE + counts
         rows = len(trained_tokens(batch)[0])
         return ExpertBalance(self.recipe.train.expert_balance, rows, counts_LE)
 
-    def _forward(self, part: Batch, packed: PackedBatch) -> ForwardOutput:
+    def _forward(self, microbatch: Batch, packed: PackedBatch) -> ForwardOutput:
         with nullcontext() if self.router_log is None else self.router_log.recording():
-            hidden_TD = self._hidden(packed)
+            hidden_TD = self._trained_hidden(packed)
         routing = None if self.router_log is None else self.router_log.of_rows(packed.rows_T)
-        logprobs_T, entropy_T = self._logprobs(packed, hidden_TD)
+        logprobs_T, entropy_T = self._compute_logprobs(packed, hidden_TD)
         student_TK = None
-        if part.teacher_ids_NK is not None:
-            ids_TK = torch.as_tensor(part.teacher_ids_NK[packed.indices_T])
+        if microbatch.teacher_ids_NK is not None:
+            ids_TK = torch.as_tensor(microbatch.teacher_ids_NK[packed.indices_T])
             student_TK = chosen_logprobs(
                 hidden_TD,
                 ids_TK=ids_TK.to(self.device, torch.int64),
                 temperature_T=packed.temperature_T,
-                **self._head(),
+                **self._head_options(),
             )
         return ForwardOutput(logprobs_T, entropy_T, student_TK, routing)
 
-    def _hidden(self, packed: PackedBatch) -> Tensor:
+    def _trained_hidden(self, packed: PackedBatch) -> Tensor:
         """The hidden states that predict the trained tokens."""
         return self.hidden(packed).index_select(0, packed.rows_T)
 
-    def _logprobs(self, packed: PackedBatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_logprobs(self, packed: PackedBatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs, entropy) of the trained tokens."""
         targets_T, temperature_T = packed.targets_T, packed.temperature_T
-        head = self._head()
+        head = self._head_options()
         return token_logprobs(hidden_TD, targets_T=targets_T, temperature_T=temperature_T, **head)
 
-    def _head(self) -> dict[str, Any]:
-        """Arguments for all functions of models/head/logprobs.py."""
+    def _head_options(self) -> dict[str, Any]:
+        """Arguments that all functions of models/head/logprobs.py take."""
         head = output_head(self.module)
         return {
             "head": head if self.vocabulary is None else head.first_tokens(self.vocabulary),

@@ -23,15 +23,16 @@ from rollick.models.loading.adapter import Adapter, base_parameters, is_adapter
 from rollick.models.loading.load import silence_transformers
 from rollick.types import stable_hash
 
-NAME = "default"
-"""PEFT's name of the only adapter."""
+ADAPTER_NAME = "default"
+"""The name that PEFT gives to the only adapter."""
 
 
 class Adapters:
     """The adapters of a module. Create them with `add_adapters`."""
 
     def __init__(self, wrapped: Any, layers: dict[str, Any], *, scale: float) -> None:
-        """`wrapped` is PEFT's model around the module; `layers` those with an adapter, by name."""
+        """`wrapped` is PEFT's model around the module; `layers` are the layers with an adapter, by
+        name."""
         self.wrapped = wrapped
         self.module: nn.Module = wrapped.get_base_model()
         self.layers = layers
@@ -40,18 +41,18 @@ class Adapters:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.module.named_parameters():
             if is_adapter(name):
-                yield name.replace(f".{NAME}.", "."), parameter
+                yield name.replace(f".{ADAPTER_NAME}.", "."), parameter
 
-    def each(self) -> Iterator[Adapter]:
-        """The live tensors of each adapter."""
+    def live_adapters(self) -> Iterator[Adapter]:
+        """The adapters of all layers, as live tensors."""
         for name, layer in self.layers.items():
-            a_RI, b_OR = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            a_RI, b_OR = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
             yield Adapter(f"{name}.weight", a_RI.detach(), b_OR.detach())
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights. Those with an adapter are merged as the stream is read; the others
-        are the live parameters."""
-        adapters = {adapter.name: adapter for adapter in self.each()}
+        """The policy's weights. One with an adapter is merged when the iterator reaches it; the
+        others are the live parameters."""
+        adapters = {adapter.name: adapter for adapter in self.live_adapters()}
         for name, weight in self.base():
             adapter = adapters.get(name)
             yield name, weight if adapter is None else adapter.merged(weight, scale=self.scale)
@@ -67,14 +68,14 @@ class Adapters:
     @contextmanager
     def dropout(self) -> Generator[None]:
         """Enables dropout inside the context; only the training forward uses it."""
-        parts = [layer.lora_dropout for layer in self.layers.values()]
-        for part in parts:
-            part.train()
+        dropouts = [layer.lora_dropout for layer in self.layers.values()]
+        for dropout in dropouts:
+            dropout.train()
         try:
             yield
         finally:
-            for part in parts:
-                part.eval()
+            for dropout in dropouts:
+                dropout.eval()
 
     def export(self, path: Path) -> None:
         """Write a folder that PEFT can load over the model."""
@@ -90,7 +91,7 @@ def add_adapters(module: nn.Module, config: LoraConfig, *, seed: int) -> Adapter
         raise MissingExtra.of("peft", "lora")
     import peft
 
-    names = _chosen_layers(module, config.targets)
+    names = _target_layers(module, config.targets)
     peft_config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
@@ -108,18 +109,18 @@ def add_adapters(module: nn.Module, config: LoraConfig, *, seed: int) -> Adapter
     return Adapters(wrapped, layers, scale=config.alpha / config.rank)
 
 
-def _chosen_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The linear layers that get adapters. Excludes the head, because log-probs read its weight
-    and not its output."""
+def _target_layers(module: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The names of the linear layers that get adapters. Excludes the head: its weight is read
+    directly, so an adapter would have no effect."""
     head: Any = module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-    parts = module.named_modules()
-    linear = {name for name, part in parts if isinstance(part, nn.Linear) and part is not head}
-    named = {t: {n for n in linear if f".{n}".endswith(f".{t}")} for t in targets}
-    unmatched = [target for target, names in named.items() if not names]
+    modules = module.named_modules()
+    linear = {name for name, child in modules if isinstance(child, nn.Linear) and child is not head}
+    matches = {t: {n for n in linear if f".{n}".endswith(f".{t}")} for t in targets}
+    unmatched = [target for target, names in matches.items() if not names]
     if unmatched:
-        ends = sorted({name.rpartition(".")[2] for name in linear})
+        available = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"train.lora.targets: {type(module).__name__} has no linear layer {unmatched[0]!r}",
-            fix=f"use one of: {', '.join(ends)}",
+            fix=f"use one of: {', '.join(available)}",
         )
-    return sorted(set[str]().union(*named.values()) if targets else linear)
+    return sorted(set[str]().union(*matches.values()) if targets else linear)

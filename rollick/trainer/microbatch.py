@@ -1,8 +1,8 @@
-"""From a batch to micro-batches on a device: which samples are computed at once, and their tensors.
+"""Divides a batch into micro-batches, and packs each of them on a device.
 
-Only tokens in the loss mask reach the head. The first token of a sequence has no predecessor that
-could predict it, so it is never trained. A prefix that a group's samples share can be in a pack
-once (models/attention/shared_prefix.py); several trained tokens are then predicted by one row.
+Only tokens in the loss mask reach the head. The first token of a sequence is never trained: no
+token before it predicts it. A prefix that a group's samples share can be in a pack once
+(models/attention/shared_prefix.py); one row then predicts several trained tokens.
 
 Legend: B samples, N tokens of a batch, T trained ones; the tokens of a pack are also named N, and
 are fewer where prefixes are shared.
@@ -51,10 +51,10 @@ class PackedBatch:
 def plan_microbatches(
     lengths: Sequence[int], *, tokens: int, keep_order: bool = False
 ) -> list[list[int]]:
-    """Divide samples into parts of at most `tokens` tokens; a longer sample is a part of its own.
+    """Divide samples into parts of at most `tokens` tokens; a longer sample is a part alone.
 
     Longest first: equal lengths become adjacent (one attention call), and a part that does not fit
-    into memory fails early in the step. `keep_order` keeps the given order.
+    into memory fails early in the step. `keep_order` keeps the order of `lengths`.
     """
     samples = range(len(lengths))
     parts: list[list[int]] = []
@@ -75,37 +75,37 @@ def plan_shared_microbatches(
     samples are equal and count once.
 
     A group is divided only if it is larger than a part, and its shared tokens are then computed in
-    each piece. Largest first, each into the first part with room for it.
+    each piece. Largest first, each into the first part with enough room.
     """
     pieces = [
         piece
         for members in members_by_group(groups)
-        for piece in _pieces(members, lengths, shared=shared, tokens=tokens)
+        for piece in _split_group(members, lengths, shared=shared, tokens=tokens)
     ]
     parts: list[list[int]] = []
-    room: list[int] = []
+    free: list[int] = []
     for size, piece in sorted(pieces, key=lambda sized: -sized[0]):
-        part = next((number for number, left in enumerate(room) if size <= left), len(parts))
-        if part == len(parts):
+        target = next((index for index, room in enumerate(free) if size <= room), len(parts))
+        if target == len(parts):
             parts.append([])
-            room.append(tokens)
-        parts[part] += piece
-        room[part] -= size
+            free.append(tokens)
+        parts[target] += piece
+        free[target] -= size
     return parts
 
 
-def _pieces(
+def _split_group(
     members: Sequence[int], lengths: Sequence[int], *, shared: Sequence[int], tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
     """(tokens, samples) of each piece of a group, longest samples first."""
     piece: list[int] = []
     size = 0
     for b in sorted(members, key=lambda b: -lengths[b]):
-        own = lengths[b] - shared[b]
-        if piece and size + own > tokens:
+        added = lengths[b] - shared[b]
+        if piece and size + added > tokens:
             yield size, piece
             piece = []
-        size = size + own if piece else lengths[b]
+        size = size + added if piece else lengths[b]
         piece.append(b)
     yield size, piece
 
@@ -118,30 +118,30 @@ def microbatches(
     share_prefix: bool = False,
     keep_groups: bool = False,
 ) -> list[list[int]]:
-    """The samples of each micro-batch. Those without a trained token are left out.
+    """The samples of each micro-batch; omits samples without a trained token.
 
-    `by_uid` takes them in the order of their ids and shares no prefix, so that no sample's bits
-    depend on others. `keep_groups` never divides a group.
+    `by_uid` orders them by id and shares no prefixes, so that results are bitwise independent of
+    the other samples. `keep_groups` never divides a group.
     """
     _, sequence_T = trained_tokens(batch)
-    useful: list[int] = np.unique(sequence_T).tolist()
+    trained: list[int] = np.unique(sequence_T).tolist()
     if by_uid:
-        useful.sort(key=lambda b: batch.uids[b])
-    lengths = [int(batch.lengths_B[b]) for b in useful]
-    groups = [int(batch.group_B[b]) for b in useful]
-    shares = share_prefix and not by_uid
-    shared = sample_prefixes(batch.take(useful)).tolist() if shares else [0] * len(useful)
+        trained.sort(key=lambda b: batch.uids[b])
+    lengths = [int(batch.lengths_B[b]) for b in trained]
+    groups = [int(batch.group_B[b]) for b in trained]
+    uses_prefixes = share_prefix and not by_uid
+    shared = sample_prefixes(batch.take(trained)).tolist() if uses_prefixes else [0] * len(trained)
     if keep_groups:
-        complete = members_by_group(groups)
+        members = members_by_group(groups)
         # The shared tokens of a group count once.
-        sizes = [shared[m[0]] + sum(lengths[b] - shared[b] for b in m) for m in complete]
-        cuts = plan_microbatches(sizes, tokens=tokens, keep_order=by_uid)
-        parts = [[b for number in cut for b in complete[number]] for cut in cuts]
-    elif shares:
+        sizes = [shared[m[0]] + sum(lengths[b] - shared[b] for b in m) for m in members]
+        group_parts = plan_microbatches(sizes, tokens=tokens, keep_order=by_uid)
+        parts = [[b for group in part for b in members[group]] for part in group_parts]
+    elif uses_prefixes:
         parts = plan_shared_microbatches(lengths, groups=groups, shared=shared, tokens=tokens)
     else:
         parts = plan_microbatches(lengths, tokens=tokens, keep_order=by_uid)
-    return [[useful[b] for b in part] for part in parts]
+    return [[trained[b] for b in part] for part in parts]
 
 
 def trained_tokens(batch: Batch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -161,21 +161,21 @@ def pack(
     batch_invariant: bool = False,
     min_rows: int = 0,
 ) -> PackedBatch:
-    """Deterministic packs share no prefix and are padded to full tiles (`round_up_to_tile`).
-    `batch_invariant` ones attend with the engine's kernel. Packs below `min_rows` are padded; with
-    it, a batch without samples can be packed."""
+    """Pack a micro-batch. `deterministic`: share no prefixes and pad to full tiles
+    (`round_up_to_tile`). `batch_invariant`: use the engine's attention kernel. `min_rows`: pad to
+    this size; an empty batch needs it."""
     indices_T, sequence_T = trained_tokens(batch)
     plan = plan_unshared(batch.lengths_B)
     if share_prefix and not deterministic and batch.rows:
         shared_B = sample_prefixes(batch)
         plan = plan_prefixes(batch.lengths_B, group_B=batch.group_B, shared_B=shared_B)
-    computed = len(plan.source_C)
-    height = round_up_to_tile(computed) if deterministic else max(computed, min_rows)
-    padding_rows = height - computed
+    num_tokens = len(plan.source_C)
+    num_rows = round_up_to_tile(num_tokens) if deterministic else max(num_tokens, min_rows)
+    padding_rows = num_rows - num_tokens
     padding = [padding_rows] if padding_rows else []
-    # The results of padding rows are not used.
+    # The results of padding rows are ignored.
     token_ids_N = np.pad(batch.token_ids_N[plan.source_C], (0, padding_rows))
-    # Greedy samples (temperature 0) have their log-probs at temperature 1, as in the engine.
+    # Log-probs of greedy samples (temperature 0) are at temperature 1, as in the engine.
     temperature_B = np.where(batch.temperature_B > 0, batch.temperature_B, 1.0)
 
     def on_device(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
@@ -200,8 +200,8 @@ def pack(
 
 
 def sample_prefixes(batch: Batch) -> npt.NDArray[np.int64]:
-    """Length of the prefix that each sample shares with its group, without trained tokens: its
-    last row predicts each sample's first own token."""
+    """Length of the prefix that each sample shares with its group, without trained tokens. Its
+    last row predicts the first token of each sample after the prefix."""
     indices_T, sequence_T = trained_tokens(batch)
     samples, first = np.unique(sequence_T, return_index=True)
     limit_B = batch.lengths_B.astype(np.int64) - 1
@@ -219,20 +219,21 @@ def loss_inputs(
     entropy_T: Tensor | None = None,
     student_TK: Tensor | None = None,
 ) -> LossInputs:
-    """The loss's inputs. Without log-probs of an old policy, the behaviour policy's are used."""
+    """The inputs of the loss. The behaviour policy's log-probs replace missing ones of the old
+    policy."""
     device, dtype = logprobs_T.device, logprobs_T.dtype
 
-    def numbers(values_N: npt.NDArray[Any]) -> Tensor:
+    def floats(values_N: npt.NDArray[Any]) -> Tensor:
         return torch.as_tensor(values_N[packed.indices_T]).to(device, dtype)
 
-    def optional(values_N: npt.NDArray[Any] | None) -> Tensor | None:
-        return None if values_N is None else numbers(values_N)
+    def optional_floats(values_N: npt.NDArray[Any] | None) -> Tensor | None:
+        return None if values_N is None else floats(values_N)
 
     def integers(values_T: npt.NDArray[Any]) -> Tensor:
         return torch.as_tensor(values_T).to(device, torch.int64)
 
-    behaviour_T = numbers(batch.logprobs_N)
-    old_T = optional(batch.old_logprobs_N)
+    behaviour_T = floats(batch.logprobs_N)
+    old_T = optional_floats(batch.old_logprobs_N)
     # A turn is a run of consecutive tokens. No run spans two samples, because the first token of a
     # sample is never trained.
     turn_T = np.cumsum(np.diff(packed.indices_T, prepend=packed.indices_T[:1]) > 1)
@@ -243,18 +244,18 @@ def loss_inputs(
         logprobs_T=logprobs_T,
         old_T=behaviour_T if old_T is None else old_T,
         behaviour_T=behaviour_T,
-        advantages_T=numbers(batch.advantages_N),
-        weights_T=numbers(batch.weights_N),
+        advantages_T=floats(batch.advantages_N),
+        weights_T=floats(batch.weights_N),
         sequence_T=packed.sequence_T,
-        reference_T=optional(batch.reference_logprobs_N),
+        reference_T=optional_floats(batch.reference_logprobs_N),
         turn_T=integers(turn_T),
-        scores_T=optional(scores_N),
+        scores_T=optional_floats(scores_N),
         pair_T=integers(np.repeat(pair_B, batch.lengths_B)[packed.indices_T]),
         age_T=integers(batch.version - batch.versions_N[packed.indices_T].astype(np.int64)),
-        teacher_TK=optional(batch.teacher_top_NK),
+        teacher_TK=optional_floats(batch.teacher_top_NK),
         student_TK=student_TK,
         entropy_T=entropy_T,
         component_T=None if component_N is None else integers(component_N[packed.indices_T]),
-        kl_weights_T=optional(batch.kl_weights_N),
-        entropy_weights_T=optional(batch.entropy_weights_N),
+        kl_weights_T=optional_floats(batch.kl_weights_N),
+        entropy_weights_T=optional_floats(batch.entropy_weights_N),
     )

@@ -1,9 +1,9 @@
-"""Frees device memory for a while; host memory keeps the values.
+"""Offloads tensors to host memory.
 
-    move_to_host        device -> host memory (pinned, kept for next time) -> storage of 0 bytes
-    restore_from_host   storage of its old size, at another address -> host memory -> device
+    move_to_host        copy to host memory (pinned, reused) -> resize the storage to 0 bytes
+    restore_from_host   resize the storage, which changes its address -> copy to the device
 
-A tensor whose address must stay, because an engine or a captured graph uses it, is in `keep`.
+`keep` excludes tensors whose address must not change: an engine or a captured graph uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OffloadedTensors:
         self._tensors: dict[str, Tensor] = {}
         self._sizes: list[tuple[torch.UntypedStorage, int]] = []
         self._buffers: dict[str, Tensor] = {}
-        """Pinned memory is slow to allocate, so it is kept from one sleep to the next."""
+        """Kept between sleeps, because pinned memory is slow to allocate."""
         self.copies: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -30,16 +30,16 @@ class OffloadedTensors:
 
     def move_to_host(self, named: Mapping[str, Tensor], *, keep: Iterable[Tensor] = ()) -> None:
         """Free the memory of these tensors, except storages of `keep`. Tensors over the same memory
-        are copied once, under the first name; views of different parts each under their own."""
+        are copied once, under the first name."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in keep}
         freed: dict[int, torch.UntypedStorage] = {}
-        seen: set[tuple[int, int]] = set()
+        copied: set[tuple[int, int]] = set()
         for name, tensor in named.items():
             storage = tensor.untyped_storage()
             region = tensor.data_ptr(), tensor.nbytes
-            if storage.size() == 0 or storage.data_ptr() in kept or region in seen:
+            if storage.size() == 0 or storage.data_ptr() in kept or region in copied:
                 continue
-            seen.add(region)
+            copied.add(region)
             freed.setdefault(storage.data_ptr(), storage)
             self._tensors[name], self.copies[name] = tensor, self._copy_to_host(name, tensor)
         _synchronize(self._tensors.values())

@@ -1,4 +1,4 @@
-"""AdamW over float32 masters, which writes the parameters in place at fixed addresses.
+"""AdamW over float32 masters, which updates the parameters in place.
 
 A float32 (or wider) parameter is its own master. A bfloat16 or float16 parameter has a float32
 copy that accumulates updates too small for it; each step writes the rounded copy back.
@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of each parameter, by torch's names."""
 
 TotalNorm = Callable[[Mapping[str, Tensor]], Tensor]
-"""Computes the norm of all gradients, given by parameter name; of shards, over all ranks."""
+"""Computes the norm of all gradients, by parameter name; for shards, over all ranks."""
 
 
 def learning_rate(step: int, *, peak: float, schedule: ScheduleConfig, total: int) -> float:
@@ -35,9 +35,9 @@ def learning_rate(step: int, *, peak: float, schedule: ScheduleConfig, total: in
         return peak * step / warmup
     if schedule.shape == "constant":
         return peak
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    fall = done if schedule.shape == "linear" else (1 - cos(pi * done)) / 2
-    return peak * (1 - (1 - schedule.final) * fall)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    decay = progress if schedule.shape == "linear" else (1 - cos(pi * progress)) / 2
+    return peak * (1 - (1 - schedule.final) * decay)
 
 
 class MasterAdamW:
@@ -113,24 +113,24 @@ class MasterAdamW:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Round the masters into the parameters, where they are not the same tensor."""
+        """Copy the masters, rounded, into parameters that are not their own master."""
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """Live masters and moments by name, for checkpoints and offloading."""
-        held = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             moments = self.adamw.state.get(master, {})
-            held |= {f"{moment}.{name}": value for moment, value in moments.items()}
-        return held
+            tensors |= {f"{moment}.{name}": value for moment, value in moments.items()}
+        return tensors
 
     def gradients(self) -> dict[str, Tensor]:
         """Live gradients accumulated since the last step."""
-        held = {f"gradient.{name}": value.grad for name, value in self.parameters.items()}
-        held |= {f"master_gradient.{name}": value.grad for name, value in self.masters.items()}
-        return {name: value for name, value in held.items() if value is not None}
+        gradients = {f"gradient.{name}": value.grad for name, value in self.parameters.items()}
+        gradients |= {f"master_gradient.{name}": value.grad for name, value in self.masters.items()}
+        return {name: value for name, value in gradients.items() if value is not None}
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Tensor], *, steps: int) -> None:
@@ -153,8 +153,8 @@ class MasterAdamW:
 
 
 def check_gradient_dtype(dtype: torch.dtype) -> None:
-    """Raises if gradients of this dtype would be lost: those of a large batch are below the
-    smallest float16 number, and losses are not scaled."""
+    """Raises for float16: gradients of a large batch would underflow, because losses are not
+    scaled."""
     if dtype is torch.float16:
         raise ConfigError(
             "a model in float16 cannot be trained: its gradients would underflow to zero",
@@ -167,12 +167,12 @@ def check_same_model(
 ) -> None:
     """Raises unless the saved shapes, by name, are those of this model."""
     names = expected.keys() | saved.keys()
-    if wrong := sorted(name for name in names if expected.get(name) != saved.get(name)):
-        here, there = expected.get(wrong[0]), saved.get(wrong[0])
+    if mismatched := sorted(name for name in names if expected.get(name) != saved.get(name)):
+        current_shape, saved_shape = expected.get(mismatched[0]), saved.get(mismatched[0])
         raise CheckpointError(
-            f"the saved optimizer state is from another model: {len(wrong)} parameters differ, "
-            f"such as {wrong[0]!r} ({here} here, {there} saved)",
-            fix="resume with the model that the run was started with",
+            f"the saved optimizer state is from another model: {len(mismatched)} parameters "
+            f"differ, such as {mismatched[0]!r} ({current_shape} here, {saved_shape} saved)",
+            fix="resume with the model that the run started with",
         )
 
 

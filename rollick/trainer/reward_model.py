@@ -1,8 +1,8 @@
-"""The built-in reward model: a decoder whose head gives one score for a sample.
+"""The built-in reward model: a decoder with a head that computes one score per sample.
 
 The head reads the hidden state of the last token. Files have the format of transformers'
-AutoModelForSequenceClassification with one label, so reward models can be exchanged with other
-libraries. A language model without a score head gets a new one.
+AutoModelForSequenceClassification with one label, so that other libraries can load them. A language
+model without a score head gets a new one.
 
 Legend: B samples, D hidden size.
 """
@@ -34,7 +34,7 @@ from rollick.types import FloatArray, stable_hash
 
 
 class LocalRewardModel(TrainableModel):
-    """Scores samples and learns from pairs, on one device."""
+    """Scores samples and trains on pairs, on one device."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class LocalRewardModel(TrainableModel):
         fix_rope(module, max_length)
         check_learner(module, max_length=max_length)
         if self.has_new_head:
-            _initialize(self.head, seed=recipe.run.seed)
+            _initialize_head(self.head, seed=recipe.run.seed)
         super().__init__(
             module,
             recipe,
@@ -71,12 +71,12 @@ class LocalRewardModel(TrainableModel):
     def scores(self, batch: Batch) -> FloatArray:
         scores_B = np.zeros(batch.rows, dtype=np.float32)
         for samples, _, packed in self.packed_batches(batch):
-            scores_B[samples] = self._scores(packed).cpu().numpy()
+            scores_B[samples] = self._score(packed).cpu().numpy()
         return scores_B
 
     def forward_backward(self, batch: Batch, loss: ScoreLossFn) -> LossReport:
-        def evaluate(part: Batch, packed: PackedBatch) -> tuple[Loss, int]:
-            return loss(_score_inputs(part, self._scores(packed))), len(packed.token_ids_N)
+        def evaluate(microbatch: Batch, packed: PackedBatch) -> tuple[Loss, int]:
+            return loss(_score_inputs(microbatch, self._score(packed))), len(packed.token_ids_N)
 
         return self.accumulate_gradients(batch, evaluate)
 
@@ -84,12 +84,12 @@ class LocalRewardModel(TrainableModel):
         """Write a folder that AutoModelForSequenceClassification can load."""
         save_with_tokenizer(self.module, self.model_config, path)
 
-    def _scores(self, packed: PackedBatch) -> Tensor:
+    def _score(self, packed: PackedBatch) -> Tensor:
         """One score per sample, in float64 if the head is float64, otherwise in float32."""
         last_BD = self.hidden(packed).index_select(0, packed.last_rows_B)
         weight_1D = self.head.weight
-        wide = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
-        return (last_BD.to(wide) @ weight_1D.to(wide).t())[:, 0]
+        dtype = torch.float64 if weight_1D.dtype is torch.float64 else torch.float32
+        return (last_BD.to(dtype) @ weight_1D.to(dtype).t())[:, 0]
 
 
 def _score_head(module: nn.Module, model: ModelConfig) -> nn.Linear:
@@ -98,35 +98,35 @@ def _score_head(module: nn.Module, model: ModelConfig) -> nn.Linear:
     has_bias = getattr(head, "bias", None) is not None
     if not isinstance(head, nn.Linear) or has_bias or unsupported_layer_types(config):
         raise ModelError(
-            f"{model.path!r} is not a decoder with attention layers and one row `score` as head",
-            fix="use a reward model of a decoder, or a language model to start from",
+            f"{model.path!r} is not an attention-only decoder with a bias-free linear head `score`",
+            fix="use a reward model based on a decoder, or start from a language model",
         )
     return head
 
 
-def _initialize(head: nn.Linear, *, seed: int) -> None:
+def _initialize_head(head: nn.Linear, *, seed: int) -> None:
     """Set small random weights that depend only on the seed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(stable_hash(seed, "reward_model"))
         head.weight.copy_(torch.randn(head.weight.shape) * INITIAL_STD / head.in_features**0.5)
 
 
-def _score_inputs(part: Batch, scores_B: Tensor) -> ScoreInputs:
-    if part.scores_B is None:
+def _score_inputs(microbatch: Batch, scores_B: Tensor) -> ScoreInputs:
+    if microbatch.scores_B is None:
         raise ConfigError(
-            "a reward model learns from pairs, and the batch does not mark the better answer",
-            fix="make the batch of pairs of answers (data.collate.examples_to_batch)",
+            "a reward model trains on pairs, and the batch does not mark the better answer",
+            fix="build the batch with data.collate.examples_to_batch",
         )
-    _, pair_B, count_P = np.unique(part.group_B, return_inverse=True, return_counts=True)
+    _, pair_B, count_P = np.unique(microbatch.group_B, return_inverse=True, return_counts=True)
     if (count_P != 2).any():
         raise ConfigError(
-            f"a reward model learns from pairs, and a group has {count_P[count_P != 2][0]} answers",
+            f"a reward model trains on pairs, and a group has {count_P[count_P != 2][0]} answers",
             fix="give each prompt a better and a worse answer",
         )
-    weights_B = np.add.reduceat(part.weights_N, part.offsets_B1[:-1])
+    weights_B = np.add.reduceat(microbatch.weights_N, microbatch.offsets_B1[:-1])
     return ScoreInputs(
         scores_B=scores_B,
-        better_B=torch.as_tensor(np.sign(part.scores_B)).to(scores_B),
+        better_B=torch.as_tensor(np.sign(microbatch.scores_B)).to(scores_B),
         pair_B=torch.as_tensor(pair_B, dtype=torch.int64, device=scores_B.device),
         weights_B=torch.as_tensor(weights_B).to(scores_B),
     )

@@ -4,11 +4,10 @@
     worker       SnapshotWriter.write(path, state) -> SnapshotRecord, with the state's fingerprint
     new worker   read_snapshot(record) -> the same state, verified
 
-A worker on another machine than the controller writes to memory of its own, whose bytes are then
-sent (roles/handles.py).
+A worker on another machine writes to its own memory and then sends the bytes (roles/handles.py).
 
 The memory holds the bytes of a safetensors file, so a checkpoint is a copy of it. The controller
-owns the memory: the kernel frees it when the controller ends, however it ends.
+owns the memory: the kernel frees it when the controller exits, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class SnapshotMemory:
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def write(self, offset: int, part: SnapshotBytes) -> None:
-        """Write a part of a snapshot. Raises OSError without room for it."""
+        """Write a part of a snapshot. Raises OSError if there is no memory for it."""
         data = memoryview(part.data)
         while data:
             written = os.pwrite(self.descriptor, data, offset)
@@ -107,49 +106,49 @@ class _MappedSnapshot:
     """A mapped snapshot, and views of it for each tensor."""
 
     memory: mmap.mmap
-    layout: bytes
+    header: bytes
     targets: list[Tensor]
     is_pinned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SnapshotWriter:
-    """Writes the snapshots of one worker. Keeps the maps of the memories that it has written."""
+    """Writes the snapshots of one worker. Keeps its memory maps for later snapshots."""
 
     mapped: dict[str, _MappedSnapshot] = field(default_factory=dict[str, _MappedSnapshot])
 
     def write(self, path: str, state: TrainState) -> SnapshotRecord:
-        """Copy the state into the memory at `path`. Raises CheckpointError without room for it."""
+        """Copy the state into the memory at `path`. Raises CheckpointError if memory runs out."""
         tensors: Mapping[str, Tensor] = state.tensors
-        pairs = sorted(tensors.items(), key=lambda pair: (DTYPES.index(pair[1].dtype), pair[0]))
-        header = _header(dict(pairs))
+        items = sorted(tensors.items(), key=lambda item: (DTYPES.index(item[1].dtype), item[0]))
+        header = _build_header(dict(items))
         mapped = self.mapped.get(path)
-        if mapped is None or mapped.layout != header:
+        if mapped is None or mapped.header != header:
             self.unmap(path)
-            mapped = self.mapped[path] = _map(path, header, dict(pairs))
-        digest = self._copy(pairs, mapped)
+            mapped = self.mapped[path] = _map_snapshot(path, header, dict(items))
+        digest = self._copy_state(items, mapped)
         return SnapshotRecord(path, digest, state.steps, len(mapped.memory), state.shards)
 
     def close(self) -> None:
         for path in list(self.mapped):
             self.unmap(path)
 
-    def _copy(self, pairs: list[tuple[str, Tensor]], mapped: _MappedSnapshot) -> Fingerprint:
-        if not any(tensor.is_cuda for _, tensor in pairs):
-            return copy_and_fingerprint(pairs, mapped.targets)
+    def _copy_state(self, items: list[tuple[str, Tensor]], mapped: _MappedSnapshot) -> Fingerprint:
+        if not any(tensor.is_cuda for _, tensor in items):
+            return copy_and_fingerprint(items, mapped.targets)
         _pin(mapped)
-        # On a stream of its own, so that an engine on this device goes on decoding.
+        # On a separate stream, so that an engine on this device continues to decode.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for (_, tensor), target in zip(pairs, mapped.targets, strict=True):
+            for (_, tensor), target in zip(items, mapped.targets, strict=True):
                 target.copy_(tensor, non_blocking=True)
-            digest = fingerprint(pairs)
+            digest = fingerprint(items)
         stream.synchronize()
         return digest
 
     def unmap(self, path: str) -> None:
-        """Drop the map of the memory at `path`, if there is one."""
+        """Unmap the memory at `path`, if it is mapped."""
         mapped = self.mapped.pop(path, None)
         if mapped is None:
             return
@@ -161,8 +160,8 @@ class SnapshotWriter:
 
 
 def read_snapshot(record: SnapshotRecord) -> TrainState:
-    """The state of a snapshot. Raises CheckpointError if it is gone or damaged, and
-    OpenFilesExhausted if it cannot be opened."""
+    """The state of a snapshot. Raises CheckpointError if it is missing or damaged, and
+    OpenFilesExhausted if the process has too many open files."""
     try:
         tensors = load_tensors(record.path)
     except (OSError, SafetensorError) as error:
@@ -188,26 +187,26 @@ def load_tensors(path: str | Path) -> dict[str, Tensor]:
         raise
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """The header of a safetensors file: its length, then where each tensor is."""
+def _build_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header of a safetensors file: its length, then the offsets of each tensor as JSON."""
     entries: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
 
 
-def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _MappedSnapshot:
+def _map_snapshot(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _MappedSnapshot:
     size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
     try:
         descriptor = os.open(path, os.O_RDWR)
         try:
             os.ftruncate(descriptor, size)
-            # Reserve it: writing to an unreserved map when memory is full kills the process.
+            # Reserve the memory: otherwise a write to the map kills the process if memory is full.
             os.posix_fallocate(descriptor, 0, size)
             memory = mmap.mmap(descriptor, size)
         finally:
@@ -228,8 +227,7 @@ def _map(path: str, header: bytes, tensors: Mapping[str, Tensor]) -> _MappedSnap
 
 
 def _pin(mapped: _MappedSnapshot) -> None:
-    """Lock the pages, so that the GPU copies into them directly. Copies without it are correct, but
-    slower."""
+    """Pin the pages, so that the GPU copies into them directly. If it fails, copies are slower."""
     if not mapped.is_pinned:
         size = sum(target.nbytes for target in mapped.targets)
         mapped.is_pinned = (

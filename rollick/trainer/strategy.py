@@ -20,7 +20,7 @@ WeightStream = Iterable[tuple[str, Any]]
 @dataclass(frozen=True, slots=True)
 class ShardedWeights:
     """Full parameters of a sharded learner, each gathered when the iteration reaches it.
-    `shapes` are the names with meta tensors, known in advance."""
+    `shapes`: the names and meta tensors of all parameters."""
 
     shapes: Sequence[tuple[str, Any]]
     stream: WeightStream
@@ -68,7 +68,7 @@ class OptimReport:
 
 
 class Shard(NamedTuple):
-    """Where a rank's part of a tensor begins, and the shape of the complete tensor."""
+    """The offsets of a rank's part of a tensor, and the shape of the full tensor."""
 
     offsets: tuple[int, ...]
     full: tuple[int, ...]
@@ -76,7 +76,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """All state of a trained model by name: masters, moments, random state. On a rank of a sharded
+    """The training state of a model by name: masters, moments, random state. On a rank of a sharded
     model, the state of its shards."""
 
     tensors: Mapping[str, Any]
@@ -89,9 +89,8 @@ class TrainState:
 class TrainStrategy(Protocol):
     """Holds a model and trains it. Called from one thread.
 
-    A sharded strategy has many ranks, which get the same calls in the same order. Each gets its own
-    rows of a batch (parallel/shares.py). Reports are those of all rows; per-token results are
-    those of the rank's rows.
+    All ranks of a sharded strategy get the same calls in the same order, each with its own samples
+    of a batch (parallel/shares.py). Reports cover all samples; per-token results cover the rank's.
     """
 
     @property
@@ -106,11 +105,11 @@ class TrainStrategy(Protocol):
         ...
 
     def forward_backward(self, batch: Batch, loss: LossFn) -> LossReport:
-        """Accumulates the gradient of the loss; any split of a batch gives the same."""
+        """Accumulate the gradient of the loss. Does not depend on how the batch is split."""
         ...
 
     def step(self) -> OptimReport:
-        """Clip, update the masters, write the parameters in place; skips if not finite."""
+        """Clip the gradient and update the parameters in place. Skips a non-finite gradient."""
         ...
 
     def weights(self) -> WeightStream:
@@ -131,7 +130,7 @@ class TrainStrategy(Protocol):
         ...
 
     def state(self) -> TrainState:
-        """The live state of this rank; also while asleep. A step changes it."""
+        """The live state of this rank, which the next step changes. Can be called while asleep."""
         ...
 
     def restore(self, state: TrainState) -> None:
@@ -147,14 +146,14 @@ class TrainStrategy(Protocol):
 
 @runtime_checkable
 class IsSharded(Protocol):
-    """A strategy with many ranks, which wait for each other."""
+    """A sharded strategy, whose ranks wait for each other."""
 
     def time_fixed_work(self) -> float:
-        """Seconds that this rank takes for a fixed amount of work."""
+        """Measure the seconds that this rank takes for a fixed amount of work."""
         ...
 
     def restore_all(self, states: Sequence[TrainState]) -> None:
-        """Load the states of all ranks of another group, of any size."""
+        """Load the states of all ranks of another process group, of any size."""
         ...
 
 

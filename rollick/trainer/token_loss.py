@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, as both strategies compute it: that of its trained tokens, and the
+"""The loss of a micro-batch in both strategies: the loss of its trained tokens, and the
 load-balancing loss of a mixture of experts.
 
     ForwardOutput -> LossInputs -> loss -> LossAccumulator
@@ -36,7 +36,7 @@ from rollick.types import NOT_SAMPLED, BoolArray
 
 
 class Routing(NamedTuple):
-    """How often some rows chose each expert, and the sum of its probabilities."""
+    """How often each expert was chosen by some rows, and the sum of its probabilities."""
 
     counts_LE: Tensor
     sums_LE: Tensor
@@ -56,25 +56,25 @@ class ForwardOutput:
 
 
 def add_token_loss(
-    part: Batch,
+    microbatch: Batch,
     packed: PackedBatch,
     output: ForwardOutput,
     *,
     loss: LossFn,
     accumulator: LossAccumulator,
 ) -> Tensor:
-    """The loss of a micro-batch; its metrics are added to the accumulator."""
+    """The loss of a micro-batch; adds its metrics to the accumulator."""
     inputs = loss_inputs(
-        part,
+        microbatch,
         packed,
         output.logprobs_T,
-        entropy_T=None if part.entropy_weights_N is None else output.entropy_T,
+        entropy_T=None if microbatch.entropy_weights_N is None else output.entropy_T,
         student_TK=output.student_TK,
     )
     result = loss(inputs)
     sums = {**result.sums, "entropy": output.entropy_T.detach().sum()}
     accumulator.add(result.total, sums, tokens=len(output.logprobs_T))
-    _add_mismatch(accumulator, inputs, part.versions_N[packed.indices_T] != NOT_SAMPLED)
+    _add_mismatch(accumulator, inputs, microbatch.versions_N[packed.indices_T] != NOT_SAMPLED)
     return result.total
 
 
@@ -82,13 +82,14 @@ def add_token_loss(
 def _add_mismatch(
     accumulator: LossAccumulator, inputs: LossInputs, is_sampled_T: BoolArray
 ) -> None:
-    """How far the policy is from the one that sampled the tokens; other tokens do not count."""
+    """Add metrics of the mismatch between the current and the behaviour policy, over sampled
+    tokens."""
     if not is_sampled_T.any():
         return
-    sampled = torch.as_tensor(is_sampled_T, device=inputs.logprobs_T.device)
-    now_T, behaviour_T = inputs.logprobs_T[sampled], inputs.behaviour_T[sampled]
-    accumulator.add_sum("mismatch_kl", k3(behaviour_T, now_T).sum())
-    accumulator.add_maximum("probability_change", (now_T.exp() - behaviour_T.exp()).abs().max())
+    mask_T = torch.as_tensor(is_sampled_T, device=inputs.logprobs_T.device)
+    current_T, behaviour_T = inputs.logprobs_T[mask_T], inputs.behaviour_T[mask_T]
+    accumulator.add_sum("mismatch_kl", k3(behaviour_T, current_T).sum())
+    accumulator.add_maximum("probability_change", (current_T.exp() - behaviour_T.exp()).abs().max())
 
 
 class RouterLog:
@@ -96,11 +97,11 @@ class RouterLog:
 
     def __init__(self, model: nn.Module) -> None:
         config: Any = model.config
-        # A multimodal model has its experts in the decoder of its text.
-        text = config.get_text_config()
+        # The experts of a multimodal model are in its text decoder.
+        text_config = config.get_text_config()
         self._logits: list[Tensor] | None = None
-        self._top_k = int(getattr(text, "num_experts_per_tok", None) or 0)
-        routers = _routers(model)
+        self._top_k = int(getattr(text_config, "num_experts_per_tok", None) or 0)
+        routers = _find_routers(model)
         if not routers or not self._top_k:
             raise ModelError(
                 f"train.expert_balance is set, and {type(model).__name__} has no experts",
@@ -122,9 +123,9 @@ class RouterLog:
         self._recorded = []
         experts, dtype = probabilities[0].shape[-1], probabilities[0].dtype
         with torch.no_grad():
-            chosen = [each.topk(self._top_k, dim=-1).indices.flatten() for each in probabilities]
-            counts = [torch.bincount(each, minlength=experts) for each in chosen]
-        sums_LE = torch.stack([each.sum(0) for each in probabilities])
+            chosen = [p.topk(self._top_k, dim=-1).indices.flatten() for p in probabilities]
+            counts = [torch.bincount(indices, minlength=experts) for indices in chosen]
+        sums_LE = torch.stack([p.sum(0) for p in probabilities])
         return Routing(torch.stack(counts).to(dtype), sums_LE)
 
     def _record(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -136,7 +137,7 @@ class RouterLog:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertBalance:
     """The load-balancing loss of a batch of `rows` rows. Without counts, the batch is one
-    micro-batch. Of a sharded learner, the two functions sum over ranks."""
+    micro-batch. A sharded learner passes functions that sum over ranks."""
 
     coefficient: float
     rows: int
@@ -145,7 +146,7 @@ class ExpertBalance:
     sum_loss: Callable[[Tensor], Tensor] = Tensor.detach
 
     def add(self, routing: Routing | None, accumulator: LossAccumulator) -> Tensor:
-        """What a micro-batch adds to the loss; its metric is added to the accumulator."""
+        """The loss term of a micro-batch; adds its metrics to the accumulator."""
         assert routing is not None
         counts_LE = self.counts_LE
         if counts_LE is None:
@@ -159,13 +160,13 @@ class ExpertBalance:
         return self.coefficient * loss
 
 
-def _routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """Routers, and the index of the logits in their output, as the model declares them."""
+def _find_routers(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """(router, index of the logits in its output) for each router that the model declares."""
     declared: Any = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorders: Any = declared.get("router_logits") or ()
     routers: list[tuple[nn.Module, int]] = []
     for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
-        cls = getattr(recorder, "target_class", recorder)
+        target = getattr(recorder, "target_class", recorder)
         index = int(getattr(recorder, "index", 0))
-        routers += [(part, index) for part in model.modules() if isinstance(part, cls)]
+        routers += [(module, index) for module in model.modules() if isinstance(module, target)]
     return routers

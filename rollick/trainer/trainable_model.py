@@ -1,7 +1,7 @@
-"""A module on one device, and what every trainer on one device does with it.
+"""The base class of trainers on one device; local.py, critic.py and reward_model.py add heads and
+losses.
 
-Owns the parameters, the optimizer (none if the model is frozen), their files, and their memory on a
-GPU. The classes in local.py, critic.py and reward_model.py add heads and losses.
+It owns the parameters and the optimizer (none if the model is frozen), and saves and offloads them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from rollick.trainer.strategy import LossReport, OptimReport, TrainState
 
 
 def load_packed_model(model: ModelConfig, *, device: str, max_length: int) -> nn.Module:
-    """The model with attention over packed sequences of up to `max_length` tokens. Raises if it
-    would not compute what the model's own forward does."""
+    """Load a model with attention over packed sequences of up to `max_length` tokens. Raises if its
+    results would differ from the model's own forward."""
     check_packable(model)
     module = load_model(model, device=device, attention=VARLEN)
     fix_rope(module, max_length)
@@ -46,7 +46,7 @@ def load_packed_model(model: ModelConfig, *, device: str, max_length: int) -> nn
 
 
 def check_packable(model: ModelConfig) -> None:
-    """Raises if a layer of the model would mix packed sequences."""
+    """Raises if a layer would mix the sequences of a pack."""
     if types := unsupported_layer_types(load_config(model)):
         raise ModelError(
             f"{model.path!r} has layers of type {types}, which would mix packed sequences",
@@ -74,9 +74,9 @@ class TrainableModel:
     """A module with its optimizer, its files and its offloading. The base class of all trainers
     except fsdp.py.
 
-    `name` is that of its files. `module.base_model` computes the hidden states. `batch_invariant`
-    uses the engine's kernels of zero-mismatch mode, on a GPU. `keep_groups` never divides a group
-    between micro-batches.
+    `name` is the name of its files. `module.base_model` computes the hidden states.
+    `batch_invariant`: on a GPU, use the engine's kernels of zero-mismatch mode. `keep_groups`:
+    never divide a group between micro-batches.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class TrainableModel:
         self._keep_groups = keep_groups or recipe.compares_pairs
         self._optimizer = optimizer
         self._offloaded = OffloadedTensors()
-        # With adapters, only these are trained.
+        # With adapters, the optimizer has only their parameters.
         module.requires_grad_(False)
         for parameter in () if optimizer is None else optimizer.parameters.values():
             parameter.requires_grad_(True)
         if self.deterministic:
-            # With more than one thread, results repeat only for equal batches: element-wise kernels
-            # divide the work by the batch's size, which can change a row's bits.
+            # With several threads, a row's bits depend on the batch: element-wise kernels divide
+            # the work by its size.
             torch.set_num_threads(recipe.run.threads or 1)
             tile_linears(module)
         elif self.batch_invariant:
@@ -118,7 +118,7 @@ class TrainableModel:
     def optimizer(self) -> MasterAdamW:
         if self._optimizer is None:
             raise ModelError(
-                "this model is frozen: it computes log-probs and cannot be trained or saved",
+                "this model is frozen: it has no optimizer and cannot be trained or saved",
                 fix="build it with trainable=True",
             )
         return self._optimizer
@@ -136,10 +136,10 @@ class TrainableModel:
             keep_groups=self._keep_groups,
         )
 
-    def pack(self, part: Batch) -> PackedBatch:
-        check_lengths(self.module, part.lengths_B.tolist())
+    def pack(self, microbatch: Batch) -> PackedBatch:
+        check_lengths(self.module, microbatch.lengths_B.tolist())
         return pack(
-            part,
+            microbatch,
             device=self.device,
             deterministic=self.deterministic,
             share_prefix=self.recipe.train.share_prefix,
@@ -147,20 +147,20 @@ class TrainableModel:
         )
 
     def packed_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch, PackedBatch]]:
-        """The indices of each micro-batch's samples, the samples, and the model's inputs."""
+        """(indices of the samples, samples, packed inputs) of each micro-batch."""
         for samples in self.microbatches(batch):
-            part = batch.take(samples)
-            yield samples, part, self.pack(part)
+            microbatch = batch.take(samples)
+            yield samples, microbatch, self.pack(microbatch)
 
     def accumulate_gradients(
         self, batch: Batch, loss: Callable[[Batch, PackedBatch], tuple[Loss, int]]
     ) -> LossReport:
-        """Forward and backward of each micro-batch; `loss` returns the loss of a micro-batch, and
-        the number of tokens that the report counts."""
+        """Forward and backward of each micro-batch; `loss` returns its loss and the number of
+        tokens that the report counts."""
         self.check_gradient()
         accumulator = LossAccumulator()
-        for _, part, packed in self.packed_batches(batch):
-            result, tokens = loss(part, packed)
+        for _, microbatch, packed in self.packed_batches(batch):
+            result, tokens = loss(microbatch, packed)
             result.total.backward()
             self.optimizer.accumulate()
             accumulator.add(result.total, result.sums, tokens=tokens)
@@ -168,10 +168,10 @@ class TrainableModel:
 
     def hidden(self, packed: PackedBatch) -> Tensor:
         """The hidden state of every row of the pack, [N, D]."""
-        # In float64 the modules' norms round to float32, and tests compare with the modules.
+        # In float64, the norms of the modules round to float32; tests compare with the modules.
         is_float64 = next(self.decoder.parameters()).dtype is torch.float64
         if not (self.deterministic or self.batch_invariant or is_float64):
-            # The faster forward of supported decoders (models/decoder/training.py).
+            # A faster forward, for supported decoders (models/decoder/training.py).
             hidden_ND = hidden_states(self.decoder, packed.token_ids_N, packed.layout)
             if hidden_ND is not None:
                 return hidden_ND
@@ -181,13 +181,13 @@ class TrainableModel:
         return self.optimizer.step()
 
     def state(self) -> TrainState:
-        """Masters and moments; also while asleep."""
-        held = self.optimizer.tensors() | self._offloaded.copies
-        tensors = {name: held[name] for name in self.optimizer.tensors()}
+        """Masters and moments. Can be called while asleep."""
+        current = self.optimizer.tensors() | self._offloaded.copies
+        tensors = {name: current[name] for name in self.optimizer.tensors()}
         return TrainState(tensors, self.optimizer.steps)
 
     def restore(self, state: TrainState) -> None:
-        """Parameters are written in place."""
+        """Load a state; parameters are updated in place."""
         self.wake()
         self.optimizer.restore(state.tensors, steps=state.steps)
 
@@ -214,8 +214,8 @@ class TrainableModel:
     def sleep(self, *, keep_parameters: bool = False) -> None:
         """Move optimizer state, gradients and parameters off the GPU.
 
-        `keep_parameters` leaves these in place, so that an engine that shares them, and graphs
-        captured over their addresses, still work.
+        `keep_parameters` leaves the parameters in place, for an engine that shares them and graphs
+        captured over their addresses.
         """
         if not self.on_gpu or self._offloaded:
             return
@@ -226,7 +226,7 @@ class TrainableModel:
             state = self._optimizer.tensors() | self._optimizer.gradients()
         moved = {name: value for name, value in state.items() if value.is_cuda}
         kept = parameters.values() if keep_parameters else ()
-        # State first: a parameter that is its own master is then stored by the master's name.
+        # State first: a parameter that is its own master is stored under the master's name.
         self._offloaded.move_to_host(moved | parameters, keep=kept)
         torch.cuda.empty_cache()
 

@@ -104,7 +104,7 @@ class LearnerWorker(TrainedWorker[TrainStrategy], PolicyRole):
             return self.sender.offer(self.strategy.weights(), version, route=route)
         if self._base is None:
             self._base = fingerprint(list(adapters.base()))
-        stream, scale = adapter_pairs(adapters.each()), adapters.scale
+        stream, scale = adapter_pairs(adapters.live_adapters()), adapters.scale
         return self.sender.offer(stream, version, route=route, partial_of=self._base, scale=scale)
 
     @property

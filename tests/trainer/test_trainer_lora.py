@@ -119,7 +119,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_sum(folder: Path) -> None:
         gradients |= {name: p.grad for name, p in one.optimizer.parameters.items()}
     scale = strategy.adapters.scale
     assert scale == 2
-    for adapter in strategy.adapters.each():
+    for adapter in strategy.adapters.live_adapters():
         sum_OI, layer = gradients[adapter.name], adapter.name.removesuffix(".weight")
         for part, expected in (
             ("lora_A", scale * adapter.b_OR.T @ sum_OI),

@@ -1,13 +1,13 @@
 """Differentiable collectives.
 
-    gather_rows     rows of all ranks; all do the same work next         backward: the own rows
-      summed=True   rows of all ranks; each does its own work next       backward: summed rows
-    shared_input    the same tensor, for work that ranks divide          backward: summed
-    exchange_rows   all-to-all of rows                                   backward: the inverse
+    gather_rows     all-gather; ranks then compute the same      backward: this rank's slice
+      summed=True   all-gather; ranks then divide the work       backward: reduce-scatter
+    shared_input    a replicated tensor; ranks divide the work   backward: all-reduce
+    exchange_rows   all-to-all                                   backward: the inverse all-to-all
 
 Ranks may have different numbers of rows; buffers are padded to the largest.
 
-Legend: n rows of this rank, N those of all ranks.
+Legend: n rows of this rank, N rows of all ranks.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or _DIST.reduce_s
 def gather_rows(
     rows: Tensor, sizes: Sequence[int], group: ProcessGroup, *, summed: bool = False
 ) -> Tensor:
-    """[N, ...] of [n, ...]; `sizes`: rows of each rank. `summed`: sum the gradient of each row over
-    the ranks; without it, all ranks must do the same work next."""
+    """All-gather [n, ...] to [N, ...]; `sizes`: rows of each rank. `summed`: sum gradients over the
+    ranks; if False, all ranks must compute the same from the result."""
     result: Any = _GatherRows.apply(rows, tuple(sizes), group, summed)
     return result
 
 
 def shared_input(values: Tensor, group: ProcessGroup) -> Tensor:
-    """Mark a replicated tensor as the input of divided work; the backward sums its gradient."""
+    """Mark a replicated tensor as the input of work that ranks divide: its gradient is summed over
+    the ranks."""
 
-    def summed(gradient: Tensor) -> Tensor:
+    def sum_gradient(gradient: Tensor) -> Tensor:
         return all_sum(gradient.clone(memory_format=torch.contiguous_format), group)
 
     values = values.view_as(values)
     if values.requires_grad:
-        values.register_hook(summed)
+        values.register_hook(sum_gradient)
     return values
 
 
 def exchange_rows(
     rows: Tensor, *, sent: Sequence[int], received: Sequence[int], group: ProcessGroup
 ) -> Tensor:
-    """Send the first `sent[0]` rows to rank 0 and so on; returns received rows by rank."""
+    """Send the first `sent[0]` rows to rank 0 and so on; returns the rows received, by rank."""
     result: Any = _ExchangeRows.apply(rows, tuple(sent), tuple(received), group)
     return result
 
@@ -66,7 +67,7 @@ def wait_for_all() -> None:
     dist.all_reduce(torch.zeros(()))
 
 
-def _padded(rows: Tensor, count: int) -> Tensor:
+def _pad_rows(rows: Tensor, count: int) -> Tensor:
     if len(rows) == count:
         return rows.contiguous()
     buffer = rows.new_zeros(count, *rows.shape[1:])
@@ -82,7 +83,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.sizes, ctx.group, ctx.summed = sizes, group, summed
         largest = max(sizes)
         gathered = rows.new_empty(len(sizes) * largest, *rows.shape[1:])
-        _all_gather(gathered, _padded(rows, largest), group=group)
+        _all_gather(gathered, _pad_rows(rows, largest), group=group)
         if min(sizes) == largest:
             return gathered
         return torch.cat([gathered[r * largest : r * largest + n] for r, n in enumerate(sizes)])
@@ -91,15 +92,15 @@ class _GatherRows(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, ...]:
-        own = dist.get_rank(ctx.group)
-        parts = gradient.split(ctx.sizes)
+        rank = dist.get_rank(ctx.group)
+        chunks = gradient.split(ctx.sizes)
         if not ctx.summed:
-            return parts[own].contiguous(), None, None, None
+            return chunks[rank].contiguous(), None, None, None
         largest = max(ctx.sizes)
-        buffer = torch.cat([_padded(part, largest) for part in parts])
+        buffer = torch.cat([_pad_rows(chunk, largest) for chunk in chunks])
         received = buffer.new_empty(largest, *buffer.shape[1:])
         _reduce_scatter(received, buffer, group=ctx.group)
-        return received[: ctx.sizes[own]], None, None, None
+        return received[: ctx.sizes[rank]], None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):

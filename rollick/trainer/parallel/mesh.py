@@ -31,7 +31,7 @@ JOIN_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of the store at which the ranks of a learner meet."""
+    """The address of the store through which the ranks of a learner connect."""
 
     host: str
     port: int
@@ -41,15 +41,15 @@ class Rendezvous:
 
 
 def open_rendezvous(host: str, *, ranks: int, timeout_s: float) -> tuple[Any, Rendezvous]:
-    """A store for the rendezvous, open while it is referenced, and its address. It listens on all
-    interfaces and transfers addresses, not weights."""
+    """Open a store, and return it with its address; it closes when it is no longer referenced. It
+    listens on all interfaces and transfers addresses, not weights."""
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
     return store, Rendezvous(host, store.port, ranks, timeout_s)
 
 
 def join_process_group(rendezvous: Rendezvous | None, rank: int, *, device: str) -> None:
-    """Join torch's process group; None is a learner of one rank. A process has one group: a later
-    learner with the same ranks uses it too."""
+    """Join torch's process group; None: create one with a single rank. A process joins once:
+    a later learner with the same ranks reuses the group."""
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(torch.device(device).index or 0)
@@ -59,8 +59,8 @@ def join_process_group(rendezvous: Rendezvous | None, rank: int, *, device: str)
         store: Any = dist.HashStore()
         ranks, timeout_s = 1, JOIN_TIMEOUT_S
     else:
-        wait = timedelta(seconds=JOIN_TIMEOUT_S)
-        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=wait)
+        timeout = timedelta(seconds=JOIN_TIMEOUT_S)
+        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
         ranks, timeout_s = rendezvous.ranks, rendezvous.timeout_s
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -87,7 +87,7 @@ class GridShape:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, ranks: int) -> GridShape:
-        """`data` is by default what the other axes leave."""
+        """By default, `data` is `ranks` divided by the other factors."""
         data = parallel.data_of(ranks)
         if data * parallel.non_data_ranks != ranks:
             raise ConfigError(
@@ -114,8 +114,8 @@ class Grid:
 
     def __init__(self, shape: GridShape, *, device: str) -> None:
         self.shape = shape
-        kind = "cuda" if device.startswith("cuda") else "cpu"
-        self.mesh = init_device_mesh(kind, astuple(shape), mesh_dim_names=AXES)
+        device_type = "cuda" if device.startswith("cuda") else "cpu"
+        self.mesh = init_device_mesh(device_type, astuple(shape), mesh_dim_names=AXES)
         self.rank = dist.get_rank()
         coordinates = self.mesh.get_coordinate()
         assert coordinates is not None, "every rank of the process group is on the mesh"
@@ -123,19 +123,19 @@ class Grid:
         self.tensors = self.mesh["tensor"]
         self.contexts = self.mesh["context"]
         self.experts = self.mesh["expert"]
-        self.replicas = self._flat("expert", "data")
-        self.replica_ranks = self._flat("context", "tensor")
+        self.replicas = self._flatten("expert", "data")
+        self.replica_ranks = self._flatten("context", "tensor")
         """The ranks of this rank's replica."""
-        self.shards = self._flat("expert", "data", "context")
+        self.shards = self._flatten("expert", "data", "context")
         """Ranks over which FSDP shards the parameters of a layer."""
-        self.expert_shards = self._flat("data", "context")
-        """The same for the experts of a mixture, which `experts` divides first."""
-        self.all = self._flat(*AXES)
+        self.expert_shards = self._flatten("data", "context")
+        """The same for experts, which are first divided over the `expert` axis."""
+        self.all = self._flatten(*AXES)
 
-    def _flat(self, *axes: str) -> DeviceMesh:
-        """The ranks of these axes as one dimension."""
-        part = self.mesh[axes]
-        return part._flatten("_".join(axes))  # pyright: ignore[reportPrivateUsage]
+    def _flatten(self, *axes: str) -> DeviceMesh:
+        """The mesh of these axes, flattened to one dimension."""
+        mesh = self.mesh[axes]
+        return mesh._flatten("_".join(axes))  # pyright: ignore[reportPrivateUsage]
 
     @property
     def replica(self) -> int:

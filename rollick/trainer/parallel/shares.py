@@ -1,15 +1,14 @@
-"""How a batch is divided over the ranks of a role, and how their results come back. Pure.
+"""How a batch is divided over the ranks of a role, and how their results are gathered.
 
     Batch -> mini-batches -> the rows of each replica (plan_ranks) -> a share for each rank
           -> (workers) -> results for these rows -> gather_tokens, gather_samples
 
 No rank receives more than it computes. Ranks that compute the same rows together (the axes context
-and tensor) get equal shares. No divisibility rules: 10 samples over 3 ranks are 4, 3 and 3. The
-weights of a batch are global, so losses and gradients of the parts just add up.
+and tensor) get equal shares. Sizes need not divide evenly: 10 samples over 3 ranks are 4, 3 and 3.
+The weights of a batch are global, so losses and gradients of the shares are summed.
 
-Rows are divided by cost. A row costs its linear layers and, in attention, an amount for each row
-that it attends to. Samples that share a prefix stay on one rank unless they cost more than a rank's
-part.
+Samples are divided by cost: each token costs its linear layers, and attention to each token before
+it. Samples that share a prefix stay on one rank, unless they cost more than its share.
 
 Shapes: B samples, N tokens over all of them.
 """
@@ -37,28 +36,28 @@ ReplicaResults = Sequence[npt.NDArray[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """Operations of a row: in linear layers, and for each row that it attends to."""
+    """Operations of a token: in linear layers, and for each token that it attends to."""
 
     token: float
     pair: float
 
     @classmethod
     def of(cls, config: Any) -> RowCost:
-        """From the sizes in a model's own configuration."""
-        hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
-        size = int(getattr(config, "head_dim", None) or hidden // heads)
+        """The cost for a model, from the sizes in its transformers config."""
+        hidden_size, heads = int(config.hidden_size), int(config.num_attention_heads)
+        head_dim = int(getattr(config, "head_dim", None) or hidden_size // heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
-        chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
-        if chosen:
-            inner = chosen * int(getattr(config, "moe_intermediate_size", None) or inner)
-        attention = 2 * hidden * size * (2 * heads + 2 * kv_heads)
-        return cls(token=attention + 6 * hidden * inner, pair=4 * heads * size)
+        mlp_size = int(getattr(config, "intermediate_size", None) or 4 * hidden_size)
+        top_k = int(getattr(config, "num_experts_per_tok", None) or 0)
+        if top_k:
+            mlp_size = top_k * int(getattr(config, "moe_intermediate_size", None) or mlp_size)
+        attention = 2 * hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+        return cls(token=attention + 6 * hidden_size * mlp_size, pair=4 * heads * head_dim)
 
     def of_rows(self, start: int, stop: int) -> float:
-        """Rows of a sequence at positions [start, stop)."""
-        seen = (stop * (stop + 1) - start * (start + 1)) / 2
-        return self.token * (stop - start) + self.pair * seen
+        """The cost of the tokens of a sequence at positions [start, stop)."""
+        pairs = (stop * (stop + 1) - start * (start + 1)) / 2
+        return self.token * (stop - start) + self.pair * pairs
 
 
 PER_TOKEN = RowCost(token=1.0, pair=0.0)
@@ -72,16 +71,16 @@ class BatchSplit:
     """Ranks that compute the same rows together."""
     minibatches: int = 1
     keep_groups: bool = False
-    """A loss of pairs: rows of a group stay together."""
+    """Rows of a group stay together, for a loss that compares pairs."""
     share_prefix: bool = False
-    """Rows of a group with a common prefix stay together, unless that is too unequal."""
+    """Rows that share a prefix stay together, unless they cost more than a rank's share."""
     cost: RowCost = PER_TOKEN
     speeds: tuple[float, ...] = ()
     """Relative speed of each rank; empty: all are equal."""
 
     @classmethod
     def of(cls, recipe: Recipe, cost: RowCost = PER_TOKEN) -> BatchSplit:
-        """That of the recipe's policy."""
+        """The split for the recipe's policy."""
         train = recipe.train
         return cls(
             ranks_per_replica=train.parallel.ranks_per_replica,
@@ -98,32 +97,32 @@ class BatchSplit:
         for part in minibatches(batch, count=self.minibatches, keep_groups=keep_groups):
             for replica, rows in zip(replicas, self.plan(part, ranks=ranks), strict=True):
                 replica.append(part if len(rows) == part.rows else part.take(rows))
-        shares = [BatchShare(tuple(minibatches)) for minibatches in replicas]
+        shares = [BatchShare(tuple(parts)) for parts in replicas]
         return [shares[rank // self.ranks_per_replica] for rank in range(ranks)]
 
     def plan(self, batch: Batch, *, ranks: int) -> SplitPlan:
-        """Balanced by cost. The first replica has all rows without a trained token."""
+        """Divide the rows by cost. The first replica gets all rows without a trained token."""
         replicas = ranks // self.ranks_per_replica
         if replicas == 1:
             return (tuple(range(batch.rows)),)
-        useful: list[int] = np.unique(trained_tokens(batch)[1]).tolist()
-        part = batch.take(useful)
-        planned = plan_ranks(
-            part.lengths_B.tolist(),
+        trained_rows: list[int] = np.unique(trained_tokens(batch)[1]).tolist()
+        trained = batch.take(trained_rows)
+        rows_by_replica = plan_ranks(
+            trained.lengths_B.tolist(),
             ranks=replicas,
             cost=self.cost,
-            groups_B=part.group_B.tolist(),
-            shared_B=sample_prefixes(part).tolist() if self.share_prefix else [0] * part.rows,
+            groups_B=trained.group_B.tolist(),
+            shared_B=sample_prefixes(trained).tolist() if self.share_prefix else [0] * trained.rows,
             keep_groups=self.keep_groups,
             speeds=self._replica_speeds(ranks),
         )
-        first, *others = ([useful[index] for index in rows] for rows in planned)
+        first, *others = ([trained_rows[index] for index in rows] for rows in rows_by_replica)
         first = sorted({*first, *range(batch.rows)}.difference(*others))
         return tuple(map(tuple, (first, *others)))
 
     def _replica_speeds(self, ranks: int) -> Sequence[float]:
-        """The speed of the slowest rank of each replica; none if `speeds` was measured with another
-        number of ranks."""
+        """The speed of the slowest rank of each replica; empty if `speeds` was measured with
+        another number of ranks."""
         if len(self.speeds) != ranks:
             return ()
         starts = range(0, ranks, self.ranks_per_replica)
@@ -144,7 +143,7 @@ def plan_ranks(
     `speeds`: relative speed of each rank; empty: all are equal.
 
     `shared_B` is the length of the prefix that a sample shares with its group. A group that costs
-    more than a rank's part is divided, but never with `keep_groups`.
+    more than a rank's share is divided, but never with `keep_groups`.
     """
 
     def cost_of(members: Sequence[int]) -> float:
@@ -152,45 +151,45 @@ def plan_ranks(
         return cost.of_rows(0, shared) + sum(cost.of_rows(shared, lengths_B[b]) for b in members)
 
     units: list[tuple[float, list[int]]] = []
-    complete = members_by_group(groups_B)
-    total = sum(map(cost_of, complete))
-    for members in complete:
-        parts = len(members)
+    groups = members_by_group(groups_B)
+    total = sum(map(cost_of, groups))
+    for members in groups:
+        num_pieces = len(members)
         if keep_groups:
-            parts = 1
+            num_pieces = 1
         elif shared_B[members[0]]:
-            parts = min(parts, ceil(cost_of(members) * ranks / max(total, 1.0) - 1e-9))
-        # Round-robin, longest first, so that the pieces cost about the same.
+            num_pieces = min(num_pieces, ceil(cost_of(members) * ranks / max(total, 1.0) - 1e-9))
+        # Round-robin, longest first: the pieces cost about the same.
         ordered = sorted(members, key=lambda b: (-lengths_B[b], b))
-        pieces = [ordered[number::parts] for number in range(max(1, parts))]
+        pieces = [ordered[first::num_pieces] for first in range(max(1, num_pieces))]
         units += [(cost_of(piece), piece) for piece in pieces]
     return _assign(units, speeds or [1.0] * ranks)
 
 
 def _assign(units: Sequence[tuple[float, list[int]]], speeds: Sequence[float]) -> list[list[int]]:
-    """The most expensive unit first, each to the rank that would be done with it first."""
-    parts: list[list[int]] = [[] for _ in speeds]
+    """Greedy: the most expensive unit first, each to the rank that would finish it first."""
+    assigned: list[list[int]] = [[] for _ in speeds]
     loads = [0.0 for _ in speeds]
-    for size, unit in sorted(units, key=lambda each: (-each[0], each[1])):
-        ends = [(load + size) / speed for load, speed in zip(loads, speeds, strict=True)]
-        rank = ends.index(min(ends))
-        parts[rank] += unit
-        loads[rank] += size
-    return [sorted(part) for part in parts]
+    for cost, samples in sorted(units, key=lambda unit: (-unit[0], unit[1])):
+        finish_times = [(load + cost) / speed for load, speed in zip(loads, speeds, strict=True)]
+        rank = finish_times.index(min(finish_times))
+        assigned[rank] += samples
+        loads[rank] += cost
+    return [sorted(rank_samples) for rank_samples in assigned]
 
 
 def minibatches(batch: Batch, *, count: int, keep_groups: bool) -> Iterator[Batch]:
-    """Split a batch into at most `count` mini-batches. Weights are those of the full batch, so
-    those of 1/M of it are scale_weights by M."""
+    """Split a batch into at most `count` mini-batches. Weights are relative to the full batch, so
+    those of M mini-batches are multiplied by M."""
     _, group_B = np.unique(batch.group_B, return_inverse=True)
-    number_B = group_B if keep_groups else np.arange(batch.rows)
-    parts = min(count, int(number_B.max()) + 1)
-    if parts == 1:
+    unit_B = group_B if keep_groups else np.arange(batch.rows)
+    num_minibatches = min(count, int(unit_B.max()) + 1)
+    if num_minibatches == 1:
         yield batch
         return
-    for part in range(parts):
-        chosen = np.flatnonzero(number_B % parts == part)
-        yield batch.take(chosen.tolist()).scale_weights(parts)
+    for index in range(num_minibatches):
+        rows = np.flatnonzero(unit_B % num_minibatches == index)
+        yield batch.take(rows.tolist()).scale_weights(num_minibatches)
 
 
 def gather_tokens(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.NDArray[Any]:
@@ -199,17 +198,17 @@ def gather_tokens(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.N
     dtype = np.result_type(*arrays) if arrays else np.dtype(np.float32)
     gathered_N = np.empty((batch.tokens, *(arrays[0].shape[1:] if arrays else ())), dtype)
     for part, samples in zip(parts, plan, strict=True):
-        own_N = np.repeat(np.isin(np.arange(batch.rows), samples), batch.lengths_B)
-        returned, expected = 0 if part is None else len(part), int(own_N.sum())
+        is_own_N = np.repeat(np.isin(np.arange(batch.rows), samples), batch.lengths_B)
+        returned, expected = 0 if part is None else len(part), int(is_own_N.sum())
         if returned != expected:
             raise ValueError(f"a rank returned {returned} values for its {expected} tokens")
         if part is not None:
-            gathered_N[own_N] = part
+            gathered_N[is_own_N] = part
     return gathered_N
 
 
 def gather_samples(parts: ReplicaResults, batch: Batch, plan: SplitPlan) -> npt.NDArray[np.float64]:
-    """[B]: one number a sample from the ranks, in the order of the batch."""
+    """[B]: one number per sample from the ranks, in the order of the batch."""
     gathered_B = np.empty(batch.rows)
     for part, samples in zip(parts, plan, strict=True):
         if part is not None:

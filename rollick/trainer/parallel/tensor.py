@@ -1,4 +1,4 @@
-"""Tensor parallelism: reads a model's own plan and applies it with torch.
+"""Tensor parallelism: applies a model's tensor-parallel plan with torch's `parallelize_module`.
 
 The plan of a transformers model names the style of each linear layer: "colwise" (by output
 features, so that each rank has some heads) or "rowwise" (by input features; outputs are summed).
@@ -38,25 +38,25 @@ NOT_SPLIT = frozenset(
         "ep_dispatch_experts",
     }
 )
-"""Styles of the vocabulary and of experts, which are sharded in another way here."""
+"""Styles of the vocabulary matrices and of experts, which are sharded without the plan."""
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:
-    """Style by pattern; patterns are names relative to the full model."""
+    """Style by pattern of module names in the full model."""
     base: Any = model.base_model
     prefix = f"{model.base_model_prefix}." if base is not model else ""  # pyright: ignore
     config: Any = model.config
-    inner: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    if not inner:
+    base_plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not base_plan:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan",
             fix="use train.parallel.tensor=1 and shard with data or context",
         )
-    return {f"{prefix}{pattern}": style for pattern, style in inner.items()}
+    return {f"{prefix}{pattern}": style for pattern, style in base_plan.items()}
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """The plan's style of a module or parameter; `*` in a pattern is a number."""
+    """The plan's style of a module or parameter; `*` in a pattern matches a number."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
@@ -65,10 +65,10 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     _check_divisible(model, mesh.size())
     plan = tensor_plan(model)
     styles: dict[str, ParallelStyle] = {}
-    for name, part in model.named_modules():
+    for name, module in model.named_modules():
         style = style_of(name, plan)
-        if isinstance(part, nn.Linear) and style is not None and style not in NOT_SPLIT:
-            styles[name] = _style(style, name)
+        if isinstance(module, nn.Linear) and style is not None and style not in NOT_SPLIT:
+            styles[name] = _parallel_style(style, name)
     parallelize_module(model, mesh, styles, src_data_rank=None)
 
 
@@ -86,7 +86,7 @@ def _check_divisible(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _style(style: str, name: str) -> ParallelStyle:
+def _parallel_style(style: str, name: str) -> ParallelStyle:
     if style in ("colwise", "rowwise"):
         return ColwiseParallel() if style == "colwise" else RowwiseParallel()
     raise ModelError(
